@@ -16,7 +16,7 @@ from lightrl.algorithms import DPO, SFT, RewardModel
 from lightrl.callbacks import HuggingFaceExport
 from lightrl.models import ModelSpec
 from lightrl.strategies import whole
-from lightrl.testing import TINY_CONFIG
+from lightrl.testing import QUIET, TINY_CONFIG
 from lightrl.trajectory import Prompt
 
 
@@ -109,21 +109,10 @@ def train(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
     module, data = {**CASES, **MORE}[name](folder)
     first = FirstGradients()
     export = HuggingFaceExport(to=folder / name / "export")
-    spread = {"devices": devices, "strategy": strategy_of(name)} if devices > 1 else {"devices": 1}
-    trainer = Trainer(
-        accelerator="cpu",
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        gradient_clip_val=1.0,
-        accumulate_grad_batches=2 if "two batches" in name else 1,
-        max_epochs=1,
-        callbacks=[first, export],
-        **spread,  # type: ignore[arg-type]
-    )
+    spread: dict[str, Any] = {"devices": devices, "strategy": strategy_of(name)} if devices > 1 else {"devices": 1}
+    flags = {"default_root_dir": folder, "num_sanity_val_steps": 0, "gradient_clip_val": 1.0, "max_epochs": 1, **spread}
+    flags |= {"accumulate_grad_batches": 2 if "two batches" in name else 1, "callbacks": [first, export]}
+    trainer = Trainer(**(QUIET | flags))
     trainer.fit(module, data)
     found = getattr(module, module.trained_role).named_parameters()
     return {

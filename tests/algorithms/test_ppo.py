@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer
 from lightrl.algorithms import PPO, AdaptiveKL, EarlyStop
-from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.experience import Experience
 from lightrl.functional import RewardShaping
 from lightrl.models import Role
@@ -224,37 +223,26 @@ def fit(folder: Path, module: PPO, *callbacks: L.Callback, num_iterations: int =
     return trainer
 
 
-def by_prompt(trajectory: Any) -> float:
-    """A bandit with four arms that no answer changes: 1, 2, 3 or 4 by the prompt."""
-    return float(trajectory.prompt.token_ids[0] - 2)
-
-
 def to_fit(**settings: Any) -> PPO:
     defaults: dict[str, Any] = {
-        "reward": lambda trajectory: by_prompt(trajectory),
+        # A bandit with four arms that no answer changes: 1, 2, 3 or 4 by the prompt.
+        "reward": lambda trajectory: float(trajectory.prompt.token_ids[0] - 2),
         "sampling": Sampling(max_new_tokens=4),
         "lr": 0.01,
     }
     return PPO(tiny_spec(), **{**defaults, **settings})
 
 
-class KeepExperience(RLCallback):
-    def __init__(self) -> None:
-        self.last: Any = None
-
-    def on_experience_ready(self, trainer: Any, module: Any, experience: Experience) -> None:
-        self.last = experience
-
-
 @pytest.mark.parametrize(("critic", "warmup"), [(None, 99), ("shared", 0)], ids=["own, alone", "shared"])
 def test_the_critic_learns_the_values_of_a_bandit(critic: str | None, warmup: int, tmp_path: Path) -> None:
     """The value of every state is its prompt's reward, whatever the policy does."""
-    keep = KeepExperience()
     settings: dict[str, Any] = {"value_clip": None, "lam": 1.0, "bootstrap_truncated": False}
     settings |= {} if critic is None else {"value_coef": 1.0}
     module = to_fit(critic=critic, critic_warmup_iterations=warmup, update_epochs=6, **settings)
-    fit(tmp_path, module, keep, num_iterations=12)
-    experience = keep.last
+    seen: list[Experience] = []
+    module.on_experience_ready = seen.append  # type: ignore[method-assign]
+    fit(tmp_path, module, num_iterations=12)
+    experience = seen[-1]
     wanted = experience.rewards[:, None].expand_as(experience.values)[experience.loss_mask]
     error = (experience.values[experience.loss_mask] - wanted).abs()
     assert float(error.mean()) < 0.25  # a constant, the best of which is 2.5, is off by 1

@@ -179,8 +179,7 @@ def test_a_session_with_a_subagent_has_the_loss_worked_by_hand(reduction: str, w
     total.backward()
     expected = {f"policy.{name}": value.grad for name, value in module.policy.named_parameters()}
     assert metrics["loss"] == pytest.approx(float(total.detach()), rel=1e-5)
-    for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_row_weights_get_each_rows_tokens_that_train_and_must_fit_them() -> None:

@@ -80,7 +80,7 @@ SETTINGS = [
     row("a template with an unknown column", {"prompt_template": "{quest}"}, "prompt_template uses 'quest'", "Row 1 of 'a.jsonl'"),
     row("a template with a position", {"prompt_template": "{0}"}, "prompt_template='{0}'", "Row 1 of 'a.jsonl'"),
     row("a template with a wrong format", {"prompt_template": "{question:d}"}, "prompt_template", "Row 1 of 'a.jsonl'", "'d'"),
-    row("columns that are not there", {"file": DataSource("a.jsonl", columns={"question": "q"})}, "Row 1 of 'a.jsonl' has no column 'q'"),
+    row("columns that are not there", {"file": DataSource("a.jsonl", columns={"question": "q"})}, "Row 1 of 'a.jsonl' has no column 'q'", "its columns: 'question', 'answer'"),
     row("a filter that is not there", {"row_filter": "json.nothing"}, "row_filter='json.nothing'", "dotted path"),
     row("a filter that raises", {"row_filter": lambda row: row["x"]}, "row_filter raised KeyError('x') on Row 1 of 'a.jsonl'"),
     row("a chat template that does not parse", {"chat_template": "{% for m in messages %}"}, "Row 1 of 'a.jsonl'", "chat template", "endfor"),
@@ -91,7 +91,7 @@ SETTINGS = [
     row("a batch of 0", {"batch_size": 0}, "batch_size must be >= 1, got 0"),
     row("a limit of 0 tokens", {"max_prompt_tokens": 0}, "max_prompt_tokens must be >= 1, got 0"),
     row("an unknown overflow", {"prompt_overflow": "cut"}, "prompt_overflow must be error or drop, got 'cut'"),
-    row("a validation file that is not there", {"validation": "b.jsonl"}, "'b.jsonl' does not exist", "a.jsonl"),
+    row("a validation file that is not there", {"validation": "b.jsonl"}, "'b.jsonl' does not exist", "contains a.jsonl"),
     row("a file of another kind", {"validation": "a.txt"}, "a.txt"),
 ]  # fmt: skip
 

@@ -54,6 +54,7 @@ IMAGES = [
 URLS = [
     row("image: a data URL without base64", "data:image/png,abc", "no ;base64", "data: URL with base64"),
     row("image: base64 with an error", "data:image/png;base64,a", "Image 'data:image/png;base64,a' cannot be read"),
+    row("image: signs that are no base64", "data:image/png;base64,!!", "Image 'data:image/png;base64,!!' cannot be read"),
     row("image: a web address", "https://example.com/a.png", "Image 'https://example.com/a.png' cannot be read", "path"),
 ]  # fmt: skip
 

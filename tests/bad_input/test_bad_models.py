@@ -97,7 +97,7 @@ SPECS = [
     row("an unknown attention", {"path": "./model", "attn_implementation": "flsh"}, "Model './model' cannot be loaded", "flsh"),
     row("a tokenizer function with arguments", {"path": "./model", "tokenizer": "json.loads"}, "tokenizer='json.loads'", "without arguments"),
     row("a tokenizer function that is not there", {"path": "./model", "tokenizer": "json.nothing"}, "tokenizer='json.nothing'", "has no 'nothing'"),
-    row("a function that makes no tokenizer", {"path": "./model", "tokenizer": "time.time"}, "tokenizer='time.time' must return a Hugging Face tokenizer"),
+    row("a function that makes no tokenizer", {"path": "./model", "tokenizer": "tiny.not_a_tokenizer"}, "'tiny.not_a_tokenizer' must return a Hugging Face tokenizer, got int"),
 ]  # fmt: skip
 
 

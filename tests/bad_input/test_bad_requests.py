@@ -34,6 +34,7 @@ REQUESTS = [
     row("request: a lone surrogate", said({"role": "user", "content": "\ud800"}), "surrogates not allowed"),
     row("request: a list", b"[]", "must be a JSON object, got []"),
     row("request: no messages", b"{}", "messages must be a list", "at least one"),
+    row("request: an empty list of messages", said(), "messages must be a list with at least one message"),
     row("request: messages that are a text", body(messages="hi"), "messages must be a list", "'hi'"),
     row("request: a message without role", said({"content": "hi"}), "The role of a message must be one of", "user"),
     row("request: an unknown role", said({"role": "usr", "content": "hi"}), "The role of a message must be one of", "usr"),
@@ -63,37 +64,10 @@ def test_a_request_is_refused(case):
     assert caught.value.status == 400
 
 
-NAMES = [
-    "messages",
-    "role",
-    "content",
-    "tool_calls",
-    "function",
-    "name",
-    "arguments",
-    "tools",
-    "n",
-    "max_tokens",
-    "text",
-    "input",
-    "type",
-    "thinking",
-    "namespace",
-    "call_id",
-    "output",
-    "system",
-]
-KINDS = [
-    "user",
-    "assistant",
-    "tool_use",
-    "tool_result",
-    "reasoning",
-    "function_call",
-    "namespace",
-    "custom",
-    "function",
-]
+NAMES = ["messages", "role", "content", "tool_calls", "function", "name", "arguments", "tools", "n", "max_tokens"]
+NAMES += ["text", "input", "type", "thinking", "namespace", "call_id", "output", "system"]
+KINDS = ["user", "assistant", "tool_use", "tool_result", "reasoning"]
+KINDS += ["function_call", "namespace", "custom", "function"]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from([*KINDS, "[", "\ud800", ""]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),

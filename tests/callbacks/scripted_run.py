@@ -1,6 +1,6 @@
 """A run of Lightning's own trainer whose training step calls an iteration's RL hooks with trajectories of a test."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,43 +11,9 @@ import torch
 from lightrl.dataflow import DataFlowGraph
 from lightrl.experience import Experience
 from lightrl.rollout import RolloutSettings
-from lightrl.trajectory import Group, Prompt, Trajectory
+from lightrl.trajectory import Group
 
 MakeGroups = Callable[[int], list[Group]]  # iteration → its groups
-
-
-def trajectory(reward, *, position=0, sample=0, completion_ids=(9, 1), versions=None, metrics=None, **fields):
-    """A prompt of 3 tokens and a completion; `versions` of the completion's tokens, 0 if not given."""
-    num = len(completion_ids)
-    return Trajectory(
-        prompt=Prompt(id=f"prompt-{position}", token_ids=[3, 7, 10], fields={"answer": "9"}),
-        group_id=position,
-        sample=sample,
-        token_ids=[3, 7, 10, *completion_ids],
-        loss_mask=[False] * 3 + [True] * num,
-        behavior_logprobs=[0.0] * 3 + [-0.1 - index / 3 for index in range(num)],
-        weight_versions=[-1] * 3 + list(versions if versions is not None else [0] * num),
-        completion_ids=list(completion_ids),
-        completion="".join(chr(64 + token_id) for token_id in completion_ids),
-        reward=reward,
-        metrics=dict(metrics or {}),
-        **fields,
-    )
-
-
-def groups_of(rewards: Sequence[Sequence[float]], **fields: Any) -> list[Group]:
-    """One group for each row of rewards."""
-    return [
-        Group(
-            id=position,
-            prompt=Prompt(id=f"prompt-{position}", token_ids=[3, 7, 10]),
-            trajectories=[
-                trajectory(reward, position=position, sample=sample, completion_ids=(9, sample + 1), **fields)
-                for sample, reward in enumerate(row)
-            ],
-        )
-        for position, row in enumerate(rewards)
-    ]
 
 
 class ScriptedTrainer(L.Trainer):

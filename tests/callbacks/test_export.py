@@ -4,19 +4,20 @@ from typing import Any
 
 import pytest
 import torch
-from scripted_run import ScriptedModule, ScriptedTrainer, batches, groups_of
+from scripted_run import ScriptedModule, ScriptedTrainer, batches
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lightrl.callbacks.export import HuggingFaceExport
+from lightrl.testing import make_groups
 
 
 class Module(ScriptedModule):
     """Has a policy of a few hundred parameters, whose weights move in each iteration."""
 
     def __init__(self, *, fails_at: int | None = None, error: type[BaseException] = RuntimeError) -> None:
-        super().__init__(lambda _: groups_of([[1.0, 0.0]]))
+        super().__init__(lambda _: make_groups([[1.0, 0.0]]))
         config = LlamaConfig(
             vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, eos_token_id=1
         )
@@ -52,24 +53,15 @@ def assert_same_weights(left: dict[str, torch.Tensor], right: dict[str, torch.Te
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_from_pretrained_gives_the_trained_tensors_bit_for_bit(tmp_path: Path) -> None:
-    module = Module()
-    fit(module, HuggingFaceExport(str(tmp_path / "models" / "digits")))
-    assert_same_weights(weights_at(tmp_path / "models" / "digits"), module.policy.state_dict())
-
-
-def test_tokenizer_and_generation_config_come_along(tmp_path: Path) -> None:
-    fit(Module(), HuggingFaceExport(str(tmp_path / "digits")))
-    assert AutoTokenizer.from_pretrained(tmp_path / "digits").eos_token == "<eos>"
-    assert json.loads((tmp_path / "digits" / "generation_config.json").read_text())["max_new_tokens"] == 5
-
-
-def test_transformers_4_knows_the_class_of_the_tokenizer(tmp_path: Path) -> None:
-    fit(Module(), HuggingFaceExport(str(tmp_path / "digits")))
-    config = json.loads((tmp_path / "digits" / "tokenizer_config.json").read_text())
-    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"  # transformers 5 writes TokenizersBackend
-    read = AutoTokenizer.from_pretrained(tmp_path / "digits")
-    assert read.convert_ids_to_tokens([0, 1, 2]) == ["<unk>", "<eos>", "nine"]
+def test_from_pretrained_gives_the_trained_tensors_bit_for_bit_and_the_tokenizer(tmp_path: Path) -> None:
+    module, folder = Module(), tmp_path / "models" / "digits"
+    fit(module, HuggingFaceExport(str(folder)))
+    assert_same_weights(weights_at(folder), module.policy.state_dict())
+    read = AutoTokenizer.from_pretrained(folder)
+    assert (read.eos_token, read.convert_ids_to_tokens([0, 1, 2])) == ("<eos>", ["<unk>", "<eos>", "nine"])
+    assert json.loads((folder / "generation_config.json").read_text())["max_new_tokens"] == 5
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"  # as transformers 4 knows it; 5: TokenizersBackend
 
 
 def test_an_earlier_export_is_replaced_and_nothing_else_is_left_behind(tmp_path: Path) -> None:
@@ -130,4 +122,4 @@ def test_the_folder_that_the_policy_comes_from_is_refused(tmp_path: Path) -> Non
 def test_a_module_without_a_policy_is_refused(tmp_path: Path) -> None:
     trainer = ScriptedTrainer(callbacks=[HuggingFaceExport(str(tmp_path / "digits"))], max_steps=1)
     with pytest.raises(TypeError, match="needs a Hugging Face model"):
-        trainer.fit(ScriptedModule(lambda _: groups_of([[1.0]])), batches(1))
+        trainer.fit(ScriptedModule(lambda _: make_groups([[1.0]])), batches(1))

@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
-from scripted_run import ScriptedTrainer, ValidatedModule, batches, groups_of
+from scripted_run import ScriptedTrainer, ValidatedModule, batches
 
 from lightrl.callbacks.learning_curve import LearningCurve, Points, draw_learning_curve
 from lightrl.callbacks.rollout_metrics import RolloutMetrics
+from lightrl.testing import make_groups
 from lightrl.trajectory import Group
 
 PNG = b"\x89PNG\r\n"
 
 
-def make_groups(iteration: int) -> list[Group]:
-    return groups_of([[1.0, 0.0] if iteration % 2 else [0.0, 0.0]])
+def one_group(iteration: int) -> list[Group]:
+    return make_groups([[1.0, 0.0] if iteration % 2 else [0.0, 0.0]])
 
 
 def fit(curve, folder, *callbacks, max_epochs=2, module=None, ckpt_path=None, **settings):
@@ -26,7 +27,7 @@ def fit(curve, folder, *callbacks, max_epochs=2, module=None, ckpt_path=None, **
         enable_progress_bar=False,
         **{"default_root_dir": folder, "enable_checkpointing": False, **settings},
     )
-    trainer.fit(module or ValidatedModule(make_groups), batches(2), batches(1), ckpt_path=ckpt_path, weights_only=True)
+    trainer.fit(module or ValidatedModule(one_group), batches(2), batches(1), ckpt_path=ckpt_path, weights_only=True)
     return trainer
 
 
@@ -49,7 +50,7 @@ def test_where_no_accuracy_is_measured_the_held_out_reward_is_the_curve(tmp_path
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val/reward", self.trainer.global_step / 8 - 3)
 
-    fit(LearningCurve(), tmp_path, module=Graded(make_groups))
+    fit(LearningCurve(), tmp_path, module=Graded(one_group))
     header, *rows = csv.reader((tmp_path / "learning_curve.csv").read_text().splitlines())
     assert header == ["iteration", "rollout/reward", "val/reward"]
     assert {row[0]: float(row[2]) for row in rows if row[2]} == {"2": -2.75, "4": -2.5}
@@ -72,7 +73,7 @@ def test_another_metric_of_validation_can_be_drawn(tmp_path: Path) -> None:
             self.log("val/token_accuracy_fraction", 0.5 + self.trainer.global_step / 16)
 
     curve = LearningCurve(held_out="val/token_accuracy_fraction")
-    fit(curve, tmp_path, module=WithTokens(make_groups))
+    fit(curve, tmp_path, module=WithTokens(one_group))
     rows = list(csv.reader((tmp_path / "learning_curve.csv").read_text().splitlines()))
     assert [row[2] for row in rows[1:] if row[2]] == ["0.625", "0.75"]
 
@@ -89,7 +90,7 @@ def test_ctrl_c_leaves_the_image_of_what_was_done(tmp_path: Path) -> None:
     def interrupt(iteration: int) -> list[Group]:
         if iteration == 3:
             raise KeyboardInterrupt
-        return make_groups(iteration)
+        return one_group(iteration)
 
     with pytest.raises(SystemExit):
         fit(LearningCurve(), tmp_path, max_epochs=4, module=ValidatedModule(interrupt))

@@ -1,17 +1,17 @@
-import contextlib
 import io
-from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_run import ScriptedModule, ScriptedTrainer, ValidatedModule, batches, groups_of
+from scripted_run import ScriptedModule, ScriptedTrainer, ValidatedModule, batches
 
 from lightrl import LearningCurve
 from lightrl.callbacks import progress
 from lightrl.callbacks.progress import RolloutProgressBar, num_batches_of_run
 from lightrl.callbacks.rollout_metrics import RolloutMetrics
 from lightrl.checks.printable import duration_text
+from lightrl.testing import make_groups
 from lightrl.trajectory import Group
 
 
@@ -21,19 +21,14 @@ class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
-    @contextlib.contextmanager
-    def as_stdout(self) -> Iterator[None]:
-        with contextlib.redirect_stdout(self):
-            yield
 
-
-def make_groups(_: int) -> list[Group]:
-    return groups_of([[1.0, 0.0]])
+def one_group(_: int) -> list[Group]:
+    return make_groups([[1.0, 0.0]])
 
 
 def fit(bar: RolloutProgressBar, *, num_batches: int = 4, validate: bool = False, **settings: Any) -> ScriptedTrainer:
     trainer = ScriptedTrainer(callbacks=[RolloutMetrics(), bar], enable_checkpointing=False, **settings)
-    module = ValidatedModule(make_groups) if validate else ScriptedModule(make_groups)
+    module = ValidatedModule(one_group) if validate else ScriptedModule(one_group)
     trainer.fit(module, batches(num_batches), batches(1) if validate else None)
     return trainer
 
@@ -45,7 +40,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def test_two_lines_show_the_run_and_the_phase(terminal: Terminal) -> None:
-    with terminal.as_stdout():
+    with redirect_stdout(terminal):
         fit(RolloutProgressBar(), max_steps=4)
     frames = terminal.getvalue()
     for part in ("Training: ", "4/4", "reward=0.500", "rollout: ", "update: ", "tokens/s=2", "sync_s=0.250"):
@@ -57,15 +52,15 @@ def test_the_phase_line_says_for_how_many_slow_groups_it_waits(terminal: Termina
         callbacks=[RolloutMetrics(), RolloutProgressBar()], enable_checkpointing=False, max_steps=1
     )
     trainer.rollout.progress = lambda: {"skipped_prompts": 0, "stragglers": 2}
-    with terminal.as_stdout():
-        trainer.fit(ScriptedModule(make_groups), batches(1))
+    with redirect_stdout(terminal):
+        trainer.fit(ScriptedModule(one_group), batches(1))
     assert "rollout, waits for 2 slow: " in terminal.getvalue()
 
 
 def test_a_line_per_iteration_stays_above_the_bars_and_fits(terminal, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("NO_COLOR", "1")
-    with terminal.as_stdout():
+    with redirect_stdout(terminal):
         fit(RolloutProgressBar(print_every_n_iterations=1), max_steps=3)
     frames = terminal.getvalue().replace("\r", "\n").replace("\x1b[A", "")  # tqdm moves up with it
     lines = [line for line in frames.splitlines() if line.startswith("iteration ")]
@@ -77,11 +72,11 @@ def test_the_run_folder_starts_a_line_of_its_own_after_ctrl_c(terminal: Terminal
     def interrupt(iteration: int) -> list[Group]:
         if iteration == 2:
             raise KeyboardInterrupt
-        return make_groups(iteration)
+        return one_group(iteration)
 
     callbacks = [RolloutMetrics(), LearningCurve(), RolloutProgressBar()]
     trainer = ScriptedTrainer(callbacks=callbacks, max_steps=4, enable_checkpointing=False, default_root_dir=tmp_path)
-    with terminal.as_stdout(), pytest.raises(SystemExit):
+    with redirect_stdout(terminal), pytest.raises(SystemExit):
         trainer.fit(ScriptedModule(interrupt), batches(4))
     lines = terminal.getvalue().replace("\r", "\n").replace("\x1b[A", "").splitlines()
     assert [line for line in lines if "Run folder: " in line] == [f"Run folder: {tmp_path}"]
@@ -90,7 +85,7 @@ def test_the_run_folder_starts_a_line_of_its_own_after_ctrl_c(terminal: Terminal
 def test_color_is_for_terminals_that_want_it(terminal, capsys, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    with terminal.as_stdout():
+    with redirect_stdout(terminal):
         fit(RolloutProgressBar(), max_steps=1)
     assert "\x1b[1miteration 1/1" in terminal.getvalue()
     fit(RolloutProgressBar(), max_steps=1)
@@ -111,7 +106,7 @@ def test_the_run_ends_where_the_bar_says(settings: dict[str, int], expected: int
 
 
 def test_held_out_accuracy_is_shown_once_it_is_known(terminal: Terminal) -> None:
-    with terminal.as_stdout():
+    with redirect_stdout(terminal):
         fit(RolloutProgressBar(), max_steps=8, validate=True, num_sanity_val_steps=0)
     before, after = terminal.getvalue().split("Validation", 1)
     assert "held-out" not in before
@@ -163,22 +158,22 @@ def test_no_terminal_gives_one_plain_line_after_each_validation(capsys: pytest.C
 
 
 def test_a_refresh_rate_of_zero_is_silent(capsys: pytest.CaptureFixture[str], terminal: Terminal) -> None:
-    with terminal.as_stdout():
+    with redirect_stdout(terminal):
         fit(RolloutProgressBar(refresh_rate=0), max_steps=2)
     assert terminal.getvalue() == ""
     assert capsys.readouterr().out == ""
 
 
 def test_a_resumed_run_counts_on_from_where_it_stopped(terminal: Terminal, tmp_path: Path) -> None:
-    with terminal.as_stdout():
+    with redirect_stdout(terminal):
         first = fit(RolloutProgressBar(), max_steps=2)
     first.save_checkpoint(tmp_path / "two.ckpt")
     terminal.truncate(0)
     resumed = ScriptedTrainer(
         callbacks=[RolloutMetrics(), RolloutProgressBar()], enable_checkpointing=False, max_epochs=2
     )
-    with terminal.as_stdout():
-        resumed.fit(ScriptedModule(make_groups), batches(2), ckpt_path=tmp_path / "two.ckpt")
+    with redirect_stdout(terminal):
+        resumed.fit(ScriptedModule(one_group), batches(2), ckpt_path=tmp_path / "two.ckpt")
     assert "2/4" in terminal.getvalue()
     assert "4/4" in terminal.getvalue()
     assert "1/4" not in terminal.getvalue()

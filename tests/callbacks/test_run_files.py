@@ -2,18 +2,19 @@ from pathlib import Path
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger
-from scripted_run import ScriptedTrainer, groups_of, run
+from scripted_run import ScriptedTrainer, run
 
 from lightrl.callbacks.run_files import KINDS, RunFiles, contents
+from lightrl.testing import make_groups
 from lightrl.trajectory import Group
 
 
-def make_groups(_: int) -> list[Group]:
-    return groups_of([[1.0, 0.0]])
+def one_group(_: int) -> list[Group]:
+    return make_groups([[1.0, 0.0]])
 
 
 def run_with_files(folder: Path, **settings: object) -> ScriptedTrainer:
-    return run(make_groups, RunFiles(), logger=CSVLogger(folder), default_root_dir=folder, **settings)
+    return run(one_group, RunFiles(), logger=CSVLogger(folder), default_root_dir=folder, **settings)
 
 
 def test_the_runs_folder_says_what_each_of_its_files_is(tmp_path: Path) -> None:

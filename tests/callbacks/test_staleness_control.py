@@ -5,10 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scripted_run import groups_of
 
 from lightrl.callbacks.staleness import StalenessControl
 from lightrl.rollout import RolloutSettings
+from lightrl.testing import make_groups
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_the_fraction_of_resampled_groups_is_logged_and_a_warning_names_it(
     module: Any = SimpleNamespace(log=lambda name, value, **kwargs: logged.append((name, value)))
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         for _ in resampled_by_iteration:
-            control.on_rollout_end(trainer, module, groups_of([[1.0]] * 60))
+            control.on_rollout_end(trainer, module, make_groups([[1.0]] * 60))
     assert logged == [("staleness/resampled_fraction", pytest.approx(value)) for value in fractions]
     assert len(caplog.messages) == num_warnings
     assert all("7.7 % of the groups sampled so far" in message for message in caplog.messages)

@@ -16,16 +16,12 @@ from lightrl import PPO, Sampling, Trace
 from lightrl.trace.spans import in_microbatch_spans
 
 
-def events_of(folder: Path) -> list[dict[str, Any]]:
-    return json.loads((folder / "trace" / "trace.json").read_text())
-
-
 def test_a_traced_run_has_every_phase_generation_reward_and_microbatch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = make_trainer(tmp_path, callbacks=[Trace(max_cost=1.0)])
     trainer.fit(TinyGRPO(num_minibatches=2), datamodule=Digits())
-    events = events_of(tmp_path)
+    events = json.loads((tmp_path / "trace" / "trace.json").read_text())
     names = [event["name"] for event in events]
     assert [name for name in names if name.startswith("iteration")] == [f"iteration {index}" for index in range(3)]
     for phase in ("rollout", "score", "update", "sync"):

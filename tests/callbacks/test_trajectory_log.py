@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from scripted_run import ScriptedModule, groups_of, run, trajectory
+from scripted_run import ScriptedModule, run
 
 from lightrl.callbacks.trajectory_log import TrajectoryLog, format_table, pick_rows
+from lightrl.testing import make_groups, make_trajectory
 from lightrl.trajectory import Group, Turn, read_trajectories
 
 
@@ -22,12 +23,12 @@ def log_of(folder: Path, iteration: int = 0) -> Path:
 
 
 def test_what_is_read_back_equals_what_was_trained_on(tmp_path: Path) -> None:
-    odd = trajectory(
-        1.0, completion_ids=[5, 6], versions=[0, 1], metrics={"accuracy": 1.0}, rewards=[0.0, 0.0, 0.0, 0.1, 0.9],
-        turns=[Turn(3, 5, "length")], is_truncated=True, finish_reason="length",
+    odd = make_trajectory(
+        'a "quote", a\nbreak, \u2028, é, 数学, \x00 and a lone \ud800', reward=1.0, completion_ids=[5, 6],
+        versions=[0, 1], metrics={"accuracy": 1.0}, rewards=[0.0, 0.0, 0.0, 0.1, 0.9], turns=[Turn(3, 5, "length")],
+        is_truncated=True, finish_reason="length",
     )  # fmt: skip
     odd.behavior_logprobs = [0.0, 0.0, 0.0, -1 / 3, -1e-17]
-    odd.completion = 'a "quote", a\nbreak, \u2028, é, 数学, \x00 and a lone \ud800'
     groups = [Group(0, odd.prompt, [odd])]
     run(lambda _: groups, TrajectoryLog(), default_root_dir=tmp_path)
     assert list(read_trajectories(log_of(tmp_path))) == [odd]
@@ -35,7 +36,7 @@ def test_what_is_read_back_equals_what_was_trained_on(tmp_path: Path) -> None:
 
 
 def test_each_line_has_iteration_weight_version_and_advantage(tmp_path: Path) -> None:
-    run(lambda _: groups_of([[1.0, 0.0]]), TrajectoryLog(), default_root_dir=tmp_path)
+    run(lambda _: make_groups([[1.0, 0.0]]), TrajectoryLog(), default_root_dir=tmp_path)
     first, second = map(json.loads, log_of(tmp_path).read_text().splitlines())
     assert (first["iteration"], first["weight_version"], first["advantage"]) == (0, 0, 0.5)
     assert second["advantage"] == -0.5
@@ -45,8 +46,8 @@ def test_the_texts_that_are_searched_have_the_prompt_and_all_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ScriptedModule, "tokenizer", LetterTokenizer(), raising=False)
-    talk = trajectory(1.0, completion_ids=[1, 2, 3, 4, 5], turns=[Turn(3, 5), Turn(7, 8)])
-    long = trajectory(0.0, sample=1, completion_ids=[1] * 3000 + [2] * 3000)
+    talk = make_trajectory(reward=1.0, completion_ids=[1, 2, 3, 4, 5], turns=[Turn(3, 5), Turn(7, 8)])
+    long = make_trajectory("A" * 3000 + "B" * 3000, reward=0.0, sample=1)
     run(lambda _: [Group(0, talk.prompt, [talk, long])], TrajectoryLog(), default_root_dir=tmp_path)
     first, second = map(json.loads, log_of(tmp_path).read_text().splitlines())
     assert (first["prompt_text"], first["excerpt"]) == ("CGJ", "AB\nCD\nE")
@@ -55,14 +56,14 @@ def test_the_texts_that_are_searched_have_the_prompt_and_all_turns(
 
 def test_only_every_nth_iteration_and_so_many_trajectories_are_written(tmp_path: Path) -> None:
     log = TrajectoryLog(every_n_iterations=2, max_per_iteration=3, table_every_n_iterations=None)
-    run(lambda _: groups_of([[1.0, 0.0], [0.0, 1.0]]), log, num_iterations=4, default_root_dir=tmp_path)
+    run(lambda _: make_groups([[1.0, 0.0], [0.0, 1.0]]), log, num_iterations=4, default_root_dir=tmp_path)
     files = sorted(path.name for path in (tmp_path / "trajectories").iterdir())
     assert files == ["iteration-000000.jsonl", "iteration-000002.jsonl"]
     assert len(list(read_trajectories(log_of(tmp_path)))) == 3
 
 
 def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
-    run(lambda _: groups_of([[1.0, 0.0]]), TrajectoryLog(), default_root_dir=tmp_path, fast_dev_run=True)
+    run(lambda _: make_groups([[1.0, 0.0]]), TrajectoryLog(), default_root_dir=tmp_path, fast_dev_run=True)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -71,14 +72,14 @@ def test_a_full_disk_is_said_in_words_and_half_a_file_removed(tmp_path: Path, ca
     folder.mkdir()
     (folder / "iteration-000000.jsonl.tmp").symlink_to("/dev/full")  # which accepts nothing
     with caplog.at_level(logging.WARNING, logger="lightrl"):
-        run(lambda _: groups_of([[1.0, 0.0]]), TrajectoryLog(), default_root_dir=tmp_path)
+        run(lambda _: make_groups([[1.0, 0.0]]), TrajectoryLog(), default_root_dir=tmp_path)
     said = rf"iteration-000000\.jsonl: the disk of '{folder}' is full \(.* free, 2 KiB to write\)\. It stops"
     assert re.search(said, caplog.messages[0])
     assert list(folder.iterdir()) == []
 
 
 def test_a_prompt_that_json_cannot_hold_ends_the_log_not_the_run(tmp_path, caplog):
-    groups = groups_of([[1.0, 0.0]])
+    groups = make_groups([[1.0, 0.0]])
     groups[0].trajectories[0].prompt.fields["answer"] = {1, 2}
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         run(lambda _: groups, TrajectoryLog(), default_root_dir=tmp_path)
@@ -87,7 +88,7 @@ def test_a_prompt_that_json_cannot_hold_ends_the_log_not_the_run(tmp_path, caplo
 
 def test_a_table_is_printed_now_and_then(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = TrajectoryLog(every_n_iterations=100, table_every_n_iterations=2, table_rows=2)
-    run(lambda _: groups_of([[1.0, 0.0]]), log, num_iterations=3, default_root_dir=tmp_path)
+    run(lambda _: make_groups([[1.0, 0.0]]), log, num_iterations=3, default_root_dir=tmp_path)
     output = capsys.readouterr().out
     assert "iteration 0\n" in output
     assert "iteration 1\n" not in output
@@ -96,8 +97,8 @@ def test_a_table_is_printed_now_and_then(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_table_worked_by_hand() -> None:
-    rows = [(trajectory(1.0, completion_ids=[1, 2]), 0.5), (trajectory(0.0, completion_ids=[26]), None)]
-    assert format_table(rows, LetterTokenizer(), width=80).splitlines() == [
+    right, wrong = make_trajectory(reward=1.0, completion_ids=[1, 2]), make_trajectory(reward=0.0, completion_ids=[26])
+    assert format_table([(right, 0.5), (wrong, None)], LetterTokenizer(), width=80).splitlines() == [
         "prompt  completion  reward  advantage",
         "CGJ     AB               1       +0.5",
         "CGJ     Z                0           ",
@@ -106,9 +107,7 @@ def test_table_worked_by_hand() -> None:
 
 @pytest.mark.parametrize("width", [50, 80, 200])
 def test_no_row_is_wider_than_the_terminal(width: int) -> None:
-    long = trajectory(1.0, completion_ids=[1])
-    long.completion = "数学" * 100
-    rows = [(long, 0.5), (trajectory(0.0, completion_ids=range(1, 27)), -0.5)]
+    rows = [(make_trajectory("数学" * 100), 0.5), (make_trajectory("ABC" * 9), -0.5)]
     lines = format_table(rows, width=width).splitlines()
     wide = lines[1].count("数") + lines[1].count("学")
     assert len(lines[1]) + wide <= width
@@ -116,7 +115,7 @@ def test_no_row_is_wider_than_the_terminal(width: int) -> None:
 
 
 def test_rows_run_from_the_highest_advantage_to_the_lowest() -> None:
-    items = [trajectory(float(index)) for index in range(5)]
+    items = [make_trajectory(reward=float(index)) for index in range(5)]
     rows = pick_rows(items, [0.0, 1.0, 2.0, 3.0, 4.0], 3)
     assert [advantage for _, advantage in rows] == [4.0, 2.0, 0.0]
     assert len(pick_rows(items, [None] * 5, 9)) == 5

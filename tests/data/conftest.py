@@ -1,8 +1,8 @@
-import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from byte_tokens import byte_tokenizer
+from data_cases import write_rows
 from transformers import PreTrainedTokenizerFast
 
 CHATML = (
@@ -11,32 +11,19 @@ CHATML = (
 )
 
 
-def byte_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """One token per byte, and ChatML's three special tokens."""
-    special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate(special + letters)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<|pad|>",
-        eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-    )
-    wrapped.chat_template = chat_template
-    return wrapped
+def with_chatml_tokens(**settings: str) -> PreTrainedTokenizerFast:
+    tokens = {"pad_token": "<|pad|>", "eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+    return byte_tokenizer("<|pad|>", "<|im_start|>", "<|im_end|>", **tokens, **settings)
 
 
 @pytest.fixture
 def plain_tokenizer() -> PreTrainedTokenizerFast:
-    return byte_tokenizer()
+    return with_chatml_tokens()
 
 
 @pytest.fixture
 def chat_tokenizer() -> PreTrainedTokenizerFast:
-    return byte_tokenizer(CHATML)
+    return with_chatml_tokens(chat_template=CHATML)
 
 
 @pytest.fixture
@@ -46,6 +33,4 @@ def rows() -> list[dict[str, str]]:
 
 @pytest.fixture
 def train_file(tmp_path: Path, rows: list[dict[str, str]]) -> str:
-    path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_rows(tmp_path / "train.jsonl", rows)

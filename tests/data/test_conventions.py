@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+import data_cases
 import pytest
 
 from lightrl.data import DataSource, PreferenceDataModule, PromptDataModule, SFTDataModule
@@ -33,14 +33,11 @@ TALKED = "<user>1+1?<|im_end|>\n<assistant>2<|im_end|>\n<user>+3?<|im_end|>\n<as
 
 
 def set_up(kind: type, tmp_path: Path, tokenizer: Any, row: dict[str, Any], settings: dict[str, Any]) -> Any:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(row) + "\n")
+    path = data_cases.write_rows(tmp_path / "rows.jsonl", [row])
     tokenizer.chat_template = TEMPLATE
     others = dict(settings)
-    data = kind(DataSource(str(path), columns=others.pop("columns", {})), batch_size=1, **others)
-    data.attach(tokenizer)
-    data.setup("fit")
-    return data
+    data = kind(DataSource(path, columns=others.pop("columns", {})), batch_size=1, **others)
+    return data_cases.set_up(data, tokenizer)
 
 
 PROMPTS = {
@@ -261,25 +258,18 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_for_several(tmp_path:
     thinks = TEMPLATE.replace(
         "<{{ m.role }}>", "<{{ m.role }}>{{ '(thought)' if loop.last and loop.index > 1 else '' }}"
     )
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"messages": TALK}))
-    data = SFTDataModule(str(path), batch_size=1, chat_template=thinks, **MESSAGES)
-    data.attach(plain_tokenizer)
+    settings = {**MESSAGES, "chat_template": thinks}
     with pytest.raises(ValueError, match=r"rewrites history: .*\(thought\)2.* Set data.chat_template to a Jinja file"):
-        data.setup("fit")
+        set_up(SFTDataModule, tmp_path, plain_tokenizer, {"messages": TALK}, settings)
 
 
 def test_calls_of_tools_and_their_results_are_kept(tmp_path: Path, plain_tokenizer: Any):
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
     chat = [user("1+1?"), call, {"role": "tool", "content": "2"}, said("It is 2.")]
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"messages": chat}))
     template = TEMPLATE.replace(
         "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls %}!{{ c.function.name }}{% endfor %}"
     )
-    data = SFTDataModule(str(path), batch_size=1, chat_template=template, **MESSAGES)
-    data.attach(plain_tokenizer)
-    data.setup("fit")
-    (row,) = data.prompts["train"]
+    settings = {**MESSAGES, "chat_template": template}
+    (row,) = set_up(SFTDataModule, tmp_path, plain_tokenizer, {"messages": chat}, settings).prompts["train"]
     found = turns(row.completion_ids[0], row.is_generated[0], plain_tokenizer)
     assert found == ["!add<|im_end|>", "It is 2.<|im_end|>"]

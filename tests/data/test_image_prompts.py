@@ -1,9 +1,9 @@
 """Images of rows: columns and image parts, paths from the file's folder, and how many tokens each takes."""
 
-import json
 from pathlib import Path
 
 import pytest
+from data_cases import set_up, write_rows
 from images_cases import BLUE, RED, TOKENS_EACH, WIDE, image_reader, line_tokenizer
 from tiny import char_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -24,12 +24,10 @@ def prompts_of(
     tokenizer: PreTrainedTokenizerFast | None = None,
     **settings,
 ) -> list[Prompt]:
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = PromptDataModule(str(file), batch_size=1, answer_column=None, shuffle=False, **settings)
-    data.attach(tokenizer or char_tokenizer(), image_reader=image_reader(family) if sees else None)
-    data.setup("fit")
-    return data.prompts["train"]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    data = PromptDataModule(path, batch_size=1, answer_column=None, shuffle=False, **settings)
+    reader = image_reader(family) if sees else None
+    return set_up(data, tokenizer or char_tokenizer(), image_reader=reader).prompts["train"]
 
 
 def test_a_column_of_paths_is_read_from_the_files_folder(tmp_path: Path):
@@ -100,22 +98,19 @@ def test_a_policy_without_images_refuses_them_before_the_run(tmp_path: Path):
         prompts_of([{"image": RED, "question": "1"}], tmp_path, image_column="image", sees=False)
 
 
-def test_more_images_than_image_parts_are_refused():
+def test_each_image_part_needs_one_image():
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "1"}]}]
     assert take_images(messages, [RED], folder=Path())[1] == (RED,)
     with pytest.raises(ValueError, match="2 images for 1 image parts"):
         take_images(messages, [RED, BLUE], folder=Path())
+    with pytest.raises(ValueError, match="An image part needs an image"):
+        take_images(messages, folder=Path())
 
 
 def test_one_question_about_two_images_is_no_repetition(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     of_red, of_blue = ({"image": image, "question": "1"} for image in (RED, BLUE))
     for others in ([of_blue], [of_blue, of_red]):
-        (tmp_path / "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
         assert "validation prompts are" not in caplog.text
-        prompts_of([of_red], tmp_path, validation=tmp_path / "others.jsonl", image_column="image")
+        validation = write_rows(tmp_path / "others.jsonl", others)
+        prompts_of([of_red], tmp_path, validation=validation, image_column="image")
     assert "1 of 2 validation prompts are train prompts too" in caplog.text
-
-
-def test_an_image_part_without_an_image_is_refused():
-    with pytest.raises(ValueError, match="An image part needs an image"):
-        take_images([{"role": "user", "content": [{"type": "image"}]}], folder=Path())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from data_cases import set_up, write_rows
 
 from lightrl.data import PromptDataModule, prompts, rows, stream
 from lightrl.errors import RolloutError
@@ -23,18 +23,14 @@ def _many_are_five(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write(path: Path, questions: list[str]) -> str:
     content = [{"question": question, "answer": str(len(question))} for question in questions]
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in content))
+    if path.suffix != ".parquet":
+        return write_rows(path, content)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), path)
     return str(path)
 
 
 def make_data(tokenizer, train, **settings) -> PromptDataModule:
-    data = PromptDataModule(train, **({"batch_size": 2, "seed": 3} | settings))
-    data.attach(tokenizer)
-    data.setup("fit")
-    return data
+    return set_up(PromptDataModule(train, **({"batch_size": 2, "seed": 3} | settings)), tokenizer)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -48,9 +44,8 @@ def test_rows_that_are_not_checked_at_the_start_give_the_same_prompts(
     checked = make_data(plain_tokenizer, source)
     assert (unchecked.prompts["train"].checked is None, checked.prompts["train"].checked is None) == (True, False)
     assert unchecked.prompt_stream.num_iterations == checked.prompt_stream.num_iterations
-    assert [unchecked.prompt_stream[position] for position in range(20)] == [
-        checked.prompt_stream[position] for position in range(20)
-    ]
+    one, other = ([data.prompt_stream[position] for position in range(20)] for data in (unchecked, checked))
+    assert one == other
     assert unchecked.prompt_stream.fingerprint == checked.prompt_stream.fingerprint
 
 
@@ -69,14 +64,8 @@ def test_only_the_first_rows_are_rendered_at_the_start(tmp_path: Path, plain_tok
 
 def test_rows_that_are_dropped_are_skipped_and_counted(tmp_path: Path, plain_tokenizer):
     source = write(tmp_path / "train.jsonl", ["a", "bbbbbb", "c", "dd", "e", "ffffff"])
-    data = make_data(
-        plain_tokenizer,
-        source,
-        shuffle=False,
-        max_prompt_tokens=4,
-        prompt_overflow="drop",
-        row_filter=lambda row: row["question"] != "c",
-    )
+    limits = {"max_prompt_tokens": 4, "prompt_overflow": "drop", "row_filter": lambda row: row["question"] != "c"}
+    data = make_data(plain_tokenizer, source, shuffle=False, **limits)
     cursor = PromptCursor(data.prompt_stream)
     assert [cursor.choose(0) for _ in range(4)] == [0, 3, 4, 6]
     assert cursor.num_skipped == 3

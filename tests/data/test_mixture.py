@@ -1,11 +1,11 @@
 """Weighted sources: shares, orders and resume, at any number of ranks."""
 
-import json
 import logging
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from data_cases import set_up, write_rows
 
 from lightrl.data import DataSource, MixtureOrder, PromptDataModule
 from lightrl.rollout.prompts import PromptCursor
@@ -21,9 +21,7 @@ def source(num: int, weight: float = 1.0, **settings) -> DataSource:
 
 def make_data(tokenizer, train, **settings) -> PromptDataModule:
     data = PromptDataModule(train, **{"batch_size": 4, "seed": 3, **settings})
-    data.attach(tokenizer, max_prompt_tokens=100)
-    data.setup("fit")
-    return data
+    return set_up(data, tokenizer, max_prompt_tokens=100)
 
 
 def ids(data: PromptDataModule, start: int, end: int) -> list[str]:
@@ -80,19 +78,23 @@ def test_the_position_is_all_there_is_to_resume_at_whatever_the_number_of_ranks(
 
 
 def test_other_weights_are_another_stream_which_a_resume_refuses(plain_tokenizer):
-    prints = {
-        make_data(
-            plain_tokenizer, [source(6, weight=weight), DataSource("test_mixture.made_rows", label="few")]
-        ).prompt_stream.fingerprint
-        for weight in (1, 2)
-    }
-    assert len(prints) == 2
+    few = DataSource("test_mixture.made_rows", label="few")
+    one, other = (make_data(plain_tokenizer, [source(6, weight=weight), few]).prompt_stream for weight in (1, 2))
+    assert one.fingerprint != other.fingerprint
 
 
-@pytest.mark.parametrize("weight", [0, -1, float("inf")])
-def test_a_weight_that_is_no_share_is_refused(weight):
-    with pytest.raises(ValueError, match="must be above 0 and finite"):
-        DataSource("x.jsonl", weight=weight)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        *[({"weight": weight}, "must be above 0 and finite") for weight in (0, -1, float("inf"))],
+        ({"shuffle_buffer": 100}, r"shuffle_buffer=100 has no effect without streaming\. Remove it"),
+        ({"max_rows": 0}, "max_rows must be >= 1, got 0"),
+    ],
+    ids=str,
+)
+def test_settings_of_a_source_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DataSource("train.jsonl", **settings)
 
 
 def test_two_sources_of_the_same_label_are_refused():
@@ -106,18 +108,13 @@ def test_a_source_of_which_nothing_is_left_is_named(plain_tokenizer):
 
 
 def test_columns_are_renamed_for_each_source(tmp_path: Path, plain_tokenizer):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"problem": "1+1", "solution": "2", "level": 3}) + "\n")
-    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "1+2", "solution": "3"}) + "\n")
-    first = DataSource(str(tmp_path / "a.jsonl"), columns={"question": "problem", "answer": "solution"})
-    second = DataSource(str(tmp_path / "b.jsonl"), columns={"question": "text", "answer": "solution"})
+    one = write_rows(tmp_path / "a.jsonl", [{"problem": "1+1", "solution": "2", "level": 3}])
+    other = write_rows(tmp_path / "b.jsonl", [{"text": "1+2", "solution": "3"}])
+    first = DataSource(one, columns={"question": "problem", "answer": "solution"})
+    second = DataSource(other, columns={"question": "text", "answer": "solution"})
     data = make_data(plain_tokenizer, [first, second], batch_size=1)
     assert data.prompts["train"][0].fields == {"question": "1+1", "answer": "2", "level": 3}
     assert [prompt.fields["question"] for prompt in data.prompts["train"]] == ["1+1", "1+2"]
-
-
-def test_a_column_that_is_not_there_is_named_with_those_that_are(plain_tokenizer):
-    with pytest.raises(ValueError, match=r"Row 1 of '.*' has no column 'text' .*its columns: 'question', 'answer'"):
-        make_data(plain_tokenizer, DataSource("test_mixture.made_rows", columns={"prompt": "text"}))
 
 
 def test_rows_are_filtered_and_counted_and_keep_their_ids(plain_tokenizer, caplog: pytest.LogCaptureFixture):
@@ -133,14 +130,8 @@ def is_odd(row: dict) -> bool:
 
 def test_short_prompts_are_left_out_and_counted(plain_tokenizer, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
-        data = make_data(
-            plain_tokenizer,
-            "test_mixture.made_rows",
-            min_prompt_tokens=12,
-            max_prompt_tokens=12,
-            batch_size=1,
-            row_filter=None,
-        )
+        limits = {"min_prompt_tokens": 12, "max_prompt_tokens": 12}
+        data = make_data(plain_tokenizer, "test_mixture.made_rows", batch_size=1, **limits)
     assert len(data.prompts["train"]) == 5
     with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match=r"None of the 5 rows .* is left"):
         make_data(plain_tokenizer, "test_mixture.made_rows", min_prompt_tokens=13)
@@ -171,16 +162,6 @@ def test_settings_of_hub_datasets_are_refused_for_a_file(
 def test_arguments_without_a_function_are_refused(train_file: str, plain_tokenizer):
     with pytest.raises(ValueError, match="only functions take arguments"):
         make_data(plain_tokenizer, DataSource(train_file, arguments={"num": 3}))
-
-
-def test_a_shuffle_buffer_is_refused_for_rows_that_are_not_streamed():
-    with pytest.raises(ValueError, match=r"shuffle_buffer=100 has no effect without streaming\. Remove it"):
-        DataSource("train.jsonl", shuffle_buffer=100)
-
-
-def test_no_rows_at_all_are_refused():
-    with pytest.raises(ValueError, match="max_rows must be >= 1, got 0"):
-        DataSource("train.jsonl", max_rows=0)
 
 
 @pytest.mark.parametrize("split", ["train", "validation", "test"])

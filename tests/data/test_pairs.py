@@ -1,23 +1,20 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from data_cases import set_up, write_rows
 from tiny import char_tokenizer
 
 from lightrl.data import PreferenceDataModule
 
 
 def make(tmp_path: Path, rows: list[dict[str, Any]], **settings: Any) -> PreferenceDataModule:
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    data = PreferenceDataModule(str(path), str(path), **{"batch_size": 2, "shuffle": False, **settings})
-    data.attach(char_tokenizer())
-    data.setup("fit")
-    return data
+    path = write_rows(tmp_path / "pairs.jsonl", rows)
+    data = PreferenceDataModule(path, path, **{"batch_size": 2, "shuffle": False, **settings})
+    return set_up(data, char_tokenizer())
 
 
 def row(prompt: str = "1+1=", chosen: Any = "2", rejected: Any = "11") -> dict[str, Any]:

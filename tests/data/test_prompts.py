@@ -1,18 +1,16 @@
-import json
 import logging
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from data_cases import set_up, write_rows
 
 from lightrl.data import DataSource, PromptDataModule
 from lightrl.trajectory import Prompt
 
 
 def test_a_row_becomes_a_prompt_with_id_messages_tokens_and_fields(train_file: str, chat_tokenizer, rows):
-    data = PromptDataModule(train_file, batch_size=2, system_prompt="Add.")
-    data.attach(chat_tokenizer)
-    data.setup("fit")
+    data = set_up(PromptDataModule(train_file, batch_size=2, system_prompt="Add."), chat_tokenizer)
     prompt = data.prompts["train"][3]
     assert prompt.id == "train-3"
     assert prompt.fields == rows[3]
@@ -23,9 +21,7 @@ def test_a_row_becomes_a_prompt_with_id_messages_tokens_and_fields(train_file: s
 
 
 def test_the_train_loader_is_a_clock_and_prompts_come_from_the_stream(train_file: str, plain_tokenizer):
-    data = PromptDataModule(train_file, batch_size=3, shuffle=False)
-    data.attach(plain_tokenizer)
-    data.setup("fit")
+    data = set_up(PromptDataModule(train_file, batch_size=3, shuffle=False), plain_tokenizer)
     assert list(data.train_dataloader()) == [0, 1, 2]
     assert [data.prompt_stream[position].id for position in (0, 9, 10)] == ["train-0", "train-9", "train-0"]
 
@@ -39,9 +35,7 @@ def test_the_order_of_prompts_follows_from_seed_everything(
     train_file: str, plain_tokenizer, monkeypatch: pytest.MonkeyPatch
 ):
     def order(seed: int | None) -> list[str]:
-        data = PromptDataModule(train_file, batch_size=2, seed=seed)
-        data.attach(plain_tokenizer)
-        data.setup("fit")
+        data = set_up(PromptDataModule(train_file, batch_size=2, seed=seed), plain_tokenizer)
         return [data.prompt_stream[position].id for position in range(10)]
 
     monkeypatch.setenv("PL_GLOBAL_SEED", "5")
@@ -50,9 +44,7 @@ def test_the_order_of_prompts_follows_from_seed_everything(
 
 def test_the_first_rows_are_taken_where_their_number_is_bounded(train_file: str, plain_tokenizer):
     few = [DataSource(train_file, max_rows=num) for num in (4, 3)]
-    data = PromptDataModule(*few, batch_size=2)
-    data.attach(plain_tokenizer)
-    data.setup("fit")
+    data = set_up(PromptDataModule(*few, batch_size=2), plain_tokenizer)
     assert [prompt.id for prompt in data.prompts["train"]] == [f"train-{index}" for index in range(4)]
     assert len(data.prompts["validation"]) == 3
 
@@ -60,31 +52,23 @@ def test_the_first_rows_are_taken_where_their_number_is_bounded(train_file: str,
 def test_long_prompts_are_dropped_and_counted_on_request(
     tmp_path: Path, plain_tokenizer, caplog: pytest.LogCaptureFixture
 ):
-    path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps({"question": "x" * size, "answer": "y"}) + "\n" for size in (3, 9, 4, 8)))
-    data = PromptDataModule(str(path), batch_size=1, max_prompt_tokens=5, prompt_overflow="drop")
-    data.attach(plain_tokenizer, max_prompt_tokens=100)
+    path = write_rows(tmp_path / "train.jsonl", ({"question": "x" * size, "answer": "y"} for size in (3, 9, 4, 8)))
+    data = PromptDataModule(path, batch_size=1, max_prompt_tokens=5, prompt_overflow="drop")
     with caplog.at_level(logging.WARNING):
-        data.setup("fit")
+        set_up(data, plain_tokenizer, max_prompt_tokens=100)
     assert [prompt.id for prompt in data.prompts["train"]] == ["train-0", "train-2"]
     assert "Dropped 2 of 4 prompts with more than 5 tokens." in caplog.text
 
 
 def test_a_bad_row_of_a_small_file_is_named_before_training(tmp_path: Path, plain_tokenizer):
-    path = tmp_path / "train.jsonl"
-    rows = [{"question": "x", "answer": "y"}] * 6 + [{"question": "x"}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for train, validation in ((path, None), (DataSource(str(path), max_rows=6), path)):
-        data = PromptDataModule(train, validation, batch_size=1)
-        data.attach(plain_tokenizer)
+    path = write_rows(tmp_path / "train.jsonl", [{"question": "x", "answer": "y"}] * 6 + [{"question": "x"}])
+    for train, validation in ((path, None), (DataSource(path, max_rows=6), path)):
         with pytest.raises(ValueError, match=r"Row 7 of .* has no column 'answer'"):
-            data.setup("fit")
+            set_up(PromptDataModule(train, validation, batch_size=1), plain_tokenizer)
 
 
 def test_prompts_are_made_again_for_every_batch_of_validation(train_file: str, plain_tokenizer):
-    data = PromptDataModule(train_file, train_file, batch_size=2, validation_batch_size=4)
-    data.attach(plain_tokenizer)
-    data.setup("fit")
+    data = set_up(PromptDataModule(train_file, train_file, batch_size=2, validation_batch_size=4), plain_tokenizer)
     first, second = (next(iter(data.val_dataloader())) for _ in range(2))
     assert first == second
     assert first[0] is not second[0]  # none is kept
@@ -96,8 +80,7 @@ def test_prompts_of_a_subclass_keep_the_weights_of_their_sources(train_file: str
             return [replace(prompt, fields={"split": split}) for prompt in super().make_prompts(split)]
 
     data = Marked([DataSource(train_file, weight=3), DataSource(train_file, label="few")], batch_size=2)
-    data.attach(plain_tokenizer)
-    data.setup("fit")
+    set_up(data, plain_tokenizer)
     prompts = [data.prompt_stream[position] for position in range(8)]
     assert sum(prompt.id.startswith("train-few-") for prompt in prompts) == 2
     assert {prompt.fields["split"] for prompt in prompts} == {"train"}
@@ -111,14 +94,10 @@ def test_a_prompt_belongs_to_the_source_of_the_longest_label(train_file: str, pl
             return list(map(Prompt, ids, chats)) if split == "train" else []
 
     sources = [DataSource(train_file, label="math", weight=3), DataSource(train_file, label="math-hard")]
-    data = Own(sources, batch_size=2)
-    data.attach(plain_tokenizer)
-    data.setup("fit")
+    data = set_up(Own(sources, batch_size=2), plain_tokenizer)
     assert data.prompts["train"].size_by_set == {"math": 3, "math-hard": 2}
-    data = Own(sources, batch_size=2, max_prompt_tokens=4)
-    data.attach(plain_tokenizer)
     with pytest.raises(ValueError, match=r"Prompt 'train-math-hard-1' has 5 prompt tokens, but at most 4 fit"):
-        data.setup("fit")
+        set_up(Own(sources, batch_size=2, max_prompt_tokens=4), plain_tokenizer)
 
 
 def test_weights_that_no_id_shows_are_said_to_be_unused(train_file: str, plain_tokenizer, caplog):
@@ -127,34 +106,26 @@ def test_weights_that_no_id_shows_are_said_to_be_unused(train_file: str, plain_t
             names = ("train-0-0", "train-1-0", "other") if split == "train" else ()
             return [Prompt(id=name, messages=[{"role": "user", "content": "x"}]) for name in names]
 
-    data = Own([DataSource(train_file, weight=3), DataSource(train_file)], batch_size=2)
-    data.attach(plain_tokenizer)
-    data.setup("fit")
+    data = set_up(Own([DataSource(train_file, weight=3), DataSource(train_file)], batch_size=2), plain_tokenizer)
     assert "Weights of sources are not used: make_prompts's id 'other' starts with no label" in caplog.text
     assert len(data.prompts["train"]) == 3
 
 
 def test_rows_need_no_answer_where_no_column_is_asked_for(tmp_path: Path, plain_tokenizer):
-    path = tmp_path / "train.jsonl"
-    path.write_text('{"question": "x"}\n')
-    data = PromptDataModule(str(path), batch_size=1, answer_column=None)
-    data.attach(plain_tokenizer)
-    data.setup("fit")
+    path = write_rows(tmp_path / "train.jsonl", [{"question": "x"}])
+    data = set_up(PromptDataModule(path, batch_size=1, answer_column=None), plain_tokenizer)
     assert data.prompts["train"][0].fields == {"question": "x"}
 
 
 def test_no_train_data_is_refused(plain_tokenizer):
-    data = PromptDataModule(None, batch_size=1)
-    data.attach(plain_tokenizer)
     with pytest.raises(ValueError, match=r"has no train prompts \(train=None\).*Set train to a file or a hub name"):
-        data.setup("fit")
+        set_up(PromptDataModule(None, batch_size=1), plain_tokenizer)
 
 
 def test_the_chat_template_and_its_arguments_become_the_tokenizers(train_file: str, plain_tokenizer, chat_tokenizer):
     template = chat_tokenizer.chat_template + "{% if add_generation_prompt and deep is not false %}<think>\n{% endif %}"
     data = PromptDataModule(train_file, batch_size=2, chat_template=template, chat_template_kwargs={"deep": False})
-    data.attach(plain_tokenizer)
-    data.setup("fit")
+    set_up(data, plain_tokenizer)
     asked = [{"role": "user", "content": "hi"}]
     text = plain_tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -167,11 +138,8 @@ def test_columns_of_a_row_are_arguments_of_the_chat_template(tmp_path: Path, cha
     )
     tool = {"type": "function", "function": {"name": "f"}}
     given = [{"question": "1", "tools": [tool], "chat_template_kwargs": {"style": "brief"}}, {"question": "2"}]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in given))
-    data = PromptDataModule(path, batch_size=2, answer_column=None)
-    data.attach(chat_tokenizer)
-    data.setup("fit")
+    path = Path(write_rows(tmp_path / "rows.jsonl", given))
+    data = set_up(PromptDataModule(path, batch_size=2, answer_column=None), chat_tokenizer)
     first, second = (chat_tokenizer.decode(prompt.token_ids) for prompt in data.prompts["train"])
     assert first == "1 tools <|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\nbrief"
     assert second == "<|im_start|>user\n2<|im_end|>\n<|im_start|>assistant\n"

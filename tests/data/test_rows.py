@@ -63,12 +63,6 @@ def test_a_csv_file_that_has_changed_is_read_again(tmp_path: Path):
         assert list(read_rows(str(path))) == [{"answer": answer}]
 
 
-def test_a_missing_file_is_named_with_the_nearest_ones(tmp_path: Path):
-    write(tmp_path / "train.jsonl")
-    with pytest.raises(ValueError, match=r"trian\.jsonl' does not exist.* contains train\.jsonl"):
-        read_rows(str(tmp_path / "trian.jsonl"))
-
-
 def test_a_missing_folder_is_named_with_the_nearest_one_above(tmp_path: Path):
     (tmp_path / "gsm8k").mkdir()
     with pytest.raises(ValueError, match=r"does not exist.* contains gsm8k"):

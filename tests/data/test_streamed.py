@@ -12,6 +12,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from data_cases import set_up, write_rows
 from torch.utils.data import IterableDataset
 
 from lightrl.data import DataSource, PreferenceDataModule, PromptDataModule, SFTDataModule, prompts
@@ -126,10 +127,7 @@ def streamed(source: str, **settings: Any) -> DataSource:
 
 def make_data(tokenizer: Any, source: Any, kind: type = PromptDataModule, **settings: Any) -> PromptDataModule:
     source = streamed(source) if isinstance(source, str) else source
-    data = kind(source, **({"batch_size": 2, "seed": 3} | settings))
-    data.attach(tokenizer)
-    data.setup("fit")
-    return data
+    return set_up(kind(source, **({"batch_size": 2, "seed": 3} | settings)), tokenizer)
 
 
 def test_prompts_of_a_stream_have_ids_and_fields_of_their_rows(folder: str, plain_tokenizer: Any):
@@ -142,7 +140,7 @@ def test_prompts_of_a_stream_have_ids_and_fields_of_their_rows(folder: str, plai
 
 @pytest.mark.parametrize("source", ["data/*.parquet", "lines.jsonl", "test_streamed.numbers"])
 def test_patterns_lines_and_functions_can_be_streamed(folder: str, plain_tokenizer: Any, source: str):
-    (Path(folder) / "lines.jsonl").write_text("".join(json.dumps({"question": q, "answer": "1"}) + "\n" for q in ALL))
+    write_rows(Path(folder) / "lines.jsonl", ({"question": question, "answer": "1"} for question in ALL))
     is_function = source.startswith("test_")
     path = streamed(source, arguments={"num": 18}) if is_function else str(Path(folder) / source)
     stream = make_data(plain_tokenizer, path).prompt_stream
@@ -151,8 +149,8 @@ def test_patterns_lines_and_functions_can_be_streamed(folder: str, plain_tokeniz
 
 
 def test_streamed_and_other_sources_are_mixed_by_weight(folder: str, tmp_path: Path, plain_tokenizer: Any):
-    (tmp_path / "few.jsonl").write_text('{"problem": "x", "answer": "1"}\n{"problem": "y", "answer": "1"}\n')
-    few = DataSource(str(tmp_path / "few.jsonl"), label="few", columns={"question": "problem"})
+    path = write_rows(tmp_path / "few.jsonl", ({"problem": problem, "answer": "1"} for problem in "xy"))
+    few = DataSource(path, label="few", columns={"question": "problem"})
     stream = make_data(plain_tokenizer, [streamed(folder, weight=3, label="many"), few]).prompt_stream
     ids = [stream[position].id for position in range(24)]
     assert len({name for name in ids if name.startswith("train-many-")}) == 18

@@ -1,7 +1,7 @@
-import json
 from pathlib import Path
 
 import pytest
+from data_cases import set_up, write_rows
 from transformers import PreTrainedTokenizerFast
 
 from lightrl.data import ChatBatch, PromptDataModule, SFTDataModule
@@ -9,9 +9,7 @@ from lightrl.data import ChatBatch, PromptDataModule, SFTDataModule
 
 def make_data(train_file: str, tokenizer: PreTrainedTokenizerFast, **settings) -> SFTDataModule:
     data = SFTDataModule(train_file, train_file, **{"batch_size": 4, "seed": 1, **settings})
-    data.attach(tokenizer, max_prompt_tokens=100)
-    data.setup("fit")
-    return data
+    return set_up(data, tokenizer, max_prompt_tokens=100)
 
 
 def completions(batch: ChatBatch, tokenizer: PreTrainedTokenizerFast) -> list[str]:
@@ -29,18 +27,15 @@ def test_loss_falls_on_the_completion_and_its_end_token_only(train_file: str, ch
 
 def test_the_prompt_has_the_tokens_that_a_rollout_begins_with(train_file: str, chat_tokenizer):
     settings = {"batch_size": 1, "system_prompt": "Add.", "prompt_template": "What is {prompt}", "shuffle": False}
-    prompts = PromptDataModule(train_file, **settings)
-    prompts.attach(chat_tokenizer)
-    prompts.setup("fit")
+    prompts = set_up(PromptDataModule(train_file, **settings), chat_tokenizer)
     batch = next(iter(make_data(train_file, chat_tokenizer, **settings).train_dataloader()))
     prompt_ids = batch.token_ids[0][: int(batch.loss_mask[0].int().argmax())]
     assert prompt_ids.tolist() == prompts.prompt_stream[0].token_ids
 
 
 def test_padding_is_on_the_right_and_has_no_loss(tmp_path: Path, plain_tokenizer):
-    path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps({"question": "q" * n, "answer": "a"}) + "\n" for n in (1, 3)))
-    batch = next(iter(make_data(str(path), plain_tokenizer, batch_size=2, shuffle=False).train_dataloader()))
+    path = write_rows(tmp_path / "train.jsonl", ({"question": "q" * n, "answer": "a"} for n in (1, 3)))
+    batch = next(iter(make_data(path, plain_tokenizer, batch_size=2, shuffle=False).train_dataloader()))
     assert batch.token_ids.shape == (2, 5)
     assert batch.token_ids[0, 3:].tolist() == [0, 0]
     assert batch.loss_mask.tolist() == [[False, True, True, False, False], [False, False, False, True, True]]
@@ -62,9 +57,8 @@ def test_an_epoch_holds_each_chat_once_and_follows_from_seed_and_epoch(train_fil
 
 
 def test_chats_of_like_length_share_a_batch(tmp_path: Path, plain_tokenizer):
-    path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps({"question": "q" * (n % 7 + 1), "answer": "a"}) + "\n" for n in range(28)))
-    loader = make_data(str(path), plain_tokenizer).train_dataloader()
+    path = write_rows(tmp_path / "train.jsonl", ({"question": "q" * (n % 7 + 1), "answer": "a"} for n in range(28)))
+    loader = make_data(path, plain_tokenizer).train_dataloader()
     widths = [batch.loss_mask.sum().item() and set((batch.token_ids != 0).sum(1).tolist()) for batch in loader]
     assert [len(lengths) for lengths in widths] == [1] * 7
 
@@ -94,16 +88,12 @@ def test_chats_that_cannot_be_learned_from_are_refused(train_file: str, plain_to
 
 
 def test_short_prompts_are_counted_where_nothing_limits_the_longest(tmp_path: Path, plain_tokenizer, caplog):
-    path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps({"question": "q" * n, "answer": "a"}) + "\n" for n in (1, 9)))
-    data = SFTDataModule(str(path), batch_size=1, min_prompt_tokens=2, prompt_overflow="drop")
-    data.attach(plain_tokenizer)
-    data.setup("fit")
+    path = write_rows(tmp_path / "train.jsonl", ({"question": "q" * n, "answer": "a"} for n in (1, 9)))
+    set_up(SFTDataModule(path, batch_size=1, min_prompt_tokens=2, prompt_overflow="drop"), plain_tokenizer)
     assert "with a prompt of fewer than 2 tokens." in caplog.text
 
 
 def test_long_chats_are_dropped_on_request(tmp_path: Path, plain_tokenizer):
-    path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps({"question": "q", "answer": "a" * n}) + "\n" for n in (1, 9, 2, 1, 2)))
-    data = make_data(str(path), plain_tokenizer, max_tokens=5, prompt_overflow="drop")
+    path = write_rows(tmp_path / "train.jsonl", ({"question": "q", "answer": "a" * n} for n in (1, 9, 2, 1, 2)))
+    data = make_data(path, plain_tokenizer, max_tokens=5, prompt_overflow="drop")
     assert len(data.prompts["train"]) == 4

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import byte_tokens
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lightrl.models.chat_template import ChatTemplate, set_chat_template
@@ -21,17 +21,10 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 def byte_tokenizer(template: Any = CHATML, *special: str) -> PreTrainedTokenizerFast:
-    """One token per byte, ChatML's special tokens and others; the end of a turn is not the end of a text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(
-        [AddedToken(token) for token in ("<pad>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", *special)]
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<|endoftext|>")
-    tokenizer.chat_template = template
-    return tokenizer
+    """With ChatML's special tokens and others; the end of a turn is not the end of a text."""
+    tokens = ("<pad>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", *special)
+    names = {"pad_token": "<pad>", "eos_token": "<|endoftext|>", "chat_template": template}
+    return byte_tokens.byte_tokenizer(*tokens, **names)
 
 
 def ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:

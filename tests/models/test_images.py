@@ -110,25 +110,17 @@ def test_two_images_of_a_grid_have_something_between_them(times):
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.extra) for name in FAMILIES]
+    "family", [pytest.param(name, marks=pytest.mark.extra if name in SLOW else []) for name in FAMILIES]
 )
 @torch.no_grad()
-def test_logprobs_of_each_family_are_hugging_faces(family):
+def test_logprobs_of_each_family_are_hugging_faces_of_each_row_with_its_own_images(family):
     trajectories = image_trajectories(family=family)
     experience = image_experience(family)
     expected = slow_logprobs(experience, [item.prompt.images for item in trajectories], family)
-    for form in ("rectangles", *(["packed"] if family not in UNPACKED else []), None):
+    forms = ["rectangles", None, *(["packed"] if family not in UNPACKED else [])]
+    for form in [*forms, *(["shared_keys", "shared_rows"] if family == "llava" else [])]:
         model = SingleModel(image_spec(family).load_model(), LogprobSettings(), form=form)
         assert torch.allclose(next(iter(model.forward([experience]))).logprobs, expected, atol=1e-5), form
-
-
-@pytest.mark.parametrize("form", ["rectangles", "shared_keys", "shared_rows", "packed", None])
-@torch.no_grad()
-def test_logprobs_are_those_of_each_row_with_its_own_images(form):
-    experience = image_experience()
-    expected = slow_logprobs(experience, [item.prompt.images for item in image_trajectories()])
-    model = SingleModel(image_spec().load_model(), LogprobSettings(), form=form)
-    assert torch.allclose(next(iter(model.forward([experience]))).logprobs, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", ["rectangles", "shared_keys", "shared_rows", "packed"])
@@ -193,9 +185,6 @@ def test_a_file_and_a_data_url_are_the_same_image(tmp_path: Path):
     read_image(HALF).save(path)
     assert torch.equal(image_reader().read([str(path)]).pixel_values, image_reader().read([HALF]).pixel_values)
     assert data_url(str(path)).startswith("data:image/png;base64,")
-    for wrong in (str(tmp_path / "none.png"), "data:image/png;base64,!!", "data:image/png,abc"):
-        with pytest.raises(ValueError, match="cannot be read"):
-            read_image(wrong)
 
 
 def engine_completions(

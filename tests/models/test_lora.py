@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import FAMILIES
+from tiny import FAMILIES, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.families import family_spec
@@ -21,22 +21,13 @@ from lightrl.models.lora import (
 TOKEN_IDS = torch.tensor([[3, 4, 5, 6]])
 
 
-def plain_model(family="qwen3"):
-    values = dict(FAMILIES[family])
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config).eval()
-
-
-def adapted_model(family="qwen3", **settings):
-    """With adapters that are no longer zero."""
-    model = plain_model(family)
+def adapted(model, **settings):
+    """The model with adapters that are no longer zero."""
     LoRA(rank=2, **settings).add_to(model)
-    torch.manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
-            torch.nn.init.normal_(parameter, std=0.3)
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
     return model
 
 
@@ -46,7 +37,7 @@ def logits(model):
 
 
 def test_fresh_adapters_change_nothing():
-    model = plain_model()
+    model = tiny_model()
     before = logits(model)
     LoRA(rank=2).add_to(model)
     assert has_adapters(model)
@@ -54,16 +45,16 @@ def test_fresh_adapters_change_nothing():
 
 
 def test_only_the_adapters_train():
-    trained = {name for name, parameter in adapted_model().named_parameters() if parameter.requires_grad}
+    trained = {name for name, parameter in adapted(tiny_model()).named_parameters() if parameter.requires_grad}
     assert trained
     assert all(".lora_A." in name or ".lora_B." in name for name in trained)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
 def test_a_plain_model_with_the_merged_weights_computes_the_same(family):
-    model = adapted_model(family)
+    model = adapted(tiny_model(family))
     merged = dict(merged_parameters(model))
-    plain = plain_model(family)
+    plain = tiny_model(family)
     assert merged.keys() == dict(plain.named_parameters()).keys()
     different = logits(plain)
     plain.load_state_dict(merged, strict=False)
@@ -72,16 +63,16 @@ def test_a_plain_model_with_the_merged_weights_computes_the_same(family):
 
 
 def test_with_adapters_off_the_model_is_the_one_it_came_from():
-    model = adapted_model()
+    model = adapted(tiny_model())
     with adapters_off(model):
-        torch.testing.assert_close(logits(model), logits(plain_model()))
-    assert (logits(model) - logits(plain_model())).abs().max() > 0.1
+        torch.testing.assert_close(logits(model), logits(tiny_model()))
+    assert (logits(model) - logits(tiny_model())).abs().max() > 0.1
 
 
 def test_a_saved_adapter_is_gone_on_from(tmp_path):
-    model = adapted_model()
+    model = adapted(tiny_model())
     model.save_pretrained(tmp_path)
-    again = plain_model()
+    again = tiny_model()
     LoRA(adapter=str(tmp_path)).add_to(again)
     torch.testing.assert_close(logits(again), logits(model))
     assert any(parameter.requires_grad for parameter in again.parameters())
@@ -113,31 +104,25 @@ def test_an_adapter_of_an_embedding_is_refused():
 @pytest.mark.parametrize("layer", ["lm_head", "embed_tokens"])
 def test_an_adapter_of_a_tied_layer_is_refused(layer):
     with pytest.raises(ValueError, match=f"adapter of '.*{layer}', whose weight is tied"):
-        LoRA(target_modules=(layer,)).add_to(plain_model("llama"))
+        LoRA(target_modules=(layer,)).add_to(tiny_model("llama"))
 
 
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
-def adapted_moe(family, **settings):
-    model = family_spec(family).load_model()
-    LoRA(rank=2, **settings).add_to(model)
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if ".lora_B." in name:
-            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
-    return model
+def mixture(family):
+    return family_spec(family).load_model()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
 @pytest.mark.parametrize("parameters", [(), EXPERTS], ids=["all-linear", "experts too"])
 def test_the_merged_weights_of_a_mixture_compute_what_its_adapters_do(family, parameters):
-    model = adapted_moe(family, target_parameters=parameters)
-    adapted = {name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
-    assert any("experts" in name.replace("shared_experts", "") for name in adapted) == bool(parameters)
-    assert not any(name.endswith((".gate", ".router")) for name in adapted)
+    model = adapted(mixture(family), target_parameters=parameters)
+    weights = {name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
+    assert any("experts" in name.replace("shared_experts", "") for name in weights) == bool(parameters)
+    assert not any(name.endswith((".gate", ".router")) for name in weights)
     merged = dict(merged_parameters(model))
-    plain = family_spec(family).load_model()
+    plain = mixture(family)
     assert merged.keys() == held_tensors(plain).keys()
     different = logits(plain)
     plain.load_state_dict(merged)
@@ -147,26 +132,26 @@ def test_the_merged_weights_of_a_mixture_compute_what_its_adapters_do(family, pa
 
 def test_the_share_of_parameters_with_adapters_is_logged(caplog):
     with caplog.at_level("INFO", "lightrl"):
-        adapted_moe("qwen3_moe")
+        adapted(mixture("qwen3_moe"))
     assert "LoRA: adapters on 6144 of" in caplog.text
 
 
 def test_adapters_of_experts_are_gone_on_from(tmp_path):
-    model = adapted_moe("deepseek_v3", target_parameters=EXPERTS)
+    model = adapted(mixture("deepseek_v3"), target_parameters=EXPERTS)
     adapters = {name: value for name, value in model.named_parameters() if is_adapter(name)}
     save_adapter(adapters, adapter_config(model, None), tmp_path)
-    again = family_spec("deepseek_v3").load_model()
+    again = mixture("deepseek_v3")
     LoRA(adapter=str(tmp_path)).add_to(again)
     torch.testing.assert_close(logits(again), logits(model))
     with pytest.raises(ValueError, match="must have adapters of this model's layers"):
-        LoRA(adapter=str(tmp_path)).add_to(family_spec("qwen3_moe").load_model())
+        LoRA(adapter=str(tmp_path)).add_to(mixture("qwen3_moe"))
 
 
 def test_a_parameter_that_the_model_does_not_have_gets_no_adapter():
     with pytest.raises(ValueError, match=r"target_parameters has 'mlp\.experts\.w1'"):
-        adapted_moe("qwen3_moe", target_parameters=("mlp.experts.down_proj", "mlp.experts.w1"))
+        adapted(mixture("qwen3_moe"), target_parameters=("mlp.experts.down_proj", "mlp.experts.w1"))
 
 
 def test_adapters_of_experts_are_not_served():
     with pytest.raises(ValueError, match=r"cannot serve adapters of lora\.target_parameters"):
-        AdapterShape.of(adapted_moe("qwen3_moe", target_parameters=EXPERTS))
+        AdapterShape.of(adapted(mixture("qwen3_moe"), target_parameters=EXPERTS))

@@ -20,19 +20,9 @@ CONFIG = FAMILIES["qwen3"]
         ({"path": "a/b", "config": CONFIG}, "A model needs exactly one of path"),
         ({"config": CONFIG}, "with config needs a tokenizer too"),
         ({"config": {"hidden_size": 8}, "tokenizer": "x"}, r"config needs model_type, .* got \['hidden_size'\]"),
-        ({"path": "./nowhere"}, r"Model folder './nowhere' does not exist. Set path to a folder"),
         ({"path": "/tmp/no/such/model"}, "Model folder '/tmp/no/such/model' does not exist"),
-        ({"path": "a/b", "dtype": "flaot32"}, "dtype must be a torch dtype .* got 'flaot32'"),
     ],
-    ids=[
-        "neither",
-        "both",
-        "no tokenizer",
-        "no model type",
-        "no folder",
-        "no absolute folder",
-        "misspelled dtype",
-    ],
+    ids=["neither", "both", "no tokenizer", "no model type", "no absolute folder"],
 )
 def test_a_spec_that_cannot_load_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -100,19 +90,6 @@ def test_a_folder_gives_its_weights_and_its_tokenizer(tmp_path: Path) -> None:
 
 def test_a_dotted_path_makes_the_tokenizer() -> None:
     assert tiny_spec().load_tokenizer().eos_token == "<eos>"
-
-
-@pytest.mark.parametrize(
-    ("name", "error", "message"),
-    [
-        ("tiny.not_a_tokenizer", TypeError, "'tiny.not_a_tokenizer' must return a Hugging Face tokenizer, got int"),
-        ("tiny.char_tokeniser", ValueError, "'tiny.char_tokeniser' is not a function: tiny has no 'char_tokeniser'"),
-    ],
-    ids=["not a tokenizer", "misspelled"],
-)
-def test_a_dotted_path_that_gives_no_tokenizer_is_refused(name: str, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        ModelSpec(config=CONFIG, tokenizer=name).load_tokenizer()
 
 
 def test_an_import_that_fails_inside_the_module_is_not_swallowed(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from moe_cases import EACH_FAMILY, moe_model, moe_spec, sampled, some_tokens
-from tiny import tiny_spec
+from tiny import gradients, tiny_spec
 
 from lightrl.errors import EngineError
 from lightrl.experience import Experience
@@ -22,10 +22,6 @@ from lightrl.trajectory import TokenArray
 
 def logits(model, token_ids):
     return model(input_ids=token_ids, use_cache=False).logits
-
-
-def gradients(model):
-    return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
 
 
 def shifted(routes):
@@ -47,10 +43,8 @@ def test_own_routes_change_no_bit_and_others_train_the_router(family):
     assert torch.equal(replayed, plain)
     plain.square().sum().backward()
     of_plain = gradients(model)
-    model.zero_grad()
     replayed.square().sum().backward()
     assert all(torch.equal(value, of_plain[name]) for name, value in gradients(model).items())
-    model.zero_grad()
     with routes.replaying(shifted(own)):
         other = logits(model, token_ids)
     assert not torch.allclose(other, plain, atol=1e-3)
@@ -133,13 +127,11 @@ def test_replay_does_not_depend_on_how_rows_are_cut_or_padded():
     for form in ("rectangles", "packed"):
         single = SingleModel(model, LogprobSettings(), form=form)
         for parts in ([experience], [experience.select([row]) for row in range(3)]):
-            model.zero_grad()
             single.forward_backward(parts, lambda _, outputs: outputs.logprobs.sum(), torch.Tensor.backward)
             found = gradients(model)
             reference = reference or found
             for name, value in found.items():
                 assert torch.allclose(value, reference[name], atol=1e-5), (form, len(parts), name)
-    model.zero_grad()
     single.forward_backward(
         [replace(experience, routes=None)], lambda _, outputs: outputs.logprobs.sum(), torch.Tensor.backward
     )

@@ -10,20 +10,14 @@ from pathlib import Path
 import pytest
 import reward_functions
 from reward_functions import obey, obey_async, trajectory_that
-from test_pool import reasons
+from reward_workers import outcomes, reasons, started
 
 from lightrl.rewards import RewardHook, RewardPool, RewardResult, make_reward_worker, math_answer
 
 
-def outcomes(hook: RewardHook, *trajectories: object) -> list[object]:
-    async def gathered() -> list[object]:
-        return await asyncio.gather(*map(hook.compute_reward, trajectories), return_exceptions=True)
-
-    hook.start()
-    try:
-        return asyncio.run(gathered())
-    finally:
-        hook.close()
+def results_of(hook: RewardHook, *trajectories: object) -> list[object]:
+    with started(hook):
+        return outcomes(hook, *trajectories)
 
 
 class Scale:
@@ -41,14 +35,14 @@ class Scale:
 
 @pytest.mark.parametrize("function", [Scale().reward, Scale().reward_async, lambda t: Scale().reward_async(t)])
 def test_512_trajectories_each_get_their_own_reward(function):
-    results = outcomes(RewardHook(function), *(trajectory_that(give=float(i)) for i in range(512)))
+    results = results_of(RewardHook(function), *(trajectory_that(give=float(i)) for i in range(512)))
     assert results == [RewardResult(3.0 * i) for i in range(512)]
 
 
 @pytest.mark.parametrize("function", [obey, obey_async])
 def test_failures_have_their_reasons_and_the_rest_its_rewards(function):
     batch = [trajectory_that(give=2.0), trajectory_that(do="raise"), trajectory_that(give=float("nan"))]
-    results = outcomes(RewardHook(function), *batch, trajectory_that())
+    results = results_of(RewardHook(function), *batch, trajectory_that())
     assert reasons(results) == [2.0, "raised", "not_finite", 1.0]
     assert "KeyError" in str(results[1])
 
@@ -67,7 +61,7 @@ def test_a_hung_call_is_abandoned_alone_and_said_once(caplog):
     hook = RewardHook(hang_until(release), timeout_s=1.0)
     batch = [trajectory_that(sample=i, do="hang" if i in (2, 5) else None) for i in range(8)]
     with caplog.at_level(logging.WARNING, "lightrl.rewards.hook"):
-        results = outcomes(hook, *batch)
+        results = results_of(hook, *batch)
     release.set()
     assert reasons(results) == [0.0, 1.0, "timeout", 3.0, 4.0, "timeout", 6.0, 7.0]
     assert "test_hook.py" in str(results[2])
@@ -77,7 +71,7 @@ def test_a_hung_call_is_abandoned_alone_and_said_once(caplog):
 
 def test_a_hung_async_call_is_cancelled_without_its_neighbors(caplog):
     batch = [trajectory_that(give=float(i), do="hang" if i == 2 else None) for i in range(4)]
-    results = outcomes(RewardHook(obey_async, timeout_s=1.0), *batch)
+    results = results_of(RewardHook(obey_async, timeout_s=1.0), *batch)
     assert reasons(results) == [0.0, 1.0, "timeout", 3.0]
     assert not caplog.records
 
@@ -89,7 +83,7 @@ def test_a_method_that_takes_no_trajectory_is_refused_before_a_rollout():
 
 def test_close_ends_the_threads():
     before = set(threading.enumerate())
-    outcomes(RewardHook(obey), trajectory_that())
+    results_of(RewardHook(obey), trajectory_that())
     for thread in set(threading.enumerate()) - before:
         thread.join(60)
     assert set(threading.enumerate()) <= before

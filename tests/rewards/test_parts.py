@@ -1,10 +1,10 @@
 """RewardPart and sums of them: arguments, weights, names, and who is named when one fails."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
 from reward_functions import trajectory_that
+from reward_workers import outcomes, started
 
 from lightrl.errors import RewardError
 from lightrl.rewards import RewardPart, RewardPool, RewardResult
@@ -13,18 +13,8 @@ HERE = str(Path(__file__).parent)
 
 
 def results_of(reward: object, *trajectories: object) -> list[object]:
-    pool = RewardPool(reward, search_paths=[HERE])
-    pool.start()
-
-    async def gathered() -> list[object]:
-        return await asyncio.gather(
-            *map(pool.compute_reward, trajectories or [trajectory_that()]), return_exceptions=True
-        )
-
-    try:
-        return asyncio.run(gathered())
-    finally:
-        pool.close()
+    with started(RewardPool(reward, search_paths=[HERE])) as pool:
+        return outcomes(pool, *trajectories or [trajectory_that()])
 
 
 def part(function: str, **settings: object) -> RewardPart:

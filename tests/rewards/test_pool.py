@@ -10,12 +10,14 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
 import pytest
 from reward_functions import trajectory_that
+from reward_workers import outcomes, reasons, started
+from waits import comes_true
 
 from lightrl.errors import RewardError
 from lightrl.rewards import RewardPool, RewardResult, supervisor
@@ -24,27 +26,8 @@ from lightrl.rewards.pool import WorkerProcess
 HERE = str(Path(__file__).parent)
 
 
-@contextmanager
-def pool_of(function: str, **settings: object) -> Iterator[RewardPool]:
-    pool = RewardPool(f"reward_functions.{function}", search_paths=[HERE], **settings)
-    pool.start()
-    try:
-        yield pool
-    finally:
-        pool.close()
-
-
-def outcomes(pool: RewardPool, *trajectories: object) -> list[object]:
-    """A RewardResult or an exception for each trajectory, all asked for at the same time."""
-
-    async def gathered() -> list[object]:
-        return await asyncio.gather(*map(pool.compute_reward, trajectories), return_exceptions=True)
-
-    return asyncio.run(gathered())
-
-
-def reasons(results: list[object]) -> list[object]:
-    return [result.reason if isinstance(result, RewardError) else result.reward for result in results]
+def pool_of(function: str, **settings: object) -> AbstractContextManager[RewardPool]:
+    return started(RewardPool(f"reward_functions.{function}", search_paths=[HERE], **settings))
 
 
 def descendants() -> set[int]:
@@ -58,13 +41,8 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def wait_until_gone(pids: Iterable[int], seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if all(is_gone(pid) for pid in pids):
-            return True
-        time.sleep(0.02)
-    return False
+def all_end(pids: Iterable[int]) -> bool:
+    return comes_true(lambda: all(map(is_gone, pids)))
 
 
 @pytest.fixture(scope="module", params=["obey", "obey_async"])
@@ -78,11 +56,6 @@ def test_512_trajectories_each_get_their_own_reward(pool):
     assert results == [RewardResult(float(i)) for i in range(512)]
 
 
-def test_a_dict_gives_reward_and_metrics(pool):
-    (result,) = outcomes(pool, trajectory_that(give={"reward": 1, "format": 0.5}))
-    assert result == RewardResult(1.0, {"format": 0.5})
-
-
 @pytest.mark.parametrize("what", ["raise", "sys.exit"])
 def test_a_function_that_raises_costs_its_own_trajectory_only(pool, what):
     results = outcomes(pool, trajectory_that(), trajectory_that(do=what, sample=5), trajectory_that())
@@ -90,10 +63,6 @@ def test_a_function_that_raises_costs_its_own_trajectory_only(pool, what):
     assert "prompt 'train-3', sample 5" in str(results[1])
     assert "reward_functions.py" in str(results[1])  # the function's traceback
     assert "lightrl/rewards" not in str(results[1])  # and nothing but
-
-
-def test_a_reward_that_is_not_finite_is_an_error_with_its_reason(pool):
-    assert reasons(outcomes(pool, trajectory_that(give=float("nan")))) == ["not_finite"]
 
 
 def test_prints_leave_the_results_alone_and_go_to_stderr_with_a_prefix(pool, capfd):
@@ -142,8 +111,6 @@ def test_a_hang_that_blocks_the_event_loop_is_found_out_by_trying_alone():
 
 @pytest.mark.extra
 def test_expressions_that_grow_without_end_return_or_are_killed():
-    pool = RewardPool("lightrl.rewards.math_answer", timeout_s=0.5, memory_limit_mib=1024)
-    pool.start()
     towers = [
         "9^{" * 80 + "9" + "}" * 80,
         "\\frac{1}{" * 90 + "2" + "}" * 90,
@@ -151,8 +118,8 @@ def test_expressions_that_grow_without_end_return_or_are_killed():
         "(" * 400,
         "\\int x^{x^x} dx",
     ]
-    results = outcomes(pool, *(trajectory_that(f"\\boxed{{{tower}}}", answer="x^2") for tower in towers))
-    pool.close()
+    with started(RewardPool("lightrl.rewards.math_answer", timeout_s=0.5, memory_limit_mib=1024)) as pool:
+        results = outcomes(pool, *(trajectory_that(f"\\boxed{{{tower}}}", answer="x^2") for tower in towers))
     assert all(isinstance(item, RewardResult) or item.reason in ("timeout", "killed", "raised") for item in results)
     assert all(item.metrics["accuracy"] == 0.0 for item in results if isinstance(item, RewardResult))
 
@@ -190,10 +157,9 @@ def test_a_worker_is_replaced_after_so_many_calls_and_no_call_waits_for_it():
         results = asyncio.run(one_by_one(pool))
     pids = [item.metrics["pid"] for item in results]
     assert len(set(pids)) == 3
-    assert pids.count(pids[0]) >= 5
-    assert [item.reward for item in results if item.metrics["pid"] == pids[0]] == list(
-        range(1, pids.count(pids[0]) + 1)
-    )
+    calls = pids.count(pids[0])
+    assert calls >= 5
+    assert [item.reward for item in results if item.metrics["pid"] == pids[0]] == list(range(1, calls + 1))
 
 
 def test_workers_use_one_thread_unless_told_otherwise(monkeypatch):
@@ -252,7 +218,7 @@ def test_close_fails_the_calls_on_their_way_and_ends_all_processes():
         pool.close()
         assert len(children) >= 2
         assert reasons(results) == ["killed"] * 5
-        assert wait_until_gone(children)
+        assert all_end(children)
         assert reasons(asyncio.run(outcomes_of_group(pool, [trajectory_that()] * 2))) == ["killed", "killed"]
 
 
@@ -303,8 +269,8 @@ def test_processes_with_a_session_of_their_own_end_with_the_worker(end):
         assert not any(map(is_gone, children))
         if end == "hang":
             assert reasons(outcomes(pool, trajectory_that(do="hang"))) == ["timeout"]
-            assert wait_until_gone(children)
-    assert wait_until_gone(children)
+            assert all_end(children)
+    assert all_end(children)
 
 
 def test_a_worker_that_was_killed_while_idle_costs_no_trajectory():
@@ -313,7 +279,7 @@ def test_a_worker_that_was_killed_while_idle_costs_no_trajectory():
         killed = descendants() - before
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
-        assert wait_until_gone(killed)
+        assert all_end(killed)
         assert reasons(outcomes(pool, trajectory_that(), trajectory_that(give=2.0))) == [1.0, 2.0]
 
 
@@ -340,7 +306,7 @@ def test_a_machine_that_starts_no_processes_costs_no_trajectory_or_says_so(error
         killed = descendants()
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
-        assert wait_until_gone(killed)
+        assert all_end(killed)
         if num_failures == 2:
             assert reasons(outcomes(pool, trajectory_that(), trajectory_that(give=2.0))) == [1.0, 2.0]
         else:
@@ -361,14 +327,12 @@ asyncio.run(pool.compute_reward(trajectory_that(do="spawn", file=sys.argv[2])))
 """
     file = tmp_path / "pids"
     trainer = subprocess.Popen([sys.executable, "-c", script, HERE, str(file)])
-    deadline = time.monotonic() + 30
-    while not (file.exists() and file.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    assert comes_true(lambda: file.exists() and file.read_text())
     pids = [int(pid) for pid in file.read_text().split()]
     os.kill(trainer.pid, signal.SIGKILL)
     trainer.wait()
     assert len(pids) == 2
-    assert wait_until_gone(pids)
+    assert all_end(pids)
 
 
 def test_a_worker_imports_no_torch():

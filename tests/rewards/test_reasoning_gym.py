@@ -13,7 +13,8 @@ import pytest
 
 from lightrl.data import DataSource, PromptDataModule
 from lightrl.rewards import reasoning_gym
-from lightrl.trajectory import Prompt, Trajectory
+from lightrl.testing import make_trajectory
+from lightrl.trajectory import Trajectory
 
 
 class _Legs:
@@ -44,18 +45,7 @@ def legs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answered(row: dict[str, Any], completion: str) -> Trajectory:
-    prompt = Prompt("a", messages=[{"role": "user", "content": row["question"]}], fields=row)
-    return Trajectory(
-        prompt,
-        0,
-        0,
-        [],
-        loss_mask=[],
-        behavior_logprobs=[],
-        weight_versions=[],
-        completion_ids=[],
-        completion=completion,
-    )
+    return make_trajectory(completion, fields=row)
 
 
 @pytest.mark.usefixtures("legs")

@@ -10,7 +10,7 @@ import torch
 from reward_functions import trajectory_that
 
 from lightrl.errors import RewardError
-from lightrl.rewards import RewardResult
+from lightrl.rewards import RewardResult, environment_reward
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_rewards_per_token_sum_to_the_reward(rewards):
     "value", [math.nan, math.inf, {"reward": -math.inf}, {"reward": 1, "format": math.nan}, 10**400]
 )
 def test_a_number_that_is_not_finite_is_refused(value):
-    with pytest.raises(RewardError, match="It must be finite") as caught:
+    with pytest.raises(RewardError, match=r"It must be finite: .* division by zero") as caught:
         RewardResult.of(value, trajectory_that())
     assert caught.value.reason == "not_finite"
 
@@ -58,18 +58,20 @@ def test_a_number_that_training_would_overflow_on_is_refused(value):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (None, "for prompt 'train-3', sample 0, its return value is None .NoneType.\\."),
+        (None, "its return value is None .NoneType.\\."),
         ("1.0", "must return a number"),
         ([1.0], "must return a number"),
         (np.array([1.0, 2.0]), r"is array\(\[1., 2.\]\) \(ndarray\): only"),
         ({}, 'needs the key "reward"'),
         ({"score": 1.0}, r"a dict with \['score'\]"),
         ({"reward": 1.0, "accuracy": None}, "'accuracy' is None"),
-        ({"reward": 1.0, 3: 1.0}, "Keys must be strings"),
+        ({"reward": 1.0, "note": "good"}, r"'note' is 'good' \(str\)"),
+        ({"reward": 1.0, 3: 1.0}, "the key 3 .* Keys must be strings"),
         ({"rewards": [1.0]}, r"must be a list of 4 numbers.* got 1 number\."),
+        ({"rewards": [1.0] * 10**6}, r"must be a list of 4 numbers.* got 1000000 numbers\."),
         ({"rewards": 1.0}, "must be a list of 4 numbers.* got 1.0"),
         ({"rewards": [0, 0, "a", 0]}, r"rewards\[2\] is 'a'"),
-        ({"reward": 3.0, "rewards": [0, 0, 1, 1]}, "but rewards that sum to 2"),
+        ({"reward": 3.0, "rewards": [0, 0, 1, 1]}, "but rewards that sum to 2.*Return one of the two"),
         ({"reward": 1.0} | {f"word {number}": 1.0 for number in range(10**5)}, "with 100,001 names.* at most 1,000"),
     ],
 )
@@ -77,6 +79,8 @@ def test_what_is_no_reward_is_refused_with_a_reason(value, message):
     with pytest.raises(RewardError, match=message) as caught:
         RewardResult.of(value, trajectory_that())
     assert caught.value.reason == "invalid"
+    assert "for prompt 'train-3', sample 0" in str(caught.value)
+    assert len(str(caught.value)) < 2000
 
 
 def test_a_result_is_written_into_its_trajectory():
@@ -85,3 +89,12 @@ def test_a_result_is_written_into_its_trajectory():
     assert trajectory.reward == 1.5
     assert trajectory.rewards == [0.0, 0.0, 0.5, 1.0]
     assert trajectory.metrics == {"format": 1.0}
+
+
+def test_rewards_of_an_environment_sum_to_the_reward_and_a_trajectory_without_them_is_an_error():
+    trajectory = trajectory_that()
+    trajectory.rewards = [0.0, 0.0, 0.5, 0.25]
+    RewardResult.of(environment_reward(trajectory), trajectory).apply_to(trajectory)
+    assert (trajectory.reward, trajectory.rewards) == (0.75, [0.0, 0.0, 0.5, 0.25])
+    with pytest.raises(ValueError, match="gave this trajectory no rewards"):
+        environment_reward(trajectory_that())

@@ -4,7 +4,6 @@ import asyncio
 import io
 import json
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from local_rewards import LocalRewards
 from transformers import Qwen3Config
+from waits import comes_true
 from worker_workflows import Words
 
 from lightrl.engines.fake_engine import FakeEngine
@@ -92,11 +92,6 @@ def iterate(controller: RolloutController, version: int) -> list[Group]:
 
 def ids(groups: list[Group]) -> list[int]:
     return [group.id for group in groups]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    while not condition():  # pytest's timeout ends it
-        time.sleep(0.001)
 
 
 def fake(controller: RolloutController) -> FakeEngine:
@@ -194,7 +189,7 @@ def test_groups_complete_in_any_order_and_are_taken_in_that_of_the_stream(make: 
     controller = make(workflow=Doing(gate), max_staleness=2)
     for position in (5, 3, 1, 2, 4):
         gates[position].set()
-    wait_until(lambda: controller.progress()["finished_groups"] == 5)
+    assert comes_true(lambda: controller.progress()["finished_groups"] == 5)
     seen: list[int] = []
 
     def look(done: int, total: int) -> None:
@@ -216,7 +211,7 @@ def test_a_straggler_is_given_up_and_sampled_again_with_newer_weights(make: Make
     assert ids(iterate(controller, 0)) == [0, 2]
     assert ids(controller.take(1)) == [3, 4]  # of version 0 there was group 1 too, no later batch could take it
     controller.commit()
-    wait_until(lambda: controller.progress()["running_groups"] == 0)  # it is sampled by version 1
+    assert comes_true(lambda: controller.progress()["running_groups"] == 0)  # it is sampled by version 1
     load_version(controller, 2)
     assert [(drop.reason, drop.prompt_id) for drop in controller.drain_drops()] == [("straggler", "p1")]
     groups = controller.take(2)
@@ -316,13 +311,15 @@ def test_groups_without_a_trajectory_are_replaced_by_new_prompts(make: Make, max
 
 def test_dropped_groups_are_replaced_while_nobody_takes(make: Make) -> None:
     controller = make(reward=fails_for({1, 2}), max_staleness=1, max_failed_fraction=1.0)
-    wait_until(lambda: controller.progress()["finished_groups"] == 4)
+    assert comes_true(lambda: controller.progress()["finished_groups"] == 4)
     assert controller.progress()["next_position"] == 6
 
 
 def test_too_many_failures_end_the_run_with_the_last_reason(make: Make) -> None:
     controller = make(reward=fails_for(set(range(100)), "timeout"), groups_per_iteration=4, max_failed_fraction=0.25)
-    with pytest.raises(RolloutError, match=r"2 of 4 trajectories failed .*max_failed_fraction=0.25.*reward_timeout"):
+    with pytest.raises(
+        RolloutError, match=r"2 of 4 trajectories failed .*max_failed_fraction=0.25.*reward_timeout.*no reward for"
+    ):
         controller.take(0)
 
 
@@ -606,21 +603,21 @@ def test_a_validation_that_hangs_says_how_far_it_came(make: Make) -> None:
         RolloutError, match=r"Validation waited for 1 prompt × 4 samples, .*3 of 4 trajectories finished"
     ):
         controller.evaluate([Prompt(id="a", token_ids=[1])], sampling=SAMPLING, num_samples=4)
-    wait_until(lambda: fake(controller).num_running == 0)
+    assert comes_true(lambda: fake(controller).num_running == 0)
 
 
 def test_an_interrupted_validation_is_cancelled_and_training_continues(make: Make) -> None:
     controller = make(FakeEngine(seconds_per_token=lambda prompt, sampling: 5.0 if prompt[0] > 800 else 0.0))
     with pytest.raises(KeyboardInterrupt):
         controller.evaluate([Prompt(id="a", token_ids=[900])], sampling=SAMPLING, on_wait=interrupt)
-    wait_until(lambda: fake(controller).num_running == 0)
+    assert comes_true(lambda: fake(controller).num_running == 0)
     assert ids(controller.take(0)) == [0, 1]
 
 
 def test_close_cancels_what_runs_or_hangs_and_may_be_called_twice(make: Make) -> None:
     before = set(threading.enumerate())
     controller = make(FakeEngine(seconds_per_token=9.0, hang_requests={1}), max_staleness=3)
-    wait_until(lambda: fake(controller).num_running == 7)
+    assert comes_true(lambda: fake(controller).num_running == 7)
     controller.close()
     assert fake(controller).num_running == 0
     assert set(threading.enumerate()) == before

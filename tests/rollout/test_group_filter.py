@@ -5,18 +5,12 @@ from typing import Any
 import pytest
 
 from lightrl.rollout import GroupFilter
-from lightrl.trajectory import Group, Prompt, Trajectory
-
-PROMPT = Prompt(id="p7", token_ids=[1])
+from lightrl.testing import make_groups
+from lightrl.trajectory import Group
 
 
 def group(*rewards: float, num_tokens: int = 2) -> Group:
-    def trajectory(sample: int, reward: float) -> Trajectory:
-        length = 1 + num_tokens
-        mask, versions = [False] + [True] * num_tokens, [-1] + [0] * num_tokens
-        return Trajectory(PROMPT, 7, sample, [1] * length, mask, [0.0] * length, versions, [], "", reward=reward)
-
-    return Group(7, PROMPT, [trajectory(sample, reward) for sample, reward in enumerate(rewards)])
+    return make_groups([rewards], completion_ids=(9,) * num_tokens)[0]
 
 
 @pytest.mark.parametrize(
@@ -31,14 +25,14 @@ def group(*rewards: float, num_tokens: int = 2) -> Group:
         pytest.param({"max_group_tokens": 5}, group(0.0, 1.0, num_tokens=6), "filtered_too_long", id="too long"),
         pytest.param({"max_group_tokens": 5}, group(0.0, 1.0, num_tokens=5), None, id="just as long as may be"),
         pytest.param({"rule": lambda rewarded: "dull"}, group(0.0, 1.0), "filtered_dull", id="a word of the user's"),
-        pytest.param({"rule": lambda rewarded: rewarded.id == 7}, group(0.0, 1.0), "filtered_rule", id="a yes"),
+        pytest.param({"rule": lambda rewarded: rewarded.id == 0}, group(0.0, 1.0), "filtered_rule", id="a yes"),
         pytest.param({"rule": lambda rewarded: None}, group(0.0, 1.0), None, id="nothing from the user's rule"),
     ],
 )
 def test_reason(settings: dict[str, Any], rewarded: Group, reason: str | None) -> None:
     dropped = GroupFilter(**settings)(rewarded)
     assert (dropped[0] if dropped else None) == reason
-    assert dropped is None or "'p7'" in dropped[1]
+    assert dropped is None or "'prompt-0'" in dropped[1]
 
 
 def test_success_is_the_accuracy_that_the_reward_gives_where_it_gives_one() -> None:

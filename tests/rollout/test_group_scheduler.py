@@ -44,10 +44,6 @@ def rules(groups_per_iteration: int, max_staleness: int = 0, *, oversampled: int
     )
 
 
-def prompt_at(position: int) -> Prompt:
-    return Prompt(id=f"p{position}", token_ids=[position])
-
-
 def trajectory_of(running: RunningGroup, sample: int = 0, *, version: int, reward: float | None = 1.0) -> Trajectory:
     """One token, sampled by this version."""
     prompt = running.group.prompt
@@ -68,7 +64,7 @@ def start_all(scheduler: GroupScheduler, weight_version: int, next_position: int
     for position in range(next_position, next_position + scheduler.plan(weight_version)):
         scheduler.queue(position)
     return [
-        scheduler.start(position, prompt_at(position), weight_version)
+        scheduler.start(position, Prompt(id=f"p{position}", token_ids=[position]), weight_version)
         for position in scheduler.startable(weight_version)
     ]
 

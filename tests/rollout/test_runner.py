@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from local_rewards import LocalRewards
-from test_controller import CONFIG, Numbers, iterate, load_version, wait_until
-from waits import until
+from test_controller import CONFIG, Numbers, iterate, load_version
+from waits import comes_true, until
 from worker_workflows import Words
 
 from lightrl.engines.engine import Completion, check_request
@@ -130,7 +130,7 @@ def test_a_reward_is_computed_while_others_of_its_group_are_generated(make: Any)
         return 1.0
 
     make(GroupEngine(hang_requests=[1]), reward, groups_per_iteration=1, max_staleness=1)
-    wait_until(lambda: {(0, 0), (0, 2)} <= set(rewarded))
+    assert comes_true(lambda: {(0, 0), (0, 2)} <= set(rewarded))
     assert (0, 1) not in rewarded
 
 

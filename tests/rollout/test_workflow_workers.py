@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from fake_sglang.process import FakeServerProcess
 from local_rewards import LocalRewards
 from test_controller import Numbers
 from transformers import Qwen3Config
-from waits import Deadlines
+from waits import Deadlines, comes_true
 from worker_workflows import BlockingOnce, Dropping, Dying, SlowToRead, Two, Unreadable, Words
 
 from lightrl.engines import SGLangEngine
@@ -129,15 +128,8 @@ def tokens(groups: list[Group]) -> list[Any]:
     return [(group.id, [list(item.token_ids) for item in group.trajectories]) for group in groups]
 
 
-def wait_until(is_true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.01)
-
-
 def wait_until_ready(controller: RolloutController) -> None:
-    wait_until(lambda: len(controller._runner._workers) == 2)  # type: ignore[attr-defined]
+    assert comes_true(lambda: len(controller._runner._workers) == 2)  # type: ignore[attr-defined]
 
 
 def num_running(servers: list[FakeServerProcess]) -> int:
@@ -234,7 +226,7 @@ def test_what_is_given_up_ends_on_the_servers(make: Make, servers: list[FakeServ
     servers[1].pace(60.0)  # its half would take twelve minutes
     assert len(controller.take(0)) == 4
     assert controller.drain_group_drops()["oversampled"] == 4
-    wait_until(lambda: num_running(servers) == 0)
+    assert comes_true(lambda: num_running(servers) == 0)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +242,7 @@ def test_a_worker_that_is_gone_is_named_and_its_trajectories_are_run_again(make,
     assert groups == expected
     assert "ended with signal 9. Trajectories to run again: 4" in caplog.text
     assert ("did not answer for loop_timeout_s=3" in caplog.text) == (number == signal.SIGSTOP)
-    wait_until(lambda: len(workers_of()) == 2)  # another one in its place
+    assert comes_true(lambda: len(workers_of()) == 2)  # another one in its place
 
 
 @pytest.mark.extra
@@ -276,7 +268,7 @@ def test_a_prompt_that_kills_its_workers_is_dropped(make: Make, caplog: pytest.L
 def test_a_worker_that_is_starting_ends_with_its_controller(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightrl.rollout.tasks._CANCEL_AGAIN_S", 0.2)
     controller = make(1, SlowToRead(Words()))  # type: ignore[arg-type]
-    wait_until(workers_of)
+    assert comes_true(workers_of)
     controller.close()
     assert not workers_of()
 
@@ -299,9 +291,9 @@ def test_a_server_that_dies_is_left_and_comes_back(make, router, servers):
     states = controller.engine.fleet.servers  # type: ignore[attr-defined]
     assert states[servers[1].url].state == "lost"
     servers[1].start(port)
-    wait_until(lambda: states[f"http://127.0.0.1:{port}"].state == "routable")
+    assert comes_true(lambda: states[f"http://127.0.0.1:{port}"].state == "routable")
     gateway = controller.engine.gateway  # type: ignore[attr-defined]
-    wait_until(lambda: gateway is None or servers[1].url in gateway.state.serving)
+    assert comes_true(lambda: gateway is None or servers[1].url in gateway.state.serving)
     controller.commit()
     load(controller, 1)
     assert groups + controller.take(1) == expected

@@ -3,17 +3,12 @@
 tests/trainer/test_layouts.py has whole runs, and tests/strategies/test_families.py the families of models.
 """
 
-import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
-import torch
 from moe_cases import moe_spec
 from rank_scripts import ROUNDING
+from strategy_cases import on_cpus, results_of
 from tiny import tiny_spec
 
 from benchmarks.families import family_spec
@@ -39,13 +34,7 @@ MORE: list[list[Any]] = [
     scope="module", params=[pytest.param(CASES, id="two ranks"), pytest.param(MORE, id="more", marks=pytest.mark.extra)]
 )
 def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """Results of context_parallel_run.py for each case."""
-    script = Path(__file__).with_name("context_parallel_run.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), json.dumps(request.param)]
-    done = forked.run(command, capture_output=True, text=True, env=environment, timeout=170)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = results_of("context_parallel_run.py", request.param)
     assert [result["case"] for result in found] == request.param
     return found
 
@@ -82,10 +71,4 @@ def test_what_cannot_be_cut_is_refused_before_a_device_is_touched(
     policy: ModelSpec | Role, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        check_strategy(on_four_ranks(**settings), GRPO(policy, reward=len))
-
-
-def on_four_ranks(**settings: Any) -> FSDP2Strategy:
-    strategy = FSDP2Strategy(**settings)
-    strategy.parallel_devices = [torch.device("cpu")] * 4
-    return strategy
+        check_strategy(on_cpus(FSDP2Strategy(**settings), 4), GRPO(policy, reward=len))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from moe_cases import moe_model
+from strategy_cases import on_cpus
 from tiny import tiny_model
 
 from lightrl.strategies import FSDP2Strategy, fsdp2
@@ -12,9 +13,7 @@ from lightrl.strategies import FSDP2Strategy, fsdp2
 
 def gradients(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, **settings: object) -> dict[str, torch.Tensor]:
     monkeypatch.setattr(fsdp2, "fully_shard", lambda *_, **__: None)
-    strategy = FSDP2Strategy(**settings)
-    strategy.parallel_devices = [torch.device("cpu")]
-    strategy.shard(model)
+    on_cpus(FSDP2Strategy(**settings)).shard(model)
     model(input_ids=torch.arange(3, 13).view(2, 5)).logits.square().sum().backward()
     return {name: value.grad for name, value in model.named_parameters()}
 

@@ -3,17 +3,12 @@
 Each world of processes checks many cases (world_3d.py), for starting it costs more than a case does.
 """
 
-import json
-import os
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import forked
 import pytest
-import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
+from strategy_cases import on_cpus, results_of
 from test_tensor_plans import IN_SLICES, IN_STAGES
 from tiny import tiny_spec
 
@@ -70,13 +65,7 @@ MORE: list[list[Any]] = [
     ],
 )
 def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """Results of world_3d.py for each case; all processes are started at once."""
-    script = Path(__file__).parent / "world_3d.py"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), json.dumps(request.param)]
-    done = forked.run(command, capture_output=True, text=True, env=environment, timeout=170)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return results_of("world_3d.py", request.param)
 
 
 @pytest.mark.slow
@@ -107,12 +96,6 @@ def in_float32(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [case for case in results if case["form"] != "mixed"]
 
 
-def strategy(devices: int, **settings: Any) -> Parallel3DStrategy:
-    made = Parallel3DStrategy(**settings)
-    made.parallel_devices = [torch.device("cpu")] * devices
-    return made
-
-
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV"])
 def test_zero_bubble_schedules_are_refused(schedule: Any) -> None:
     with pytest.raises(ValueError, match="wrong gradients without any error"):
@@ -121,7 +104,7 @@ def test_zero_bubble_schedules_are_refused(schedule: Any) -> None:
 
 def test_sizes_that_do_not_make_up_the_world_are_refused() -> None:
     with pytest.raises(ValueError, match=r"2 · 2 · 2 = 8 must equal the number of processes, 4.*Set dp to 1"):
-        strategy(4, pp=2, dp=2, tp=2).check_sizes()
+        on_cpus(Parallel3DStrategy(pp=2, dp=2, tp=2), 4).check_sizes()
 
 
 def module_of(**roles: Role) -> Any:
@@ -144,12 +127,12 @@ def module_of(**roles: Role) -> Any:
 )
 def test_the_models_of_a_module_are_checked_before_any_process_starts(module: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        strategy(2, pp=2).check_sizes(module)
+        on_cpus(Parallel3DStrategy(pp=2), 2).check_sizes(module)
 
 
 def test_a_pipeline_in_bf16_true_is_refused() -> None:
     module = module_of(policy=Role(tiny_spec("qwen3")))
-    made, split = strategy(2, pp=2), strategy(1, tp=1)
+    made, split = on_cpus(Parallel3DStrategy(pp=2), 2), on_cpus(Parallel3DStrategy(tp=1))
     made.precision_plugin = split.precision_plugin = HalfPrecision("bf16-true")
     with pytest.raises(ValueError, match=r"'bf16-true' does not support a pipeline yet, got pp=2 for the policy"):
         made.check_sizes(module)

@@ -1,6 +1,6 @@
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -57,31 +57,39 @@ def test_other_ranks_know_the_numbers_of_trajectories_and_say_where_the_rest_is(
     assert [(item.sample, item.reward) for item in group.trajectories] == [(1, 0.1), (2, 0.7)]
 
 
+Watched = Callable[..., tuple[list[RankWatch], threading.Event]]
+
+
 @pytest.fixture
-def _quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    """Makes the watches of some ranks, which look often, and the event of an end of the process."""
     monkeypatch.setattr(rank_watch, "POLL_S", 0.02)
     monkeypatch.setattr(rank_watch, "GRACE_S", 0.1)
+    watches: list[RankWatch] = []
+
+    def make(num: int = 2, **settings: float) -> tuple[list[RankWatch], threading.Event]:
+        store, ended = torch.distributed.HashStore(), threading.Event()
+        watches.extend(RankWatch(store, rank, num, **settings, end_process=ended.set) for rank in range(num))
+        return watches, ended
+
+    yield make
+    for watch in watches:
+        watch.close()
 
 
-@pytest.mark.usefixtures("_quick_watch")
-def test_a_collective_that_timed_out_is_named_with_the_rank_that_is_behind() -> None:
-    store = torch.distributed.HashStore()
-    watches = [RankWatch(store, rank, 2, end_process=lambda: None) for rank in range(2)]
+def test_a_collective_that_timed_out_is_named_with_the_rank_that_is_behind(watched: Watched) -> None:
+    watches, _ = watched()
     error = torch.distributed.DistBackendError(
         "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12, OpType=ALLREDUCE, NumelIn=4096, "
         "NumelOut=4096, Timeout(ms)=600000) ran for 600061 milliseconds before timing out."
     )
-    try:
-        watches[0].enter("update")
-        watches[0].fail(error, timeout_s=10)
-        watches[1].fail(RuntimeError("stopped"), timeout_s=10)
-        assert watches[1].failed_before is not None
-        assert "Rank 0 failed in 'update'" in watches[1].failed_before
-        assert "It waited 600 s in collective 12, ALLREDUCE of 4096 numbers" in watches[1].failed_before
-        assert watches[1].failed_before.endswith("The furthest behind: rank 1.")
-    finally:
-        for watch in watches:
-            watch.close()
+    watches[0].enter("update")
+    watches[0].fail(error, timeout_s=10)
+    watches[1].fail(RuntimeError("stopped"), timeout_s=10)
+    assert watches[1].failed_before is not None
+    assert "Rank 0 failed in 'update'" in watches[1].failed_before
+    assert "It waited 600 s in collective 12, ALLREDUCE of 4096 numbers" in watches[1].failed_before
+    assert watches[1].failed_before.endswith("The furthest behind: rank 1.")
 
 
 def test_of_two_ranks_that_fail_at_once_the_second_knows_of_the_first() -> None:
@@ -108,34 +116,25 @@ def test_a_rank_that_fails_since_rank_0_is_gone_raises_nothing_else() -> None:
     watch.close()
 
 
-@pytest.mark.usefixtures("_quick_watch")
-def test_a_phase_with_a_deadline_of_its_own_is_left_alone() -> None:
-    store, ended = torch.distributed.HashStore(), threading.Event()
-    watch = RankWatch(store, 0, 1, hang_timeout_s=0.1, end_process=ended.set)
+def test_a_phase_with_a_deadline_of_its_own_is_left_alone(watched: Watched) -> None:
+    (watch,), ended = watched(1, hang_timeout_s=0.1)
     watch.begin()
     watch.enter("sync", has_own_deadline=True)
     assert not ended.wait(0.6)
-    watch.close()
 
 
-@pytest.mark.usefixtures("_quick_watch")
-def test_ranks_that_wait_for_the_engine_of_rank_0_are_left_alone() -> None:
-    store, ended = torch.distributed.HashStore(), threading.Event()
-    watches = [RankWatch(store, rank, 2, hang_timeout_s=0.1, end_process=ended.set) for rank in range(2)]
+def test_ranks_that_wait_for_the_engine_of_rank_0_are_left_alone(watched: Watched) -> None:
+    watches, ended = watched(hang_timeout_s=0.1)
     for watch in watches:
         watch.begin()
         watch.enter("sync")
     watches[1].step()  # it has gathered the next parameter, and waits for rank 0 to do the same
     with watches[0].own_deadline(True):
         assert not ended.wait(0.6)
-    for watch in watches:
-        watch.close()
 
 
-@pytest.mark.usefixtures("_quick_watch")
-def test_a_rank_that_hangs_while_a_sync_gathers_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    store, ended = torch.distributed.HashStore(), threading.Event()
-    watches = [RankWatch(store, rank, 2, hang_timeout_s=0.3, end_process=ended.set) for rank in range(2)]
+def test_a_rank_that_hangs_while_a_sync_gathers_is_named(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
+    watches, ended = watched(hang_timeout_s=0.3)
     for watch in watches:
         watch.begin()
         watch.enter("sync")
@@ -147,13 +146,13 @@ def test_a_rank_that_hangs_while_a_sync_gathers_is_named(capsys: pytest.CaptureF
             watches[rank].step()
         ended.wait(30)
 
-    class Watched(Ranks):
+    class WatchedRanks(Ranks):
         def __init__(self, rank: int) -> None:
             self.own_deadline = watches[rank].own_deadline  # type: ignore[method-assign,assignment]
 
     def sync(rank: int) -> None:
         with watches[rank].own_deadline(True):
-            for _ in _gathered(gathering(rank), Watched(rank)):
+            for _ in _gathered(gathering(rank), WatchedRanks(rank)):
                 pass
 
     threads = [threading.Thread(target=sync, args=(rank,)) for rank in range(2)]
@@ -161,23 +160,17 @@ def test_a_rank_that_hangs_while_a_sync_gathers_is_named(capsys: pytest.CaptureF
         thread.start()
     for thread in threads:
         thread.join(30)
-    for watch in watches:
-        watch.close()
     assert "It waits for rank 1." in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("_quick_watch")
-def test_a_rank_that_waits_for_one_that_continues_is_left_alone() -> None:
-    store, ended = torch.distributed.HashStore(), threading.Event()
-    watches = [RankWatch(store, rank, 2, hang_timeout_s=1.0, end_process=ended.set) for rank in range(2)]
+def test_a_rank_that_waits_for_one_that_continues_is_left_alone(watched: Watched) -> None:
+    watches, ended = watched(hang_timeout_s=1.0)
     for watch in watches:
         watch.begin()
     watches[1].enter("score: reference")  # it does not hold the reference
     for _ in range(30):
         watches[0].step()
         assert not ended.wait(0.05)
-    for watch in watches:
-        watch.close()
 
 
 @pytest.mark.parametrize(

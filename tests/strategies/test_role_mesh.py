@@ -2,7 +2,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from strategy_cases import on_cpus
 from tiny import tiny_spec
 
 from lightrl import PPO, AdaptiveKL, FSDP2Strategy, ModelSpec, Parallel3DStrategy, Role, RoleMesh, Trainer
@@ -12,12 +12,6 @@ from lightrl.strategies import check_strategy
 def ppo(**meshes: RoleMesh) -> PPO:
     policy, critic, reference = (Role(tiny_spec(), mesh=meshes.get(n)) for n in ("policy", "critic", "reference"))
     return PPO(policy, critic=critic, reference=AdaptiveKL(0.1, reference), reward=len)
-
-
-def strategy(kind: type[FSDP2Strategy], num_processes: int, **sizes: Any) -> FSDP2Strategy:
-    made = kind(**sizes)
-    made.parallel_devices = [torch.device("cpu")] * num_processes
-    return made
 
 
 @pytest.mark.parametrize(
@@ -36,10 +30,10 @@ def test_a_mesh_that_does_not_fit_the_run_is_refused(mesh: RoleMesh, message: st
 @pytest.mark.parametrize(
     ("made", "module", "message"),
     [
-        (strategy(FSDP2Strategy, 4), ppo(critic=RoleMesh(4, 1)), "does not fit ranks 0 to 3"),
-        (strategy(FSDP2Strategy, 4), ppo(critic=RoleMesh(2, tp=2)), "The critic has mesh=.* Remove pp and tp"),
-        (strategy(FSDP2Strategy, 4), ppo(policy=RoleMesh(2)), "The policy's mesh.first_rank must be 0, got 2"),
-        (strategy(Parallel3DStrategy, 4), ppo(critic=RoleMesh(0, tp=4)), "tp=4 must divide"),
+        (on_cpus(FSDP2Strategy(), 4), ppo(critic=RoleMesh(4, 1)), "does not fit ranks 0 to 3"),
+        (on_cpus(FSDP2Strategy(), 4), ppo(critic=RoleMesh(2, tp=2)), "The critic has mesh=.* Remove pp and tp"),
+        (on_cpus(FSDP2Strategy(), 4), ppo(policy=RoleMesh(2)), "The policy's mesh.first_rank must be 0, got 2"),
+        (on_cpus(Parallel3DStrategy(), 4), ppo(critic=RoleMesh(0, tp=4)), "tp=4 must divide"),
     ],
     ids=["outside", "tensor slices under FSDP2", "a policy without rank 0", "heads"],
 )

@@ -18,9 +18,6 @@ from lightrl.models import ModelSpec, Role, models_made_by, scalar_head
 from lightrl.module import RLModule
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.strategies.empty_model import empty_model
-from lightrl.strategies.single import Form
-
-FORMS: list[Form] = ["rectangles", "shared_keys", "shared_rows", "packed"]
 
 
 def critic_spec(family: str = "qwen3") -> ModelSpec:

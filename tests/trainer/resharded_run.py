@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from rank_scripts import fork_runs, leave
-from tiny_run import CONFIG, Digits, make_trainer, token_reward
+from tiny_run import CONFIG, Digits, TinyGRPO, make_trainer
 from torch import Tensor
 
 from lightrl import (
@@ -23,8 +23,6 @@ from lightrl import (
     ModelSpec,
     Parallel3DStrategy,
     Role,
-    Sampling,
-    Trajectory,
 )
 from lightrl.errors import LightRLError
 from lightrl.models.lora import exported_parameters, held_tensors, merge
@@ -41,7 +39,7 @@ ON_BODY = {
 }
 
 
-class TinyPPO(PPO):
+class TinyPPO(TinyGRPO, PPO):
     """Has a critic of its own by default; keeps the metrics of each update.
 
     Trains by Adam, whose state has two tensors for each parameter, with an epsilon as large as lr: a weight is then off
@@ -49,15 +47,11 @@ class TinyPPO(PPO):
     """
 
     def __init__(self, policy: ModelSpec | Role = SPEC, **settings: Any) -> None:
-        sampling = Sampling(max_new_tokens=6)
-        super().__init__(policy, sampling=sampling, lr=1e-2, group_size=4, num_minibatches=2, **settings)
+        super().__init__(policy, num_minibatches=2, **settings)
         self.updates: list[dict[str, float]] = []
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameter_groups(), eps=self.lr)
-
-    def reward(self, trajectory: Trajectory) -> Any:
-        return token_reward(trajectory)
 
     def on_minibatch_end(self, metrics: dict[str, float], index: int, total: int) -> None:
         self.updates.append(dict(metrics))

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rank_scripts import leave
 from resharded_run import weights_of
-from tiny_run import BATCH_SIZE, Digits, TinyGRPO, make_trainer
+from tiny_run import BATCH_SIZE, Digits, TinyGRPO, make_trainer, train
 
 from lightrl import Experience, FSDP2Strategy, LocalEngine, RLCallback, Trace, Trajectory, TrajectoryLog
 from lightrl.experience import LossUnit
@@ -94,8 +94,7 @@ def resume(folder: Path) -> dict[str, Any]:
         spread = {"devices": 2, "strategy": "FSDP2Strategy"}
         callbacks = [checkpoints, Trace(max_cost=1.0)]
         kwargs = {"callbacks": callbacks, "enable_checkpointing": True, "max_steps": 4, **validation, **spread}
-        trainer = make_trainer(folder, **kwargs)
-        trainer.fit(module, datamodule=Digits(), ckpt_path=ckpt_path)
+        trainer = train(folder, module, ckpt_path=ckpt_path, **kwargs)
         return module, trainer
 
     with warnings.catch_warnings(record=True) as warned:
@@ -131,8 +130,7 @@ def configure(folder: Path) -> dict[str, Any]:
     """Trains with a callback that decides something else on each rank; gives the settings that applied."""
     differs, module = DiffersByRank(), TinyGRPO(num_minibatches=2, decoupled=True)
     log = TrajectoryLog(every_n_iterations=1, table_every_n_iterations=None)
-    trainer = make_trainer(folder, devices=2, strategy="FSDP2Strategy", callbacks=[differs, log])
-    trainer.fit(module, datamodule=Digits())
+    train(folder, module, devices=2, strategy="FSDP2Strategy", callbacks=[differs, log])
     return {"settings": differs.settings, "weights": weights_of(module)}
 
 

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-from tiny_run import GROUP_SIZE, Digits, TinyGRPO, make_trainer
+from tiny_run import GROUP_SIZE, Digits, TinyGRPO, make_trainer, train
 from waits import comes_true
 
 from lightrl import Prompt, Trajectory
@@ -101,8 +101,7 @@ class ProgramRun(TinyGRPO):
 @pytest.mark.extra
 def test_a_program_is_trained_by_what_it_leaves_in_its_folder_which_is_deleted(tmp_path: Path) -> None:
     module = ProgramRun()
-    trainer = make_trainer(tmp_path, max_steps=2, limit_val_batches=0)
-    trainer.fit(module, datamodule=Digits(chat_template=TEMPLATE))
+    train(tmp_path, module, Digits(chat_template=TEMPLATE), max_steps=2, limit_val_batches=0)
     assert [len(experience) for experience in module.experiences] == [4, 4]
     assert len(set(module.workspaces)) >= 8
     for workspace in module.workspaces:

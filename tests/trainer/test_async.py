@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import Digits, TinyGRPO, make_trainer
+from tiny_run import Digits, TinyGRPO, make_trainer, train
 
 from lightrl import Experience, FakeEngine, LocalEngine, RLCallback, StalenessControl, WeightSync
 from lightrl.rollout import RolloutSettings
@@ -59,8 +59,7 @@ def test_every_trained_token_is_within_the_bound_with_a_straggler(max_staleness,
 
     module = TinyGRPO()
     callbacks = [StalenessControl(max_staleness), Stragglers()]
-    trainer = make_trainer(tmp_path, engine=engine, max_steps=8, callbacks=callbacks)
-    trainer.fit(module, datamodule=Digits())
+    trainer = train(tmp_path, module, engine=engine, max_steps=8, callbacks=callbacks)
     assert trainer.global_step == len(module.trained) == 8
     for version, experience in enumerate(module.experiences):
         tokens = experience.weight_versions[experience.loss_mask]
@@ -92,8 +91,7 @@ def test_engine_mismatch_and_policy_lag_are_measured_apart(tmp_path: Path) -> No
     def metrics(lr: float, max_staleness: int) -> dict[str, float]:
         module = TinyGRPO(lr=lr)
         callbacks = [StalenessControl(max_staleness), WeightSync(verify=False)]
-        trainer = make_trainer(tmp_path, engine=Off(), max_steps=5, callbacks=callbacks)
-        trainer.fit(module, datamodule=Digits())
+        trainer = train(tmp_path, module, engine=Off(), max_steps=5, callbacks=callbacks)
         return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
     still, moving, on_policy = metrics(0.0, 2), metrics(3e-2, 2), metrics(3e-2, 0)

@@ -8,7 +8,6 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, make_trainer, our_threads
 
 from lightrl import Experience, FSDP2Strategy, Outputs, RLCallback, RLModule, Trajectory
-from lightrl.errors import RolloutError
 from lightrl.workflows import Environment, MultiTurn
 from lightrl.workflows.environment import Step
 
@@ -61,12 +60,8 @@ def test_a_wrong_reward_path_is_named_before_a_model_is_built_and_leaves_no_work
 class Failing(TinyGRPO):
     """One trajectory in eight gets no reward."""
 
-    def __init__(self, share: int = 8, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.share = share
-
     def reward(self, trajectory: Trajectory) -> Any:
-        if (trajectory.group_id * GROUP_SIZE + trajectory.sample) % self.share == 0:
+        if (trajectory.group_id * GROUP_SIZE + trajectory.sample) % 8 == 0:
             raise RuntimeError("no reward today")
         return super().reward(trajectory)
 
@@ -95,13 +90,6 @@ def test_a_failed_reward_is_dropped_and_counted_and_never_zero(tmp_path: Path) -
             for row, mask in zip(experience.token_ids, experience.loss_mask, strict=True)
         ]
         assert experience.rewards.tolist() == pytest.approx(shares)
-
-
-def test_too_many_failed_rewards_end_the_run(tmp_path: Path) -> None:
-    module = Failing(share=2, max_failed_fraction=0.25)
-    with pytest.raises(RolloutError, match=r"(?s)max_failed_fraction=0\.25.*no reward today"):
-        make_trainer(tmp_path).fit(module, datamodule=Digits())
-    assert not module.trained
 
 
 def test_an_error_while_the_rollout_opens_leaves_nothing_behind(tmp_path: Path) -> None:

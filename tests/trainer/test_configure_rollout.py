@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, make_trainer
+from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, make_trainer, train
 
 from lightrl import FakeEngine, RLCallback, RolloutMetrics
 from lightrl.rollout import RolloutSettings
@@ -31,8 +31,7 @@ def engine() -> FakeEngine:
 
 def test_the_callback_of_the_docs_drops_groups_by_its_own_rule(tmp_path: Path) -> None:
     module = TinyGRPO()
-    trainer = make_trainer(tmp_path, engine=engine(), callbacks=[shown("callback")["DropRepeats"]()])
-    trainer.fit(module, datamodule=Digits())
+    trainer = train(tmp_path, module, engine=engine(), callbacks=[shown("callback")["DropRepeats"]()])
     for experience in module.experiences:
         assert len(experience) == BATCH_SIZE * GROUP_SIZE
         assert all(int(ids[0]) % 2 == 1 for ids in experience.token_ids)

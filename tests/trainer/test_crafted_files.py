@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
+from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer, train
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -40,8 +40,7 @@ class Runs:
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint of one process."""
     folder = tmp_path_factory.mktemp("run")
-    trainer = make_trainer(folder, max_steps=1)
-    trainer.fit(TinyGRPO(), datamodule=Digits())
+    trainer = train(folder, max_steps=1)
     trainer.save_checkpoint(folder / "run.ckpt")
     return folder / "run.ckpt"
 

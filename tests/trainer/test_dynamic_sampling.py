@@ -7,7 +7,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, are_equal, make_trainer, weights
+from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, are_equal, make_trainer, train, weights
 
 from lightrl import GRPO, DynamicSampling, PromptCurriculum, Sampling, StalenessControl, Trajectory
 from lightrl.data import SuccessRateCurriculum
@@ -36,8 +36,7 @@ def fit(folder: Path, *callbacks: Callback, max_steps: int = 4, **kwargs: Any) -
     torch.manual_seed(2)
     module, metrics = HalfSolved(), Metrics()
     ckpt_path = kwargs.pop("ckpt_path", None)
-    trainer = make_trainer(folder, callbacks=[metrics, *callbacks], max_steps=max_steps, **kwargs)
-    trainer.fit(module, Digits(), ckpt_path=ckpt_path)
+    train(folder, module, ckpt_path=ckpt_path, callbacks=[metrics, *callbacks], max_steps=max_steps, **kwargs)
     return module, metrics
 
 

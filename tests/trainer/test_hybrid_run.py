@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import BATCH_SIZE, GROUP_SIZE, TinyGRPO, make_trainer
+from tiny_run import BATCH_SIZE, GROUP_SIZE, TinyGRPO, make_trainer, train
 
 from benchmarks.families import family_spec
 from lightrl import (
@@ -71,8 +71,7 @@ def test_each_token_has_the_logprob_of_its_version_where_syncs_come_amid_complet
     spec, weights = spec_of(family), Weights()
     module = TinyGRPO(spec, sampling=Sampling(max_new_tokens=30, stop_token_ids=(3,)), microbatch_tokens=128)
     callbacks = [StalenessControl(2), weights, UntilMixed()]
-    trainer = make_trainer(tmp_path, max_steps=60, engine=LocalEngine(threads=1, max_batch=6), callbacks=callbacks)
-    trainer.fit(module, datamodule=Prompts())
+    train(tmp_path, module, Prompts(), max_steps=60, engine=LocalEngine(threads=1, max_batch=6), callbacks=callbacks)
     model = spec.load_model()
     num_mixed = 0
     for experience in module.experiences:

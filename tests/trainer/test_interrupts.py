@@ -14,7 +14,7 @@ import interrupted_run
 import psutil
 import pytest
 import torch
-from tiny_run import Digits, TinyGRPO, make_trainer, weights
+from tiny_run import Digits, TinyGRPO, make_trainer, train, weights
 
 DEADLINE_S = 90.0  # of everything here, on a loaded machine
 # One process imports everything and the runs are forked off it: an import takes seconds.
@@ -90,8 +90,7 @@ def assert_continues_from(folder: Path, whole: dict[str, torch.Tensor], num_done
     checkpoint = folder / "last.ckpt"
     assert torch.load(checkpoint)["global_step"] == num_done
     module = TinyGRPO(num_minibatches=2)
-    trainer = make_trainer(folder, max_steps=4)
-    trainer.fit(module, datamodule=Digits(), ckpt_path=checkpoint)
+    train(folder, module, ckpt_path=checkpoint, max_steps=4)
     assert len(module.trained) == 4 - num_done
     resumed = weights(module)
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())

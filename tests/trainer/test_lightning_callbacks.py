@@ -38,10 +38,10 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner
-from tiny_run import POLICY, Digits, Logged, TinyGRPO, are_equal, make_trainer, weights
+from tiny_run import POLICY, Digits, Logged, TinyGRPO, are_equal, make_trainer, train, weights
 
 import lightrl
-from lightrl import GRPO, RolloutMetrics, Sampling, StalenessControl, Trajectory, WeightSync
+from lightrl import GRPO, RolloutMetrics, Sampling, StalenessControl, WeightSync
 from lightrl.callbacks.rollout_metrics import ALWAYS_LOGGED
 
 
@@ -51,8 +51,7 @@ def test_model_checkpoint_keeps_the_best_and_the_last(tmp_path: Path) -> None:
         tmp_path, monitor="rollout/reward", mode="max", every_n_train_steps=2, save_last=True, filename="{step}"
     )
     logged = Logged("rollout/reward")
-    trainer = make_trainer(tmp_path, max_steps=6, enable_checkpointing=True, callbacks=[checkpoint, logged])
-    trainer.fit(TinyGRPO(), datamodule=Digits())
+    train(tmp_path, max_steps=6, enable_checkpointing=True, callbacks=[checkpoint, logged])
     best = max((reward, step) for step, reward in enumerate(logged.values, 1) if step % 2 == 0)
     assert checkpoint.best_model_score == pytest.approx(best[0])
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["last.ckpt", f"step={best[1]}.ckpt"]
@@ -75,8 +74,7 @@ def test_the_default_checkpoint_has_a_last_one(tmp_path: Path) -> None:
 )
 def test_early_stopping_ends_the_run(tmp_path: Path) -> None:
     stop = EarlyStopping("val/reward", mode="max", stopping_threshold=-1.0)
-    trainer = make_trainer(tmp_path, max_epochs=5, limit_val_batches=1.0, callbacks=[stop])
-    trainer.fit(TinyGRPO(), datamodule=Digits())
+    trainer = train(tmp_path, max_epochs=5, limit_val_batches=1.0, callbacks=[stop])
     assert trainer.global_step == 3
 
 
@@ -96,8 +94,7 @@ def test_callbacks_loggers_and_a_profiler_run_along(tmp_path: Path) -> None:
     own = LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, *_: losses.append(float(outputs["loss"])))
     loggers = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path)]
     callbacks = [timer, LearningRateMonitor("step"), DeviceStatsMonitor(cpu_stats=True), own, logged]
-    trainer = make_trainer(tmp_path, logger=loggers, callbacks=callbacks, profiler=profiler)
-    trainer.fit(TinyGRPO(lr=0.5), datamodule=Digits())
+    train(tmp_path, TinyGRPO(lr=0.5), logger=loggers, callbacks=callbacks, profiler=profiler)
     assert timer.time_elapsed("train") > 0
     assert losses == logged.values
     for phase in ("rollout", "score", "update", "sync"):
@@ -118,8 +115,7 @@ def test_callbacks_loggers_and_a_profiler_run_along(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_iterations", [5, 7])
 def test_the_pytorch_profiler_records_three_iterations_of_any_run(num_iterations: int, tmp_path: Path) -> None:
     profiler = PyTorchProfiler(dirpath=tmp_path, filename="profile")
-    trainer = make_trainer(tmp_path, max_steps=num_iterations, profiler=profiler)
-    trainer.fit(TinyGRPO(), datamodule=Digits(num_prompts=12))
+    train(tmp_path, TinyGRPO(), Digits(num_prompts=12), max_steps=num_iterations, profiler=profiler)
     assert "rl/update" in (tmp_path / "fit-profile.txt").read_text()
     (trace,) = tmp_path.glob("*.pt.trace.json")
     names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
@@ -217,8 +213,7 @@ def test_what_cannot_train_is_refused_before_anything_starts(flags: Any, sentenc
 
 def test_weights_may_be_synced_every_second_iteration(tmp_path: Path) -> None:
     module, engine = TinyGRPO(), lightrl.FakeEngine()
-    trainer = make_trainer(tmp_path, engine=engine, callbacks=[WeightSync(2), StalenessControl(1)], max_steps=6)
-    trainer.fit(module, datamodule=Digits())
+    trainer = train(tmp_path, module, engine=engine, callbacks=[WeightSync(2), StalenessControl(1)], max_steps=6)
     assert engine.loaded_versions == [0, 2, 4, 6]
     assert trainer.global_step == 6
 
@@ -260,20 +255,16 @@ def test_a_monitor_that_looks_mistyped_is_named_before_models_are_loaded(
 
 def test_a_run_logs_what_every_run_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stops = [EarlyStopping(name, mode="max", patience=9) for name in sorted(ALWAYS_LOGGED)]
-    trainer = make_trainer(tmp_path, limit_val_batches=1.0, max_epochs=2, callbacks=stops)
-    trainer.fit(TinyGRPO(), datamodule=Digits())
+    trainer = train(tmp_path, limit_val_batches=1.0, max_epochs=2, callbacks=stops)
     assert trainer.callback_metrics.keys() >= ALWAYS_LOGGED
     assert not [message for message in caplog.messages if "monitors" in message]
-
-
-def graded(trajectory: Trajectory) -> dict[str, float]:
-    return {"reward": token_reward(trajectory), "style": 0.5}
 
 
 def test_without_a_sanity_check_a_mistyped_monitor_is_found_by_the_first_rewards(tmp_path: Path) -> None:
     trained: list[int] = []
     counts = LambdaCallback(on_train_batch_end=lambda trainer, *_: trained.append(trainer.global_step))
-    module = GRPO(POLICY, reward=graded, group_size=4, sampling=Sampling(max_new_tokens=6), lr=1e-2)
+    settings: dict[str, Any] = {"group_size": 4, "sampling": Sampling(max_new_tokens=6), "lr": 1e-2}
+    module = GRPO(POLICY, reward=lambda item: {"reward": token_reward(item), "style": 0.5}, **settings)
     stop = EarlyStopping("val/stile", mode="max", patience=9)
     trainer = make_trainer(tmp_path, limit_val_batches=1.0, callbacks=[stop, counts])
     with pytest.raises(ValueError, match=r"monitors val/stile, which is not logged\. Did you mean val/style\?"):
@@ -293,8 +284,7 @@ def test_a_mistyped_monitor_of_training_is_found_after_one_iteration(tmp_path: P
 
 def test_a_monitor_that_need_not_be_there_is_left_alone(tmp_path: Path) -> None:
     stop = EarlyStopping("val/sometimes", mode="max", strict=False)
-    trainer = make_trainer(tmp_path, limit_val_batches=1.0, num_sanity_val_steps=1, callbacks=[stop])
-    trainer.fit(TinyGRPO(), datamodule=Digits())
+    trainer = train(tmp_path, limit_val_batches=1.0, num_sanity_val_steps=1, callbacks=[stop])
     assert trainer.global_step == 3
 
 
@@ -311,8 +301,7 @@ def test_a_summary_has_the_policy(
 
 @habit("TQDMProgressBar()", "one line; the default `RolloutProgressBar` has the phases beside it")
 def test_lightnings_progress_bar_shows_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = make_trainer(tmp_path, enable_progress_bar=True, callbacks=[TQDMProgressBar()])
-    trainer.fit(TinyGRPO(), datamodule=Digits())
+    train(tmp_path, enable_progress_bar=True, callbacks=[TQDMProgressBar()])
     shown = capsys.readouterr()
     assert "reward" in shown.out + shown.err
 

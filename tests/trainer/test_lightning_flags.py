@@ -12,7 +12,7 @@ from habits import habit, refused, works
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_run import GROUP_SIZE, CountValidations, Digits, Logged, TinyGRPO, are_equal, make_trainer, weights
+from tiny_run import GROUP_SIZE, CountValidations, Digits, Logged, TinyGRPO, are_equal, make_trainer, train, weights
 
 import lightrl
 from lightrl.errors import LightRLError
@@ -109,8 +109,7 @@ def test_fast_dev_run_does_everything_once_and_checks_the_state(
 ) -> None:
     caplog.set_level("INFO", logger="lightrl")
     module, counts = TinyGRPO(num_minibatches=2, update_epochs=2), CountValidations()
-    trainer = make_trainer(tmp_path, fast_dev_run=True, limit_val_batches=1.0, callbacks=[counts])
-    trainer.fit(module, datamodule=Digits())
+    trainer = train(tmp_path, module, fast_dev_run=True, limit_val_batches=1.0, callbacks=[counts])
     assert trainer.global_step == 1
     assert counts.steps == [1]
     assert trainer.callback_metrics["rollout/reward"] >= 0
@@ -169,12 +168,6 @@ def test_fast_dev_run_fails_if_state_would_not_survive(kind: type, message: str,
         trainer.fit(TinyGRPO(), datamodule=Digits())
 
 
-def test_fast_dev_run_accepts_a_callback_that_keeps_its_state(tmp_path: Path) -> None:
-    callback = Counter()
-    make_trainer(tmp_path, fast_dev_run=2, callbacks=[callback]).fit(TinyGRPO(), datamodule=Digits())
-    assert callback.num == 2
-
-
 class GradientNorms(Callback):
     """Seen by the optimizer: after clipping."""
 
@@ -219,19 +212,15 @@ def test_every_precision_trains_validates_and_predicts(precision: Any, tmp_path:
 
 
 def test_the_learning_rate_changes_per_iteration_not_per_update(tmp_path: Path) -> None:
-    rates = Rates()
+    class Rates(Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    rates: list[float] = []
     module = TinyGRPO(lr=0.4, warmup_iterations=2, lr_decay="linear", num_minibatches=2)
-    make_trainer(tmp_path, max_steps=4, callbacks=[rates]).fit(module, datamodule=Digits())
+    train(tmp_path, module, max_steps=4, callbacks=[Rates()])
     # warm-up (i + 1) / 2 up to 1, times the decay 1 - i / 4
-    assert rates.seen == pytest.approx([0.4 * 0.5, 0.4 * 0.75, 0.4 * 0.5, 0.4 * 0.25])
-
-
-class Rates(Callback):
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        self.seen.append(trainer.optimizers[0].param_groups[0]["lr"])
+    assert rates == pytest.approx([0.4 * 0.5, 0.4 * 0.75, 0.4 * 0.5, 0.4 * 0.25])
 
 
 @habit("Trainer(detect_anomaly=True)")
@@ -260,8 +249,7 @@ def test_test_and_predict_may_be_shortened(tmp_path: Path) -> None:
 @habit("Trainer(default_root_dir=FOLDER)")
 @habit("Trainer(logger=True)")
 def test_the_default_logger_writes_into_the_root_folder(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, logger=True, log_every_n_steps=2, max_steps=4)
-    trainer.fit(TinyGRPO(), datamodule=Digits())
+    train(tmp_path, logger=True, log_every_n_steps=2, max_steps=4)
     events = EventAccumulator(str(tmp_path / "lightning_logs" / "version_0")).Reload()
     assert [event.step for event in events.Scalars("policy/loss")] == [1, 3]
 
@@ -289,8 +277,7 @@ class Hyperparameters(TinyGRPO):
 @pytest.mark.parametrize("is_on", [True, False])
 def test_hyperparameters_reach_the_logger(is_on: bool, tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
-    trainer = make_trainer(tmp_path, logger=logger, enable_autolog_hparams=is_on)
-    trainer.fit(Hyperparameters(0.5), datamodule=Digits())
+    train(tmp_path, Hyperparameters(0.5), logger=logger, enable_autolog_hparams=is_on)
     assert logger.experiment.hparams == ({"lr": 0.5} if is_on else {})
 
 

@@ -14,7 +14,7 @@ import torch
 from habits import MARKS, ROOT, all_habits, habit, refused, tables
 from lightning.fabric.plugins.environments import slurm
 from lightning.pytorch.demos.boring_classes import BoringModel
-from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, Logged, TinyGRPO, are_equal, make_trainer, weights
+from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, Logged, TinyGRPO, are_equal, make_trainer, train, weights
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightrl
@@ -46,8 +46,7 @@ def test_validate_test_and_predict_need_no_training(tmp_path: Path) -> None:
 
 @habit('trainer.validate(module, ckpt_path="a.ckpt")')
 def test_a_checkpoint_is_measured_as_the_run_that_saved_it(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, limit_val_batches=1.0, max_epochs=1)
-    trainer.fit(TinyGRPO(lr=0.1), datamodule=Digits())
+    trainer = train(tmp_path, TinyGRPO(lr=0.1), limit_val_batches=1.0, max_epochs=1)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     reward = float(trainer.callback_metrics["val/reward"])
     length = float(trainer.callback_metrics["val/length_tokens"])
@@ -211,8 +210,7 @@ def test_sft_trains_through_the_same_trainer(tmp_path: Path) -> None:
     file.write_text("\n".join(f'{{"question": "{row["question"]}", "answer": "{row["answer"]}"}}' for row in rows))
     module = lightrl.SFT(TinyGRPO().policy_spec, lr=0.05, lr_decay="constant")
     logged = Logged("sft/loss_nats")
-    trainer = make_trainer(tmp_path, max_steps=10, callbacks=[logged])
-    trainer.fit(module, datamodule=lightrl.SFTDataModule(str(file), batch_size=4))
+    train(tmp_path, module, lightrl.SFTDataModule(str(file), batch_size=4), max_steps=10, callbacks=[logged])
     assert logged.values[-1] < logged.values[0] < 2 * math.log(8)
 
 
@@ -276,8 +274,7 @@ def test_a_module_has_its_own_optimizer_and_scheduler(tmp_path: Path) -> None:
         def on_train_batch_end(self, *args: Any) -> None:
             self.log("policy/flat", 1.0)
 
-    trainer = make_trainer(tmp_path, max_steps=4)
-    trainer.fit(Own(), datamodule=Digits())
+    trainer = train(tmp_path, Own(), max_steps=4)
     assert trainer.optimizers[0].param_groups[0]["lr"] < 0.5
 
 

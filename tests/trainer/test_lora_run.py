@@ -6,7 +6,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from tiny_run import POLICY, Digits, TinyGRPO, make_trainer, weights
+from tiny_run import POLICY, Digits, TinyGRPO, make_trainer, train, weights
 from transformers import AutoModelForCausalLM
 
 from lightrl import HuggingFaceExport, LocalEngine, LoRA, ModelSpec, ReferenceKL, Role
@@ -33,8 +33,7 @@ def finished(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tiny
     module, engine = TinyGRPO(spec, reference=ReferenceKL(0.1)), LocalEngine()
     module.synced = {}  # type: ignore[assignment]
     module.on_weights_synced = lambda version: module.synced.update(engine.read_weights())  # type: ignore
-    trainer = make_trainer(folder, engine=engine, callbacks=[HuggingFaceExport(str(folder / "model"))])
-    trainer.fit(module, datamodule=Digits())
+    trainer = train(folder, module, engine=engine, callbacks=[HuggingFaceExport(str(folder / "model"))])
     trainer.save_checkpoint(folder / "run.ckpt")
     return module, folder, engine
 
@@ -88,8 +87,7 @@ def test_an_export_loads_in_peft(finished: Any, base: Path, tmp_path: Path) -> N
 def test_a_resumed_run_repeats_the_whole_one(tmp_path: Path) -> None:
     whole, first, second = (TinyGRPO(ADAPTED, num_minibatches=2) for _ in range(3))
     make_trainer(tmp_path, max_steps=3).fit(whole, datamodule=Digits())
-    trainer = make_trainer(tmp_path, max_steps=2)
-    trainer.fit(first, datamodule=Digits())
+    trainer = train(tmp_path, first, max_steps=2)
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     make_trainer(tmp_path, max_steps=3).fit(second, datamodule=Digits(), ckpt_path=tmp_path / "run.ckpt")
     expected, found = weights(whole), weights(second)

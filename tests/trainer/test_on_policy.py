@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from tiny_run import EOS, GROUP_SIZE, Digits, TinyGRPO, are_equal, make_trainer, weights
+from tiny_run import EOS, GROUP_SIZE, Digits, TinyGRPO, are_equal, make_trainer, train, weights
 from torch import Tensor
 
 from lightrl import Experience, LocalEngine, RLCallback
@@ -16,25 +16,19 @@ from lightrl.trajectory import sampling_seed
 
 def test_behavior_logprobs_are_those_of_the_training_forward(tmp_path: Path) -> None:
     class Compare(RLCallback):
-        def __init__(self) -> None:
-            self.differences: list[float] = []
-
         def on_experience_ready(self, trainer: Any, module: Any, experience: Experience) -> None:
             (outputs,) = module.parallel_models["policy"].forward([experience])
             difference = (outputs.logprobs - experience.behavior_logprobs)[experience.loss_mask].abs()
-            self.differences.append(float(difference.max()))
+            differences.append(float(difference.max()))
 
-    compare = Compare()
-    make_trainer(tmp_path, callbacks=[compare]).fit(TinyGRPO(lr=0.1), datamodule=Digits())
-    assert len(compare.differences) == 3
-    assert max(compare.differences) < 1e-5
+    differences: list[float] = []
+    train(tmp_path, TinyGRPO(lr=0.1), callbacks=[Compare()])
+    assert len(differences) == 3
+    assert max(differences) < 1e-5
 
 
 def test_the_engine_has_the_trainers_weights_after_each_sync(tmp_path: Path) -> None:
     class Compare(RLCallback):
-        def __init__(self) -> None:
-            self.versions: list[int] = []
-
         def on_weights_synced(self, trainer: Any, module: Any, weight_version: int) -> None:
             policy = module.policy.state_dict()
             served = trainer.engine.read_weights()
@@ -43,11 +37,11 @@ def test_the_engine_has_the_trainers_weights_after_each_sync(tmp_path: Path) -> 
             assert {value.data_ptr() for value in served.values()}.isdisjoint(
                 parameter.data_ptr() for parameter in module.policy.parameters()
             )
-            self.versions.append(weight_version)
+            versions.append(weight_version)
 
-    compare = Compare()
-    make_trainer(tmp_path, engine=LocalEngine(), callbacks=[compare]).fit(TinyGRPO(lr=0.1), datamodule=Digits())
-    assert compare.versions == [0, 1, 2, 3]
+    versions: list[int] = []
+    train(tmp_path, TinyGRPO(lr=0.1), engine=LocalEngine(), callbacks=[Compare()])
+    assert versions == [0, 1, 2, 3]
 
 
 def test_two_runs_with_one_seed_are_equal_to_the_bit_and_another_seed_differs(tmp_path, monkeypatch):

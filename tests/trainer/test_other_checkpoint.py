@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
+from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer, train
 
 from lightrl import PPO, LoRA, Role, Sampling
 
@@ -27,8 +27,7 @@ class InTwoGroups(TinyGRPO):
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of two iterations of TinyGRPO, with the file that the command writes beside it."""
     folder = tmp_path_factory.mktemp("run")
-    trainer = make_trainer(folder, max_steps=2)
-    trainer.fit(TinyGRPO(), datamodule=Digits())
+    trainer = train(folder, max_steps=2)
     trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
     (folder / "config.yaml").touch()
     return folder / "checkpoints" / "last.ckpt"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny_run import Digits, TinyGRPO, make_trainer
+from tiny_run import train
 
 from lightrl.commands.export import Hub, write_card
 
@@ -193,8 +193,7 @@ def test_a_hub_out_of_reach_and_a_wrong_name_are_one_message(
 @pytest.mark.extra
 def test_the_command_exports_and_pushes_a_whole_run(hub: Any, tmp_path: Path) -> None:
     checkpoint = made_run(tmp_path)
-    trainer = make_trainer(tmp_path / "trainer", max_steps=1)
-    trainer.fit(TinyGRPO(), datamodule=Digits())
+    trainer = train(tmp_path / "trainer", max_steps=1)
     trainer.save_checkpoint(checkpoint)
     command = [sys.executable, "-m", "lightrl", "export", str(checkpoint), "--to", str(tmp_path / "export")]
     command += ["--push", "me/digits", "--run_code_of_checkpoint"]

@@ -6,9 +6,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from tiny_run import POLICY, Digits, TinyGRPO, are_equal, make_trainer, our_threads, weights
+from tiny_run import POLICY, Digits, TinyGRPO, are_equal, make_trainer, our_threads, train, weights
 
-from lightrl import PPO, AdaptiveKL, TrajectoryDataModule, TrajectoryLog
+from lightrl import PPO, AdaptiveKL, Sampling, TrajectoryDataModule, TrajectoryLog
 from lightrl.callbacks import StalenessControl
 from lightrl.trajectory import Trajectory
 
@@ -35,21 +35,28 @@ def record(folder, steps=3, callbacks=(), kind=TinyGRPO, **settings):
 
 
 def replay(folder: Path, module: TinyGRPO, path: Path, **settings: Any) -> Any:
-    trainer = make_trainer(folder, max_epochs=1, **settings)
-    trainer.fit(module, TrajectoryDataModule(str(path)))
-    return trainer
+    return train(folder, module, TrajectoryDataModule(str(path)), max_epochs=1, **settings)
+
+
+TRUNCATED = Sampling(max_new_tokens=6, top_p=0.9, top_k=6, temperature=0.8)  # of a vocabulary of 8
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"num_minibatches": 2, "update_epochs": 2, "decoupled": True}, {"entropy_coef": 0.1, "lr_decay": "linear"}],
-    ids=["one update", "four decoupled updates", "decay to the end of the run"],
+    ("settings", "callbacks"),
+    [
+        ({}, []),
+        ({"num_minibatches": 2, "update_epochs": 2, "decoupled": True}, []),
+        ({"entropy_coef": 0.1, "lr_decay": "linear"}, []),
+        ({"num_minibatches": 2, "sampling": TRUNCATED}, []),
+        ({"num_minibatches": 2, "decoupled": True}, [StalenessControl(2)]),
+    ],
+    ids=["one update", "four decoupled updates", "decay to the end of the run", "top-p and top-k", "asynchronous"],
 )
-def test_the_files_of_a_run_repeat_it_bit_for_bit(tmp_path: Path, settings: dict[str, Any]) -> None:
-    online = record(tmp_path, **settings)
+def test_the_files_of_a_run_repeat_it_bit_for_bit(tmp_path: Path, settings: dict[str, Any], callbacks: Any) -> None:
+    online = record(tmp_path, steps=4, callbacks=callbacks, **settings)
     offline = NoReward(**settings)
     trainer = replay(tmp_path / "again", offline, tmp_path / "trajectories")
-    assert trainer.global_step == trainer.weight_version == 3
+    assert trainer.global_step == trainer.weight_version == 4
     assert "update/tokens_per_s" in trainer.callback_metrics
     assert "rollout/tokens_per_s" not in trainer.callback_metrics  # nobody wrote
     assert are_equal(weights(online), weights(offline))
@@ -74,13 +81,6 @@ def test_ppo_is_repeated_with_its_critic(tmp_path: Path, settings: dict[str, Any
     assert not are_equal(start.state_dict(), online.state_dict())
     assert are_equal(online.state_dict(), offline.state_dict())
     assert (online.kl_coef, online.normalizer) == (offline.kl_coef, offline.normalizer)
-
-
-def test_an_asynchronous_run_is_repeated_too(tmp_path: Path) -> None:
-    online = record(tmp_path, steps=4, callbacks=(StalenessControl(2),), decoupled=True, num_minibatches=2)
-    offline = NoReward(decoupled=True, num_minibatches=2)
-    replay(tmp_path / "again", offline, tmp_path / "trajectories")
-    assert are_equal(weights(online), weights(offline))
 
 
 def test_one_iteration_is_repeated_from_the_checkpoint_before_it(tmp_path: Path) -> None:
@@ -125,8 +125,7 @@ def test_a_run_on_recorded_trajectories_can_be_checked_and_resumed(tmp_path: Pat
         NoReward(), TrajectoryDataModule(str(tmp_path / "trajectories"))
     )
     half = NoReward()
-    trainer = make_trainer(tmp_path / "half", max_steps=2)
-    trainer.fit(half, TrajectoryDataModule(str(tmp_path / "trajectories")))
+    trainer = train(tmp_path / "half", half, TrajectoryDataModule(str(tmp_path / "trajectories")), max_steps=2)
     trainer.save_checkpoint(tmp_path / "half.ckpt")
     rest = NoReward()
     make_trainer(tmp_path / "rest", max_steps=3).fit(

@@ -26,15 +26,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(folder: Path) -> dict[str, Any]:
     run(SCRIPT, folder, "2")
-    found: dict[str, Any] = left_by(1, folder)[0]
-    return found
+    return dict(left_by(1, folder)[0])
 
 
 @pytest.fixture(scope="module")
 def four(folder: Path, two: dict[str, Any]) -> dict[str, Any]:
     run(SCRIPT, folder, "4")
-    found: dict[str, Any] = left_by(1, folder)[0]
-    return found
+    return dict(left_by(1, folder)[0])
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from tiny_run import BATCH_SIZE, Digits, TinyGRPO, are_equal, make_trainer, weights
+from tiny_run import BATCH_SIZE, Digits, TinyGRPO, are_equal, make_trainer, train, weights
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -157,8 +157,7 @@ def lr_and_decay(
             optimizer = super().configure_optimizers()
             return optimizer if scheduler is None else ([optimizer], [scheduler(optimizer)])
 
-    trainer = make_trainer(folder, max_steps=steps)
-    trainer.fit(Own(**settings), datamodule=Digits(), ckpt_path=resume)
+    trainer = train(folder, Own(**settings), ckpt_path=resume, max_steps=steps)
     trainer.save_checkpoint(folder / "a.ckpt")
     return used
 
@@ -291,8 +290,7 @@ def test_max_epochs_holds_after_a_crash_and_a_resume(tmp_path: Path) -> None:
         with pytest.raises(Stop):
             trainer.fit(first, datamodule=Digits())
         second = TinyGRPO()
-        trainer = make_trainer(tmp_path, max_epochs=2)
-        trainer.fit(second, datamodule=Digits(), ckpt_path=folder / "step=4.ckpt")
+        trainer = train(tmp_path, second, ckpt_path=folder / "step=4.ckpt", max_epochs=2)
         assert trainer.global_step == 6
         assert sorted(position for batch in first.trained + second.trained for position in batch) == list(range(12))
 

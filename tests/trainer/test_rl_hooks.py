@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from layouts_run import TinyPPO
-from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, make_trainer
+from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, make_trainer, train
 from torch import Tensor
 
 import lightrl
@@ -63,8 +63,7 @@ def test_callbacks_and_module_see_every_hook_in_order_with_its_arguments(tmp_pat
     of_module: Calls = []
     record(callback, of_callback, num_before=2)
     record(module, of_module, num_before=0)
-    trainer = make_trainer(tmp_path, callbacks=[callback, Logs()], max_steps=2)
-    trainer.fit(module, datamodule=Digits())
+    trainer = train(tmp_path, module, callbacks=[callback, Logs()], max_steps=2)
     for calls in (of_callback, of_module):
         assert [name for name, _ in calls] == ["on_weights_synced", *HOOKS, *HOOKS]
         assert calls[0][1] == (0,)
@@ -108,8 +107,7 @@ def test_a_module_of_a_few_lines_learns(tmp_path: Path) -> None:
             logged.append(sum(rewards) / len(rewards))
 
     module = Own(POLICY, group_size=8, sampling=Sampling(max_new_tokens=4), lr=0.03)
-    trainer = make_trainer(tmp_path, max_steps=30, callbacks=[Rewards()], limit_val_batches=1.0)
-    trainer.fit(module, datamodule=Digits())
+    trainer = train(tmp_path, module, max_steps=30, callbacks=[Rewards()], limit_val_batches=1.0)
     assert sum(logged[-5:]) / 5 > sum(logged[:5]) / 5 + 0.2
     assert trainer.callback_metrics["policy/squared_ratio"] == pytest.approx(1)
     assert 0 <= trainer.callback_metrics["val/accuracy_fraction"] <= 1

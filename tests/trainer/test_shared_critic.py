@@ -7,31 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from digit_reward import token_reward
 from images_cases import image_spec
-from tiny_run import CONFIG, POLICY, Digits, make_trainer
+from tiny_run import POLICY, Digits, TinyGRPO, make_trainer, train
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lightrl import PPO, HuggingFaceExport, LoRA, ModelSpec, Role, Sampling, Trajectory
+from lightrl import PPO, HuggingFaceExport, LoRA, ModelSpec, Role
 from lightrl.commands.export import export_checkpoint
 from lightrl.commands.main import main
 from lightrl.models.lora import merged_parameters
 from lightrl.strategies import LogprobSettings, SingleModel
 
 
-class TinyPPO(PPO):
-    """Rewards come from this process."""
-
-    def __init__(self, policy: str | ModelSpec = POLICY, critic: Any = "shared", **kwargs: Any) -> None:
-        settings = {"sampling": Sampling(max_new_tokens=6), "lr": 1e-2, "value_normalization": "running"} | kwargs
-        super().__init__(policy, critic=critic, group_size=4, **settings)
-        self.first: Any = None
-
-    def reward(self, trajectory: Trajectory) -> Any:
-        return token_reward(trajectory)
-
-    def on_experience_ready(self, experience: Any) -> None:
-        self.first = self.first or experience
+class TinyPPO(TinyGRPO, PPO):
+    def __init__(self, policy: str | ModelSpec | Role = POLICY, critic: Any = "shared", **kwargs: Any) -> None:
+        super().__init__(policy, critic=critic, **{"value_normalization": "running"} | kwargs)
 
 
 @dataclass
@@ -46,11 +35,9 @@ class Finished:
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A run of three iterations, after which head and body are no longer what they were."""
     folder = tmp_path_factory.mktemp(request.param)
-    spec = ModelSpec(config=CONFIG, tokenizer="tiny_run.tokenizer", seed=3)
-    policy = Role(spec, lora=LoRA() if request.param == "lora" else None)
+    policy = Role(POLICY, lora=LoRA() if request.param == "lora" else None)
     module = TinyPPO(policy)
-    trainer = make_trainer(folder, callbacks=[HuggingFaceExport(str(folder / "critic"), role="critic")])
-    trainer.fit(module, datamodule=Digits())
+    trainer = train(folder, module, callbacks=[HuggingFaceExport(str(folder / "critic"), role="critic")])
     trainer.save_checkpoint(folder / "run.ckpt")
     assert module.value_head is not None
     assert module.value_head.weight.abs().max() > 1e-3
@@ -84,7 +71,7 @@ def test_the_policys_export_is_a_plain_language_model_and_says_where_the_head_is
 def test_the_critics_export_says_what_head_and_body_said(finished: Finished, tmp_path: Path) -> None:
     options = ["--to", str(tmp_path / "critic"), "--role", "critic", "--tokenizer", "tiny_run.tokenizer"]
     assert main(["export", str(finished.checkpoint), *options]) == 0
-    module, experience = finished.module, finished.module.first
+    module, experience = finished.module, finished.module.experiences[0]
     expected = values(module.policy, experience, module.value_head)
     assert expected.abs().max() > 1e-3
     for folder in (tmp_path / "critic", finished.exported):
@@ -100,15 +87,15 @@ def test_the_critics_export_is_the_start_of_a_critic_and_a_reward_model(finished
     module.configure_model()
     assert torch.equal(module.critic.score.weight, finished.module.value_head.weight)  # type: ignore[union-attr]
     make_trainer(tmp_path, max_steps=1).fit(module, datamodule=Digits())
-    assert module.first.values[module.first.loss_mask].abs().max() > 1e-3
+    (experience,) = module.experiences
+    assert experience.values[experience.loss_mask].abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(("critic", "match"), [(None, "a head on the policy"), ("shared", "a model of its own")])
 def test_a_critic_of_the_other_form_does_not_resume(critic, match, finished, tmp_path):
     checkpoint = finished.checkpoint
     if critic == "shared":
-        trainer = make_trainer(tmp_path, max_steps=1)
-        trainer.fit(TinyPPO(critic=None), datamodule=Digits())
+        trainer = train(tmp_path, TinyPPO(critic=None), max_steps=1)
         checkpoint = tmp_path / "own.ckpt"
         trainer.save_checkpoint(checkpoint)
     with pytest.raises(ValueError, match=f"critic is {match}"):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
-from tiny_run import Digits, TinyGRPO, make_trainer
+from tiny_run import TinyGRPO, train
 
 from lightrl.experience import Experience
 
@@ -41,8 +41,7 @@ class Logging(TinyGRPO):
 @pytest.fixture
 def logger(tmp_path: Path) -> Rows:
     logger = Rows()
-    trainer = make_trainer(tmp_path, max_epochs=1, logger=logger)
-    trainer.fit(Logging(), datamodule=Digits())
+    trainer = train(tmp_path, Logging(), max_epochs=1, logger=logger)
     logger.trainer = trainer  # type: ignore[attr-defined]
     return logger
 

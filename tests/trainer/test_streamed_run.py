@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from tiny_run import POLICY, TinyGRPO, are_equal, make_trainer, weights
+from tiny_run import POLICY, TinyGRPO, are_equal, make_trainer, train, weights
 
 import lightrl
 from lightrl import FakeEngine, PromptDataModule, SFTDataModule, StalenessControl
@@ -32,8 +32,7 @@ def data(path: str, kind: type = PromptDataModule, *, streaming: bool = True, **
 def fit(folder: Path, module: Any, rows: Any, resume: Path | None = None, **flags: Any) -> Any:
     save = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     flags["callbacks"] = [*flags.get("callbacks", []), *([] if resume else [save])]
-    trainer = make_trainer(folder, enable_checkpointing=True, **flags)
-    trainer.fit(module, datamodule=rows, ckpt_path=resume)
+    train(folder, module, rows, ckpt_path=resume, enable_checkpointing=True, **flags)
     return module
 
 

@@ -68,12 +68,6 @@ def test_the_base_without_its_adapters_ends_the_run(tmp_path):
     assert engine.num_wrong == 1
 
 
-def test_an_engine_without_digests_is_probed_and_logs_no_verified_fraction(tmp_path):
-    trainer = fit(tmp_path, Faulty("no parameter"), lr=1e-5)
-    assert trainer.callback_metrics["sync/probe_abs_dlogp_nats"] < 1e-5
-    assert "sync/verified_fraction" not in trainer.callback_metrics
-
-
 def test_servers_that_only_report_their_version_log_no_verified_fraction(tmp_path):
     engine = Faulty("no parameter")
     engine.verified_by = lambda: {"engine": "version"}

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from tiny_run import Digits, TinyGRPO, make_trainer
+from tiny_run import Digits, TinyGRPO, make_trainer, train
 
 import lightrl
 from lightrl.callbacks.run_files import TimedCheckpoint
@@ -10,8 +10,7 @@ from lightrl.callbacks.run_files import TimedCheckpoint
 
 def test_the_newest_timed_checkpoint_is_the_only_one_and_a_run_continues_from_it(tmp_path: Path) -> None:
     callbacks = [TimedCheckpoint(every_s=0), ModelCheckpoint(save_top_k=0)]
-    trainer = make_trainer(tmp_path, enable_checkpointing=True, callbacks=callbacks, max_steps=3)
-    trainer.fit(TinyGRPO(), datamodule=Digits())
+    trainer = train(tmp_path, enable_checkpointing=True, callbacks=callbacks, max_steps=3)
     (place,) = (tmp_path / "checkpoints").iterdir()
     assert place.name == "last-timed.ckpt"
     assert torch.load(place, weights_only=True)["global_step"] == 3

@@ -74,7 +74,7 @@ def test_supports_stay_with_their_tokens_through_syncs_and_a_resume(tmp_path: Pa
             versions = [row[row >= 0] for row in experience.weight_versions]
             assert all(len(row) == 100 for row in versions)
             assert_sampled_from_its_supports(experience, kept.policies)
-    started = [Completion.from_state(item) for _, item in saved_parts(tmp_path / "step=3.ckpt")]
+    started = [Completion.from_state(item) for _, item in rollout_state(tmp_path / "step=3.ckpt")["written"]]
     started = [part for part in started if part.finish_reason == "abort" and part.token_ids]
     assert started
     assert all(part.supports for part in started)
@@ -83,7 +83,3 @@ def test_supports_stay_with_their_tokens_through_syncs_and_a_resume(tmp_path: Pa
     ]
     for part in started:
         assert any(tokens[mask][: len(part.token_ids)].tolist() == list(part.token_ids) for tokens, mask in rows)
-
-
-def saved_parts(path: Path) -> Any:
-    return rollout_state(path)["written"]

@@ -1,13 +1,13 @@
-"""Runs under top-p and top-k: the trainer's logprobs are the engine's, also in minibatches, on resume and on replay."""
+"""Runs under top-p and top-k: the trainer's logprobs are the engine's, also in minibatches."""
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import Digits, TinyGRPO, are_equal, make_trainer, weights
+from tiny_run import Digits, TinyGRPO, make_trainer, train
 
-from lightrl import Experience, FakeEngine, RLCallback, Sampling, TrajectoryDataModule, TrajectoryLog
+from lightrl import Experience, FakeEngine, RLCallback, Sampling
 from lightrl.engines.engine import Completion
 from lightrl.errors import EngineError
 from lightrl.experience import row_codes
@@ -35,22 +35,11 @@ class Compare(RLCallback):
 
 def test_the_trainers_logprobs_are_the_engines(tmp_path: Path) -> None:
     compare = Compare()
-    make_trainer(tmp_path, callbacks=[compare]).fit(
-        TinyGRPO(sampling=SAMPLING, num_minibatches=2, lr=0.1), datamodule=Digits()
-    )
+    train(tmp_path, TinyGRPO(sampling=SAMPLING, num_minibatches=2, lr=0.1), callbacks=[compare])
     assert len(compare.differences) >= 3
     assert max(compare.differences) <= 1e-6
     assert min(compare.support_sizes) < 6  # top-p takes some tokens, top-k two of the 8
     assert max(compare.support_sizes) <= 6
-
-
-def test_recorded_trajectories_replay_a_truncated_run_to_the_bit(tmp_path: Path) -> None:
-    log = TrajectoryLog(every_n_iterations=1, table_every_n_iterations=None)
-    module = TinyGRPO(sampling=SAMPLING, num_minibatches=2)
-    make_trainer(tmp_path, callbacks=[log]).fit(module, Digits())
-    replayed = TinyGRPO(sampling=SAMPLING, num_minibatches=2)
-    make_trainer(tmp_path / "again", max_epochs=1).fit(replayed, TrajectoryDataModule(str(tmp_path / "trajectories")))
-    assert are_equal(weights(module), weights(replayed))
 
 
 class Forgetful(FakeEngine):

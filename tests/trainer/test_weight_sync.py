@@ -6,7 +6,7 @@ import pytest
 import torch
 from fake_sglang.process import FakeServerProcess
 from lightning.pytorch.callbacks import Callback
-from tiny_run import Digits, TinyGRPO, make_trainer
+from tiny_run import train
 
 from benchmarks.families import family_spec
 from lightrl import FakeEngine, LocalEngine, SGLangEngine, StalenessControl, WeightSync
@@ -16,24 +16,11 @@ from lightrl.errors import WeightSyncError
 from lightrl.strategies import LogprobSettings, SingleModel
 
 
-class ScoringEngine(LocalEngine):
-    """Adds `error_nats` to its logprobs."""
-
-    probe_every_n_loads = 1
-
-    def __init__(self, error_nats: float = 0.0, **settings) -> None:
-        super().__init__(**settings)
-        self.error_nats = error_nats
+class WrongEngine(LocalEngine):
+    """Its scores are half a nat too large."""
 
     def score(self, sequences):
-        rows = super().score(sequences)["engine"]
-        return {"engine": [[0.0, *(value + self.error_nats for value in row[1:])] for row in rows]}
-
-
-def fit(folder, engine, *callbacks):
-    module, trainer = TinyGRPO(), make_trainer(folder, engine=engine, callbacks=list(callbacks))
-    trainer.fit(module, Digits())
-    return module, trainer
+        return {"engine": [[value + 0.5 for value in row] for row in super().score(sequences)["engine"]]}
 
 
 def test_the_engine_of_a_laptop_is_probed_after_each_tenth_load(tmp_path):
@@ -44,23 +31,24 @@ def test_the_engine_of_a_laptop_is_probed_after_each_tenth_load(tmp_path):
             seen.append(self.weight_version)
             return super().score(sequences)
 
-    fit(tmp_path, Probed())
+    train(tmp_path, engine=Probed())
     assert seen == [0]
     engine = Probed()
     engine.probe_every_n_loads = 1
-    _, trainer = fit(tmp_path, engine)
+    trainer = train(tmp_path, engine=engine)
     assert seen == [0, 0, 1, 2, 3]
     assert float(trainer.callback_metrics["sync/probe_abs_dlogp_nats"]) < 1e-5
+    assert "sync/verified_fraction" not in trainer.callback_metrics  # as its engine has no digests
 
 
 def test_an_engine_that_says_other_logprobs_ends_the_run_with_both_numbers(tmp_path):
     message = r"engine: its probe differs by 0\.5 nats.*at most \S+e-05 for float32.*in the trainer.*in the engine"
     with pytest.raises(WeightSyncError, match=message):
-        fit(tmp_path, ScoringEngine(error_nats=0.5))
+        train(tmp_path, engine=WrongEngine())
 
 
 def test_an_engine_without_scores_is_not_probed(tmp_path):
-    _, trainer = fit(tmp_path, FakeEngine())
+    trainer = train(tmp_path, engine=FakeEngine())
     assert "sync/probe_abs_dlogp_nats" not in trainer.callback_metrics
 
 
@@ -90,7 +78,7 @@ def test_a_colocated_server_has_its_memory_while_it_generates_and_not_during_upd
 
     seen: list[list[int]] = []
     engine = SGLangEngine(urls=[fake_server.url], placement="colocated")
-    _, trainer = fit(tmp_path, engine, WeightSync(verify=False), Looks())
+    trainer = train(tmp_path, engine=engine, callbacks=[WeightSync(verify=False), Looks()])
     assert trainer.weight_version == 3
     assert seen == [[1, 0], [2, 3], [3, 6]]  # weights, graphs and cache come back one by one
     assert fake_server.stats()["requests"]["/resume_memory_occupation"] == 9
@@ -113,8 +101,9 @@ def test_a_colocated_engine_leaves_the_optimizers_state_in_the_host_if_the_strat
 
 
 def test_rollouts_during_the_updates_of_a_colocated_engine_are_refused(tmp_path, fake_server):
+    engine = SGLangEngine(urls=[fake_server.url], placement="colocated")
     with pytest.raises(ValueError, match=r"max_staleness must be 0 with a colocated engine, got 1"):
-        fit(tmp_path, SGLangEngine(urls=[fake_server.url], placement="colocated"), StalenessControl(1))
+        train(tmp_path, engine=engine, callbacks=[StalenessControl(1)])
 
 
 @pytest.mark.parametrize(

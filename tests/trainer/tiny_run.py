@@ -77,6 +77,13 @@ def make_trainer(folder: Path | str, **kwargs: Any) -> lightrl.Trainer:
     return lightrl.Trainer(**(settings | kwargs))
 
 
+def train(folder: Path | str, module: Any = None, data: Any = None, *, ckpt_path: Any = None, **flags: Any) -> Any:
+    """Trains a module, TinyGRPO if None, on the data, Digits if None; returns its trainer."""
+    trainer = make_trainer(folder, **flags)
+    trainer.fit(module or TinyGRPO(), datamodule=data or Digits(), ckpt_path=ckpt_path)
+    return trainer
+
+
 def weights(module: TinyGRPO) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in module.policy.state_dict().items()}
 

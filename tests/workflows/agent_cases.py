@@ -34,6 +34,11 @@ def decode(token_ids: list[int]) -> str:
     return str(TOKENIZER.decode(token_ids))
 
 
+def written(trajectory: Trajectory) -> list[str]:
+    """What the policy wrote, turn by turn."""
+    return [decode(trajectory.token_ids[turn.start : turn.end]) for turn in trajectory.turns]
+
+
 def client_of(base_url: str, api_key: str, **settings: Any) -> AsyncOpenAI:
     return AsyncOpenAI(
         base_url=base_url, api_key=api_key, http_client=DefaultAsyncHttpxClient(verify=False), **settings

@@ -23,6 +23,7 @@ from agent_cases import (
     user,
     with_client,
     workflow_of,
+    written,
 )
 from chat_texts import END, started
 from openai import AsyncOpenAI
@@ -37,10 +38,6 @@ CHAT_TOOL: Any = {"type": "function", "function": {"name": "add", "description":
 MESSAGES_TOOL: Any = {"name": "add", "description": "Adds.", "input_schema": SCHEMA}
 RESPONSES_TOOL: Any = {"type": "function", "name": "add", "description": "Adds.", "parameters": SCHEMA, "strict": False}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
-
-
-def generated(trajectory: Trajectory) -> list[str]:
-    return [decode(trajectory.token_ids[turn.start : turn.end]) for turn in trajectory.turns]
 
 
 def with_anthropic(talk: Any) -> Any:
@@ -76,7 +73,7 @@ def test_the_three_protocols_continue_one_conversation() -> None:
             assert third.output_text == "three"
 
     trajectory = play(agent, scripted(CALL, "two", "three"))
-    assert generated(trajectory) == [f"{CALL}<|im_end|>", "two<|im_end|>", "three<|im_end|>"]
+    assert written(trajectory) == [f"{CALL}<|im_end|>", "two<|im_end|>", "three<|im_end|>"]
     assert trajectory.metrics["rows"] == 1
 
 
@@ -127,7 +124,7 @@ def test_arguments_that_the_agent_completes_with_defaults_are_still_our_call() -
         await messages(client, sent, tools=[MESSAGES_TOOL])
 
     trajectory = play(with_anthropic(talk), scripted(CALL, "two"))
-    assert generated(trajectory) == [f"{CALL}<|im_end|>", "two<|im_end|>"]
+    assert written(trajectory) == [f"{CALL}<|im_end|>", "two<|im_end|>"]
 
 
 def test_of_two_equal_answers_the_one_whose_call_was_made_is_continued() -> None:
@@ -139,7 +136,7 @@ def test_of_two_equal_answers_the_one_whose_call_was_made_is_continued() -> None
 
     first, second = f"<think>First.</think>{CALL}", f"<think>Second.</think>{CALL}"
     trajectory = play(with_client(talk), scripted(first, second, "three"), max_tokens=1000)
-    assert generated(trajectory) == [f"{text}<|im_end|>" for text in (first, second, "three")]
+    assert written(trajectory) == [f"{text}<|im_end|>" for text in (first, second, "three")]
     *_, continued = trajectory.rows
     read = decode([id_ for span in continued for id_ in trajectory.token_ids[slice(*span)]])
     assert ("First." in read, "Second." in read, read.endswith("three<|im_end|>")) == (True, False, True)
@@ -153,7 +150,7 @@ def test_the_policy_reads_what_is_wrong_with_a_malformed_call_and_the_agent_gets
         assert (await ask(client, sent, tools=[CHAT_TOOL])).content == "three"
 
     trajectory = play(with_client(talk), scripted("<tool_call>{oh</tool_call>", CALL, "three"), max_tokens=1000)
-    assert generated(trajectory) == ["<tool_call>{oh</tool_call><|im_end|>", f"{CALL}<|im_end|>", "three<|im_end|>"]
+    assert written(trajectory) == ["<tool_call>{oh</tool_call><|im_end|>", f"{CALL}<|im_end|>", "three<|im_end|>"]
     between = decode(trajectory.token_ids[trajectory.turns[0].end : trajectory.turns[1].start])
     assert between.startswith("\n<|im_start|>tool\nError: the call is not valid JSON: Expecting property name")
 

@@ -24,6 +24,7 @@ from agent_cases import (
     user,
     with_client,
     workflow_of,
+    written,
 )
 from chat_texts import CONFIG, END, letters, started
 from engine_contract import recomputed_logprobs
@@ -50,10 +51,6 @@ ADD = {
 
 def opening(text: str) -> str:
     return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-
-
-def written(trajectory: Trajectory) -> list[str]:
-    return [decode(trajectory.token_ids[turn.start : turn.end]) for turn in trajectory.turns]
 
 
 def test_a_conversation_of_two_requests_is_one_trajectory_of_two_turns() -> None:
@@ -191,17 +188,11 @@ def test_tools_make_the_round_from_the_policy_to_the_agent_and_back(is_streamed:
 
 
 @pytest.mark.parametrize(
-    ("text", "settings"),
-    [
-        pytest.param('<tool_call>{"name": "add", "arguments": {}}</tool_call>', {}, id="no tools in the request"),
-        pytest.param(
-            '<tool_call>{"name": "add", "arguments": {}}</tool_call>',
-            {"tools": [ADD], "tool_choice": "none"},
-            id="none to be called",
-        ),
-    ],
+    "settings", [{}, {"tools": [ADD], "tool_choice": "none"}], ids=["no tools in the request", "none to be called"]
 )
-def test_what_is_no_call_of_a_tool_reaches_the_agent_as_text(text: str, settings: dict[str, Any]) -> None:
+def test_what_is_no_call_of_a_tool_reaches_the_agent_as_text(settings: dict[str, Any]) -> None:
+    text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+
     async def talk(client: AsyncOpenAI) -> None:
         message = await ask(client, [user("2+3?")], **settings)
         assert (message.tool_calls, message.content) == (None, text)

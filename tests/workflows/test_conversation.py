@@ -6,9 +6,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from byte_tokens import byte_tokenizer
 from chat_texts import CHATML, END, START, chat_prompt, chat_tokenizer, ids
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from lightrl.engines.engine import Completion
 from lightrl.models.chat_template import set_chat_template
@@ -45,15 +44,6 @@ OUTCOMES = {
 OUTCOME_OF = {name: outcome for outcome, names in OUTCOMES.items() for name in names.split()}
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<bos>", "<|im_end|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<|im_end|>")
-
-
 def outcome_of(renderer: TurnRenderer, role: str) -> str:
     try:
         renderer.check_template(role, [Tool.of(calculator).schema] if role == "tool" else [])
@@ -70,7 +60,7 @@ def test_each_chat_template_of_trl_keeps_history_or_is_refused_with_what_helps()
     files = {file.stem: file for file in (Path(spec.origin).parent / "chat_templates").glob("*.jinja")}
     known = {name: file for name, file in files.items() if name in OUTCOME_OF}
     assert len(known) > len(OUTCOME_OF) / 2  # another version may have others
-    tokenizer, wrong = byte_tokenizer(), []
+    tokenizer, wrong = byte_tokenizer("<bos>", "<|im_end|>", bos_token="<bos>", eos_token="<|im_end|>"), []
     for name, file in known.items():
         tokenizer.chat_template = file.read_text(encoding="utf-8")
         renderer = TurnRenderer(tokenizer)

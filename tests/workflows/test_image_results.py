@@ -22,6 +22,7 @@ from lightrl.experience import Experience
 from lightrl.models.images import read_image
 from lightrl.rollout.runner import TrajectoryRunner
 from lightrl.strategies.single import LogprobSettings, SingleModel
+from lightrl.testing import QUIET
 from lightrl.trajectory import JsonObject, Prompt, Sampling, Trajectory
 from lightrl.weights import bucketed
 from lightrl.workflows import MultiTurn, ToolEnvironment
@@ -174,10 +175,7 @@ def test_a_run_trains_on_images_of_results(tmp_path):
         sampling=SAMPLING,
         workflow=lambda tokenizer: MultiTurn(tokenizer, Photos, max_turns=3),
     )
-    trainer = Trainer(
-        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=tmp_path, limit_val_batches=0,
-    )  # fmt: skip
+    trainer = Trainer(**(QUIET | {"max_steps": 1, "default_root_dir": tmp_path, "limit_val_batches": 0}))
     trainer.fit(module, Digits(None, batch_size=3, chat_template=WRITES_IMAGES))
     assert module.num_images.max() > 1
     assert trainer.callback_metrics["policy/kl_behavior_nats"] < 1e-6

@@ -25,6 +25,7 @@ from waits import comes_true
 import lightrl
 from lightrl import GRPO, FakeEngine, ModelSpec, Prompt, PromptDataModule, Sampling, Trajectory
 from lightrl.errors import RolloutError
+from lightrl.testing import QUIET
 from lightrl.workflows import AgentWorkflow, openai_endpoint
 
 pytestmark = [
@@ -157,12 +158,9 @@ def test_eight_real_agents_at_once_are_trained_for_three_iterations_and_leave_no
     monkeypatch.setattr(openai_endpoint, "WAITING_S", 0.2)  # so that the programs' streams wait
     folders = Folders(root)
     module = AgentGRPO(folders.run)
-    trainer = lightrl.Trainer(
-        accelerator="cpu", default_root_dir=tmp_path, logger=False, enable_checkpointing=False, max_steps=3,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
-        engine=FakeEngine(script=says, seconds_per_token=0.005),
-    )  # fmt: skip
-    trainer.fit(module, datamodule=Tasks(None, batch_size=2))
+    engine = FakeEngine(script=says, seconds_per_token=0.005)
+    flags = {"default_root_dir": tmp_path, "max_steps": 3, "num_sanity_val_steps": 0, "limit_val_batches": 0}
+    lightrl.Trainer(engine=engine, **(QUIET | flags)).fit(module, datamodule=Tasks(None, batch_size=2))
     assert folders.most_running == 8
     assert [len(experience) for experience in module.experiences] == [8, 8, 8]
     assert len(module.trained) == 24

@@ -11,12 +11,12 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from agent_cases import SAMPLING, anthropic_client_of, client_of, decode, play, scripted
+from agent_cases import SAMPLING, anthropic_client_of, client_of, decode, play, scripted, written
 from anthropic.types import RawMessageStreamEvent
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from lightrl.trajectory import Prompt, Trajectory
+from lightrl.trajectory import Prompt
 
 REQUESTS = Path(__file__).parent / "agent_requests"
 LONG = {"sampling": replace(SAMPLING, max_new_tokens=1000), "max_tokens": 200_000}
@@ -28,10 +28,6 @@ def bodies(name: str) -> list[Any]:
 
 def turn_text(name: str, arguments: Any) -> str:
     return f"<think>Two.</think>On.<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
-
-
-def generated(trajectory: Trajectory) -> list[str]:
-    return [decode(trajectory.token_ids[turn.start : turn.end]) for turn in trajectory.turns]
 
 
 async def ask_messages(client: anthropic.AsyncAnthropic, body: Any) -> list[dict[str, Any]]:
@@ -79,7 +75,7 @@ def test_claude_codes_requests_are_one_trajectory_of_exact_tokens() -> None:
             return float(block["text"] == "Done.")
 
     trajectory = play(agent, engine, **LONG)
-    assert generated(trajectory) == [f"{text}<|im_end|>" for text in [*texts, "Done."] for _ in range(2)]
+    assert written(trajectory) == [f"{text}<|im_end|>" for text in [*texts, "Done."] for _ in range(2)]
     assert trajectory.metrics["rows"] == len(trajectory.rows) == len(texts) + 2
     assert trajectory.rewards[-1] == 1.0
     assert "<|im_start|>tool\npassed<|im_end|>" in decode(trajectory.token_ids)
@@ -121,7 +117,7 @@ def test_codexs_requests_are_one_trajectory_of_exact_tokens() -> None:
             return float(message["content"][0]["text"] == "Done.")
 
     trajectory = play(agent, engine, **LONG)
-    assert generated(trajectory) == [f"{text}<|im_end|>" for text in [*texts, "Done."] for _ in range(2)]
+    assert written(trajectory) == [f"{text}<|im_end|>" for text in [*texts, "Done."] for _ in range(2)]
     assert trajectory.metrics["rows"] == len(trajectory.rows) == len(texts) + 2
     assert trajectory.rewards[-1] == 1.0
     tools = decode(trajectory.token_ids).partition("<|im_end|>")[0]

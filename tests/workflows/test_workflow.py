@@ -1,4 +1,4 @@
-"""SingleTurn, a workflow of two turns, and what check_trajectory refuses."""
+"""SingleTurn, and what check_trajectory refuses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
 from lightrl.trajectory import FinishReason, Prompt, Trajectory, Turn
-from lightrl.workflows.workflow import Generate, SingleTurn, Workflow, check_trajectory
+from lightrl.workflows.workflow import SingleTurn, Workflow, check_trajectory
 
 PROMPT = Prompt(id="a", token_ids=[3, 7, 1])
 
@@ -25,45 +25,23 @@ class Words:
         return " ".join(map(str, token_ids))
 
 
-class TwoTurns(Workflow):
-    """The policy writes, the environment answers 8, the policy writes again."""
-
-    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        start = list(prompt.token_ids or [])
-        first = await generate(start)
-        middle = [*start, *first.token_ids, 8]
-        second = await generate(middle)
-        written = [False] * len(start) + [True] * len(first.token_ids) + [False] + [True] * len(second.token_ids)
-        return Trajectory(
-            prompt,
-            group_id=-1,
-            sample=-1,
-            token_ids=middle + second.token_ids,
-            loss_mask=written,
-            behavior_logprobs=[0.0] * len(start) + first.logprobs + [0.0] + second.logprobs,
-            weight_versions=[-1] * len(start) + first.weight_versions + [-1] + second.weight_versions,
-            completion_ids=second.token_ids,
-            completion="",
-        )
-
-
-def played(workflow: Workflow, *completions: Completion, prompt: Prompt = PROMPT) -> tuple[Trajectory, list[list[int]]]:
-    """The trajectory that the workflow makes of these completions, and the token ids that it asked with."""
-    asked: list[list[int]] = []
-
-    async def generate(token_ids: list[int]) -> Completion:
-        asked.append(list(token_ids))
-        return completions[len(asked) - 1]
-
-    return asyncio.run(workflow.run(prompt, generate)), asked
-
-
 def single_turn() -> SingleTurn:
     return SingleTurn(Words())  # type: ignore[arg-type]
 
 
+def played(completion: Completion, prompt: Prompt = PROMPT) -> tuple[Trajectory, list[list[int]]]:
+    """The trajectory that SingleTurn makes of this completion, and the token ids that it asked with."""
+    asked: list[list[int]] = []
+
+    async def generate(token_ids: list[int]) -> Completion:
+        asked.append(list(token_ids))
+        return completion
+
+    return asyncio.run(single_turn().run(prompt, generate)), asked
+
+
 def test_single_turn_aligns_everything_to_the_token_it_describes() -> None:
-    trajectory, asked = played(single_turn(), Completion([9, 4, 0], [-1.5, -0.5, -0.125], [2, 2, 3], "stop"))
+    trajectory, asked = played(Completion([9, 4, 0], [-1.5, -0.5, -0.125], [2, 2, 3], "stop"))
     assert asked == [[3, 7, 1]]
     assert trajectory.token_ids == [3, 7, 1, 9, 4, 0]
     assert trajectory.loss_mask == [False, False, False, True, True, True]
@@ -78,12 +56,12 @@ def test_single_turn_aligns_everything_to_the_token_it_describes() -> None:
 
 @pytest.mark.parametrize(("reason", "is_truncated"), [("stop", False), ("length", True)])
 def test_only_a_completion_ended_by_length_is_truncated(reason: FinishReason, is_truncated: bool) -> None:
-    trajectory, _ = played(single_turn(), Completion([9], [-1.0], [0], reason))
+    trajectory, _ = played(Completion([9], [-1.0], [0], reason))
     assert (trajectory.finish_reason, trajectory.is_truncated) == (reason, is_truncated)
 
 
 def test_what_shares_memory_with_a_completion_cannot_be_changed() -> None:
-    trajectory, _ = played(single_turn(), Completion([9], [-1.0], [0], "stop"))
+    trajectory, _ = played(Completion([9], [-1.0], [0], "stop"))
     for values in (trajectory.token_ids, trajectory.completion_ids, trajectory.behavior_logprobs):
         with pytest.raises(TypeError, match="does not support item assignment"):
             values[-1] = 5  # type: ignore[index]
@@ -93,16 +71,7 @@ def test_what_shares_memory_with_a_completion_cannot_be_changed() -> None:
 def test_a_prompt_without_token_ids_is_a_rollout_error(token_ids: list[int] | None) -> None:
     prompt = Prompt(id="b", messages=[{"role": "user", "content": "hi"}], token_ids=token_ids)
     with pytest.raises(RolloutError, match="'b' has no token ids"):
-        played(single_turn(), prompt=prompt)
-
-
-def test_a_workflow_of_two_turns_trains_on_what_the_policy_generated() -> None:
-    first, second = Completion([5, 6], [-1.0, -2.0], [0, 0], "stop"), Completion([9], [-3.0], [1], "stop")
-    trajectory, asked = played(TwoTurns(), first, second)
-    assert asked == [[3, 7, 1], [3, 7, 1, 5, 6, 8]]
-    assert check_trajectory(trajectory, TwoTurns(), PROMPT) is trajectory
-    trained = zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
-    assert [token for token, is_trained in trained if is_trained] == [5, 6, 9]
+        played(Completion([9], [-1.0], [0], "stop"), prompt)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +85,7 @@ def test_a_workflow_of_two_turns_trains_on_what_the_policy_generated() -> None:
     ],
 )
 def test_a_trajectory_that_cannot_be_trained_on_is_refused(changes: dict[str, Any], message: str) -> None:
-    trajectory, _ = played(single_turn(), Completion([9], [-1.0], [0], "stop"))
+    trajectory, _ = played(Completion([9], [-1.0], [0], "stop"))
     with pytest.raises(RolloutError, match=message):
         check_trajectory(replace(trajectory, **changes), single_turn(), PROMPT)
 
