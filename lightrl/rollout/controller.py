@@ -144,10 +144,6 @@ class RolloutController:
     def weight_version(self) -> int:
         return self.engine.weight_version
 
-    @property
-    def local(self) -> RolloutController:
-        return self
-
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]:
         """Return the next P groups to train on, in stream order; they stay in `state_dict` until `commit`.
 
