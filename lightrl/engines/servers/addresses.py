@@ -25,11 +25,6 @@ def as_url(address: str) -> str:
     return (address if "://" in address else f"http://{address}").rstrip("/")
 
 
-def receivers_from_environment() -> list[str]:
-    """The addresses in LIGHTRL_RECEIVER_ADDRS; none if it is not set."""
-    return _addresses(RECEIVER_VARIABLE)
-
-
 def addresses_from_environment() -> list[str]:
     """The addresses in LIGHTRL_SERVER_ADDRS, or in AReaL's variable.
 
@@ -37,14 +32,15 @@ def addresses_from_environment() -> list[str]:
         ValueError: if neither is set.
     """
     for name in ADDRESS_VARIABLES:
-        if addresses := _addresses(name):
+        if addresses := read_addresses(name):
             return addresses
     raise ValueError(
         "The engine needs urls, servers or LIGHTRL_SERVER_ADDRS. Set servers: 1 to start one on this machine."
     )
 
 
-def _addresses(name: str) -> list[str]:
+def read_addresses(name: str) -> list[str]:
+    """The addresses in an environment variable, with commas between them; none if it is not set."""
     return [as_url(part.strip()) for part in os.environ.get(name, "").split(",") if part.strip()]
 
 
