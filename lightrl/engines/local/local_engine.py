@@ -218,11 +218,6 @@ class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions
                 log.warning("LocalEngine decodes on the CPU: its sampler needs float64, which %s lacks.", first.type)
         return self.device
 
-    @property
-    def is_fast(self) -> bool:
-        """Whether the model decodes on the fast path; known after `start`."""
-        return isinstance(self._decoder, LlamaDecoder)
-
     def queue_depths(self) -> dict[str, int]:
         return self._thread.queue_depths() if self._thread is not None else {"running": 0, "waiting": 0}
 
