@@ -197,7 +197,9 @@ class ModelSpec:
                 config = AutoConfig.for_model(values.pop("model_type"), **values)
                 check_given(self.config, config)
         check_family(config, self._named)
-        kernel = _kernel_repository(config)
+        parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+        names = [str(getattr(part, "_attn_implementation", None)) for part in parts]
+        kernel = next((name for name in names if "/" in name), None)  # a repository of the hub
         if kernel is not None and self.attn_implementation is None:
             raise ValueError(
                 f"The config of {self.path or self.config!r} names attention code on the hub, {kernel!r}, which would "
@@ -352,13 +354,6 @@ def untrained_reward_model(spec: ModelSpec) -> ValueError:
 
 def _looks_local(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
-
-
-def _kernel_repository(config: PretrainedConfig) -> str | None:
-    """The hub repository of attention kernels that a config asks for, or one of its parts does."""
-    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
-    names = [str(getattr(part, "_attn_implementation", None)) for part in parts]
-    return next((name for name in names if "/" in name), None)
 
 
 def names_function(tokenizer: str) -> bool:

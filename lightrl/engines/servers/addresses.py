@@ -83,7 +83,10 @@ def trainer_address(urls: Iterable[str], trainer_host: str | None = None) -> str
                 f"{', '.join(sorted(addresses))}. Set engine.trainer_host to the one that all servers can reach."
             )
         return addresses.pop()
-    address = _address_of(trainer_host)
+    try:
+        address = str(socket.getaddrinfo(trainer_host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ValueError(f"engine.trainer_host={trainer_host!r} is not a known name: {error}.") from error
     if remote and ip_address(address).is_loopback:
         raise ValueError(
             f"engine.trainer_host={trainer_host!r} is {address}, which leads {remote[0]} to itself. Set it to an "
@@ -129,10 +132,3 @@ def _route_to(url: str) -> tuple[str, str]:
             return str(target[0]), str(probe.getsockname()[0])
     except OSError as error:
         raise EngineUnreachable(f"There is no route to {url}: {error}. Check its address.") from error
-
-
-def _address_of(host: str) -> str:
-    try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise ValueError(f"engine.trainer_host={host!r} is not a known name: {error}.") from error
