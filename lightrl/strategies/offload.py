@@ -33,7 +33,7 @@ def offload_activations(layer: nn.Module) -> None:
             return tensor  # FSDP2 frees and gathers its memory
         # A weak reference keeps the storage's address from another storage, though not its memory.
         form = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-        key = StorageWeakRef(storage), tensor._version, form
+        key = StorageWeakRef(storage), tensor._version, form  # type: ignore[no-untyped-call]
         copy = copies.get(key)
         if copy is None:
             copy = copies[key] = _HostCopy(tensor)
