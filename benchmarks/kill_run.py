@@ -197,10 +197,15 @@ class Moment(RLCallback):
         if actor == "environment":
             return Tool.idle[0].pid
         if actor == "workflow worker":
-            workers: list[Any] = self.trainer.rollout.local._runner._workers
+            workers: list[Any] = self._controller._runner._workers
             wait_until(lambda: len(workers) == WORKERS)  # one may still be starting
             return max(workers, key=lambda worker: worker.num_running).pid
         return os.getpid()
+
+    @property
+    def _controller(self) -> Any:
+        rollout = self.trainer.rollout
+        return getattr(rollout, "controller", rollout)
 
     def _act(self, pid: int) -> None:
         assert self.cell is not None
@@ -212,7 +217,7 @@ class Moment(RLCallback):
         part.write_text(json.dumps(witness | {"at": time.monotonic(), "signal": self.cell.signal}))
         part.rename(self.folder / MOMENT)
         if self.cell.actor == "controller thread":
-            self._hit_thread(self.trainer.rollout.local._thread)
+            self._hit_thread(self._controller._thread)
             return
         os.kill(pid, getattr(signal, self.cell.signal))
         if pid != os.getpid():

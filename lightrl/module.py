@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightrl.checks.bounds import check_bounds, check_choice, check_effect
+from lightrl.checks.bounds import check_bounds, check_choice, check_effect, check_positive
 from lightrl.dataflow import DataFlowGraph, ModelCall, iteration_graph
 from lightrl.errors import RewardError
 from lightrl.experience import Experience, LossUnit
@@ -154,8 +154,7 @@ class RLModule(L.LightningModule):
         check_bounds(0, warmup_iterations=warmup_iterations, workflow_workers=workflow_workers)
         check_bounds(0, 1, max_failed_fraction=max_failed_fraction, min_lr_ratio=min_lr_ratio, eps=eps)
         check_adamw(lr=lr, weight_decay=weight_decay, betas=betas)
-        if not reward_timeout_s > 0:
-            raise ValueError(f"reward_timeout_s must be above 0, got {reward_timeout_s}.")
+        check_positive(reward_timeout_s=reward_timeout_s)
         check_choice(("constant", "linear", "cosine"), lr_decay=lr_decay)
         check_choice(("token", "sequence", "fixed"), loss_reduction=loss_reduction)
         if lr_decay == "constant":

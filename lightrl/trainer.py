@@ -91,12 +91,6 @@ def ignore_srun_advice() -> None:
         warnings.filterwarnings("ignore", "The `srun` command is available", UserWarning)
 
 
-def _takes_several(flags: Mapping[str, Any]) -> bool:
-    """Whether Lightning would spread a run with these flags over several processes."""
-    given = {name: flags[name] for name in ("accelerator", "devices", "num_nodes") if flags.get(name) is not None}
-    return not isinstance(_AcceleratorConnector(**given).strategy, SingleDeviceStrategy)
-
-
 def set_device_defaults(flags: dict[str, Any]) -> None:
     """Sets precision bf16-mixed on a CUDA GPU, unless the user says otherwise; MPS is left alone: nobody tried it."""
     accelerator = flags.get("accelerator") or "auto"
@@ -143,7 +137,10 @@ class Trainer(RLTrainer):
         own = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
         with warnings.catch_warnings():
             ignore_srun_advice()
-            if strategy == "auto" and _takes_several(kwargs):
+            names = ("accelerator", "devices", "num_nodes")
+            flags = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+            # Lightning would spread the run over several processes.
+            if strategy == "auto" and not isinstance(_AcceleratorConnector(**flags).strategy, SingleDeviceStrategy):
                 strategy = FSDP2Strategy()
             # Lightning appends its defaults to the very list it gets; a copy keeps them apart from the user's.
             super().__init__(

@@ -68,7 +68,7 @@ def module(**settings: Any) -> Reinforce:
         ({"max_failed_fraction": 5.0}, "max_failed_fraction must be between 0 and 1, got 5.0"),
         ({"update_epochs": -1}, "update_epochs must be >= 1, got -1"),
         ({"reward_recycle_after": 0}, "reward_recycle_after must be >= 1, got 0"),
-        ({"reward_timeout_s": 0}, "reward_timeout_s must be above 0, got 0"),
+        ({"reward_timeout_s": 0}, "reward_timeout_s must be a finite number above 0, got 0"),
         ({"max_failed_fraction": float("nan")}, "max_failed_fraction must be between 0 and 1, got nan"),
         ({"loss_reduction": "sum"}, "loss_reduction must be token, sequence or fixed, got 'sum'"),
         ({"group_size": 1}, "group_size must be at least 2 for group advantages, got 1"),

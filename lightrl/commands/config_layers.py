@@ -81,7 +81,8 @@ class UserSettings:
                     yield file.settings, file.origins
             elif name.startswith("--") and name != "--print_config" and not name.endswith((".help", "+")):
                 origins = dict.fromkeys((name[2:], f"{name[2:]}.class_path"), " (on the command line)")
-                yield _nested(name[2:], _structured(value)), origins
+                loaded = get_loader("yaml")(value) if value.lstrip().startswith(("{", "[")) else None
+                yield _nested(name[2:], loaded if isinstance(loaded, dict | list) else Flag(value)), origins
 
     def set(self, path: str, value: str) -> None:
         """Adds a setting as if it were the last flag."""
@@ -279,11 +280,6 @@ def _nested(path: str, value: object) -> JsonObject:
     for key in reversed(path.split(".")):
         value = {key: value}
     return cast(JsonObject, value)
-
-
-def _structured(value: str) -> object:
-    loaded = get_loader("yaml")(value) if value.lstrip().startswith(("{", "[")) else None
-    return loaded if isinstance(loaded, dict | list) else Flag(value)
 
 
 def _merge(settings: JsonObject, layer: JsonMapping) -> None:

@@ -113,15 +113,11 @@ def unwrapped(error: BaseException) -> BaseException:
     """The error of a constructor, without those of the types that jsonargparse tried it for."""
     if not _raised_in(error, jsonargparse):
         return error
-    errors = [unwrapped(one) for one in _errors_of_types(error)]
-    return next((one for one in errors if not _raised_in(one, jsonargparse)), errors[0] if errors else error)
-
-
-def _errors_of_types(error: BaseException) -> list[BaseException]:
-    """The error of each type of a union: jsonargparse only gives the first one's as the cause."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    cause = error.__cause__ or error.__context__
-    return frame.f_locals.get("exceptions") or ([] if cause is None else [cause])
+    cause = error.__cause__ or error.__context__  # of a union, jsonargparse only gives the first type's
+    of_types: list[BaseException] = frame.f_locals.get("exceptions") or ([] if cause is None else [cause])
+    errors = [unwrapped(one) for one in of_types]
+    return next((one for one in errors if not _raised_in(one, jsonargparse)), errors[0] if errors else error)
 
 
 def _raised_in(error: BaseException, package: ModuleType) -> bool:

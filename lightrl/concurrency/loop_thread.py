@@ -61,7 +61,9 @@ class LoopThread(threading.Thread):
                 self._on_exit(error)
         while tasks := asyncio.all_tasks(self.loop):
             try:
-                self.loop.run_until_complete(_end_tasks(tasks))
+                for task in tasks:  # they outlived their owners; their `finally` runs, and who waits for them continues
+                    task.cancel()
+                self.loop.run_until_complete(asyncio.wait(tasks, timeout=_LAST_TASKS_S))
                 break
             except (SystemExit, KeyboardInterrupt) as error:
                 self._on_exit(error)
@@ -152,13 +154,6 @@ class LoopThread(threading.Thread):
             f"The rollout event loop did not answer for loop_timeout_s={self.loop_timeout_s:g}. {where}A workflow, "
             "environment or async reward blocks it: use await there, or move the work to a thread."
         )
-
-
-async def _end_tasks(tasks: set[asyncio.Task[object]]) -> None:
-    """Cancels tasks that outlived their owners, so that their `finally` runs and those who wait for them continue."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks, timeout=_LAST_TASKS_S)
 
 
 Call = tuple[Callable[..., object], tuple[object, ...]]

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightrl.checks.bounds import check_choice, check_same_shape
+from lightrl.checks.bounds import check_bounds, check_choice, check_positive, check_same_shape
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -74,11 +74,9 @@ class KLController:
     horizon: int = 10_000
 
     def __post_init__(self) -> None:
-        if self.coef < 0 or self.horizon < 1 or (self.target_nats is not None and self.target_nats <= 0):
-            raise ValueError(
-                "A KL term needs coef >= 0, target_nats > 0 or None, and horizon >= 1, got "
-                f"coef={self.coef}, target_nats={self.target_nats}, horizon={self.horizon}."
-            )
+        check_bounds(0, coef=self.coef)
+        check_bounds(1, horizon=self.horizon)
+        check_positive(target_nats=self.target_nats)
 
     def update(self, kl_nats: float, num_trajectories: int) -> None:
         """Adapts the weight after an iteration with this mean KL per token."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from lightrl.checks.bounds import check_same_shape
+from lightrl.checks.bounds import check_bounds, check_same_shape
 from lightrl.functional.device_copy import on_host, to_device
 from lightrl.functional.supports import Supports, support_scores
 
@@ -258,8 +258,7 @@ def prepared(
             f"hidden must be [N, H] and weight [V, H], got shapes {tuple(hidden.shape)} and {tuple(weight.shape)}. "
             "Gather the hidden states at predicting_positions first."
         )
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, or None to choose by size, got {chunk_tokens}.")
+    check_bounds(1, chunk_tokens=chunk_tokens)
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lightrl.checks.bounds import check_choice, check_same_shape
+from lightrl.checks.bounds import check_bounds, check_choice, check_same_shape
 from lightrl.functional.importance import policy_ratio
 from lightrl.functional.reduction import neutralize
 
@@ -61,7 +61,7 @@ def clipped_ratio_loss(
         The loss of each token, [B, T].
     """
     check_same_shape(ratio=ratio, advantages=advantages)
-    _check_clip(clip_low, clip_high)
+    check_bounds(0, clip_low=clip_low, clip_high=clip_high)
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(f"dual_clip must be above 1 (3 is usual) or None, got {dual_clip}.")
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
@@ -88,7 +88,7 @@ def cispo_loss(
         The loss of each token, [B, T]. Its gradient is what counts; its value means little.
     """
     check_same_shape(logprobs=logprobs, proximal_logprobs=proximal_logprobs, advantages=advantages)
-    _check_clip(clip_low, clip_high)
+    check_bounds(0, clip_low=clip_low, clip_high=clip_high)
     weight = policy_ratio(logprobs.detach(), proximal_logprobs).clamp(1 - clip_low, 1 + clip_high)
     return -weight * advantages * logprobs
 
@@ -210,15 +210,10 @@ def is_clipped(ratio: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip
         float [B, T], detached.
     """
     check_same_shape(ratio=ratio, advantages=advantages)
-    _check_clip(clip_low, clip_high)
+    check_bounds(0, clip_low=clip_low, clip_high=clip_high)
     too_high = (ratio > 1 + clip_high) & (advantages > 0)
     too_low = (ratio < 1 - clip_low) & (advantages < 0)
     return (too_high | too_low).to(ratio.dtype)
-
-
-def _check_clip(clip_low: float, clip_high: float) -> None:
-    if clip_low < 0 or clip_high < 0:
-        raise ValueError(f"clip_low and clip_high must be >= 0, got {clip_low} and {clip_high}.")
 
 
 PreferenceLoss = Literal["sigmoid", "ipo"]

@@ -18,6 +18,8 @@ import bisect
 from collections import defaultdict
 from collections.abc import Sequence
 
+from lightrl.checks.bounds import check_bounds
+
 
 def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[int]]:
     """The cheapest partition into groups of like length, each run as one right-padded rectangle.
@@ -33,11 +35,7 @@ def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[in
         Row indices of each rectangle, shortest rectangle first, rows in ascending order within one. Every row is in
         exactly one.
     """
-    if overhead_tokens < 0 or min(lengths, default=0) < 0:
-        raise ValueError(
-            f"overhead_tokens and all lengths must be >= 0, got overhead_tokens={overhead_tokens} and a least length "
-            f"of {min(lengths, default=0)}."
-        )
+    check_bounds(0, **{"overhead_tokens": overhead_tokens, "the least of lengths": min(lengths, default=0)})
     rows_of: defaultdict[int, list[int]] = defaultdict(list)
     for row, length in enumerate(lengths):
         rows_of[length].append(row)

@@ -102,8 +102,7 @@ class Launch:
     def __post_init__(self) -> None:
         check_bounds(1, nodes=self.nodes, gpus_per_node=self.gpus_per_node, ranks=self.ranks, tp=self.tp)
         check_bounds(0, servers=self.servers, warning_s=self.warning_s)
-        if self.port is not None and not 1024 <= self.port <= 65535 - 64:
-            raise ValueError(f"launch.port must be from 1024 to {65535 - 64}, got {self.port}.")
+        check_bounds(1024, 65535 - 64, **{"launch.port": self.port})
         if self.allocation is not None and (self.ranks, self.servers, self.tp) != (None, None, None):
             raise ValueError("Set launch.allocation, or launch.ranks, servers and tp, not both.")
         if self.launcher == "local" and self.nodes > 1:

@@ -143,10 +143,18 @@ class RolloutStage:
             check_workers(self.trainer.engine or LocalEngine(), module.workflow_workers)
         check_callbacks(getattr(self.trainer, "callbacks", ()))
 
-    def start_reward_worker(self, module: RLModule) -> None:
+    def start_reward_worker(self, module: RLModule) -> RewardWorker:
         """Before any model is built, on the main process alone: fails if there is no such reward function."""
-        self._reward_worker = _make_reward_worker(module)
-        self._reward_worker.start()
+        worker = self._reward_worker = self._reward_worker or make_reward_worker(
+            module.reward_source if module.reward_source is not None else module.reward,
+            workers=module.reward_workers,
+            timeout_s=module.reward_timeout_s,
+            memory_limit_mib=module.reward_memory_mib,
+            recycle_after=module.reward_recycle_after,
+            search_paths=[str(Path.cwd())],
+        )
+        worker.start()
+        return worker
 
     def open(self, module: RLModule) -> None:
         """Once the module has its models and its restored state.
@@ -249,9 +257,9 @@ class RolloutStage:
         self, module: RLModule, settings: RolloutSettings, prompts: PromptStream | None, folder: Path | None
     ) -> RolloutController:
         """Reward worker, engine and controller; on rank 0 only. They write files to the folder, if there is one."""
-        worker = _make_reward_worker(module) if self._reward_worker is None else self._reward_worker
-        self._reward_worker = worker if folder is None else FailureLog(worker, folder / "failed_rewards.jsonl")
-        self._reward_worker.start()
+        worker = self.start_reward_worker(module)
+        if folder is not None:
+            self._reward_worker = worker = FailureLog(worker, folder / "failed_rewards.jsonl")
         if self.trainer.engine is None:
             self.trainer.engine = LocalEngine()
         engine = self.trainer.engine
@@ -271,25 +279,13 @@ class RolloutStage:
         return RolloutController(
             engine,
             workflow,
-            self._reward_worker,
+            worker,
             settings,
             sampling=with_stop_tokens(module.sampling, module.stop_token_ids()),
             run_seed=self.trainer.run_seed,
             prompts=prompts,
             folder=folder,
         )
-
-
-def _make_reward_worker(module: RLModule) -> RewardWorker:
-    """Builds what computes the rewards of the module's trajectories, not started."""
-    return make_reward_worker(
-        module.reward_source if module.reward_source is not None else module.reward,
-        workers=module.reward_workers,
-        timeout_s=module.reward_timeout_s,
-        memory_limit_mib=module.reward_memory_mib,
-        recycle_after=module.reward_recycle_after,
-        search_paths=[str(Path.cwd())],
-    )
 
 
 def _parallel_models(trainer: RLTrainer, module: RLModule) -> dict[str, ParallelModel]:

@@ -62,7 +62,8 @@ def run_calls(
         execution.run_with_others(own, share)
         return execution.state
     while own:
-        call = execution.first_ready(own)
+        execution.wait_for(lambda: any(map(execution.is_ready, own)))
+        call = next(filter(execution.is_ready, own))
         own.remove(call)
         execution.run_own(call)
     execution.wait_for(lambda: all(call.name in execution.outputs for call in calls))
@@ -146,11 +147,6 @@ class _Execution(Generic[_State]):
             self._running.pop(name, None)
             self.start_ready()
             self._changed.notify_all()
-
-    def first_ready(self, calls: list[ModelCall]) -> ModelCall:
-        """The first of these that can run; waits until there is one."""
-        self.wait_for(lambda: any(self.is_ready(call) for call in calls))
-        return next(call for call in calls if self.is_ready(call))
 
     def wait_for(self, is_enough: Callable[[], bool]) -> None:
         """Raises the error of a call in another thread, and TrainingError at the first deadline."""

@@ -124,12 +124,6 @@ class SharedRollout:
     def weight_version(self) -> int:
         return self._remote_version if self.controller is None else self.controller.weight_version
 
-    @property
-    def local(self) -> RolloutController:
-        """Rank 0's controller; the other ranks have none."""
-        assert self.controller is not None
-        return self.controller
-
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]:
         """Takes as RolloutController does; other ranks get the groups without tokens and texts."""
         controller = self.controller

@@ -292,10 +292,6 @@ def transport(value: str, areal: Leaves) -> Outcome:
     return Outcome({"engine.transport": transport}) if transport else Outcome(left="see engine.transport for ours")
 
 
-def top_k(value: int, areal: Leaves) -> Outcome:
-    return Outcome() if value < 1 or value >= 10**6 else Outcome({"model.sampling.top_k": value})
-
-
 def source(path: str) -> str | dict[str, str]:
     return {"source": path, "name": "main"} if path == "openai/gsm8k" else path
 
@@ -311,10 +307,6 @@ def completions(path: str, areal: Leaves) -> Outcome:
     rl = train_data(path, areal)
     note = rl.note and "AReaL's script reads the columns: set data.prompt_column and those of the completions"
     return Outcome({name: value for name, value in rl.settings.items() if name != "model.reward"}, note)
-
-
-def other_reference(path: str, areal: Leaves) -> Outcome:
-    return Outcome({} if path == areal.get("actor.path") else {"model.reference": path})
 
 
 def max_length(setting: str) -> Rule:
@@ -398,7 +390,7 @@ SUPERVISED_ROWS: dict[str, Rule] = {  # where they differ from the others
     "actor.optimizer.eps": only(1e-8, else_="AdamW's eps is 1e-8; override configure_optimizers"),
     "actor.optimizer.min_lr_ratio": only(0, else_="model.lr_decay ends at 0"),
     "actor.optimizer.warmup_steps_proportion": warmup("model.warmup_steps"),
-    "ref.path": other_reference,
+    "ref.path": lambda path, areal: Outcome({} if path == areal.get("actor.path") else {"model.reference": path}),
     "train_dataset.path": completions,
     "train_dataset.max_length": max_length("data.max_tokens"),
 }
@@ -436,7 +428,7 @@ ROWS: dict[str, Rule] = {
     "gconfig.min_new_tokens": to("model.sampling.min_new_tokens"),
     "gconfig.temperature": to("model.sampling.temperature"),
     "gconfig.top_p": to("model.sampling.top_p"),
-    "gconfig.top_k": top_k,
+    "gconfig.top_k": lambda value, areal: Outcome({"model.sampling.top_k": value} if 1 <= value < 10**6 else {}),
     "gconfig.stop_token_ids": to("model.sampling.stop_token_ids"),
     "gconfig.greedy": only(False, else_="a group's completions would be equal"),
     "gconfig.max_tokens": left("a completion is bounded by max_new_tokens and the model's context"),

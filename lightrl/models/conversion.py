@@ -178,10 +178,6 @@ def load_parts(
         # On more ranks than experts some hold none, and no rule makes a tensor of nothing.
         empty = {name for name, _ in model.named_parameters() if model.get_parameter(name).numel() == 0}
         missing = set(info.missing_keys) - empty - set(tied)
-        if spec.head == "scalar" and "score.weight" in missing:  # a fresh head returns 0
-            missing -= {"score.weight", "score.bias"}
-            for parameter in model.score.parameters():
-                torch.nn.init.zeros_(parameter)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
     if info.mismatched_keys:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from lightrl.checks.bounds import check_bounds, check_positive
 from lightrl.models.images import image_kind
 from lightrl.models.model_spec import check_files
 from lightrl.models.moe import moe_blocks, router_of
@@ -69,10 +70,8 @@ class LoRA:
     target_parameters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"lora.rank must be at least 1, got {self.rank}.")
-        if self.alpha <= 0:
-            raise ValueError(f"lora.alpha must be above 0, got {self.alpha}.")
+        check_bounds(1, **{"lora.rank": self.rank})
+        check_positive(**{"lora.alpha": self.alpha})
         if self.adapter is not None and not (Path(self.adapter) / "adapter_config.json").is_file():
             raise ValueError(
                 f"lora.adapter={self.adapter!r} must be a folder in peft's form, but has no adapter_config.json. Leave "

@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
@@ -20,7 +20,7 @@ import torch
 
 from lightrl.checks.files import check_sums
 from lightrl.checks.user_code import user_code
-from lightrl.models.images import auto_model, finish_model, image_kind, new_model
+from lightrl.models.images import auto_model, finish_model, image_kind
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -98,7 +98,17 @@ def check_files(folder: Path) -> None:
 
 
 def check_loaded(source: str, model: PreTrainedModel, missing: Collection[str], unexpected: Collection[str]) -> None:
-    """Raises ValueError if a checkpoint lacks a weight of its config, or one holds NaN or infinity."""
+    """Raises ValueError if a checkpoint lacks a weight of its config, or one holds NaN or infinity.
+
+    A scalar head that the checkpoint lacks becomes one that returns 0.
+    """
+    head = scalar_head(model)
+    if head is not None and "score.weight" in missing:
+        log.info("%s has no scalar head, so this one starts at 0.", source)
+        for parameter in head.parameters():
+            torch.nn.init.zeros_(parameter)
+        missing = set(missing) - {"score.weight", "score.bias"}
+        unexpected = set(unexpected) - {"lm_head.weight"}
     if missing:
         first = sorted(missing)[0]
         raise ValueError(
@@ -187,7 +197,9 @@ class ModelSpec:
                 config = AutoConfig.for_model(values.pop("model_type"), **values)
                 check_given(self.config, config)
         check_family(config, self._named)
-        kernel = _kernel_repository(config)
+        parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+        names = [str(getattr(part, "_attn_implementation", None)) for part in parts]
+        kernel = next((name for name in names if "/" in name), None)  # a repository of the hub
         if kernel is not None and self.attn_implementation is None:
             raise ValueError(
                 f"The config of {self.path or self.config!r} names attention code on the hub, {kernel!r}, which would "
@@ -219,32 +231,51 @@ class ModelSpec:
             return self._load_model()
 
     def _load_model(self) -> PreTrainedModel:
+        from transformers import AutoModelForSequenceClassification
+
         if self.path is not None:
             check_files(Path(self.path))
-        if self.head == "scalar":
-            return self._load_scalar_model()
-        options = {**self.build_options, **self.options}
-        if self.config is not None:
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(self.random_seed)
-                config = self.load_config()
-                with loading(self._named, "Fix the config."):
-                    model = new_model(config, **options)
-            return model.eval()
-        config = self.load_config()
-        kind, tokens = auto_model(config), getattr(config.get_text_config(), "max_position_embeddings", None)
-        if tokens is not None and context_tokens(config) != tokens:
+        config, is_scalar = self.load_config(), self.head == "scalar"
+        if is_scalar and image_kind(config) == "plain":
+            raise ValueError(
+                "A Llava cannot have a scalar head. Use critic='shared', which is a head on the policy's body, or "
+                "another reward."
+            )
+        tokens = getattr(config.get_text_config(), "max_position_embeddings", None)
+        if self.path is not None and tokens is not None and context_tokens(config) != tokens:
             limit = f"{LONGROPE_LENGTH}, {context_tokens(config)} of {tokens} tokens"
             problem = "Beyond, its logprobs depend on the other rows"
             log.warning("%s has longrope: a row is limited to its %s. %s.", self._named, limit, problem)
-        with loading(self._named, "Copy or download its files again, and use the config.json that belongs to them."):
-            model, loading_info = kind.from_pretrained(
-                self.path,
-                trust_remote_code=self.trust_remote_code,
-                output_loading_info=True,
-                **{"use_safetensors": True, **options},
+        kind = AutoModelForSequenceClassification if is_scalar else auto_model(config)
+        options = {**self.build_options, **self.options}
+        missing: Collection[str]
+        unexpected: Collection[str] = ()
+        if self.config is not None:
+            missing = {"score.weight"} if is_scalar else set()
+            with loading(self._named, "Fix the config."), torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(self.random_seed)
+                model = auto_model(config).from_config(config, **options)
+                if is_scalar:  # on the body that a language model of this config and seed has
+                    body, config.num_labels = model.base_model.state_dict(), 1
+                    model = kind.from_config(config, **options)
+                    model.base_model.load_state_dict(body)
+        else:
+            options |= {"num_labels": 1} if is_scalar else {}
+            fix = "Copy or download its files again, and use the config.json that belongs to them."
+            with loading(self._named, fix), torch.random.fork_rng(devices=[]):
+                model, loading_info = kind.from_pretrained(
+                    self.path,
+                    trust_remote_code=self.trust_remote_code,
+                    output_loading_info=True,
+                    **{"use_safetensors": True, **options},
+                )
+            missing, unexpected = loading_info["missing_keys"], loading_info["unexpected_keys"]
+        if is_scalar and scalar_head(model) is None:
+            raise ValueError(
+                f"A critic or a reward model needs a linear layer `score`, which {type(model).__name__} does not have. "
+                "Use a decoder such as Qwen3 or Llama."
             )
-        check_loaded(self._named, model, loading_info["missing_keys"], loading_info["unexpected_keys"])
+        check_loaded(self._named, model, missing, unexpected)
         finish_model(model)
         return model.eval()
 
@@ -265,47 +296,6 @@ class ModelSpec:
                 f"This model is loaded here, so it needs path or config, got url={self.url!r}. Only a teacher, a "
                 "reference policy or a reward model of an RLModule can be behind a server."
             )
-
-    def _load_scalar_model(self) -> PreTrainedModel:
-        """Loads the model with a linear head `score` of one output; zeros if the checkpoint has none."""
-        from transformers import AutoModelForSequenceClassification
-
-        if image_kind(self.load_config()) == "plain":
-            raise ValueError(
-                "A Llava cannot have a scalar head. Use critic='shared', which is a head on the policy's body, or "
-                "another reward."
-            )
-        options = {**self.build_options, **self.options}
-        with torch.random.fork_rng(devices=[]):
-            if self.config is not None:
-                config = self.load_config()
-                config.num_labels = 1
-                model = AutoModelForSequenceClassification.from_config(config, **options)
-                is_fresh = True
-            else:
-                model, loading_info = AutoModelForSequenceClassification.from_pretrained(
-                    self.path,
-                    num_labels=1,
-                    use_safetensors=True,
-                    trust_remote_code=self.trust_remote_code,
-                    output_loading_info=True,
-                    **options,
-                )
-                is_fresh = any(name.startswith("score.") for name in loading_info["missing_keys"])
-        head = scalar_head(model)
-        if head is None:
-            raise ValueError(
-                f"A critic or a reward model needs a linear layer `score`, which {type(model).__name__} does not have. "
-                "Use a decoder such as Qwen3 or Llama."
-            )
-        if self.config is not None:  # random weights: the same body as a language model of this config and seed
-            body = replace(self, head="vocabulary").load_model().base_model
-            model.base_model.load_state_dict(body.state_dict())
-        if is_fresh:
-            with torch.no_grad():
-                for parameter in head.parameters():
-                    parameter.zero_()
-        return model.eval()
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -364,13 +354,6 @@ def untrained_reward_model(spec: ModelSpec) -> ValueError:
 
 def _looks_local(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
-
-
-def _kernel_repository(config: PretrainedConfig) -> str | None:
-    """The hub repository of attention kernels that a config asks for, or one of its parts does."""
-    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
-    names = [str(getattr(part, "_attn_implementation", None)) for part in parts]
-    return next((name for name in names if "/" in name), None)
 
 
 def names_function(tokenizer: str) -> bool:

@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lightrl.checks.bounds import check_bounds
+from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.trajectory import JsonObject, Trajectory
 
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -51,8 +51,7 @@ def rows(
     """
     check_bounds(1, 1_000_000, size=size)
     check_bounds(0, 1000, seed=seed)
-    if split not in _SPLITS:
-        raise ValueError(f"split={split!r} must be one of {', '.join(_SPLITS)}. Set it in the data source.")
+    check_choice(_SPLITS, split=split)
     start = (seed * len(_SPLITS) + _SPLITS.index(split)) * 1_000_000
     arguments = datasets if isinstance(datasets, Mapping) else {name: {} for name in datasets}
     sources = [(name, start, size, json.dumps(one, sort_keys=True)) for name, one in arguments.items()]

@@ -63,8 +63,7 @@ class OverlongPenalty:
     factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.buffer_tokens < 1:
-            raise ValueError(f"buffer_tokens of the overlong penalty must be at least 1, got {self.buffer_tokens}.")
+        check_bounds(1, **{"buffer_tokens of the overlong penalty": self.buffer_tokens})
         if not self.factor >= 0:
             raise ValueError(
                 f"factor of the overlong penalty must be >= 0, got {self.factor}: the penalty is subtracted already."

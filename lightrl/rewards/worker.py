@@ -60,7 +60,11 @@ def main() -> None:
     with os.fdopen(requests, "rb") as lines:
         settings = json.loads(lines.readline())
         parts = [RewardPart(**part) for part in settings["parts"]]
-        _limit_memory(settings["memory_limit_mib"])
+        if (limit_mib := settings["memory_limit_mib"]) is not None:
+            # Of this process and each that it starts. On data (private writable memory), not on address space:
+            # libraries reserve tens of GiB of that and never touch them.
+            with contextlib.suppress(OSError, ValueError):  # a lower hard limit holds already
+                resource.setrlimit(resource.RLIMIT_DATA, (limit_mib << 20, limit_mib << 20))
         try:
             function = summed(parts, [bound(part, resolve(part.path)) for part in parts])
         except ValueError as error:
@@ -72,17 +76,6 @@ def main() -> None:
             batch = [lines.read(num_bytes) for num_bytes in json.loads(line)]
             for index, outcome in runner.outcomes(Trajectory.from_bytes(data).with_lists() for data in batch):
                 _reply(replies, _record(index, outcome))
-
-
-def _limit_memory(limit_mib: int | None) -> None:
-    """Limits this process and each that it starts; an allocation beyond fails, in Python with a MemoryError.
-
-    The limit is on data (RLIMIT_DATA: private writable memory), not on address space: libraries reserve tens of GiB of
-    that and never touch them.
-    """
-    if limit_mib is not None:
-        with contextlib.suppress(OSError, ValueError):  # a lower hard limit holds already
-            resource.setrlimit(resource.RLIMIT_DATA, (limit_mib << 20, limit_mib << 20))
 
 
 def resolve(path: str) -> RewardFunction:

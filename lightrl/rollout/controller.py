@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from lightrl.trace import span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
 from lightrl.workflows.agent_command import delete_workspace
+from lightrl.workflows.turn_log import Journal
 from lightrl.workflows.workflow import Workflow
 
 
@@ -126,7 +128,7 @@ class RolloutController:
         self._admission = AdmissionBatch(engine)
         self._ahead = PromptsAhead(self._cursor, self._tasks, self._start_admissible)
         if folder is not None and workflow.has_side_effects:
-            self._runner.in_flight.open_journal(folder)
+            self._runner.in_flight.journal = Journal(folder / f"journal-{secrets.token_hex(4)}.jsonl")
         self._saved_state = SavedState(engine, self._scheduler, self._cursor, self._runner, self._admission)
         self._take_wait: Wait | None = None  # the wait of the `take` in progress
         self._stragglers = Stragglers()
@@ -143,10 +145,6 @@ class RolloutController:
     @property
     def weight_version(self) -> int:
         return self.engine.weight_version
-
-    @property
-    def local(self) -> RolloutController:
-        return self
 
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]:
         """Return the next P groups to train on, in stream order; they stay in `state_dict` until `commit`.

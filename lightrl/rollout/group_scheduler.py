@@ -548,7 +548,11 @@ class GroupScheduler:
                 [
                     position,
                     version,
-                    [_state_of(*item) for item in sorted(results.items()) if _outlasts_its_run(item[1])],
+                    [
+                        [sample, None if trajectory is None else trajectory.to_text()]
+                        for sample, trajectory in sorted(results.items())
+                        if _outlasts_its_run(trajectory)
+                    ],
                 ]
                 for position, (version, results) in sorted(started.items())
             ],
@@ -577,10 +581,6 @@ class GroupScheduler:
 def _outlasts_its_run(trajectory: Trajectory | None) -> bool:
     """False if its reward still needs the folder that an agent left, which ends with the run: it is sampled again."""
     return trajectory is None or trajectory.workspace is None
-
-
-def _state_of(sample: int, trajectory: Trajectory | None) -> list[int | str | None]:
-    return [sample, None if trajectory is None else trajectory.to_text()]
 
 
 def num_admissible(

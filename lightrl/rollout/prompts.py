@@ -141,7 +141,7 @@ class PromptCursor:
         Raises:
             RolloutError: as `choose`.
         """
-        prompts = self._on_reading
+        prompts = self.slow_prompts
         if prompts is None:
             return None
         missing = next((position for position in positions if not prompts.is_prepared(position)), None)
@@ -156,32 +156,19 @@ class PromptCursor:
             num -= prompt is not None and self._is_chosen(run_seed, position, prompt)
         return None
 
-    @property
-    def may_prepare(self) -> bool:
-        """Whether fewer prompts than half of `AHEAD` are prepared."""
-        prompts = self._on_reading
-        return prompts is not None and not prompts.is_prepared(self.next_position + AHEAD // 2)
-
     def prepare(self, first: int) -> None:
         """Makes the prompts from this position on; called in a thread.
 
         Raises:
             RolloutError: if the stream raises.
         """
-        if self._on_reading is not None:
+        if self.slow_prompts is not None:
             with named_user_code(f"Making the prompts from position {first} on"):
-                self._on_reading.prepare(first, AHEAD)
-
-    def stream_state(self, position: int) -> State | None:
-        """Return what helps a resumed run to read from this position on, if anything does."""
-        return None if self._on_reading is None else self._on_reading.state_dict(position)
-
-    def load_stream_state(self, state: State | None) -> None:
-        if state is not None and self._on_reading is not None:
-            self._on_reading.load_state_dict(state)
+                self.slow_prompts.prepare(first, AHEAD)
 
     @property
-    def _on_reading(self) -> PreparesPrompts | None:
+    def slow_prompts(self) -> PreparesPrompts | None:
+        """The prompts, if they may take time to make."""
         prompts = self.prompts
         return prompts if isinstance(prompts, PreparesPrompts) else None
 
@@ -259,9 +246,10 @@ class PromptsAhead:
         return missing is not None
 
     def refill(self) -> None:
-        """Makes more prompts, if few are left."""
-        if self.cursor.may_prepare:
-            self._begin(self.cursor.next_position)
+        """Makes more prompts, if fewer than half of `AHEAD` are left."""
+        first, prompts = self.cursor.next_position, self.cursor.slow_prompts
+        if prompts is not None and not prompts.is_prepared(first + AHEAD // 2):
+            self._begin(first)
 
     def _begin(self, first: int) -> None:
         if self._making is None or self._making.done():

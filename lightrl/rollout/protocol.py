@@ -42,11 +42,6 @@ class Rollout(Protocol):
         """The version of the weights that sample now, which the engine owns; -1 before the first load."""
         ...
 
-    @property
-    def local(self) -> Rollout:
-        """The rollout of this process alone, for threads that must not start a collective; rank 0 only."""
-        ...
-
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]: ...
     def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None: ...
     def commit(self) -> None: ...
@@ -76,10 +71,6 @@ class RecordedRollout:
     iterations: Sequence[list[Group]]  # the groups of each iteration, with their rewards
     run_seed: int  # seeds shuffles and dropout; that of the recorded run repeats its iterations bit for bit
     weight_version: int = -1
-
-    @property
-    def local(self) -> RecordedRollout:
-        return self
 
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]:
         return self.iterations[weight_version % len(self.iterations)]

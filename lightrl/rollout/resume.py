@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import secrets
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,10 +42,6 @@ class InFlightCompletions:
     _completions: dict[str, dict[int, Completion | None]] = field(default_factory=dict)  # seeds; None: in progress
     _answers: dict[str, list[list[Any]]] = field(default_factory=dict)  # session -> what a checkpoint has
     _logs: dict[str, dict[str, TurnLog]] = field(default_factory=dict)  # session -> log
-
-    def open_journal(self, folder: Path) -> None:
-        """Starts the journal of a new run; `load_state_dict` continues that of an earlier one."""
-        self.journal = Journal(folder / f"journal-{secrets.token_hex(4)}.jsonl")
 
     def open(self, seed_name: str) -> None:
         """A training group starts: a checkpoint has it from now on."""
@@ -161,13 +156,13 @@ class SavedState:
         unfinished: Mapping[int, Completion],
         states_of_workers: Sequence[State] = (),
     ) -> State:
-        cursor = self.cursor
+        cursor, stream = self.cursor, self.cursor.slow_prompts
         groups = self.scheduler.state_dict()
         return {
             "run_seed": run_seed,
             "next_position": cursor.next_position,
             "prompts": cursor.fingerprint,
-            "stream": cursor.stream_state(min([cursor.next_position, *groups["in_flight"]])),
+            "stream": None if stream is None else stream.state_dict(min([cursor.next_position, *groups["in_flight"]])),
             "curriculum": cursor.state_dict(),
             **groups,
             **self.runner.in_flight.state_dict(unfinished, states_of_workers),
@@ -181,7 +176,8 @@ class SavedState:
             first = min([int(state["next_position"]), *state["in_flight"], *self.scheduler.finished])
             self.runner.in_flight.load_state_dict(state, continues=bool(self.scheduler.started), first=first)
             self.cursor.next_position = int(state["next_position"])
-            self.cursor.load_stream_state(state.get("stream"))
+            if self.cursor.slow_prompts is not None and state.get("stream") is not None:
+                self.cursor.slow_prompts.load_state_dict(state["stream"])
             before, curriculum = state["prompts"], state["curriculum"]
         except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
             raise RolloutError(

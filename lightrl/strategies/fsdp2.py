@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint as checkpoint_activations
 
-from lightrl.checks.bounds import check_bounds
+from lightrl.checks.bounds import check_bounds, check_positive
 from lightrl.checks.files import check_local
 from lightrl.concurrency.owner import own_mark
 from lightrl.models import ParallelModel, RoleMesh, models_made_by
@@ -111,8 +111,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     ) -> None:
         super().__init__(tensor_parallel_size=1)
         check_bounds(1, num_replicas=num_replicas, ep=ep, cp=cp)
-        if hang_timeout_s <= 0:
-            raise ValueError(f"hang_timeout_s must be > 0, got {hang_timeout_s}.")
+        check_positive(hang_timeout_s=hang_timeout_s)
         if isinstance(offload_to_cpu, bool | str) or set(offload_to_cpu) - set(OFFLOADABLE):
             raise ValueError(f"offload_to_cpu must be a list of {', '.join(OFFLOADABLE)}, got {offload_to_cpu!r}.")
         self.num_replicas = num_replicas

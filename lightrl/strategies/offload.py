@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from typing import Any, Literal, get_args
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from lightrl.strategies.tensor_parallel import local
@@ -22,18 +24,37 @@ def offload_activations(layer: nn.Module) -> None:
     Copies run on the device's own stream, so the compute waits for them.
     """
     forward = layer.forward
+    # What several operations save, such as the input of q, k and v, is copied once, and freed with the last of them.
+    copies: WeakValueDictionary[Any, _HostCopy] = WeakValueDictionary()
 
-    def pack(tensor: Tensor) -> tuple[Tensor, torch.device]:
-        place = tensor.untyped_storage()._cdata
-        if any(place == local(parameter).untyped_storage()._cdata for parameter in layer.parameters()):
-            return tensor, tensor.device  # FSDP2 frees and gathers its memory
-        return tensor.to(HOST, non_blocking=True), tensor.device  # torch takes pinned memory for copies to the host
+    def pack(tensor: Tensor) -> Tensor | _HostCopy:
+        storage = tensor.untyped_storage()
+        if any(storage._cdata == local(parameter).untyped_storage()._cdata for parameter in layer.parameters()):
+            return tensor  # FSDP2 frees and gathers its memory
+        # A weak reference keeps the storage's address from another storage, though not its memory.
+        form = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        key = StorageWeakRef(storage), tensor._version, form  # type: ignore[no-untyped-call]
+        copy = copies.get(key)
+        if copy is None:
+            copy = copies[key] = _HostCopy(tensor)
+        return copy
+
+    def unpack(packed: Tensor | _HostCopy) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed.tensor.to(packed.device, non_blocking=True)
 
     def offloaded(*args: Any, **kwargs: Any) -> Any:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[0].to(packed[1], non_blocking=True)):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return forward(*args, **kwargs)
 
     layer.forward = offloaded
+
+
+class _HostCopy:
+    """A copy of a tensor in host memory, for that tensor's device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.to(HOST, non_blocking=True)  # torch takes pinned memory for copies to the host
+        self.device = tensor.device
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ import json
 import logging
 import secrets
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from aiohttp import web
@@ -172,7 +172,9 @@ class OpenAIEndpoint:
     async def _exchange(self, request: web.Request) -> web.StreamResponse:
         session, path = self._session(request), request.match_info["protocol"]
         exchange = _PROTOCOLS[path].of_json(await request.read())
-        self._warn_of_ignored(exchange.ignored)
+        for name in [name for name in dict.fromkeys(exchange.ignored) if name not in self._has_warned]:
+            self._has_warned.add(name)
+            log.warning("Ignoring %s of an agent's request: the run's sampling and the agent's own tools apply.", name)
         prepared = await session.prepare(exchange.request)
         if path.endswith("count_tokens"):
             return web.json_response({"input_tokens": prepared.num_prompt_tokens})
@@ -198,14 +200,6 @@ class OpenAIEndpoint:
                 code="session_not_found",
             )
         return session
-
-    def _warn_of_ignored(self, names: Iterable[str]) -> None:
-        for name in names:
-            if name not in self._has_warned:
-                self._has_warned.add(name)
-                log.warning(
-                    "Ignoring %s of an agent's request: the run's sampling and the agent's own tools apply.", name
-                )
 
 
 def _warn_of_proxy() -> None:

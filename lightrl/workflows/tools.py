@@ -195,12 +195,6 @@ def read_parts(content: Sequence[JsonMapping], *, is_error: bool) -> str | list[
     ]
 
 
-def _has_images(content: object) -> bool:
-    """Whether a tool's result is parts, text and images."""
-    kinds = [isinstance(part, dict) and part.get("type") for part in content] if isinstance(content, list) else []
-    return "image" in kinds and all(kind in ("text", "image") for kind in kinds)
-
-
 def run_apart(work: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
     """The result of a coroutine in an event loop of its own, as the caller may be in one; TimeoutError if too late."""
     with ThreadPoolExecutor(1) as threads:
@@ -333,7 +327,9 @@ class ToolEnvironment(Environment):
     async def _run(self, call: ToolCall) -> str | list[JsonObject]:
         function = functools.partial(self.tools[call.name].function, **call.arguments)
         result = await call_within(function, timeout_s=self.tool_timeout_s, name=call.name)
-        is_content = isinstance(result, str) or _has_images(result)
+        kinds = [isinstance(part, dict) and part.get("type") for part in result] if isinstance(result, list) else []
+        has_images = "image" in kinds and all(kind in ("text", "image") for kind in kinds)
+        is_content = isinstance(result, str) or has_images
         return result if is_content else json.dumps(result, default=str, ensure_ascii=False)
 
     async def _ask(self, method: str, *arguments: object) -> Any:

@@ -235,7 +235,7 @@ def test_last_is_of_the_same_experiment_and_a_newer_neighbor_is_named(tmp_path, 
         pytest.param(["--model.reward", "tiny_rewards.exat"], "Did you mean 'exact'", id="reward"),
         pytest.param(
             ["--model.policy.model", "org/name", "--model.policy.lora.rank", "0"],
-            "lightrl: model.policy.lora.rank (on the command line): lora.rank must be at least 1, got 0",
+            "lightrl: model.policy.lora.rank (on the command line): lora.rank must be >= 1, got 0",
             id="deep in a union",
         ),
     ],

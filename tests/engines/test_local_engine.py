@@ -118,8 +118,9 @@ def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setattr(fast_decoder, "_LEAST_MOVED", 0)
     if request.param.endswith("without kernels"):
         monkeypatch.setattr(fast_decoder, "kernels", lambda: None)
-    case = make_case(make_config(), fast_path=fast_path)
-    assert case.engine.is_fast == request.param.startswith("fast")
+    config = make_config()
+    assert (fast_path and find_family(config) is not None) == request.param.startswith("fast")
+    case = make_case(config, fast_path=fast_path)
     yield case
     case.engine.close()
 

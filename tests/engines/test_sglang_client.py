@@ -113,5 +113,5 @@ def test_an_address_without_a_scheme_is_refused() -> None:
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Timeouts)])
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
 def test_a_timeout_that_is_not_positive_is_refused(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"engine.timeouts.{name} must be > 0 seconds"):
+    with pytest.raises(ValueError, match=f"engine.timeouts.{name} must be a finite number above 0"):
         Timeouts(**{name: value})

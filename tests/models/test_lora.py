@@ -85,7 +85,7 @@ def test_a_folder_without_adapters_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"rank": 0}, "lora.rank must be at least 1"), ({"alpha": 0}, "lora.alpha must be above 0")],
+    [({"rank": 0}, "lora.rank must be >= 1"), ({"alpha": 0}, "lora.alpha must be a finite number above 0")],
 )
 def test_sizes_that_make_no_adapter_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):

@@ -88,6 +88,24 @@ def test_a_folder_gives_its_weights_and_its_tokenizer(tmp_path: Path) -> None:
     assert spec.load_config().vocab_size == CONFIG["vocab_size"]
 
 
+@pytest.mark.parametrize("head", ["vocabulary", "scalar"])
+def test_a_folder_that_lacks_a_weight_of_the_body_is_refused_by_its_name(head: str, tmp_path: Path) -> None:
+    model = tiny_model()
+    tensors = {name: value for name, value in model.state_dict().items() if name != "model.norm.weight"}
+    model.save_pretrained(tmp_path, state_dict=tensors)
+    spec = ModelSpec(path=str(tmp_path), head=head, options={"use_safetensors": True})
+    message = rf"Model '{tmp_path}' lacks 1 weights of its config, for example 'model\.norm\.weight'"
+    with pytest.raises(ValueError, match=message):
+        spec.load_model()
+
+
+def test_a_scalar_head_that_the_folder_lacks_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    with caplog.at_level("INFO", logger="lightrl"):
+        ModelSpec(path=str(tmp_path), head="scalar").load_model()
+    assert f"Model '{tmp_path}' has no scalar head, so this one starts at 0." in caplog.messages
+
+
 def test_a_dotted_path_makes_the_tokenizer() -> None:
     assert tiny_spec().load_tokenizer().eos_token == "<eos>"
 

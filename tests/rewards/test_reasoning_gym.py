@@ -102,7 +102,7 @@ def test_data_sets_take_turns_with_arguments_of_their_own_and_are_the_datas_rows
     [
         ({"datasets": ["tail_counting"]}, "cannot make 'tail_counting'.*not registered"),
         ({"datasets": {"leg_counting": {"tails": 1}}}, "cannot make 'leg_counting'.*tails"),
-        ({"datasets": ["leg_counting"], "split": "dev"}, "split='dev' must be one of train, validation, test"),
+        ({"datasets": ["leg_counting"], "split": "dev"}, "split must be train, validation or test, got 'dev'"),
         ({"datasets": ["leg_counting"], "size": 0}, "size"),
     ],
 )

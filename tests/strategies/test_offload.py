@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from moe_cases import moe_model
@@ -9,6 +11,7 @@ from strategy_cases import on_cpus
 from tiny import tiny_model
 
 from lightrl.strategies import FSDP2Strategy, fsdp2
+from lightrl.strategies.offload import offload_activations
 
 
 def gradients(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, **settings: object) -> dict[str, torch.Tensor]:
@@ -25,6 +28,39 @@ def test_offloaded_activations_change_no_bit_of_a_gradient(make, recomputes, mon
     expected = gradients(make(), monkeypatch, **settings)
     found = gradients(make(), monkeypatch, **settings, offload_to_cpu=["activations"])
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+class Projections(torch.nn.Module):
+    """Three of one input, which changes in place before the last of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (torch.nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden.clone()
+        outputs = self.q(hidden) + self.k(hidden)
+        return outputs + self.v(hidden.add_(1))
+
+
+def test_what_several_operations_save_is_copied_once_and_freed_with_the_last(monkeypatch):
+    copies = []
+
+    def copy(tensor, *_, **__):
+        copied = tensor.clone()
+        copies.append(weakref.ref(copied))
+        return copied
+
+    monkeypatch.setattr(torch.Tensor, "to", copy)
+    layer, hidden = Projections(), torch.randn(2, 3, 4)
+    offload_activations(layer)
+    output = layer.forward(hidden)
+    assert [reference() is None for reference in copies] == [False, False]  # before the change, and after it
+    output.sum().backward()
+    assert all(reference() is None for reference in copies)
+    before, after = (value.sum((0, 1)).expand(4, 4) for value in (hidden, hidden + 1))
+    for project, expected in ((layer.q, before), (layer.k, before), (layer.v, after)):
+        torch.testing.assert_close(project.weight.grad, expected)
 
 
 @pytest.mark.parametrize("value", [True, "parameters", ["weights"]])

@@ -242,10 +242,8 @@ class DecodeThread(threading.Thread):
         if not rows:
             batch.step()
         finished = batch.retire()
-        if finished:
-            self._deliver(finished)
-
-    def _deliver(self, finished: list[tuple[Row, Completion]]) -> None:
+        if not finished:
+            return
         wake_ups = WakeUps()
         for row, completion in finished:
             wake_ups.settle(row.owner, completion)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from lightrl.checks.bounds import check_bounds, check_choice
+from lightrl.checks.bounds import check_bounds, check_choice, check_positive
 from lightrl.engines.abilities import ContinuesCompletions, NamesDtypes, ScoresTokens
 from lightrl.engines.engine import Completion, RolloutEngine, check_request, replaces_generate_alone
 from lightrl.engines.local.decode_thread import DecodeThread
@@ -147,8 +147,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions
     ) -> None:
         check_bounds(1, max_batch=max_batch, prefill_tokens=prefill_tokens, threads=threads)
         check_bounds(2, max_context=max_context)
-        if boundary_timeout_s <= 0:
-            raise ValueError(f"boundary_timeout_s must be > 0 seconds, got {boundary_timeout_s}.")
+        check_positive(boundary_timeout_s=boundary_timeout_s)
         if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise ValueError(f"dtype must be auto or a torch dtype such as float32 or bfloat16, got {dtype!r}.")
         check_choice(("fp8", None), quantization=quantization)
@@ -216,11 +215,6 @@ class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions
                 log.warning("LocalEngine decodes on the CPU: its sampler needs float64, which %s lacks.", first.type)
         return self.device
 
-    @property
-    def is_fast(self) -> bool:
-        """Whether the model decodes on the fast path; known after `start`."""
-        return isinstance(self._decoder, LlamaDecoder)
-
     def queue_depths(self) -> dict[str, int]:
         return self._thread.queue_depths() if self._thread is not None else {"running": 0, "waiting": 0}
 
@@ -235,8 +229,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions
         started: Completion | None = None,
     ) -> list[Completion]:
         """`n` completions of one prompt, without a deadline: the controller has one."""
-        if n < 1:
-            raise ValueError(f"n must be at least 1 completion, got {n}.")
+        check_bounds(1, n=n)
         seeds = [completion_seed(sampling.seed, sample) for sample in range(n)]
         return list(await asyncio.gather(*self._submit(token_ids, [sampling] * n, seeds, images, [started] * n)))
 

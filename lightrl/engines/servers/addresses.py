@@ -25,11 +25,6 @@ def as_url(address: str) -> str:
     return (address if "://" in address else f"http://{address}").rstrip("/")
 
 
-def receivers_from_environment() -> list[str]:
-    """The addresses in LIGHTRL_RECEIVER_ADDRS; none if it is not set."""
-    return _addresses(RECEIVER_VARIABLE)
-
-
 def addresses_from_environment() -> list[str]:
     """The addresses in LIGHTRL_SERVER_ADDRS, or in AReaL's variable.
 
@@ -37,14 +32,15 @@ def addresses_from_environment() -> list[str]:
         ValueError: if neither is set.
     """
     for name in ADDRESS_VARIABLES:
-        if addresses := _addresses(name):
+        if addresses := read_addresses(name):
             return addresses
     raise ValueError(
         "The engine needs urls, servers or LIGHTRL_SERVER_ADDRS. Set servers: 1 to start one on this machine."
     )
 
 
-def _addresses(name: str) -> list[str]:
+def read_addresses(name: str) -> list[str]:
+    """The addresses in an environment variable, with commas between them; none if it is not set."""
     return [as_url(part.strip()) for part in os.environ.get(name, "").split(",") if part.strip()]
 
 
@@ -87,7 +83,10 @@ def trainer_address(urls: Iterable[str], trainer_host: str | None = None) -> str
                 f"{', '.join(sorted(addresses))}. Set engine.trainer_host to the one that all servers can reach."
             )
         return addresses.pop()
-    address = _address_of(trainer_host)
+    try:
+        address = str(socket.getaddrinfo(trainer_host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ValueError(f"engine.trainer_host={trainer_host!r} is not a known name: {error}.") from error
     if remote and ip_address(address).is_loopback:
         raise ValueError(
             f"engine.trainer_host={trainer_host!r} is {address}, which leads {remote[0]} to itself. Set it to an "
@@ -133,10 +132,3 @@ def _route_to(url: str) -> tuple[str, str]:
             return str(target[0]), str(probe.getsockname()[0])
     except OSError as error:
         raise EngineUnreachable(f"There is no route to {url}: {error}. Check its address.") from error
-
-
-def _address_of(host: str) -> str:
-    try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise ValueError(f"engine.trainer_host={host!r} is not a known name: {error}.") from error

@@ -145,7 +145,10 @@ class Connection:
             try:
                 return await self._attempt(method, path, body, timeout_s, kind, read, headers)
             except EngineError as error:
-                if attempt == retries or self._num_closes != num_closes or not _may_retry(error):
+                # Not after a deadline: the caller has waited long enough, and the server may still be at work.
+                is_passing = isinstance(error, EngineUnreachable | OutOfFiles)
+                is_passing |= isinstance(error, ServerRefused) and error.is_server_error
+                if attempt == retries or self._num_closes != num_closes or not is_passing:
                     raise
             await asyncio.sleep(min(self._backoff_s * 2**attempt, MAX_BACKOFF_S) * random.uniform(0.5, 1.0))
             if kind == "generate" and isinstance(body, dict) and "rid" in body:
@@ -192,8 +195,7 @@ class Connection:
             async with self._session(kind).request(
                 method, self.url + path, data=data, headers=headers, timeout=timeout
             ) as response:
-                content = await self._content(response, name)
-                status = response.status
+                content, status = await body_of(response, _MAX_ANSWER_BYTES), response.status
                 if answer_headers is not None:
                     answer_headers.update((key.lower(), value) for key, value in response.headers.items())
         except asyncio.CancelledError as error:
@@ -222,6 +224,11 @@ class Connection:
                 f"{self.name} gave no answer to {name}: {_reason(error)}; {self.describe()}. Check that it is running "
                 "at this address."
             ) from error
+        if content is None:
+            raise EngineUnreachable(
+                f"{self.name} answered {name} with more than {_MAX_ANSWER_BYTES >> 20} MiB. Check that it is "
+                f"{self.program}."
+            )
         self._last_path, self.last_answer_at = name, time.monotonic()
         if status >= 400:
             text = _short(content.decode(errors="replace"))
@@ -236,16 +243,6 @@ class Connection:
                 f"{self.name} answered {name} with {_short(content.decode(errors='replace'))!r}, which is not JSON. "
                 f"Check that it is {self.program}."
             ) from error
-
-    async def _content(self, response: aiohttp.ClientResponse, name: str) -> bytes:
-        """Reads an answer; refuses one that would fill the memory."""
-        content = await body_of(response, _MAX_ANSWER_BYTES)
-        if content is None:
-            raise EngineUnreachable(
-                f"{self.name} answered {name} with more than {_MAX_ANSWER_BYTES >> 20} MiB. Check that it is "
-                f"{self.program}."
-            )
-        return content
 
     def _hint(self, status: int, path: str) -> str:
         if (status, path) in self.hints:
@@ -271,13 +268,6 @@ class Connection:
 async def _slices(body: bytes) -> AsyncIterator[memoryview]:
     for start in range(0, len(body), _SLICE_BYTES):
         yield memoryview(body)[start : start + _SLICE_BYTES]
-
-
-def _may_retry(error: EngineError) -> bool:
-    """Not after a deadline: the caller has waited long enough, and the server may still be at work."""
-    if isinstance(error, ServerRefused):
-        return error.is_server_error
-    return isinstance(error, EngineUnreachable | OutOfFiles)
 
 
 def _reason(error: aiohttp.ClientError | OSError) -> str:

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -274,7 +274,11 @@ class RequestLoop:
         limit_s = self.timeouts.generate_s  # then the server returns what it has, unless it lost the request
         overdue = asyncio.get_running_loop().call_later(limit_s, abort)
         try:
-            with self._adapter(draft, rid, server):
+            used: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if self.adapters is not None:
+                draft.adapter = self.adapters.choose(draft.adapter)
+                used = self.adapters.used(draft.adapter.version, rid, server)
+            with used:
                 body = server.client.request_of(draft, rid, fleet.cache_key(server.weight_version))
                 since = time.monotonic()
                 with span("request", "server", server.url, prompt=len(draft.prompt)) as sent:
@@ -298,16 +302,6 @@ class RequestLoop:
             return await gateway.generate(body, timeout_s=timeout_s, read=server.client.read_answer)
         read = server.client.read_answer
         return await server.client.generate(body, num_retries=0, timeout_s=timeout_s, read=read), server.url
-
-    @contextlib.contextmanager
-    def _adapter(self, draft: CompletionDraft, rid: str, server: Server) -> Iterator[None]:
-        """Runs the draft's next request under an adapter, if adapters are served."""
-        if self.adapters is None:
-            yield
-            return
-        draft.adapter = self.adapters.choose(draft.adapter)
-        with self.adapters.used(draft.adapter.version, rid, server):
-            yield
 
     async def _find_server(self, session: str, failed: set[Server], *, min_version: int = -1) -> Server:
         """Waits for the gate, a routable server and the gateway, if there is one; a change of any wakes it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+
+from lightrl.checks.bounds import check_positive
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,7 @@ class Timeouts:
     startup_s: float = 900.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if not getattr(self, field.name) > 0:
-                raise ValueError(f"engine.timeouts.{field.name} must be > 0 seconds, got {getattr(self, field.name)}.")
+        check_positive(**{f"engine.timeouts.{name}": value for name, value in vars(self).items()})
 
     @property
     def hang_s(self) -> float:

@@ -104,10 +104,8 @@ async def _try_to_start(process: ServerProcess, on_ready: Callable[[], Awaitable
         await in_thread(process.wait_ready)
         if on_ready is not None:
             await on_ready()
-    except LightRLError as error:
-        return str(error)
     except Exception as error:  # noqa: BLE001  # a full disk, no more processes, threads or memory: nobody else watches this process
-        return f"{type(error).__name__}: {error}"
+        return str(error) if isinstance(error, LightRLError) else f"{type(error).__name__}: {error}"
     return None
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightrl.checks.bounds import check_positive
 from lightrl.checks.printable import end_of_log
 from lightrl.concurrency import parent_guard
 from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
@@ -129,9 +130,7 @@ class ServerProcess:
         startup_timeout_s: float = 900.0,
         stop_timeout_s: float = 15.0,
     ) -> None:
-        for argument, value in (("startup_timeout_s", startup_timeout_s), ("stop_timeout_s", stop_timeout_s)):
-            if not value > 0:
-                raise ValueError(f"{argument} must be > 0 seconds, got {value}.")
+        check_positive(startup_timeout_s=startup_timeout_s, stop_timeout_s=stop_timeout_s)
         self.name = name
         self.token = usable_token(token)
         self.host = host

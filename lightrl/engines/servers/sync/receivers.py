@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from lightrl.engines.servers.addresses import RECEIVER_HELP, as_url, receivers_from_environment
+from lightrl.engines.servers.addresses import RECEIVER_HELP, RECEIVER_VARIABLE, as_url, read_addresses
 from lightrl.engines.servers.processes.keeper import end_all, start_all
 from lightrl.engines.servers.processes.process import ServerProcess
 from lightrl.weights.delta_folder import folder_in_memory
@@ -26,7 +26,7 @@ class Receivers:
 
     def connect(self, urls: Sequence[str], server_urls: Sequence[str]) -> None:
         """Uses those at `urls`, or in LIGHTRL_RECEIVER_ADDRS; raises ValueError if a server's host has none."""
-        self.urls = [as_url(url) for url in urls] or receivers_from_environment()
+        self.urls = [as_url(url) for url in urls] or read_addresses(RECEIVER_VARIABLE)
         for url in server_urls:
             self.of(url)
 
