@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.device_mesh import init_device_mesh
@@ -352,6 +353,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             super().model_to_device()
             return
         assert self.lightning_module is not None
+        _update_properties(self.lightning_module, device=self.root_device)  # `module.device`, where batches go
         for module in self.lightning_module.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.root_device))

@@ -159,7 +159,8 @@ def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
     ]
     positions = [torch.arange(trajectory.shape[1], device=model.device) for trajectory in trajectories]
     position_ids = torch.cat([row[-num:] for row, num in zip(positions, lengths, strict=True)])[None]
-    rows = PackedRows(lengths, model.device, {model.dtype: "sdpa"}, prompts)
+    # Layers of FSDP2 compute in bfloat16; where compilation is off, as here, a trial of flex attention would mislead.
+    rows = PackedRows(lengths, model.device, dict.fromkeys((model.dtype, torch.bfloat16), "sdpa"), prompts)
     starts = arguments(model, rows, with_states=with_states)
     try:
         output = model.base_model(input_ids=token_ids, position_ids=position_ids, use_cache=False, **starts)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-from tiny import random_experience, tiny_model
+from tiny import random_experience
+from tiny import tiny_model as tinier_model
 from torch import Tensor
 
 from lightrl.experience import Experience
@@ -14,6 +17,7 @@ from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.strategies.packed_attention import KERNELS, PackedRows, kernel_for
 from lightrl.weights.block_fp8 import quantize
 
+tiny_model = functools.partial(tinier_model, head_dim=16)  # the smallest that both kernels for GPUs take
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it
 
 FAMILIES = ["llama", "qwen3", "mistral with a window", "gemma3 hybrid"]

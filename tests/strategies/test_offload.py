@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning import LightningModule
 from moe_cases import moe_model
 from tiny import tiny_model
 
@@ -26,6 +27,17 @@ def test_offloaded_activations_change_no_bit_of_a_gradient(make, recomputes, mon
     expected = gradients(make(), monkeypatch, **settings)
     found = gradients(make(), monkeypatch, **settings, offload_to_cpu=["activations"])
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_offloaded_parameters_stay_on_the_host_of_a_module_on_the_device():
+    module, strategy = LightningModule(), FSDP2Strategy(offload_to_cpu=["parameters"])
+    module.norm = torch.nn.BatchNorm1d(2)
+    strategy.connect(module)
+    strategy.parallel_devices = [torch.device("meta")]
+    strategy.model_to_device()
+    assert module.device.type == "meta"  # where batches go
+    assert {value.device.type for value in module.parameters()} == {"cpu"}
+    assert {value.device.type for value in module.buffers()} == {"meta"}
 
 
 @pytest.mark.parametrize("value", [True, "parameters", ["weights"]])
