@@ -32,6 +32,7 @@ PACKAGES = (
     "jsonschema-specifications", "latex2sympy2-extended", "math-verify", "multiprocess", "referencing", "rpds-py",
     "typeshed-client",
     "transformers", "tokenizers", "safetensors", "regex", "huggingface-hub", "hf-xet", "httpx2", "httpcore2", "click",
+    "truststore", "idna", "anyio", "h11",
 )  # fmt: skip
 PLATFORMS = [f"manylinux_2_{number}_x86_64" for number in (5, 12, 17, 24, 27, 28, 31, 34)]
 PLATFORMS += ["manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64"]
