@@ -117,7 +117,8 @@ def install_missing(folder: Path) -> list[str]:
 def environment(folder: Path) -> dict[str, str]:
     paths = [str(ROOT), str(folder), os.environ.get("PYTHONPATH", "")]
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **quiet}
+    one_machine = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # which may have no other network
+    return {**one_machine, **os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **quiet}
 
 
 _MACHINE = """
