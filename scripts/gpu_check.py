@@ -38,7 +38,7 @@ PLATFORMS = [f"manylinux_2_{number}_x86_64" for number in (5, 12, 17, 24, 27, 28
 PLATFORMS += ["manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64"]
 
 # Name → (what it shows, command on a GPU, in the short form on a CPU).
-_TESTS = ["-m", "pytest", "-p", "no:cacheprovider", "--timeout", "120"]
+_TESTS = ["-m", "pytest", "-p", "no:cacheprovider", "--timeout", "240"]
 SECTIONS: dict[str, tuple[str, list[str], list[str]]] = {
     "tests": (
         "attention kernels; logprobs and gradients against the CPU's; engines and CUDA IPC; FSDP2 on one GPU; resume",
