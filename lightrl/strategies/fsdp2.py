@@ -53,7 +53,7 @@ from lightrl.strategies.role_mesh import (
     role_meshes,
 )
 from lightrl.strategies.shared_folder import check_all_see
-from lightrl.strategies.single import LogprobSettings, compiles, decoder_layers, may_be_cut
+from lightrl.strategies.single import LAYER_DTYPE, LogprobSettings, compiles, decoder_layers, may_be_cut
 from lightrl.strategies.tensor_parallel import local
 
 if TYPE_CHECKING:
@@ -313,6 +313,8 @@ class FSDP2Strategy(ModelParallelStrategy):
             split_experts(cast("PreTrainedModel", model), self._expert_mesh)
         if self.activation_checkpointing:  # before layers are wrapped: one that is itself a block must replay too
             Routes(model)
+        if is_mixed:
+            setattr(model, LAYER_DTYPE, torch.bfloat16)
         for layer in layers:
             trains = any(parameter.requires_grad for parameter in layer.parameters())
             if is_compiled:
