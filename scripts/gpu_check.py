@@ -18,22 +18,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 ROOT = Path(__file__).parents[1]
 WHEELS = ROOT / ".gpu_wheels"
 LIMIT_S = 580  # of a section
 IS_CPU = os.environ.get("LIGHTRL_GPU_DEVICE") == "cpu"
 
-# What a machine with CUDA's torch, transformers and lightning still lacks; versions are those of constraints.txt.
+# What a machine with CUDA's torch, transformers and lightning lacks, or has in an older release (the second half);
+# versions are those of constraints.txt.
 PACKAGES = (
     "antlr4-python3-runtime", "datasets", "dill", "docstring-parser", "jsonargparse", "jsonschema",
     "jsonschema-specifications", "latex2sympy2-extended", "math-verify", "multiprocess", "referencing", "rpds-py",
     "typeshed-client",
+    "transformers", "tokenizers", "safetensors", "regex", "huggingface-hub", "hf-xet", "httpx2", "httpcore2", "click",
+    "truststore", "idna", "anyio", "h11",
 )  # fmt: skip
 PLATFORMS = [f"manylinux_2_{number}_x86_64" for number in (5, 12, 17, 24, 27, 28, 31, 34)]
 PLATFORMS += ["manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64"]
 
 # Name → (what it shows, command on a GPU, in the short form on a CPU).
-_TESTS = ["-m", "pytest", "-p", "no:cacheprovider", "--timeout", "120"]
+_TESTS = ["-m", "pytest", "-p", "no:cacheprovider", "--timeout", "240"]
 SECTIONS: dict[str, tuple[str, list[str], list[str]]] = {
     "tests": (
         "attention kernels; logprobs and gradients against the CPU's; engines and CUDA IPC; FSDP2 on one GPU; resume",
@@ -52,7 +57,10 @@ SECTIONS: dict[str, tuple[str, list[str], list[str]]] = {
     ),
     "local_engine": (
         "LocalEngine, 0.6 B",
-        ["-m", "benchmarks.local_engine", "--models=0.6B", "--batches=256", "--cap=1024", "--alone", "--device=cuda"],
+        [
+            *("-m", "benchmarks.local_engine", "--models=0.6B", "--batches=256", "--cap=1024", "--alone"),
+            *("--workloads=equal,skewed", "--repeats=1", "--device=cuda"),
+        ],
         ["-m", "benchmarks.local_engine", "--quick"],
     ),
 }
@@ -91,14 +99,15 @@ def pack(more: Sequence[str]) -> None:
 
 
 def install_missing(folder: Path) -> list[str]:
-    """Installs the carried wheels whose package is absent here; gives their names."""
+    """Installs the carried wheels whose package is absent or older here; gives their names."""
     missing = []
     for wheel in sorted(WHEELS.glob("*.whl")) if WHEELS.is_dir() else []:
-        name = wheel.name.split("-")[0]
+        name, version = wheel.name.split("-")[:2]
         try:
-            importlib.metadata.version(name)
+            is_missing = Version(importlib.metadata.version(name)) < Version(version)
         except importlib.metadata.PackageNotFoundError:
-            missing.append(wheel)
+            is_missing = True
+        missing += [wheel] if is_missing else []
     if missing:
         quiet = ["-q", "--no-index", "--no-deps", "--no-compile", "--target", str(folder)]
         subprocess.run([sys.executable, "-m", "pip", "install", *quiet, *map(str, missing)], check=True)
@@ -108,11 +117,15 @@ def install_missing(folder: Path) -> list[str]:
 def environment(folder: Path) -> dict[str, str]:
     paths = [str(ROOT), str(folder), os.environ.get("PYTHONPATH", "")]
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **quiet}
+    one_machine = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # which may have no other network
+    return {**one_machine, **os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **quiet}
 
 
 _MACHINE = """
 import json, torch, transformers, lightning, lightrl, lightrl.trainer
+from lightrl.models.conversion import SEMI_PRIVATE, semi_private
+for names in SEMI_PRIVATE.values():
+    list(map(semi_private, names))
 has_gpu = torch.cuda.is_available()
 print(json.dumps({
     "gpu": torch.cuda.get_device_name() if has_gpu else None,

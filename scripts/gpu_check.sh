@@ -6,7 +6,7 @@
 #   scripts/gpu_check.sh [SECTION ...]        runs these sections, or all; each takes less than 10 minutes
 #   scripts/gpu_check.sh --list               the sections
 #
-# Wheels that the machine's own packages lack are installed without an index into a temporary folder; torch never is.
+# Wheels that the machine lacks, or has older, are installed without an index into a temporary folder; torch never is.
 # Each section adds to one report, <machine>.json in $OUT or benchmarks/gpu/, also if it fails. PYTHON names the
 # interpreter that has torch. LIGHTRL_GPU_DEVICE=cpu tries all of it, in a short form, without a GPU.
 set -euo pipefail

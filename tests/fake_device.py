@@ -54,6 +54,8 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     name = op._schema.name.removeprefix("aten::")
     if name in _WAITS or (name == "_copy_from" and args[1].device.type != "fake"):
         SYNCS[name] += 1
+    if name == "segment_reduce" and not kwargs.get("unsafe"):
+        SYNCS["check of lengths"] += 1
     if name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(
         index is not None and index.dtype == torch.bool for index in args[1]
     ):

@@ -23,6 +23,7 @@ PACKAGE = Path(lightrl.__file__).parent
 
 # (class or module where it must exist, name) → files of lightrl that use it.
 PRIVATE_NAMES: dict[tuple[str, str], set[str]] = {
+    ("lightning.fabric.utilities.device_dtype_mixin", "_update_properties"): {"strategies/fsdp2.py"},
     ("lightning.pytorch.loops.optimization.automatic", "_AutomaticOptimization"): {"loops/rollout_loop.py"},
     ("lightning.pytorch.core.module:LightningModule", "_current_fx_name"): {"loops/rollout_loop.py", "module.py"},
     ("lightning.pytorch.trainer.connectors.logger_connector.logger_connector", "_LoggerConnector"): {

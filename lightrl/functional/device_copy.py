@@ -31,7 +31,8 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def remember(tensor: Tensor, source: Tensor) -> Tensor:
-    """The tensor on a device, whose values `source` has in host memory; for `on_host`."""
-    made: Any = tensor
-    made.host_copy = (source, source._version, tensor._version)
+    """The tensor on a device, whose values `source` has in host memory; for `on_host`, unless in inference mode."""
+    if not (tensor.is_inference() or source.is_inference()):  # these have no versions that would show a change
+        made: Any = tensor
+        made.host_copy = (source, source._version, tensor._version)
     return tensor

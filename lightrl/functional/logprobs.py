@@ -39,6 +39,8 @@ def can_compile(device_type: str) -> bool:
     """
     if device_type != "cuda":
         return False
+    # Layers of all models share their code: training, frozen, with shared prompts, under autocast, with a window, …
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # 8: runs the rest uncompiled
     try:
         torch.compile(_trial, dynamic=True)(torch.ones(2, device=device_type))
     except (RuntimeError, ImportError, OSError, subprocess.SubprocessError) as error:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.device_mesh import init_device_mesh
@@ -52,7 +53,7 @@ from lightrl.strategies.role_mesh import (
     role_meshes,
 )
 from lightrl.strategies.shared_folder import check_all_see
-from lightrl.strategies.single import LogprobSettings, compiles, decoder_layers, may_be_cut
+from lightrl.strategies.single import LAYER_DTYPE, LogprobSettings, compiles, decoder_layers, may_be_cut
 from lightrl.strategies.tensor_parallel import local
 
 if TYPE_CHECKING:
@@ -311,6 +312,8 @@ class FSDP2Strategy(ModelParallelStrategy):
             split_experts(cast("PreTrainedModel", model), self._expert_mesh)
         if self.activation_checkpointing:  # before layers are wrapped: one that is itself a block must replay too
             Routes(model)
+        if is_mixed:
+            setattr(model, LAYER_DTYPE, torch.bfloat16)
         for layer in layers:
             trains = any(parameter.requires_grad for parameter in layer.parameters())
             if is_compiled:
@@ -351,6 +354,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             super().model_to_device()
             return
         assert self.lightning_module is not None
+        _update_properties(self.lightning_module, device=self.root_device)  # `module.device`, where batches go
         for module in self.lightning_module.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.root_device))

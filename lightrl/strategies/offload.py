@@ -62,10 +62,14 @@ def move_state(optimizer: Optimizer, device: torch.device) -> None:
     """Move the optimizer's moments to the device, or to host memory; its counts of steps stay where they are."""
     sources = set()
     for state in optimizer.state.values():
-        for value in state.values():
+        for name, value in state.items():
             if isinstance(value, Tensor) and value.dim():
                 part = local(value)
                 sources.add(part.device)
-                part.data = part.data.to(device, non_blocking=True)  # torch takes pinned memory for copies to the host
+                moved = part.to(device, non_blocking=True)  # torch takes pinned memory for copies to the host
+                if part is value:
+                    state[name] = moved
+                else:
+                    part.data = moved
     for source in sources - {HOST, device}:
         torch.get_device_module(source).synchronize(source)  # a checkpoint may read them at once

@@ -80,6 +80,8 @@ log = logging.getLogger(__name__)
 # A run on a few tokens shows what a model supports: a plain head, shared prefixes, packed rows. Families differ, and a
 # wrong guess would silently train on wrong logprobs, so nothing is assumed by name.
 
+LAYER_DTYPE = "lightrl_layer_dtype"  # attribute of a model whose layers compute in less than hidden states have
+
 # Kinds of rotary embedding whose angles depend on the number of tokens in a forward.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
@@ -107,7 +109,7 @@ def head_is_plain(model: PreTrainedModel) -> bool:
     if len(calls) != 1:
         return False
     (read, large), hidden = calls[0], _hidden(model, token_ids)
-    return read.shape == hidden.shape and _is_close(read, hidden) and _is_close(logits, large)
+    return read.shape == hidden.shape and _is_close(model, read, hidden) and _is_close(model, logits, large)
 
 
 @torch.no_grad()
@@ -130,7 +132,7 @@ def exact_layouts(model: PreTrainedModel) -> dict[str, Layout]:
             )
         except (RuntimeError, TypeError, ValueError):  # it takes another form of mask
             continue
-        if all(_is_close(hidden, whole[rows, columns]) for rows, columns, hidden in parts):
+        if all(_is_close(model, hidden, whole[rows, columns]) for rows, columns, hidden in parts):
             exact[name] = layout
     return exact
 
@@ -159,7 +161,8 @@ def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
     ]
     positions = [torch.arange(trajectory.shape[1], device=model.device) for trajectory in trajectories]
     position_ids = torch.cat([row[-num:] for row, num in zip(positions, lengths, strict=True)])[None]
-    rows = PackedRows(lengths, model.device, {model.dtype: "sdpa"}, prompts)
+    # Layers of FSDP2 compute in bfloat16; where compilation is off, as here, a trial of flex attention would mislead.
+    rows = PackedRows(lengths, model.device, dict.fromkeys((model.dtype, torch.bfloat16), "sdpa"), prompts)
     starts = arguments(model, rows, with_states=with_states)
     try:
         output = model.base_model(input_ids=token_ids, position_ids=position_ids, use_cache=False, **starts)
@@ -168,7 +171,7 @@ def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
         log.info("%s: %s", "Packed rows repeat prompts" if shares_prompt else "Trajectories are padded", error)
         return False
     expected = [_hidden(model, row)[:, -num:] for row, num in zip(trajectories, lengths, strict=True)]
-    return _is_close(output.last_hidden_state, torch.cat(expected, dim=1))
+    return _is_close(model, output.last_hidden_state, torch.cat(expected, dim=1))
 
 
 def may_be_cut(config: PretrainedConfig) -> bool:
@@ -202,8 +205,9 @@ def rope_depends_on_length(model: PreTrainedModel) -> bool:
     return any(kind.get("rope_type") in _LENGTH_DEPENDENT_ROPE for kind in kinds)
 
 
-def _is_close(left: Tensor, right: Tensor) -> bool:
-    tolerance = TOLERANCE.get(left.dtype, 1e-3) * max(1e-6, float(right.float().abs().max()))
+def _is_close(model: PreTrainedModel, left: Tensor, right: Tensor) -> bool:
+    dtype: torch.dtype = getattr(model, LAYER_DTYPE, left.dtype)
+    tolerance = TOLERANCE.get(dtype, 1e-3) * max(1e-6, float(right.float().abs().max()))
     return torch.allclose(left.float(), right.float(), rtol=0, atol=tolerance)
 
 

@@ -87,7 +87,8 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     largest = blocks.abs().amax(dim=(-3, -1))
     fraction, exponent = torch.frexp(largest / _LARGEST)  # fraction: from 1/2 to below 1
     exponent = (exponent - (fraction == 0.5).to(exponent.dtype)).clamp(min=_SMALLEST_EXPONENT)
-    scale = torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponent), torch.nan)
+    power = ((exponent + 127) << 23).view(torch.float32)  # 2 ** exponent to the bit on any device
+    scale = torch.where(largest.isfinite(), power, torch.nan)
     scaled = (blocks / scale[..., :, None, :, None]).clamp_(-_LARGEST, _LARGEST).to(FP8)
     return scaled.flatten(-2).flatten(-3, -2)[..., :rows, :columns].contiguous(), scale
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-from tiny import random_experience, tiny_model
+from tiny import random_experience, with_supports
+from tiny import tiny_model as tinier_model
 from torch import Tensor
 
 from lightrl.experience import Experience
@@ -14,6 +17,7 @@ from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.strategies.packed_attention import KERNELS, PackedRows, kernel_for
 from lightrl.weights.block_fp8 import quantize
 
+tiny_model = functools.partial(tinier_model, head_dim=16)  # the smallest that both kernels for GPUs take
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it
 
 FAMILIES = ["llama", "qwen3", "mistral with a window", "gemma3 hybrid"]
@@ -100,9 +104,10 @@ def test_the_head_in_one_pass_gives_the_numbers_of_the_cpu(
         assert (actual - expected).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * expected.norm()
 
 
-def test_flash_attention_is_what_runs_in_bfloat16(device: torch.device, only_cuda: None) -> None:
+@pytest.mark.parametrize("shares_prompts", [False, True])
+def test_flash_attention_is_what_runs_in_bfloat16(device: torch.device, shares_prompts: bool, only_cuda: None) -> None:
     kernel_for.cache_clear()
-    assert kernel_for(device, torch.bfloat16, 128, 128) == "flash"
+    assert kernel_for(device, torch.bfloat16, 128, 128, shares_prompts) == "flash"
 
 
 def test_the_memory_of_a_packed_row_does_not_grow_with_its_square(device: torch.device, only_cuda: None) -> None:
@@ -115,10 +120,12 @@ def test_the_memory_of_a_packed_row_does_not_grow_with_its_square(device: torch.
     assert peaks[1] < 6 * peaks[0]  # 4 times the tokens; 16 times as many pairs
 
 
-def test_a_microbatch_never_waits_for_the_device(device: torch.device, only_cuda: None) -> None:
+@pytest.mark.parametrize("is_truncated", [False, True])
+def test_a_microbatch_never_waits_for_the_device(device: torch.device, is_truncated: bool, only_cuda: None) -> None:
     model = tiny_model(dtype=torch.bfloat16).to(device)
     single = SingleModel(model, LogprobSettings())
-    part = random_experience().to(device)
+    experience = random_experience()
+    part = (with_supports(experience)[0] if is_truncated else experience).to(device)
 
     def loss(part: Experience, outputs: Outputs) -> Tensor:
         return (outputs.logprobs * part.rewards[:, None]).sum()

@@ -13,7 +13,7 @@ from algorithm_cases import experience_for, make_module
 from fake_device import SYNCS, fake_device, values
 from lightning import LightningModule
 from lightning.pytorch.plugins.precision import Precision
-from tiny import tiny_model
+from tiny import tiny_model, with_supports
 from torch import Tensor
 
 from lightrl.loops.update import MinibatchLoss
@@ -45,6 +45,8 @@ def play(algorithm: str, device: torch.device) -> tuple[dict[str, int], dict[str
     minibatch = experience_for(algorithm)
     is_stop = (minibatch.token_ids == 1) | (minibatch.token_ids == 5)  # which SETTINGS forbid at the start
     minibatch = replace(minibatch, token_ids=torch.where(is_stop, 6, minibatch.token_ids))
+    if algorithm == "GSPO":
+        minibatch, _ = with_supports(minibatch)
     calls = [str(call.role) for call in module.train_calls()]
     losses = [MinibatchLoss(module, minibatch, role=role) for role in calls]
     models = []

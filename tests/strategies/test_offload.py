@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from lightning import LightningModule
 from moe_cases import moe_model
 from strategy_cases import on_cpus
 from tiny import tiny_model
@@ -61,6 +62,17 @@ def test_what_several_operations_save_is_copied_once_and_freed_with_the_last(mon
     before, after = (value.sum((0, 1)).expand(4, 4) for value in (hidden, hidden + 1))
     for project, expected in ((layer.q, before), (layer.k, before), (layer.v, after)):
         torch.testing.assert_close(project.weight.grad, expected)
+
+
+def test_offloaded_parameters_stay_on_the_host_of_a_module_on_the_device():
+    module, strategy = LightningModule(), FSDP2Strategy(offload_to_cpu=["parameters"])
+    module.norm = torch.nn.BatchNorm1d(2)
+    strategy.connect(module)
+    strategy.parallel_devices = [torch.device("meta")]
+    strategy.model_to_device()
+    assert module.device.type == "meta"  # where batches go
+    assert {value.device.type for value in module.parameters()} == {"cpu"}
+    assert {value.device.type for value in module.buffers()} == {"meta"}
 
 
 @pytest.mark.parametrize("value", [True, "parameters", ["weights"]])

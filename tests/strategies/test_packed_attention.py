@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from rank_scripts import ROUNDING, finished
 from tiny import LargestTensor, random_experience, tiny_model
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lightrl.experience import Experience
 from lightrl.models import Outputs
-from lightrl.strategies import LogprobSettings, SingleModel, packed_attention
+from lightrl.strategies import FSDP2Strategy, LogprobSettings, SingleModel, fsdp2, packed_attention
 from lightrl.strategies.packed_attention import PackedRows, arguments, attend, blocks, kernel_for, make_packable
 
 CPU = torch.device("cpu")
@@ -244,6 +245,23 @@ def test_no_microbatch_makes_the_host_wait_for_the_device(tmp_path: Path) -> Non
     for algorithm, one in actual.items():
         assert one["waits"] == {}, algorithm
         assert one["difference"] < ROUNDING, algorithm
+
+
+def test_layers_that_compute_in_bfloat16_are_packed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = packed_attention.KERNELS["sdpa"]
+
+    def rounding_up(*given: Any) -> Tensor:
+        """As a GPU's kernels round differently for other sizes."""
+        output = plain(*given)
+        return output.nextafter(torch.full_like(output, torch.inf))
+
+    monkeypatch.setitem(packed_attention.KERNELS, "sdpa", rounding_up)
+    monkeypatch.setattr(fsdp2, "fully_shard", lambda *_, **__: None)
+    model, strategy = tiny_model(), FSDP2Strategy()
+    strategy.parallel_devices = [CPU]
+    strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
+    strategy.shard(model)  # hidden states stay in float32
+    assert SingleModel(model, LogprobSettings(), form="packed").shares_packed_prompts
 
 
 def test_a_model_whose_attention_is_not_plain_is_not_packed() -> None:

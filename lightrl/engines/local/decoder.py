@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from lightrl.functional import to_device
 from lightrl.models.hybrids import keeps_states, time_step_limits
 from lightrl.models.images import ImageReader, ImageTable, image_inputs, new_model
 from lightrl.models.routes import Routes
@@ -121,8 +122,7 @@ def like_lengths(sequences: Sequence[Sequence[int]], max_tokens: int, *, pads: b
 
 def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of numbers that the host has; nobody waits for the copy."""
-    tensor = torch.tensor(values, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return to_device(torch.tensor(values, dtype=dtype), device)
 
 
 class HuggingFaceDecoder:
