@@ -24,12 +24,12 @@ PRESERVE = "data.chat_template_kwargs to {'preserve_thinking': True}"
 TRUNCATE = "data.chat_template_kwargs to {'truncate_history_thinking': False}"
 NO_THINKING = "data.chat_template_kwargs to {'enable_thinking': False}"
 OUTCOMES = {
-    (KEEPS, KEEPS): """cohere2 cohere2_training deepseek_r1_distill_training diffusion_gemma diffusion_gemma_training gemma4
-        gemma4_v2 gemma4_v3 gemma4_v4 gemma4_v5 idefics3 idefics3_training lfm2 lfm2_training lfm2_v2 lfm2_v2_training
-        llama3 llama3_1 llama3_2 llama3_training phi3 phi3_5 phi3_5_training phi3_training qwen2_5 qwen2_5_training
-        qwen2_5_vl qwen2_5_vl_training qwen3_5_nothink_training qwen3_5_think_training qwen3_6_training qwen3_8
-        qwen3_8_training qwen3_instruct_2507 qwen3_instruct_2507_training qwen3_training qwen3_vl qwen3_vl_training
-        smolvlm smolvlm_training""",
+    (KEEPS, KEEPS): """cohere2 cohere2_training deepseek_r1_distill_training diffusion_gemma diffusion_gemma_training
+        gemma4 gemma4_v2 gemma4_v3 gemma4_v4 gemma4_v5 idefics3 idefics3_training lfm2 lfm2_training
+        lfm2_v2 lfm2_v2_training llama3 llama3_1 llama3_2 llama3_training phi3 phi3_5 phi3_5_training
+        phi3_training qwen2_5 qwen2_5_training qwen2_5_vl qwen2_5_vl_training qwen3_5_nothink_training
+        qwen3_5_think_training qwen3_6_training qwen3_8 qwen3_8_training qwen3_instruct_2507
+        qwen3_instruct_2507_training qwen3_training qwen3_vl qwen3_vl_training smolvlm smolvlm_training""",
     (KEEPS, CANNOT): """cohere cohere_training gemma gemma3 gemma3_training gemma_training llava_next
         llava_next_training""",
     (PRESERVE, KEEPS): "lfm2_2_5 lfm2_2_5_v2 lfm2_2_5_vl qwen3_6",
