@@ -335,7 +335,7 @@ def test_a_server_that_leaves_during_an_iteration_is_drained(make, router, serve
 def test_what_is_in_flight_continues_from_its_token(make: Make, resumed_with: int, workflow: Workflow) -> None:
     states: list[dict[str, Any]] = []
     controller = make(2, workflow)
-    expected = taken_while(controller, lambda: states.append(controller.local.state_dict()))
+    expected = taken_while(controller, lambda: states.append(controller.state_dict()))
     assert len(states[0]["written"]) >= 8
 
     resumed = make(resumed_with, workflow)
