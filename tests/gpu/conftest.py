@@ -1,7 +1,4 @@
-"""Tests on a GPU. LIGHTRL_GPU_DEVICE=pretended runs most of them without one, and cpu those that can run on the CPU.
-
-Without either they are skipped.
-"""
+"""Tests on a GPU; LIGHTRL_GPU_DEVICE=pretended runs most without one, cpu those for the CPU. Else they are skipped."""
 
 from __future__ import annotations
 
