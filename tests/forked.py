@@ -56,7 +56,7 @@ _READ_LATE = {
     "LIGHTRL_DEBUG", "LIGHTRL_SGLANG_PYTHON", "LIGHTRL_SGLANG_CACHE", "JSONARGPARSE_DEPRECATION_WARNINGS",
     "TORCHINDUCTOR_CACHE_DIR",
     "GLOO_SOCKET_IFNAME", "LIGHTRL_TEST_SECRET", "OMP_WAIT_POLICY", "HF_DATASETS_CACHE",
-    "PYTORCH_NVML_BASED_CUDA_CHECK", "HF_DATASETS_DISABLE_PROGRESS_BARS",
+    "PYTORCH_NVML_BASED_CUDA_CHECK", "HF_DATASETS_DISABLE_PROGRESS_BARS", "LIGHTRL_GPU_DEVICE",
 }  # fmt: skip
 _PLAIN = {"executable": None, "preexec_fn": None, "pass_fds": (), "shell": False, "gid": None, "gids": None,
     "uid": None, "umask": -1, "process_group": -1, "close_fds": True, "restore_signals": True}  # fmt: skip

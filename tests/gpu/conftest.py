@@ -1,12 +1,14 @@
-"""Tests on a GPU; LIGHTRL_GPU_DEVICE=cpu runs on the CPU what can run there. Without either they are skipped."""
+"""Tests on a GPU; LIGHTRL_GPU_DEVICE=pretended runs most without one, cpu those for the CPU. Else they are skipped."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+import pretended_gpu
 import pytest
 import torch
 
@@ -14,6 +16,8 @@ for folder in ("engines", "trainer", "weights"):
     sys.path.append(str(Path(__file__).parents[1] / folder))
 
 NAME = os.environ.get("LIGHTRL_GPU_DEVICE") or ("cuda" if torch.cuda.is_available() else "")
+if NAME == "pretended":
+    pretended_gpu.install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,9 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.gpu)
         item.add_marker(pytest.mark.filterwarnings("default"))  # those of another torch or numpy do not fail a test
         if not NAME:
-            item.add_marker(pytest.mark.skip(reason="no GPU; LIGHTRL_GPU_DEVICE=cpu tries it on the CPU"))
-        elif NAME == "cpu" and "only_cuda" in item.fixturenames:
-            item.add_marker(pytest.mark.skip(reason="needs a real GPU"))
+            item.add_marker(pytest.mark.skip(reason="no GPU; LIGHTRL_GPU_DEVICE=pretended tries it without one"))
+        elif skipped_by[NAME] & set(item.fixturenames):
+            item.add_marker(pytest.mark.skip(reason=f"cannot run on {NAME}"))
+
+
+skipped_by = {"cuda": {"only_pretended"}, "pretended": {"not_pretended"}, "cpu": {"only_cuda", "only_pretended"}}
 
 
 @pytest.fixture
@@ -34,15 +41,40 @@ def only_cuda() -> None:
 
 
 @pytest.fixture
+def only_pretended() -> None:
+    """Marks what would only take time on a real GPU."""
+
+
+@pytest.fixture
+def not_pretended() -> None:
+    """Marks what needs a device's memory, saves a checkpoint or starts a process."""
+
+
+@pytest.fixture
 def device() -> Iterator[torch.device]:
     """With float32 products in float32: TF32 would hide errors of its own size."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
-    yield torch.device("cuda", 0) if NAME == "cuda" else torch.device(NAME)
+    yield torch.device("cpu") if NAME == "cpu" else torch.device("cuda", 0)
     torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def no_waits() -> AbstractContextManager[None]:
+    """A context in which an operation that makes the host wait for the device raises."""
+
+    @contextmanager
+    def raising() -> Iterator[None]:
+        torch.cuda.set_sync_debug_mode("error")  # warns once that it is a prototype
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return raising()
 
 
 @pytest.fixture
 def accelerator() -> str:
     """Lightning's name of the device."""
-    return "gpu" if NAME == "cuda" else NAME
+    return "cpu" if NAME == "cpu" else "gpu"

@@ -1,4 +1,4 @@
-"""What waits in host memory changes no bit of a gradient; fake_device_run.py has another device than the host."""
+"""What waits in host memory changes no bit of a gradient; tests/gpu has another device than the host."""
 
 from __future__ import annotations
 
