@@ -355,8 +355,8 @@ class Trainer(RLTrainer):
 
     def _warn_of_no_checkpoint(self, path: object) -> None:
         log.warning(
-            "No checkpoint was saved at %s: %s, so its groups would be trained on twice or never. The last complete "
-            "checkpoint is still there. Save between iterations, for example in on_train_batch_end.",
+            "No checkpoint was saved at %s: %s, so its groups would be trained on twice or never. Earlier "
+            "checkpoints, if any, are still there. Save between iterations, for example in on_train_batch_end.",
             path,
             self.rollout_loop.resume.why_no_checkpoint,
         )

@@ -80,6 +80,7 @@ def test_packing_gives_the_gradients_of_the_padded_form(capsys):
     assert max(row["gradient_difference"] for row in rows) < packing.LARGEST_DIFFERENCE
 
 
+@pytest.mark.extra
 def test_local_engine_prints_its_ratio_to_generate(capsys):
     local_engine.main(["--quick", "--workloads", "skewed", "--repeats", "1"])
     assert printed(capsys)[-1]["ratio_1M_64_skewed"] > 0

@@ -190,7 +190,10 @@ _NOTICES = ("Tip: For seamless cloud", "GPU available: ", "TPU available: ", "HP
 def _is_of_interest(record: logging.LogRecord) -> bool:
     text = record.getMessage()
     if " was raised with message: " in text:  # "An KeyboardInterrupt …", with 12 blanks in it
-        record.msg = f"Saved {text.partition('saved checkpoint to ')[2]}; --ckpt_path last continues from it."
+        path = text.partition("saved checkpoint to ")[2]
+        if "://" not in path and not Path(path).exists():  # an error has said why
+            return False
+        record.msg = f"Saved {path}; --ckpt_path last continues from it."
     return not text.lstrip("💡 ").startswith(_NOTICES)
 
 

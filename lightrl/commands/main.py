@@ -66,7 +66,11 @@ def main(args: Sequence[str] | None = None) -> int:
     if first not in COMMANDS:
         sys.stderr.write(f"lightrl: {_not_a_command(first)}\n")
         return 2
-    module = _imported(_OWN_MODULES.get(first, "lightrl.commands.cli"))
+    try:
+        module = _imported(_OWN_MODULES.get(first, "lightrl.commands.cli"))
+    except KeyboardInterrupt:
+        sys.stderr.write("lightrl: interrupted before anything was started\n")
+        return 130
     code: int = module.run(args[1:]) if first in _OWN_MODULES else module.run(args, COMMANDS)
     return code
 

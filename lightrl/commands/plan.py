@@ -87,7 +87,7 @@ class PlanCLI(LaunchedCLI):
             costs = costs_text(run if launched is None else launched.of_memory(run), self._device_bytes())
         except ValueError as error:
             costs = str(error)
-        sys.stdout.write("\n\n".join([text, where, costs, *mermaid]) + "\n")
+        sys.stdout.write("\n\n".join([text, *mermaid, where, costs]) + "\n")
 
     def _device_bytes(self) -> float | None:
         """The memory of each GPU; None if there is none, and none is given."""

@@ -158,6 +158,10 @@ class Resume:
             is_only_longer = all(change.startswith("trainer.max_") for change in changed)
             level = logging.INFO if is_only_longer else logging.WARNING
             log.log(level, "Changed since the checkpoint: %s.", "; ".join(changed))
+        if saved and 0 < self.trainer.max_steps <= self.trainer.global_step:
+            log.warning(
+                "Nothing is left to train: the checkpoint has all of trainer.max_steps=%d.", self.trainer.max_steps
+            )
         schedules = {id(item.scheduler.optimizer): item for item in self.trainer.lr_scheduler_configs}
         olds_of = saved.get("optimizers", [])
         for optimizer, groups, olds in zip(self.trainer.optimizers, self._optimizers, olds_of, strict=False):

@@ -104,7 +104,6 @@ def check_loaded(source: str, model: PreTrainedModel, missing: Collection[str], 
     """
     head = scalar_head(model)
     if head is not None and "score.weight" in missing:
-        log.info("%s has no scalar head, so this one starts at 0.", source)
         for parameter in head.parameters():
             torch.nn.init.zeros_(parameter)
         missing = set(missing) - {"score.weight", "score.bias"}
@@ -270,6 +269,8 @@ class ModelSpec:
                     **{"use_safetensors": True, **options},
                 )
             missing, unexpected = loading_info["missing_keys"], loading_info["unexpected_keys"]
+            if is_scalar and "score.weight" in missing:
+                log.info("%s has no scalar head, so this one starts at 0.", self._named)
         if is_scalar and scalar_head(model) is None:
             raise ValueError(
                 f"A critic or a reward model needs a linear layer `score`, which {type(model).__name__} does not have. "

@@ -157,8 +157,8 @@ class BackgroundWrites:
 
 def _stall_error(place: Path, why: str) -> OSError:
     return OSError(
-        f"Checkpoint {place} was not written: {why}. Check the disk, or set another default_root_dir. An earlier "
-        "checkpoint there is still whole."
+        f"Checkpoint {place} was not written: {why}. Check the disk, or set another default_root_dir. Earlier "
+        "checkpoints, if any, are whole."
     )
 
 
@@ -166,7 +166,7 @@ def write_error(error: BaseException, place: Path, requirement: str, num_bytes: 
     """The error to raise if a checkpoint could not be written; `requirement` is what the disk needs besides space."""
     return OSError(
         f"Checkpoint {place} could not be written: {write_problem(error, place, num_bytes)}. The disk needs space and "
-        f"{requirement}. Free some space, or set another default_root_dir. An earlier checkpoint there is still whole."
+        f"{requirement}. Free some space, or set another default_root_dir. Earlier checkpoints, if any, are whole."
     )
 
 

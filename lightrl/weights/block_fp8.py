@@ -59,9 +59,10 @@ def quantized_config(config: PretrainedConfig, tp: int = 1, ep: int = 1) -> Pret
     }
     for name, (size, num_parts) in sizes.items():
         if size % (BLOCK * num_parts):
+            smaller = "Use a smaller tp, or omit" if tp > 1 else "The model is too small for it: omit"
             raise ValueError(
                 f"quantization='fp8' with tp={tp} needs {name} to be a multiple of {BLOCK * num_parts}, got "
-                f"{size}. Use a smaller tp, or omit quantization."
+                f"{size}. {smaller} quantization."
             )
     served = copy.deepcopy(config)
     served.quantization_config = copy.deepcopy(QUANTIZATION_CONFIG)

@@ -1,6 +1,7 @@
 """The command from the outside: what is parsed, built, run, written and said."""
 
 import contextlib
+import importlib
 import inspect
 import json
 import logging
@@ -320,14 +321,28 @@ def test_a_call_without_a_command_is_answered_with_the_commands(args, message, c
     assert message in capsys.readouterr().err
 
 
-def test_the_checkpoint_of_an_interrupted_run_is_named_in_a_sentence():
+def test_ctrl_c_while_a_command_is_imported_is_one_line(monkeypatch, capsys):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "lightrl.migration.convert", raising=False)
+    monkeypatch.setattr(importlib, "import_module", interrupted)
+    assert main(["convert", "a.yaml"]) == 130
+    assert capsys.readouterr().err == "lightrl: interrupted before anything was started\n"
+
+
+def test_the_checkpoint_of_an_interrupted_run_is_named_in_a_sentence_if_it_could_be_written(tmp_path):
     words = " was raised with message: "
     assert words in inspect.getsource(ModelCheckpoint.on_exception)  # Lightning's own text
-    text = f"An KeyboardInterrupt{words}            , saved checkpoint to runs/a.ckpt"
+    path = tmp_path / "a.ckpt"
+    text = f"An KeyboardInterrupt{words}            , saved checkpoint to {path}"
     record = logging.LogRecord("lightning", logging.INFO, "", 0, text, None, None)
     silence_irrelevant()
-    assert logging.getLogger("lightning.pytorch.utilities.rank_zero").filter(record)
-    assert record.getMessage() == "Saved runs/a.ckpt; --ckpt_path last continues from it."
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    assert not logger.filter(record)
+    path.touch()
+    assert logger.filter(record)
+    assert record.getMessage() == f"Saved {path}; --ckpt_path last continues from it."
 
 
 def test_help_names_each_command_with_a_line(capsys):

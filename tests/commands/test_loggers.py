@@ -177,6 +177,7 @@ def config_of(records: list[Any]) -> dict[str, Any]:
     return {item.key or item.nested_key[0]: json.loads(item.value_json) for update in updates for item in update}
 
 
+@pytest.mark.extra
 def test_weights_and_biases_has_everything(run: Any, wandb: Any) -> None:
     run("WandbLogger", save_dir="runs", project="tiny", id="first", log_model="all")
     wandb.finish()

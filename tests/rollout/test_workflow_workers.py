@@ -361,6 +361,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.extra
 def test_workers_end_with_a_killed_trainer(servers: list[FakeServerProcess], tmp_path: Path) -> None:
     script = tmp_path / "trainer.py"
     paths = [str(Path(__file__).parent), *sys.path]

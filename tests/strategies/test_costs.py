@@ -65,7 +65,7 @@ SHAPES = {
     ),
 }  # fmt: skip
 
-EXTRA = {"Qwen3-1.7B, bfloat16, checkpointed", "Llama, grouped keys, float32, compiled", "Gemma 3, bfloat16, compiled"}
+EXTRA = {"Qwen3-1.7B, bfloat16, checkpointed", *(name for name in SHAPES if "compiled" in name)}
 
 
 def kept_bytes(config: Any, work: Work, *, checkpointed: bool) -> tuple[int, int]:
