@@ -114,7 +114,7 @@ def unwrapped(error: BaseException) -> BaseException:
     if not _raised_in(error, jsonargparse):
         return error
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    cause = error.__cause__ or error.__context__  # of a union, jsonargparse only gives the first type's
+    cause = error.__cause__ or error.__context__  # jsonargparse gives only the first error of a union
     of_types: list[BaseException] = frame.f_locals.get("exceptions") or ([] if cause is None else [cause])
     errors = [unwrapped(one) for one in of_types]
     return next((one for one in errors if not _raised_in(one, jsonargparse)), errors[0] if errors else error)

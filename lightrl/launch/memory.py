@@ -62,7 +62,7 @@ class PlannedRole:
     width: int = 4  # bytes of a parameter
     waits_on_host: bool = False
     expert_parameters: int = 0  # parameters of a mixture's experts
-    is_compiled: bool = False  # decoder layers are
+    is_compiled: bool = False  # torch.compile has the decoder layers
 
     @property
     def dp(self) -> int:

@@ -61,8 +61,8 @@ def main() -> None:
         settings = json.loads(lines.readline())
         parts = [RewardPart(**part) for part in settings["parts"]]
         if (limit_mib := settings["memory_limit_mib"]) is not None:
-            # Of this process and each that it starts. On data (private writable memory), not on address space:
-            # libraries reserve tens of GiB of that and never touch them.
+            # Bounds data (private writable memory) of this process and each that it starts, and no address space, of
+            # which libraries reserve tens of GiB that they never touch.
             with contextlib.suppress(OSError, ValueError):  # a lower hard limit holds already
                 resource.setrlimit(resource.RLIMIT_DATA, (limit_mib << 20, limit_mib << 20))
         try:

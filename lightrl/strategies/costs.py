@@ -38,7 +38,7 @@ class Work:
     compute_bytes: int = 2  # a number in a layer's products, and in a parameter that FSDP2 gathers
     copies_weights: bool = False  # autocast does, for the backward too; FSDP2 gathers them as they are computed with
     cp: int = 1  # ranks that share the tokens of a microbatch
-    is_compiled: bool = False  # decoder layers are
+    is_compiled: bool = False  # torch.compile has the decoder layers
 
 
 @dataclass(frozen=True)
