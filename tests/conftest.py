@@ -10,6 +10,8 @@ import json
 import logging
 import os
 import subprocess
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +49,19 @@ def _levels_of_loggers() -> Iterator[None]:
     yield
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    """It would go on in later tests; one that has been told to end has a moment for it."""
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 10
+    while left := [thread.name for thread in threading.enumerate() if thread not in before]:
+        if not any(name.startswith(("lightrl", "reward")) for name in left):
+            break
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
 
 
 @pytest.fixture

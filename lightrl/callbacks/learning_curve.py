@@ -95,12 +95,7 @@ class LearningCurve(RLCallback):
         held_out: the validation metric to draw; SFT's is `val/token_accuracy_fraction`.
     """
 
-    def __init__(
-        self,
-        constant_baseline: float | None = None,
-        *,
-        held_out: str = HELD_OUT_ACCURACY,
-    ) -> None:
+    def __init__(self, constant_baseline: float | None = None, *, held_out: str = HELD_OUT_ACCURACY) -> None:
         check_bounds(0, 1, constant_baseline=constant_baseline)
         self.constant_baseline = constant_baseline
         self.held_out = held_out

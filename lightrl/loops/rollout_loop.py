@@ -177,11 +177,7 @@ class RolloutLoop(_AutomaticOptimization):
         return share_images(experience, trajectories, module.image_reader, has_all=has_all)
 
     def _drop_unrewarded_rows(
-        self,
-        module: RLModule,
-        experience: ShardedExperience,
-        groups: list[Group],
-        trajectories: list[Trajectory],
+        self, module: RLModule, experience: ShardedExperience, groups: list[Group], trajectories: list[Trajectory]
     ) -> tuple[ShardedExperience, list[Trajectory]]:
         """Drop rows without a reward, and what the loss reads together with them; all others stay where they are."""
         units = experience.units(module.loss_unit)

@@ -1,5 +1,6 @@
 """Delta syncs between real processes: weight receivers and servers, whoever of them is killed."""
 
+import asyncio
 import hashlib
 import json
 import os
@@ -76,16 +77,26 @@ def receiver(tmp_path):
         yield one
 
 
-def transport_to(receivers, servers=(), wait_s=30.0, token=TOKEN):
-    """Server i loads from receiver i, or from the only one."""
-    places = {server.url: receivers[index % len(receivers)].url for index, server in enumerate(servers)}
-    return DeltaTransport(
-        ServerForm(torch.bfloat16),
-        Qwen3Config(),
-        connect=lambda url: Connection(url, token=token, timeouts=Deadlines(request_s=20)),
-        receiver_of=lambda url: places.get(url, receivers[0].url),
-        wait_s=wait_s,
-    )
+@pytest.fixture
+def transport_to():
+    """Makes transports: server i loads from receiver i, or from the only one."""
+    made = []
+
+    def make(receivers, servers=(), wait_s=30.0, token=TOKEN):
+        places = {server.url: receivers[index % len(receivers)].url for index, server in enumerate(servers)}
+        transport = DeltaTransport(
+            ServerForm(torch.bfloat16),
+            Qwen3Config(),
+            connect=lambda url: Connection(url, token=token, timeouts=Deadlines(request_s=20)),
+            receiver_of=lambda url: places.get(url, receivers[0].url),
+            wait_s=wait_s,
+        )
+        made.append(transport)
+        return transport
+
+    yield make
+    for transport in made:
+        asyncio.run(transport.close())
 
 
 def parameters(version, num_elements=20_000):
@@ -113,7 +124,7 @@ def serves(server, version):
     return version_of(server) == str(version) and asked(server, "checksum")["ranks"][0]["checksums"] == sums_of(version)
 
 
-def test_servers_serve_the_trainers_weights_and_only_the_change_travels(start, receiver):
+def test_servers_serve_the_trainers_weights_and_only_the_change_travels(start, receiver, transport_to):
     servers = [start(), start()]
     transport = transport_to([receiver], servers)
     full = sync(servers, transport, parameters(0), 0)
@@ -126,7 +137,7 @@ def test_servers_serve_the_trainers_weights_and_only_the_change_travels(start, r
         assert all(serves(server, version) for server in servers)
 
 
-def test_the_delta_is_fetched_and_applied_before_the_pause(start, receiver):
+def test_the_delta_is_fetched_and_applied_before_the_pause(start, receiver, transport_to):
     servers = [start()]
     transport = transport_to([receiver], servers)
     sync(servers, transport, parameters(0), 0)
@@ -136,7 +147,7 @@ def test_the_delta_is_fetched_and_applied_before_the_pause(start, receiver):
     assert has(receiver, 1)
 
 
-def test_a_server_that_was_restarted_loads_the_version_that_the_receiver_has(start, receiver):
+def test_a_server_that_was_restarted_loads_the_version_that_the_receiver_has(start, receiver, transport_to):
     servers = [start()]
     transport = transport_to([receiver], servers)
     sync(servers, transport, parameters(0), 0)
@@ -147,7 +158,7 @@ def test_a_server_that_was_restarted_loads_the_version_that_the_receiver_has(sta
     assert serves(servers[0], 1)
 
 
-def test_servers_that_all_refuse_continue_with_the_previous_version(start, receiver):
+def test_servers_that_all_refuse_continue_with_the_previous_version(start, receiver, transport_to):
     servers = [start(), start()]
     transport = transport_to([receiver], servers)
     sync(servers, transport, parameters(0), 0)
@@ -162,7 +173,7 @@ def test_servers_that_all_refuse_continue_with_the_previous_version(start, recei
     assert all(serves(server, 2) for server in servers)
 
 
-def test_a_receiver_that_is_killed_between_syncs_comes_back_with_its_version(start, receiver):
+def test_a_receiver_that_is_killed_between_syncs_comes_back_with_its_version(start, receiver, transport_to):
     servers = [start()]
     transport = transport_to([receiver], servers)
     full = sync(servers, transport, parameters(0), 0)
@@ -173,7 +184,7 @@ def test_a_receiver_that_is_killed_between_syncs_comes_back_with_its_version(sta
     assert serves(servers[0], 1)
 
 
-def test_a_receiver_that_is_killed_while_it_applies_gets_the_whole_version(start, receiver):
+def test_a_receiver_that_is_killed_while_it_applies_gets_the_whole_version(start, receiver, transport_to):
     sizes = {"num_elements": 20_000_000}
     servers = [start()]
     transport = transport_to([receiver], servers)
@@ -203,7 +214,7 @@ os.kill(int(sys.argv[2]), signal.SIGKILL)
 """
 
 
-def test_a_receiver_that_does_not_answer_is_named_with_the_command_that_starts_it(start, tmp_path):
+def test_a_receiver_that_does_not_answer_is_named_with_the_command_that_starts_it(start, tmp_path, transport_to):
     lone = ReceiverProcess(tmp_path)
     servers = [start()]
     with pytest.raises(SyncFailed) as caught:
@@ -215,7 +226,7 @@ def test_a_receiver_that_does_not_answer_is_named_with_the_command_that_starts_i
     lone.held.close()
 
 
-def test_a_wrong_token_and_a_server_in_place_of_a_receiver_are_named(start, receiver):
+def test_a_wrong_token_and_a_server_in_place_of_a_receiver_are_named(start, receiver, transport_to):
     servers = [start()]
     with pytest.raises(SyncFailed, match=r"HTTP 401.*LIGHTRL_SERVER_TOKEN"):
         sync(servers, transport_to([receiver], servers, token="another"), parameters(0), 0)
@@ -223,7 +234,7 @@ def test_a_wrong_token_and_a_server_in_place_of_a_receiver_are_named(start, rece
         sync(servers, transport_to(servers, servers), parameters(0), 0)
 
 
-def test_each_receiver_gets_its_own_upload_and_one_that_dies_loses_only_its_own_server(start, tmp_path):
+def test_each_receiver_gets_its_own_upload_and_one_that_dies_loses_only_its_own_server(start, tmp_path, transport_to):
     servers = [start() for _ in range(3)]
     with receiving(3, tmp_path) as receivers:
         transport = transport_to(receivers, servers, wait_s=30)

@@ -311,7 +311,7 @@ from lightrl.rewards.sandbox import Limits, LocalSandbox
 sandbox = LocalSandbox()
 def kill():
     while not list(Path(tempfile.gettempdir()).glob("lightrl-sandbox-*-*-*")):
-        time.sleep(0.01)
+        pass
     os.kill(sandbox._guard.pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 sandbox.run("print(1)", "", Limits())
@@ -320,17 +320,16 @@ sandbox.run("import time; time.sleep(60)", "", Limits(wall_s=60))
 """
 
 
-def test_the_folder_of_a_killed_guard_and_its_process_is_removed_by_the_next_start(tmp_path, monkeypatch):
+def test_what_a_killed_guard_and_its_process_left_is_removed_by_the_next_start(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yours = tmp_path / "lightrl-sandbox-notes"
     yours.mkdir()
     done = subprocess.run([sys.executable, "-c", KILLED], check=False)
     assert done.returncode == -signal.SIGKILL
-    (left,) = set(tmp_path.glob("lightrl-sandbox-*")) - {yours}
+    assert len(list(tmp_path.iterdir())) > 1
     assert run(LocalSandbox(), "print(1)").stdout == "1\n"
-    assert not left.exists()
-    assert yours.exists()
+    assert list(tmp_path.iterdir()) == [yours]
 
 
 AS_ANOTHER = """

@@ -1,10 +1,8 @@
-"""After each test of the trainer nothing of it runs any more, and resumes do not warn of what a test changed."""
+"""Resumes do not warn of what a test changed."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_run import our_threads
 
 # Lightning's, about a resume with other callbacks or another folder than those of the run before
 OF_RESUMES = (
@@ -18,9 +16,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.filterwarnings(*OF_RESUMES))
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_is_left() -> Iterator[None]:
-    yield
-    assert our_threads() == []

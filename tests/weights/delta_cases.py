@@ -22,6 +22,9 @@ class DeltaTrainer:
         self.version = self.base = NOTHING
         self.parts: list[bytes] = []  # of the delta from `base` to `version`
 
+    def close(self) -> None:
+        self.copy.close()
+
     def step(self, size: float = 1e-6) -> None:
         """The next version, and its delta."""
         for name in ("big", "small"):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,17 +17,17 @@ from lightrl.weights.delta_folder import NOTHING, DeltaFolder, NotTheBase
 
 @pytest.fixture
 def trainer():
-    trainer = DeltaTrainer()
-    trainer.step()
-    return trainer
+    with closing(DeltaTrainer()) as trainer:
+        trainer.step()
+        yield trainer
 
 
 @pytest.fixture
 def folder(tmp_path, trainer):
     """Has version 0."""
-    folder = DeltaFolder(tmp_path / "weights")
-    trainer.send_full(folder)
-    return folder
+    with closing(DeltaFolder(tmp_path / "weights")) as folder:
+        trainer.send_full(folder)
+        yield folder
 
 
 def versions(folder):
@@ -72,11 +73,11 @@ def test_a_delta_for_another_base_is_refused(folder, trainer):
     trainer.step()
     with pytest.raises(NotTheBase):
         trainer.send_delta(folder)  # a version was skipped
-    other = DeltaTrainer(run="another run")  # of the same content and number
-    other.step()
-    other.step()
-    with pytest.raises(NotTheBase):
-        other.send_delta(folder)
+    with closing(DeltaTrainer(run="another run")) as other:  # of the same content and number
+        other.step()
+        other.step()
+        with pytest.raises(NotTheBase):
+            other.send_delta(folder)
     assert is_equal(tensors_in(folder.path), before)
     trainer.send_full(folder)
     assert is_equal(tensors_in(folder.path), trainer.expected())
@@ -153,9 +154,9 @@ def test_a_result_with_another_digest_gets_no_name(folder, trainer):
 def test_the_next_process_takes_a_whole_version_over(folder, trainer):
     assert DeltaFolder(folder.root).version == trainer.version
     trainer.step()
-    taken = DeltaFolder(folder.root)
-    trainer.send_delta(taken)
-    assert is_equal(tensors_in(taken.path), trainer.expected())
+    with closing(DeltaFolder(folder.root)) as taken:
+        trainer.send_delta(taken)
+        assert is_equal(tensors_in(taken.path), trainer.expected())
     assert DeltaFolder(folder.root).undo == trainer.base
 
 

@@ -176,7 +176,7 @@ def _children() -> list[int]:
 
 def _file_with(data: bytes) -> int:
     """A descriptor to read this data from, of a file without a name."""
-    number, name = tempfile.mkstemp(prefix="lightrl-sandbox-stdin-")
+    number, name = tempfile.mkstemp(prefix=sys.argv[2])
     with os.fdopen(number, "wb") as file:
         file.write(data)
     descriptor = os.open(name, os.O_RDONLY)

@@ -58,9 +58,10 @@ class _LastBlock:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> NoReturn:
-        if kind is not None:
-            _write_record(self.records, {"problem": f"{kind.__name__}: {error}"})
-        os._exit(126)
+        try:
+            _write_record(self.records, {"problem": f"{type(error).__name__}: {error}"})
+        finally:  # also if the guard is gone, and nobody reads
+            os._exit(126)
 
 
 def start(program: Program, folder: str, streams: tuple[int, int, int], report: int, life: int) -> NoReturn:
