@@ -158,6 +158,7 @@ class Trainer(RLTrainer):
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
         self._stage = RolloutStage(self, self.rollout_loop.resume)
         self._restoring: object = None  # a fit's checkpoint, until the fit runs
+        self._first_step = 0  # iterations before this fit
         self._muted: list[Any] = []  # checkpoint callbacks that must not save the exception that ended the last stage
         self._hook_calls: deque[tuple[str, tuple[object, ...]]] = deque()
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
@@ -289,6 +290,7 @@ class Trainer(RLTrainer):
         if not isinstance(module, RLModule):
             self._restoring = None
             return super()._run_stage()
+        self._first_step = self.global_step
         with contextlib.ExitStack() as stack:
             stack.push(self._note_failure)
             stack.callback(self._stage.close)
@@ -306,6 +308,8 @@ class Trainer(RLTrainer):
                 # else the rank that failed says it, or there was nothing to save
                 if failed_before is None and self.global_step:
                     self._warn_of_no_checkpoint(getattr(callback, "dirpath", None))
+        elif self.state.fn == TrainerFn.FITTING and self.is_global_zero and not self.fast_dev_run:
+            self._warn_of_unsaved_iterations()
         if failed_before is not None and isinstance(error, Exception):
             raise OtherRankFailed(
                 f"Rank {self.global_rank} could not continue because another rank failed first. Fix that; its "
@@ -360,6 +364,18 @@ class Trainer(RLTrainer):
             path,
             self.rollout_loop.resume.why_no_checkpoint,
         )
+
+    def _warn_of_unsaved_iterations(self) -> None:
+        """Only a ModelCheckpoint of the user does not save on exceptions."""
+        own = [callback for callback in self.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+        saved = max(self._first_step, *(callback._last_global_step_saved for callback in own), 0)
+        if own and saved < self.global_step and not any(callback.save_on_exception for callback in own):
+            log.warning(
+                "No checkpoint was saved after iteration %d of %d. With save_on_exception=True your ModelCheckpoint "
+                "saves on Ctrl-C, SIGTERM and errors.",
+                saved,
+                self.global_step,
+            )
 
     def _add_default_callbacks(self, own: list[Callback]) -> None:
         for kind in (StalenessControl, RolloutMetrics, WeightSync):

@@ -28,11 +28,7 @@ if TYPE_CHECKING:
     from lightrl.trajectory import Group
 
 # Metric name → its short name in a line. The first line is about learning, the second about speed.
-_LEARNING = {
-    "rollout/reward": "reward",
-    "rollout/accuracy_fraction": "accuracy",
-    "val/accuracy_fraction": "held-out",
-}
+_LEARNING = {"rollout/reward": "reward", "rollout/accuracy_fraction": "accuracy", "val/accuracy_fraction": "held-out"}
 _SPEED = {
     "rollout/tokens_per_s": "tokens/s",
     "staleness/max_versions": "staleness",
@@ -75,11 +71,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     """
 
     def __init__(
-        self,
-        refresh_rate: int = 1,
-        process_position: int = 0,
-        leave: bool = False,
-        print_every_n_iterations: int = 10,
+        self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False, print_every_n_iterations: int = 10
     ) -> None:
         super().__init__(refresh_rate=refresh_rate, process_position=process_position, leave=leave)
         check_bounds(1, print_every_n_iterations=print_every_n_iterations)

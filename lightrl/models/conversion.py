@@ -162,9 +162,7 @@ def load_parts(
             slices[name] = slices[source]
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     config = semi_private("LoadStateDictConfig")(
-        dtype=spec.build_options["dtype"],
-        device_map={"": device},
-        weight_mapping=conversions(model),
+        dtype=spec.build_options["dtype"], device_map={"": device}, weight_mapping=conversions(model)
     )
     with _bare_modules(model), _local_shapes(model), _one_at_a_time(), without_bars():
         info, _ = semi_private("convert_and_load_state_dict_in_model")(model, slices, config)

@@ -286,6 +286,16 @@ def test_a_crash_within_an_iteration_saves_no_checkpoint(hook, tmp_path, caplog)
     assert "No checkpoint was saved" in caplog.text
 
 
+def test_iterations_that_a_crash_loses_are_named_where_the_users_checkpoint_ignores_exceptions(tmp_path, caplog):
+    save = ModelCheckpoint(tmp_path, every_n_train_steps=2, filename="{step}")
+    fit_async(tmp_path, 0, callbacks=[save, StopAfter(3)])
+    assert "No checkpoint was saved after iteration 2 of 3. With save_on_exception=True" in caplog.text
+    caplog.clear()
+    save = ModelCheckpoint(tmp_path, every_n_train_steps=2, filename="{step}")
+    fit_async(tmp_path, 0, resume=tmp_path / "step=2.ckpt", callbacks=[save, StopAfter(2, "on_rollout_start")])
+    assert "No checkpoint was saved" not in caplog.text
+
+
 def test_max_epochs_holds_after_a_crash_and_a_resume(tmp_path: Path) -> None:
     for hook in ("on_train_batch_end", "on_rollout_start"):
         folder = tmp_path / hook

@@ -173,10 +173,7 @@ def _rows(experience: Experience) -> tuple[list[list[int]], BranchRows | None]:
 
 
 async def _all_answers(
-    url: str,
-    ask: Callable[[SGLangClient, Item], Awaitable[Answer]],
-    items: Sequence[Item],
-    max_concurrent: int,
+    url: str, ask: Callable[[SGLangClient, Item], Awaitable[Answer]], items: Sequence[Item], max_concurrent: int
 ) -> list[Answer]:
     """The answers in the order of `items`; the first failure, or a cancellation, cancels the others."""
     client = SGLangClient(url, token=os.environ.get(TOKEN_VARIABLE))
