@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, cast, get_args
 
 import numpy as np
 import torch
@@ -31,9 +31,6 @@ from lightrl.functional.rows import (
     support_fields,
 )
 from lightrl.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # What a loss reads as a whole; minibatches and microbatches never split it.
 LossUnit = Literal["trajectory", "group", "pair"]
@@ -250,7 +247,7 @@ class Experience:
         try:
             from tensordict import TensorDict
         except ImportError as error:
-            raise ImportError("to_tensordict needs tensordict: pip install lightrl[tensordict].") from error
+            raise ImportError("to_tensordict needs tensordict: pip install tensordict.") from error
         tensors = {name: value for name, value in self.tensors().items() if name not in (*TABLES, *ON_HOST)}
         return TensorDict(tensors, batch_size=[len(self)])
 

@@ -278,7 +278,7 @@ class FakeEngine(RolloutEngine, ContinuesCompletions):
                 self._sleepers.add(entry)
             try:
                 await asyncio.wait_for(woken.wait(), left_s if 0 < left_s < math.inf else None)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 continue
             finally:
                 with self._lock:

@@ -125,7 +125,7 @@ class RayLauncher(LocalLauncher):
         try:
             import ray
         except ImportError as error:
-            raise ValueError(f"launcher: ray needs Ray ({error}). pip install 'lightrl[ray]' on all hosts.") from error
+            raise ValueError(f"launcher: ray needs Ray ({error}). Run `pip install ray` on all hosts.") from error
         handler = signal.getsignal(signal.SIGTERM)
         try:
             address = self.plan.launch.options.get("address") or os.environ.get("RAY_ADDRESS", "auto")

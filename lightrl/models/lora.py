@@ -92,7 +92,7 @@ class LoRA:
         try:
             from peft import LoraConfig
         except ImportError as error:
-            raise ImportError("lora needs peft: pip install lightrl[lora].") from error
+            raise ImportError("lora needs peft: pip install peft.") from error
         model.requires_grad_(False)
         if self.adapter is not None:
             config = LoraConfig.from_pretrained(self.adapter)

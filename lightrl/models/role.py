@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.models.lora import LoRA
@@ -16,7 +16,6 @@ from lightrl.models.optimizer import check_adamw
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-    from typing_extensions import Self
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class Role:
         lr: learning rate of this role, which may be 0; None is the module's.
         weight_decay: of this role; None is the module's.
         frozen: do not train this critic; the policy is always trained.
-        lora: train small adapters instead of the weights; needs `pip install lightrl[lora]`.
+        lora: train small adapters instead of the weights; needs `pip install peft`.
         offload: keep the model in CPU memory between uses; for roles that are not trained.
         mesh: ranks of its own for this role's model; None for all ranks, split as the strategy says.
 

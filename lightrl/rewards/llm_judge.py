@@ -147,7 +147,7 @@ class LLMJudge:
             attempt += 1
             try:
                 status, text, retry_after_s = await asyncio.wait_for(self._post(question), left_s)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 break
             except OSError as error:  # aiohttp's connection errors are OSErrors
                 status, text, retry_after_s = 0, repr(error), None

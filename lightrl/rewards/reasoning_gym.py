@@ -1,4 +1,4 @@
-"""Rows and reward of reasoning-gym's data sets, by name; `pip install "lightrl[reasoning_gym]"`.
+"""Rows and reward of reasoning-gym's data sets, by name; `pip install reasoning-gym`.
 
     data:
       class_path: PromptDataModule
@@ -95,7 +95,7 @@ def dataset_of(name: str, seed: int, size: int, arguments: str) -> Any:
         import reasoning_gym
     except ImportError as error:
         raise ValueError(
-            f'The data set {name!r} needs reasoning-gym ({error}). Install it: pip install "lightrl[reasoning_gym]".'
+            f"The data set {name!r} needs reasoning-gym ({error}). Install it: pip install reasoning-gym."
         ) from error
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(arguments))

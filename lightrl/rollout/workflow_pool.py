@@ -250,7 +250,7 @@ class WorkflowPool:
             channel.send(name, level, self._follower, self.workflow)
             try:
                 ready = await asyncio.wait_for(channel.receive(), START_S)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 raise RolloutError(f"The {name} was not ready {START_S:g} s after its start.") from None
             if ready is None:
                 return None

@@ -20,9 +20,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
-
-from typing_extensions import Self
+from typing import Any, ClassVar, Self
 
 from lightrl.engines.engine import Completion
 from lightrl.trajectory import JsonMapping, JsonObject

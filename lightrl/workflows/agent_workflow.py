@@ -65,7 +65,7 @@ class AgentWorkflow(Workflow):
         tool_parser: finds the calls in a completion's text; a function or its dotted path. None for the tokenizer's
             response template, or else for Hermes' format (Qwen 2.5 and 3).
         renderer: parses completions instead: a model's format in the package `renderers`, such as `qwen3.5`, or `auto`
-            to choose it by the tokenizer's name. Needs `pip install 'lightrl[renderers]'`.
+            to choose it by the tokenizer's name. Needs `pip install renderers`.
 
     Raises:
         ValueError: if a limit is out of range, a dotted path leads nowhere, there is no such renderer, or no chat

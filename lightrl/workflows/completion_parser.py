@@ -88,10 +88,7 @@ def _renderer(tokenizer: PreTrainedTokenizerBase, name: str) -> Any:
     try:
         import renderers
     except ImportError as error:
-        raise ValueError(
-            f"renderer={name!r} needs the package renderers. Run `pip install 'lightrl[renderers]'` with Python 3.11 "
-            "or later."
-        ) from error
+        raise ValueError(f"renderer={name!r} needs the package renderers. Run `pip install renderers`.") from error
     try:
         renderer = renderers.create_renderer(tokenizer, renderers.config_from_name(name))
     except Exception as error:  # whatever its model's tokenizer lacks

@@ -1,4 +1,4 @@
-"""MCPServer: tools of a server of the Model Context Protocol, for ToolEnvironment; `pip install "lightrl[mcp]"`."""
+"""MCPServer: tools of a server of the Model Context Protocol, for ToolEnvironment; `pip install mcp`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _client(command: tuple[str, ...], url: str | None, environment: tuple[tuple[
     try:
         from mcp import Client, StdioServerParameters, stdio_client
     except ImportError as error:
-        raise ValueError(f'it needs the package mcp ({error}): pip install "lightrl[mcp]"') from error
+        raise ValueError(f"it needs the package mcp ({error}): pip install mcp") from error
     if url is not None:
         return Client(url)
     return Client(stdio_client(StdioServerParameters(command=command[0], args=[*command[1:]], env=dict(environment))))

@@ -235,7 +235,7 @@ def _action_fields(url: str) -> list[str]:
 
     try:
         return run_apart(ask(), _START_TIMEOUT_S)
-    except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as error:
+    except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"No OpenEnv server answers at url={url!r}: {str(error) or repr(error):.300}. Start it, or fix url."
         ) from error
@@ -259,6 +259,6 @@ def _tools_at(url: str) -> list[JsonObject]:
 
     try:
         functions = run_apart(ask(), _START_TIMEOUT_S)
-    except (RolloutError, asyncio.TimeoutError, KeyError) as error:
+    except (TimeoutError, RolloutError, KeyError) as error:
         raise ValueError(f"url={url!r} must be an OpenEnv server with tools: {str(error) or repr(error)}") from error
     return [{"type": "function", "function": function} for function in functions]

@@ -95,7 +95,7 @@ class DecodeThread(threading.Thread):
             self._condition.notify_all()
         try:
             await asyncio.wait_for(boundary, self._boundary_timeout_s)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise self._overdue("pause") from error
         with self._condition:
             self.check_alive()

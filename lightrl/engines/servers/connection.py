@@ -200,8 +200,8 @@ class Connection:
                     answer_headers.update((key.lower(), value) for key, value in response.headers.items())
         except asyncio.CancelledError as error:
             # Closing a session cancels the requests that wait for a connection; then nobody has cancelled this task.
-            is_cancelled = getattr(asyncio.current_task(), "cancelling", lambda: 0)()  # Python 3.10 has no count
-            if is_cancelled or self._num_closes == num_closes:
+            task = asyncio.current_task()
+            if task is None or task.cancelling() or self._num_closes == num_closes:
                 raise
             raise EngineUnreachable(f"The connection to {self.name} was closed before it took {name}.") from error
         except aiohttp.ServerTimeoutError as error:  # deadline of the connection; the whole request's is below
@@ -209,7 +209,7 @@ class Connection:
                 f"{self.name} accepted no connection for {name} within engine.timeouts.request_s="
                 f"{self.timeouts.request_s:g}; {self.describe()}. It may hang, or have too many connections."
             ) from error
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise EngineTimeout(
                 f"{self.name} did not answer {name} within {timeout_s:g} s; {self.describe()}. Check its log, or "
                 "increase the deadline in engine.timeouts."

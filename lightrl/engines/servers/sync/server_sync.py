@@ -100,7 +100,7 @@ class BucketFeed:
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), self.timeout_s)
-            except asyncio.TimeoutError as error:
+            except TimeoutError as error:
                 raise WeightSyncError(
                     f"the trainer sent no bucket for {self.timeout_s:g} s; a rank may hang"
                 ) from error

@@ -166,7 +166,7 @@ async def _within(step: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
     """Bounds a step that has a deadline of its own and may not keep it, such as NCCL on a device that hangs."""
     try:
         return await asyncio.wait_for(step, timeout_s)
-    except asyncio.TimeoutError as error:
+    except TimeoutError as error:
         raise WeightSyncError(
             f"This process did not send within {timeout_s:g} s: its device or network hangs. Check the trainer's GPU."
         ) from error

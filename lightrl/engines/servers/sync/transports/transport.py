@@ -191,7 +191,7 @@ class DiskTransport(WeightTransport):
         """A network folder may hang for ever; its thread is then abandoned."""
         try:
             return await asyncio.wait_for(in_thread(step, *arguments), servers.timeout_s)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise WeightSyncError(
                 f"the disk of {str(self.folder.root)!r} did not finish a step within engine.timeouts.sync_s="
                 f"{servers.timeout_s:g}. It may be a network folder that hangs. Check it, or set another weight_folder."
