@@ -14,8 +14,10 @@ from test_lightning_names import is_private, nodes_of, own_names
 import lightrl
 
 PACKAGE = Path(lightrl.__file__).parent
-MAX_PACKAGE_LINES = 58580
+MAX_PACKAGE_LINES = 58566
 MAX_TEST_LINES_PER_LINE = 0.9
+MAX_GUIDE_WORDS = 30_000
+MAX_README_LINES = 140
 MAX_BROAD_EXCEPTS_PER_1000_LINES = 0.5
 MAX_PRIVATE_NAMES_IN_TESTS = 52
 LAYERS = [
@@ -181,9 +183,11 @@ def num_lines(files: Iterable[Path]) -> int:
     return sum(len(file.read_text().splitlines()) for file in files)
 
 
-def test_the_package_does_not_grow_nor_its_tests_beyond_it():
+def test_the_package_its_tests_and_its_guides_do_not_grow():
     assert num_lines(modules_of()) <= MAX_PACKAGE_LINES
     assert num_lines((PACKAGE.parent / "tests").rglob("*.py")) <= MAX_TEST_LINES_PER_LINE * MAX_PACKAGE_LINES
+    assert sum(len(guide.read_text().split()) for guide in (PACKAGE.parent / "docs").glob("*.md")) <= MAX_GUIDE_WORDS
+    assert len((PACKAGE.parent / "README.md").read_text().splitlines()) <= MAX_README_LINES
 
 
 def test_every_file_of_the_readmes_reading_path_exists():
