@@ -142,10 +142,10 @@ def decodings(engine: LocalEngine, name: str) -> dict[str, Callable[[], float]]:
     """The same draws with and without the record of their supports."""
 
     def without() -> float:
-        with mock.patch.object(running_batch, "draw_tokens", lambda *a, **b: (*drawn(*a, **b)[:2], None)):
+        with mock.patch.object(running_batch, "sample_tokens", lambda *a, **b: (*drawn(*a, **b)[:2], None)):
             return processor_s(lambda: generated(engine, name))
 
-    drawn = running_batch.draw_tokens
+    drawn = running_batch.sample_tokens
     return {"with": lambda: processor_s(lambda: generated(engine, name)), "without": without}
 
 

@@ -215,11 +215,15 @@ def least_bytes(split: SplitModel, topology: Topology, task: Task) -> dict[str, 
     share = (topology.tp - 1) / topology.tp
     num_ends = sum((number == 0) + stage.is_last for number, stage in split.stages.items())
     numel_of = {name: value.numel() for name, value in split.whole.named_parameters()}
-    parameters = sum(4 * numel_of[name] for name, owner in split.stage_of.items() if owner in split.stages)
+    parameters = sum(4 * numel for name, numel in numel_of.items() if split.stage_of[name] in split.stages)
     num_hops = 2 * len(split.stages) - num_ends
+    layers = [layer for stage in split.stages.values() for layer in stage.body.layers]
+    num_layers = sum(
+        next(layer.parameters(), None) is not None for layer in layers
+    )  # the others stand for other stages'
     return {
         "dp": round(2 * (topology.dp - 1) / topology.dp * parameters / topology.tp),
-        "tp": round(share * hidden * (8 * sum(len(stage.layers) for stage in split.stages.values()) + 2 * num_ends)),
+        "tp": round(share * hidden * (8 * num_layers + 2 * num_ends)),
         "pp": round(hidden / topology.tp * num_hops),
     }
 

@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
             InstantRewards(),
             RolloutSettings(group_size=10, groups_per_iteration=sessions // 10),
             sampling=sampling,
-            prompts=Prompts(workflow.renderer.tokenizer),
+            prompts=Prompts(workflow.template.tokenizer),
         )
         try:
             groups: list[Any] = []

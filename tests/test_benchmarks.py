@@ -29,6 +29,7 @@ from benchmarks import (
     same_update,
     sync_faults,
     weight_sync,
+    workflows,
 )
 from benchmarks.lengths import lognormal_lengths, skewed_lengths
 
@@ -113,6 +114,12 @@ def test_orchestrator_compares_the_controller_to_a_bare_loop(capsys):
     lines = printed(capsys)
     assert {line["measurement"] for line in lines if "in_flight" in line} == {"bare", "engine", "controller"}
     assert lines[-1]["controller_ratio_40"] > 0
+
+
+def test_workflows_gives_the_processor_time_of_a_turn_of_each_kind(capsys):
+    workflows.main(["--quick"])
+    kinds = {line["measurement"] for line in printed(capsys) if line.get("cpu_ms_per_turn", 0) > 0}
+    assert kinds == {"engine_only", "token_ids", "chat", "thread", "tool"}
 
 
 def test_async_overlap_keeps_its_staleness_bound_and_the_distribution_of_lengths(capsys):

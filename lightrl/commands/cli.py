@@ -478,7 +478,7 @@ def flags_for_strings(parser: ArgumentParser, user_settings: UserSettings) -> li
                 kind = max(kinds, key=lambda kind: len(added.keys() & Keys.of_class(kind).types.keys()))
                 first = dataclasses.fields(kind)[0].name
                 path, inner = f"{path}.{first}", added.get(first)
-                if inner is None:
+                if first not in added:
                     flags.append(f"--{path}={texts[0]}")
                     user_settings.set(path, texts[0])
                 if not isinstance(inner, Mapping):

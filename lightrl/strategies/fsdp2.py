@@ -314,7 +314,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             Routes(model)
         if is_mixed:
             setattr(model, LAYER_DTYPE, torch.bfloat16)
-        for layer in layers:
+        for layer in reversed(layers):  # a layer within another one first
             trains = any(parameter.requires_grad for parameter in layer.parameters())
             if is_compiled:
                 layer.forward = torch.compile(layer.forward, dynamic=True)

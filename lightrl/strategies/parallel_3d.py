@@ -24,7 +24,7 @@ from lightrl.experience import Experience
 from lightrl.functional import aligned_to_tokens, predicting_positions
 from lightrl.models import Backward, Candidates, LossFunction, Outputs, RoleMesh, teacher_candidates
 from lightrl.models.conversion import Names, exported_tensors
-from lightrl.models.lora import Part, exported_parameters
+from lightrl.models.lora import Part, exported_parameters, held_tensors
 from lightrl.strategies.branches import branch_rows
 from lightrl.strategies.empty_model import empty_model
 from lightrl.strategies.fsdp2 import FSDP2Strategy
@@ -327,9 +327,9 @@ class Parallel3DModel:
         self, bucket_bytes: int, *, part: Part = "merged", names: Names = "module", is_spread: bool = False
     ) -> Iterator[Bucket]:
         self.split.reshard()
-        held = self.split.held_parameters()
+        held = self.split.held_tensors()
         if self._gather is None:
-            whole_of = {name: (value.shape, value.dtype) for name, value in self.split.whole.named_parameters()}
+            whole_of = {name: (value.shape, value.dtype) for name, value in held_tensors(self.split.whole).items()}
             self._gather = PlannedGather(whole_of, held, group=self.group)
         return self._gather.buckets(
             held,

@@ -35,7 +35,7 @@ from lightrl.functional import (
 )
 from lightrl.models import Candidates, Role, scalar_head
 from lightrl.models.conversion import checkpoint_files, load_parts, semi_private
-from lightrl.models.lora import adapter_reader, base_name, is_adapter
+from lightrl.models.lora import adapter_reader, base_name, held_tensors, is_adapter
 from lightrl.models.model_spec import check_files
 from lightrl.strategies.empty_model import give_memory, take_role
 from lightrl.strategies.fsdp2_model import reshard
@@ -234,7 +234,7 @@ class SplitModel:
     mesh: DeviceMesh
     pipeline: Pipeline
     stages: dict[int, Stage]
-    stage_of: dict[str, int]  # the stage of each of the whole model's parameters
+    stage_of: dict[str, int]  # the stage of each of the whole model's `held_tensors`
     has_values: bool  # whether it has a scalar head, its own or a critic's
     tied: Tensor | None  # this rank's embedding if it is also the output head of another rank, or the reverse
     tied_group: dist.ProcessGroup | None
@@ -268,9 +268,9 @@ class SplitModel:
         """The parameter that this rank shares with another rank, which counts it in norms."""
         return self.tied if self.pipeline.rank != 0 else None
 
-    def held_parameters(self) -> dict[str, Tensor]:
-        """Name → this rank's part of the parameter; without the copy of a tied embedding."""
-        mine, here = dict(self.model.named_parameters()), self.pipeline.rank
+    def held_tensors(self) -> dict[str, Tensor]:
+        """Name → this rank's part of the parameter or buffer; without the copy of a tied embedding."""
+        mine, here = held_tensors(self.model), self.pipeline.rank
         return {name: mine[name] for name, stage in self.stage_of.items() if stage % self.pipeline.num_ranks == here}
 
 
@@ -307,7 +307,7 @@ def split_model(
     pipeline = Pipeline(pp.get_group() if pp.size() > 1 else None, pp.size(), stages_per_rank, device)
     last = pipeline.num_stages - 1
     ranges = split_layers(model.config, pipeline.num_stages)
-    stage_of = {name: _stage_of(name, ranges) for name, _ in model.named_parameters()}
+    stage_of = {name: _stage_of(name, ranges) for name in held_tensors(model)}
     body = model.base_model
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is body.embed_tokens.weight
@@ -387,11 +387,11 @@ def _load_held(model: PreTrainedModel, role: Role, device: torch.device, *, is_t
         made = spec.load_model().state_dict()
     read_adapter = None if role.lora is None else adapter_reader(role.lora, spec.random_seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, tensor in held_tensors(model).items():
             if read_adapter is not None and is_adapter(name):
-                parameter.copy_(read_adapter(name, parameter.shape))
+                tensor.copy_(read_adapter(name, tensor.shape))
             elif made:
-                parameter.copy_(made[base_name(name)])
+                tensor.copy_(made[base_name(name)])
     if is_tied and head is not None and embed_tokens is not None:
         head.weight = embed_tokens.weight
 

@@ -133,3 +133,13 @@ def test_a_string_stays_the_models_path_with_what_flags_add_to_it(flag, path, se
     for name in path[:-1]:
         spec = spec[name]
     assert (spec["path"], spec["dtype"]) == ("some/model", "bfloat16")
+
+
+def test_a_later_file_replaces_the_models_path_by_null(settings, config, capsys):
+    settings["model"]["init_args"]["policy"] = "some/model"
+    small = {"path": None, "config": {"model_type": "qwen3"}}
+    later = config({"model": {"init_args": {"policy": small}}}, "small.yaml")
+    with pytest.raises(SystemExit):
+        LightRLCLI(["fit", "--config", config(settings), "--config", later, "--print_config"])
+    spec = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["policy"]
+    assert (spec["path"], spec["config"]) == (None, {"model_type": "qwen3"})

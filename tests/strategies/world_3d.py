@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.families import FAMILIES as OF_KINDS
 from lightrl.experience import Experience
 from lightrl.models import Outputs, scalar_head
+from lightrl.models.lora import held_tensors
 from lightrl.strategies import LogprobSettings, ShardedExperience, SingleModel, whole
 from lightrl.strategies.parallel_3d import Parallel3DModel
 from lightrl.strategies.ranks import square_norm
@@ -127,10 +128,10 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
                 lambda loss: (loss * dp).backward(),
             )
         alone.forward_backward(everything, alone_loss, Tensor.backward)
-        for name, value in split.held_parameters().items():
-            gradient, expected_gradient = value.grad, single.get_parameter(name).grad
-            if gradient is not None and expected_gradient is not None:
-                apart = float((whole(gradient) - expected_gradient).norm() / expected_gradient.norm().clamp(min=1e-6))
+        for name, value in split.held_tensors().items():
+            expected_gradient = None if value.grad is None else single.get_parameter(name).grad
+            if expected_gradient is not None:
+                apart = float((whole(value.grad) - expected_gradient).norm() / expected_gradient.norm().clamp(min=1e-6))
                 actual["gradients"] = max(actual["gradients"], apart)
         total = torch.stack(losses).sum().detach()
         dist.all_reduce(total, group=mesh["dp"].get_group())
@@ -147,7 +148,7 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
             local(gradient).mul_(min(1.0, MAX_NORM / float(square.sqrt())))
         for optimizer in optimizers:
             optimizer.step()
-    expected = dict(single.named_parameters())
+    expected = held_tensors(single)
     first = {name: value for bucket in spread.full_parameters(2000) for name, value in bucket.tensors.items()}
     assert list(first) == (list(expected) if dist.get_rank() == 0 else [])
     share = {
@@ -182,9 +183,9 @@ def compare_rounding(pp: int, dp: int, tp: int, schedule: str, family: str, form
         for model in (alone, spread):
             model.forward_backward(microbatches, loss_of, Tensor.backward)
     squares = torch.zeros(2)
-    for name, value in split.held_parameters().items():
-        exact_gradient = exact.get_parameter(name).grad
-        if exact_gradient is not None and value.grad is not None:
+    for name, value in split.held_tensors().items():
+        exact_gradient = None if value.grad is None else exact.get_parameter(name).grad
+        if exact_gradient is not None:
             gradients = (whole(value.grad), single.get_parameter(name).grad)
             squares += torch.stack([(gradient - exact_gradient).square().sum() for gradient in gradients])
     dist.all_reduce(squares)
