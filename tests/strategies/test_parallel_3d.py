@@ -30,7 +30,7 @@ CASES: list[list[Any]] = [
     [2, 1, 1, "1F1B", "critic"],
     [1, 1, 2, "1F1B", "critic"],
     [1, 1, 2, "1F1B", "cohere"],
-    [2, 1, 1, "1F1B", "granite", "packed"],
+    [2, 1, 1, "1F1B", "apertus", "packed"],  # with buffers
     [1, 1, 2, "1F1B", "qwen3", "mixed"],
     [2, 1, 1, "1F1B", "qwen3", "mixed"],
 ]
