@@ -158,7 +158,7 @@ class Trainer(RLTrainer):
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
         self._stage = RolloutStage(self, self.rollout_loop.resume)
         self._restoring: object = None  # a fit's checkpoint, until the fit runs
-        self._first_step = 0  # iterations before this fit
+        self._num_saved = 0  # iterations that the latest checkpoint has, or that came before this fit
         self._muted: list[Any] = []  # checkpoint callbacks that must not save the exception that ended the last stage
         self._hook_calls: deque[tuple[str, tuple[object, ...]]] = deque()
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
@@ -290,7 +290,7 @@ class Trainer(RLTrainer):
         if not isinstance(module, RLModule):
             self._restoring = None
             return super()._run_stage()
-        self._first_step = self.global_step
+        self._num_saved = self.global_step
         with contextlib.ExitStack() as stack:
             stack.push(self._note_failure)
             stack.callback(self._stage.close)
@@ -356,6 +356,7 @@ class Trainer(RLTrainer):
             return
         with logged_behind_failure():
             super().save_checkpoint(filepath, weights_only, storage_options)
+        self._num_saved = self.global_step
 
     def _warn_of_no_checkpoint(self, path: object) -> None:
         log.warning(
@@ -368,12 +369,11 @@ class Trainer(RLTrainer):
     def _warn_of_unsaved_iterations(self) -> None:
         """Only a ModelCheckpoint of the user does not save on exceptions."""
         own = [callback for callback in self.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-        saved = max(self._first_step, *(callback._last_global_step_saved for callback in own), 0)
-        if own and saved < self.global_step and not any(callback.save_on_exception for callback in own):
+        if own and self._num_saved < self.global_step and not any(callback.save_on_exception for callback in own):
             log.warning(
                 "No checkpoint was saved after iteration %d of %d. With save_on_exception=True your ModelCheckpoint "
                 "saves on Ctrl-C, SIGTERM and errors.",
-                saved,
+                self._num_saved,
                 self.global_step,
             )
 
