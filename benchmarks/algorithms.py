@@ -230,7 +230,7 @@ def make_curve() -> Any:
             self.rows: list[dict[str, Any]] = []
             self.start_s = time.perf_counter()
 
-        def on_train_batch_end(self, trainer: lightrl.Trainer, *args: Any) -> None:
+        def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
             metrics = trainer.callback_metrics
             self.rows.append(
                 {

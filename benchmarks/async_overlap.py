@@ -113,7 +113,9 @@ class PlaybackEngine(RolloutEngine):
     def start(self, config: PretrainedConfig) -> None:
         self._vocab_size = config.vocab_size
 
-    async def generate(self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1) -> list[Completion]:
+    async def generate(
+        self, token_ids: list[int], sampling: Sampling, *, session: str, **request: Any
+    ) -> list[Completion]:
         """One completion of the session's length; see `RolloutEngine`."""
         length = min(session_length(session, self.lengths, self.group_size), sampling.max_new_tokens)
         started_s = self.clock_s()
@@ -259,12 +261,10 @@ class PlayedSGLangEngine(SGLangEngine):
         self.lengths = lengths
         self.group_size = group_size
 
-    async def generate(
-        self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, images: tuple[str, ...] = ()
-    ) -> list[Completion]:
-        length = min(session_length(session, self.lengths, self.group_size), sampling.max_new_tokens)
+    async def generate(self, token_ids: list[int], sampling: Sampling, **request: Any) -> list[Completion]:
+        length = min(session_length(request["session"], self.lengths, self.group_size), sampling.max_new_tokens)
         sampling = dataclasses.replace(sampling, max_new_tokens=length)
-        return await super().generate(token_ids, sampling, session=session, n=n, images=images)
+        return await super().generate(token_ids, sampling, **request)
 
 
 @dataclass

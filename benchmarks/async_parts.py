@@ -47,7 +47,7 @@ from benchmarks.report import Report, interleaved, median_ratio
 from lightrl.callbacks.probe import LagProbe
 from lightrl.engines import LocalEngine
 from lightrl.engines.engine import Completion
-from lightrl.engines.local import running_batch
+from lightrl.engines.local import running_batch, sampler
 from lightrl.experience import Experience
 from lightrl.functional import encode_supports, joined_supports
 from lightrl.loops.score import score
@@ -145,7 +145,7 @@ def decodings(engine: LocalEngine, name: str) -> dict[str, Callable[[], float]]:
         with mock.patch.object(running_batch, "sample_tokens", lambda *a, **b: (*drawn(*a, **b)[:2], None)):
             return processor_s(lambda: generated(engine, name))
 
-    drawn = running_batch.sample_tokens
+    drawn = sampler.sample_tokens
     return {"with": lambda: processor_s(lambda: generated(engine, name)), "without": without}
 
 

@@ -135,11 +135,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for is_cached in (False, True) if suffix == ".parquet" else (False,):
                     values = measured(path, Path(folder) / "cache")
                     report.add("prompts", axis="prompts", prompts=size, form=suffix[1:], is_cached=is_cached, **values)
-    for size in filter(None, held.split(",")):
-        report.add("trajectories", axis="trajectories", **held_trajectories.measured(*map(int, size.split("x"))))
-    for size in ["32x64"] if options.quick else filter(None, options.shared.split(",")):
+    for shape in filter(None, held.split(",")):
+        report.add("trajectories", axis="trajectories", **held_trajectories.measured(*map(int, shape.split("x"))))
+    for shape in ["32x64"] if options.quick else filter(None, options.shared.split(",")):
         for ranks in "12" if options.quick else filter(None, options.ranks.split(",")):
-            report.add("ranks", axis="ranks", **spread_rows.measured(int(ranks), *map(int, size.split("x"))))
+            report.add("ranks", axis="ranks", **spread_rows.measured(int(ranks), *map(int, shape.split("x"))))
     for values in long_run.measured("2,10" if options.quick else options.iterations):
         report.add("iterations", axis="iterations", **values)
     report.finish()

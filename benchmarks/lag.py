@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for seed, setting in itertools.product(seeds, settings):
             key = (*setting, seed)
             if key not in records:
-                records[key] = train(*setting, seed, options)
+                records[key] = train(setting[0], setting[1], setting[2], seed, options)
                 with (options.out / "runs.jsonl").open("a") as file:
                     file.write(json.dumps(records[key], separators=(",", ":")) + "\n")
     for setting in settings:

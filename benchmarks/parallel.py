@@ -163,7 +163,7 @@ def _group_size(name: str, args: Any) -> int:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             return int(dist.ProcessGroup.unbox(value).size())
         if isinstance(value, str) and value not in ("sum", "avg", "max", "min", "product"):
-            return int(dist.distributed_c10d._resolve_process_group(value).size())
+            return int(dist.distributed_c10d._resolve_process_group(value).size())  # type: ignore[attr-defined]
     raise ValueError(
         f"{name} got {[type(value) for value in args]}, without a process group. Extend _group_size for this operator."
     )

@@ -99,9 +99,7 @@ class OtherTurns(lightrl.RLCallback):
         self.minibatch: ShardedExperience | None = None
         self.sides: dict[str, Callable[[], None]] = {}
 
-    def on_minibatch_start(
-        self, trainer: Any, module: Any, minibatch: ShardedExperience, index: int, total: int
-    ) -> None:
+    def on_minibatch_start(self, trainer: Any, module: Any, minibatch: Any, index: int, total: int) -> None:
         self.minibatch = minibatch
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
