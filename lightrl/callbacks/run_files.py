@@ -294,10 +294,7 @@ class TimedCheckpoint(ModelCheckpoint):
 
     def __init__(self, *, every_s: float = 600.0) -> None:
         super().__init__(
-            save_top_k=0,
-            save_last=True,
-            train_time_interval=timedelta(seconds=every_s),
-            enable_version_counter=False,
+            save_top_k=0, save_last=True, train_time_interval=timedelta(seconds=every_s), enable_version_counter=False
         )
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:

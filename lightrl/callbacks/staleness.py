@@ -110,11 +110,7 @@ class StalenessControl(RLCallback):
     """
 
     def __init__(
-        self,
-        max_staleness: int = 0,
-        *,
-        max_concurrent: int | None = None,
-        rollout_timeout_s: float = 1800.0,
+        self, max_staleness: int = 0, *, max_concurrent: int | None = None, rollout_timeout_s: float = 1800.0
     ) -> None:
         check_bounds(0, max_staleness=max_staleness)
         check_bounds(1, max_concurrent=max_concurrent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import importlib
+import inspect
 import logging
 import os
 import socket
@@ -331,6 +332,12 @@ def context_tokens(config: PretrainedConfig) -> int | None:
         return tokens
     originals = [getattr(text, LONGROPE_LENGTH, None), *(one.get(LONGROPE_LENGTH) for one in ropes)]
     return min(tokens, *(int(length) for length in originals if length))
+
+
+def cache_argument(model: torch.nn.Module) -> str:
+    """What a model calls its key-values, in and out: `cache` from transformers 5.24 on; "" if it has none."""
+    accepted = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in accepted), "")
 
 
 def scalar_head(model: PreTrainedModel) -> torch.nn.Linear | None:

@@ -30,11 +30,7 @@ _FIELD = "reasoning_gym"  # the column that says where an entry comes from
 
 
 def rows(
-    split: str = "train",
-    *,
-    datasets: Sequence[str] | Mapping[str, JsonObject],
-    size: int = 500,
-    seed: int = 0,
+    split: str = "train", *, datasets: Sequence[str] | Mapping[str, JsonObject], size: int = 500, seed: int = 0
 ) -> Iterator[JsonObject]:
     """Rows of some data sets in turn: `question`, `answer` (an example of one), `dataset`.
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightrl.experience import Experience
 from lightrl.functional import bins, on_host, rectangles, to_device
+from lightrl.models.model_spec import cache_argument
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -194,22 +195,22 @@ def shared_hidden(
         layer_input: turns trajectories [R] and tokens [R, T] that begin with their prompts, which may contain images,
             into the model's arguments.
     """
-    device = token_ids.device
+    device, cached = token_ids.device, cache_argument(model.base_model)
     cache: DynamicCache | None = None
     for rows, following in pairwise([*plan, []]):
         tokens = _Tokens.of(rows, on_host(token_ids))
         inputs: dict[str, Any] = {"input_ids": to_device(tokens.token_ids, device)}
         if rows[0].stored is not None:
             stored = to_device(torch.tensor([row.stored for row in rows]), device)
-            inputs["past_key_values"] = repeated_cache(model, cache, stored)
+            inputs[cached] = repeated_cache(model, cache, stored)
         else:
             inputs = layer_input(to_device(torch.tensor([row.members[0] for row in rows]), device), inputs["input_ids"])
             if following and following[0].stored is not None:
-                inputs["past_key_values"] = cache = new_cache(model)
+                inputs[cached] = cache = new_cache(model)
         if any(row.needs_mask for row in rows):
             inputs["position_ids"] = to_device(tokens.positions, device)
             inputs["attention_mask"] = mask_of(to_device(tokens.segments, device), model.dtype)
-        hidden = model.base_model(**inputs, use_cache="past_key_values" in inputs).last_hidden_state
+        hidden = model.base_model(**inputs, use_cache=cached in inputs).last_hidden_state
         place = tokens.flat_indices[predicting]
         at, columns, place = (to_device(values[place >= 0], device) for values in (*predicting, place))
         yield at, columns, hidden.flatten(0, 1)[place]

@@ -49,6 +49,7 @@ from lightrl.models.conversion import Names, exported_tensors
 from lightrl.models.hybrids import keeps_states
 from lightrl.models.images import ImageTable, image_inputs, image_kind, new_model
 from lightrl.models.lora import Part, exported_parameters, held_tensors
+from lightrl.models.model_spec import cache_argument
 from lightrl.models.moe import moe_blocks
 from lightrl.models.routes import NOT_COMPILED, Routes
 from lightrl.strategies.branches import branch_rows
@@ -117,7 +118,7 @@ def exact_layouts(model: PreTrainedModel) -> dict[str, Layout]:
     """Layouts of shared_prefix.py whose forwards give the same as one over whole rows; only with full attention."""
     from transformers.cache_utils import DynamicLayer
 
-    if not _takes(model, "past_key_values") or rope_depends_on_length(model):
+    if not cache_argument(model.base_model) or rope_depends_on_length(model):
         return {}
     if not all(type(layer) is DynamicLayer for layer in new_cache(model).layers):
         return {}

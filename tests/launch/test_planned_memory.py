@@ -18,6 +18,7 @@ from lightrl.commands.plan import batch_rows, costs_text
 from lightrl.commands.plan_run import planned_run, planned_training
 from lightrl.launch.memory import Misfit, PlannedEngine, PlannedRun, engine_memory, misfits, rank_memories, role_cost
 from lightrl.models import LoRA, Role, RoleMesh
+from lightrl.models.model_spec import cache_argument
 from lightrl.module import RLModule
 from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, ShardedExperience
 from lightrl.strategies.costs import TRAJECTORY_BYTES, USABLE_FRACTION, experience_bytes
@@ -120,7 +121,7 @@ def test_the_scores_of_an_iteration_are_counted(ppo: PlannedRun) -> None:
 def test_key_values_are_those_of_a_real_cache(ppo: PlannedRun) -> None:
     model: Any = tiny_spec(config=CONFIG).load_model()
     cache = DynamicCache()
-    model(input_ids=torch.ones(3, ppo.longest, dtype=torch.int64), past_key_values=cache, use_cache=True)
+    model(torch.ones(3, ppo.longest, dtype=torch.int64), use_cache=True, **{cache_argument(model): cache})
     real = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert ppo.engine is not None
     weights, key_values = engine_memory(ppo, ppo.engine, rows=3)

@@ -10,6 +10,7 @@ from tiny import FAMILIES, VOCABULARY, random_experience, tiny_model
 from transformers import MambaConfig, MambaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from benchmarks.families import family_spec
+from lightrl.models.model_spec import cache_argument
 from lightrl.models.moe import moe_blocks, router_of
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.strategies.shared_prefix import LAYOUTS
@@ -35,9 +36,9 @@ def test_prefixes_are_shared_under_full_attention_only(family: str) -> None:
 
 def test_a_mask_that_the_model_does_not_follow_is_found() -> None:
     model = tiny_model("qwen3")
-    forward = model.base_model.forward
-    model.base_model.forward = lambda past_key_values=None, attention_mask=None, position_ids=None, **inputs: forward(
-        past_key_values=past_key_values, **inputs
+    forward, name = model.base_model.forward, cache_argument(model.base_model)
+    model.base_model.forward = lambda cache=None, attention_mask=None, position_ids=None, **inputs: forward(
+        **inputs | {name: cache}
     )
     assert exact_layouts(model).keys() == {"shared_keys"}
 

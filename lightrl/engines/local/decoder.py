@@ -20,6 +20,7 @@ from torch import Tensor
 from lightrl.functional import to_device
 from lightrl.models.hybrids import keeps_states, time_step_limits
 from lightrl.models.images import ImageReader, ImageTable, image_inputs, new_model
+from lightrl.models.model_spec import cache_argument
 from lightrl.models.routes import Routes
 
 if TYPE_CHECKING:
@@ -162,6 +163,7 @@ class HuggingFaceDecoder:
         self._routes: Routes | None = None  # records if set
         self._recorded = torch.zeros(0)  # routes of the latest forward, [b, T, w]
         self._accepted = set(inspect.signature(self._model.forward).parameters)
+        self._cached = cache_argument(self._model)
         self._keeps_states = keeps_states(config)
         if config.is_encoder_decoder or not self._keeps_what_rows_need():
             raise ValueError(
@@ -197,7 +199,7 @@ class HuggingFaceDecoder:
         """Whether layers keep one key per token, or states, in transformers' cache, and no more; runs two tokens."""
         from transformers import DynamicCache
 
-        if "past_key_values" not in self._accepted:
+        if not self._cached:
             return False
         states = {"LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer", "DummyLayer"}
         supported = {"DynamicLayer", *(states if self._keeps_states else ["DynamicSlidingWindowLayer"])}
@@ -354,7 +356,7 @@ class HuggingFaceDecoder:
         if cache is None:
             # Without the config all layers keep all tokens: `keep` and `append` move columns; sliding layers forbid it.
             cache = DynamicCache(config=self._model.config) if self._keeps_states else DynamicCache()
-        arguments["past_key_values"] = cache
+        arguments[self._cached] = cache
         if "position_ids" in self._accepted:
             arguments["position_ids"] = positions
         arguments |= inputs or {"input_ids": token_ids}
@@ -366,7 +368,7 @@ class HuggingFaceDecoder:
             with self._routes.recording() as recorded:
                 outputs = self._model(**arguments)
             self._recorded = recorded().view(*positions.shape, -1).cpu()
-        return outputs.past_key_values, outputs.logits
+        return outputs[self._cached], outputs.logits
 
 
 def _aligned_right(tensor: Tensor, width: int, dim: int) -> Tensor:

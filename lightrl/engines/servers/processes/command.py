@@ -46,11 +46,7 @@ def devices_of_servers(servers: int, tp: int, devices: Sequence[int | str]) -> l
 
 
 def gpus_of_servers(
-    num: int,
-    *,
-    available: int,
-    trainer: Collection[int],
-    placement: Literal["separate", "colocated"],
+    num: int, *, available: int, trainer: Collection[int], placement: Literal["separate", "colocated"]
 ) -> list[int] | None:
     """`num` GPUs of this machine, numbered as torch numbers them; None if there are none.
 
