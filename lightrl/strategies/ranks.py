@@ -311,7 +311,7 @@ def watch_all(control_group: dist.ProcessGroup, *, main_address: str, hang_timeo
 
 def allow_long_waits(group: dist.ProcessGroup) -> None:
     """Makes RankWatch, not the group's own deadline, end a wait in this group."""
-    _set_pg_timeout(_WATCHED_TIMEOUT, group)
+    getattr(dist, "set_timeout", _set_pg_timeout)(_WATCHED_TIMEOUT, group)  # public from torch 2.14
 
 
 def _watch_store(main_address: str) -> TCPStore:
