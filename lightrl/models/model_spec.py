@@ -335,7 +335,7 @@ def context_tokens(config: PretrainedConfig) -> int | None:
 
 
 def cache_argument(model: torch.nn.Module) -> str:
-    """What a model calls its key-values, in and out: `cache` from transformers 5.24 on; "" if it has none."""
+    """Names the key-values in a model's inputs and outputs, `cache` from transformers 5.24 on; "" without any."""
     accepted = inspect.signature(model.forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in accepted), "")
 
