@@ -107,9 +107,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.run or options.quick:
         make_start(options.out, steps=5 if options.quick else 50, lr=2e-3, **POLICY)
         for seed, setting in itertools.product(seeds, settings):
+            loss, lag, lr = setting
             key = (*setting, seed)
             if key not in records:
-                records[key] = train(setting[0], setting[1], setting[2], seed, options)
+                records[key] = train(loss, lag, lr, seed, options)
                 with (options.out / "runs.jsonl").open("a") as file:
                     file.write(json.dumps(records[key], separators=(",", ":")) + "\n")
     for setting in settings:

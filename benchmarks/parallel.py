@@ -218,9 +218,7 @@ def least_bytes(split: SplitModel, topology: Topology, task: Task) -> dict[str, 
     parameters = sum(4 * numel for name, numel in numel_of.items() if split.stage_of[name] in split.stages)
     num_hops = 2 * len(split.stages) - num_ends
     layers = [layer for stage in split.stages.values() for layer in stage.body.layers]
-    num_layers = sum(
-        next(layer.parameters(), None) is not None for layer in layers
-    )  # the others stand for other stages'
+    num_layers = sum(next(layer.parameters(), None) is not None for layer in layers)  # the others are identities
     return {
         "dp": round(2 * (topology.dp - 1) / topology.dp * parameters / topology.tp),
         "tp": round(share * hidden * (8 * num_layers + 2 * num_ends)),
