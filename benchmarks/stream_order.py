@@ -8,7 +8,6 @@ Lengths are lognormal (sigma 0.8, in units of the median), cut off at 30; 5 % of
 
 Orders:
     windowed      the default: stream order, slow groups are waited for
-    resample      `resample_stragglers`: what would exceed the bound is aborted and sampled again
     over-sample   `DynamicSampling(oversample_fraction=0.25)`: what would hold a batch back is given up
     discard       not ours: any P finished groups; what is too old when it is done is discarded, its prompt requeued
 
@@ -101,10 +100,9 @@ class OrderOfScheduler:
         self.max_staleness = self.scheduler.settings.max_staleness
         self.num_discarded = 0
         self._next_position = 0
-        self._restarted: list[int] = []
 
     def start(self, version: int) -> list[int]:
-        scheduler, started, self._restarted = self.scheduler, self._restarted, []
+        scheduler, started = self.scheduler, list[int]()
         if scheduler.may_start(version):
             for _ in range(scheduler.plan(version)):
                 scheduler.queue(self._next_position)
@@ -124,13 +122,6 @@ class OrderOfScheduler:
     def take(self, version: int) -> list[int]:
         self.scheduler.begin_take(version)
         batch = self.scheduler.take(version)
-        while stragglers := self.scheduler.stragglers(batch, version):
-            for position in stragglers:
-                self.scheduler.resample(position)
-                self._start(position, version)
-            self._restarted += stragglers
-            self.num_discarded += len(stragglers)
-            batch = self.scheduler.take(version)
         self.num_discarded += len(batch.gives_up)
         if batch.group_ids is None:
             return []
@@ -240,7 +231,6 @@ def measure(stalenesses: Sequence[int], paces: Sequence[float], num_trajectories
         for staleness in stalenesses:
             orders: dict[str, Order] = {
                 "windowed": OrderOfScheduler(max_staleness=staleness),
-                "resample": OrderOfScheduler(max_staleness=staleness, resample_stragglers=True),
                 "over-sample": OrderOfScheduler(max_staleness=staleness, oversample_fraction=0.25),
                 "discard": DiscardAndRequeue(staleness),
             }

@@ -22,13 +22,9 @@ if TYPE_CHECKING:
     from lightrl.experience import Experience
     from lightrl.module import RLModule
     from lightrl.rollout.rl_trainer import RLTrainer
-    from lightrl.trajectory import Group, JsonObject
-
+    from lightrl.trajectory import JsonObject
 
 log = logging.getLogger(__name__)
-
-MIN_BIAS = 0.01  # a smaller bias of resampled groups gives no warning
-MIN_GROUPS = 100  # fewer groups give no warning
 
 ESS, KL, GRAD_NORM = "policy/ess_fraction", "policy/kl_behavior_nats", "policy/grad_norm"
 LOW_ESS_FRACTION = 0.15
@@ -95,9 +91,7 @@ class StalenessControl(RLCallback):
 
     Groups are trained on in the order of the prompt stream, none is thrown away, and where the next one is slow the
     trainer waits for it (`time/straggler_wait_s`). So trained lengths are distributed as sampled ones; see
-    docs/async.md. If a hook sets `RolloutSettings.resample_stragglers`, the policy learns from short trajectories too
-    often: `staleness/resampled_fraction`, of all groups since the start, bounds the Kolmogorov-Smirnov distance between
-    sampled and trained durations, and is close to it. Above 1 % a warning says so.
+    docs/async.md.
 
     It warns where a few tokens have most of the weight (`policy/ess_fraction`, see loops/metrics.py), the policy has
     left what it learns from (`policy/kl_behavior_nats`) or takes larger steps (`policy/step_k3_nats`, see probe.py)
@@ -119,8 +113,6 @@ class StalenessControl(RLCallback):
         self.max_concurrent = max_concurrent
         self.rollout_timeout_s = rollout_timeout_s
         self._lag = LagWatch()
-        self._num_taken = 0  # groups, in this process
-        self._has_warned = False
 
     def configure_rollout(self, trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
         if module.reward_timeout_s > self.rollout_timeout_s and trainer.is_global_zero:
@@ -136,24 +128,6 @@ class StalenessControl(RLCallback):
             max_concurrent=self.max_concurrent,
             rollout_timeout_s=self.rollout_timeout_s,
         )
-
-    def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
-        """Measures the bias of resampling."""
-        if trainer.rollout.is_recorded or not trainer.rollout.settings.resample_stragglers:
-            return
-        self._num_taken += len(groups)
-        num_resampled = trainer.rollout.progress()["resampled_groups"]
-        num_groups = self._num_taken + num_resampled
-        fraction = num_resampled / num_groups
-        module.log("staleness/resampled_fraction", fraction, on_step=True, on_epoch=False)
-        if fraction > MIN_BIAS and num_groups >= MIN_GROUPS and not self._has_warned and trainer.is_global_zero:
-            self._has_warned = True
-            log.warning(
-                "resample_stragglers=True has dropped %.1f %% of the groups sampled so far, the slowest ones: the "
-                "policy learns from shorter completions than it samples (staleness/resampled_fraction). To wait for "
-                "them instead, set resample_stragglers to False and increase max_staleness.",
-                100 * fraction,
-            )
 
     def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> None:
         """Checks the bound on the tokens that are about to be trained on."""
@@ -186,5 +160,4 @@ class StalenessControl(RLCallback):
         return {"last_lags": [list(values) for values in self._lag.last]}
 
     def load_state_dict(self, state_dict: JsonObject) -> None:
-        healthy = (1.0, 0.0, 0.0, 1.0)  # in place of what an older release did not keep: the step, the gradient norm
-        self._lag = LagWatch((*values, *healthy[len(values) :]) for values in state_dict.get("last_lags", ()))
+        self._lag = LagWatch((ess, kl, step, norm) for ess, kl, step, norm in state_dict.get("last_lags", ()))

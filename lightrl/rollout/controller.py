@@ -218,7 +218,6 @@ class RolloutController:
         return {
             **self._depths(),
             "skipped_prompts": self._cursor.num_skipped,
-            "resampled_groups": self._scheduler.num_resampled,
             "stragglers": self._stragglers.num,
             "straggler_wait_s": self._stragglers.waited_s,
             **self._scheduler.counter.thrown_away,
@@ -295,10 +294,6 @@ class RolloutController:
                     if batch.gives_up:
                         self._tasks.spawn(self._start_admissible())
                     return list(self._scheduler.taken)
-                if stragglers := self._scheduler.stragglers(batch, self.weight_version):
-                    for group_id in stragglers:
-                        self._start(group_id, self._resample(group_id))
-                    continue
                 wait.for_what = batch.describe_wait()
                 self._tasks.changed.clear()
                 with span(f"waits for {wait.for_what}", "wait", "take"):
@@ -422,11 +417,6 @@ class RolloutController:
             self._runner.end_group(running.seed_name)
             self._tasks.changed.set()
             self._tasks.spawn(self._start_admissible())
-
-    def _resample(self, group_id: int) -> Prompt:
-        """Gives up a running group, which is queued to start again with this prompt."""
-        self._give_up([group_id])
-        return self._scheduler.resample(group_id)
 
     def _give_up(self, group_ids: Iterable[int]) -> None:
         """Cancels what still runs of these groups."""

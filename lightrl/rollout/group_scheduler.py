@@ -8,8 +8,8 @@ trainer moves this window, by P groups in each iteration. A batch is the first P
 of them takes. So a group starts with at most (η + 1)·P - 1 groups before it and is trained on at most η versions later,
 and which groups a batch has does not depend on how long they took: fast ones are not preferred.
 
-A run that over-samples or resamples stragglers passes over slow groups instead: `find_late` finds those of them for
-which no later batch would come in time.
+A run that over-samples passes over slow groups instead: `find_late` finds those of them for which no later batch would
+come in time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import collections
 import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lightrl.checks.bounds import check_bounds, check_choice
@@ -110,8 +110,6 @@ class RolloutSettings:
         total_groups: what the whole run needs; None if it has no known end.
         max_staleness: η, in versions; 0 is on-policy.
         max_concurrent: bound on groups in flight; None leaves it to the staleness bound.
-        resample_stragglers: start a group again, instead of waiting for it, when it would exceed the staleness bound.
-            Faster with a heavy tail, but it over-represents short completions.
         rollout_timeout_s: the run ends if no trajectory that a batch waits for finishes for this long.
         loop_timeout_s: the run ends if a workflow or async reward blocks the event loop for this long.
         max_failed_fraction: the run ends if more than this fraction of an iteration's trajectories fails.
@@ -133,7 +131,6 @@ class RolloutSettings:
     total_groups: int | None = None
     max_staleness: int = 0
     max_concurrent: int | None = None
-    resample_stragglers: bool = False
     rollout_timeout_s: float = 1800.0
     loop_timeout_s: float = 60.0
     max_failed_fraction: float = 0.5
@@ -144,11 +141,8 @@ class RolloutSettings:
     oversample_fraction: float = 0.0
     workflow_workers: int = 0
     defers_rewards: bool = False
-    redraw_stragglers: InitVar[None] = None  # an old name; passing it is an error that says the new one
 
-    def __post_init__(self, redraw_stragglers: None) -> None:
-        if redraw_stragglers is not None:
-            raise TypeError("RolloutSettings.redraw_stragglers is now called resample_stragglers. Rename it.")
+    def __post_init__(self) -> None:
         check_choice(("train", "resample", "drop"), incomplete_groups=self.incomplete_groups)
         check_bounds(1, group_size=self.group_size, groups_per_iteration=self.groups_per_iteration)
         check_bounds(1, max_concurrent=self.max_concurrent)
@@ -170,11 +164,6 @@ class RolloutSettings:
         return bool(
             self.curriculum or self.group_filter or self.incomplete_groups != "train" or self.oversample_fraction
         )
-
-    @property
-    def passes_over_stragglers(self) -> bool:
-        """Whether a batch takes later groups before slow ones; else it takes the stream's order."""
-        return self.resample_stragglers or self.num_oversampled > 0
 
     @property
     def num_oversampled(self) -> int:
@@ -320,7 +309,6 @@ class GroupScheduler:
         self.settings = settings
         self.counter = DropCounter(settings)
         self.num_consumed = 0  # groups that an iteration was trained on
-        self.num_resampled = 0  # stragglers, since this object was made
         self.running: dict[int, RunningGroup] = {}
         self.finished: dict[int, tuple[Group, int]] = {}  # with the version of its oldest token
         self.taken: list[Group] = []
@@ -334,7 +322,7 @@ class GroupScheduler:
     def num_done_trajectories(self) -> int:
         """Number of finished trajectories of the groups that the next batch may have, for progress."""
         ids = [*self.running, *self.finished]
-        if not self.settings.passes_over_stragglers:
+        if not self.settings.num_oversampled:
             ids = self._stream()[: self.settings.groups_per_iteration]
         sizes = {group_id: len(item.results) for group_id, item in self.running.items()}
         sizes |= dict.fromkeys(self.finished, self.settings.group_size)
@@ -474,7 +462,7 @@ class GroupScheduler:
 
     def take(self, weight_version: int) -> Batch:
         """Takes a batch if one can be taken, and leaves out the over-sampled groups that it gives up."""
-        if self.settings.passes_over_stragglers:
+        if self.settings.num_oversampled:
             running = {group_id: item.started_version for group_id, item in self.running.items()}
             batch = pass_over(self.settings, weight_version, _versions(self.finished, weight_version), running)
         else:
@@ -496,22 +484,6 @@ class GroupScheduler:
     def is_held_back(self) -> bool:
         """Whether enough groups for a batch are finished, so that it waits for slow ones alone."""
         return len(self.finished) >= self.settings.groups_per_iteration
-
-    def stragglers(self, batch: Batch, weight_version: int) -> list[int]:
-        """The groups a batch waits for that `resample` should start again: all that then get newer weights."""
-        if not self.settings.resample_stragglers or not self.is_held_back:
-            return []
-        return [group_id for group_id in batch.waits_for if self.running[group_id].started_version < weight_version]
-
-    def resample(self, group_id: int) -> Prompt:
-        """Puts a running group back into the queue, to `start` with new seeds and this prompt."""
-        running = self.running[group_id]
-        message = f"Group {group_id} of version {running.started_version} held a batch back and is sampled again."
-        self._drop(group_id, "straggler", message)
-        self._num_resamples[group_id] = self._num_resamples.get(group_id, 0) + 1
-        self.num_resampled += 1
-        self.queue(group_id)
-        return running.group.prompt
 
     def commit(self) -> None:
         """The groups of the last `take` have been trained on."""
@@ -635,7 +607,7 @@ def find_late(
 ) -> list[int]:
     """Return as few of these groups as possible, so that the others can be trained on in time, running ones first.
 
-    Without over-sampling and resampling there are none, except after a resume with a smaller η or P.
+    Without over-sampling there are none, except after a resume with a smaller η or P.
 
     Args:
         weight_version: of the next batch, which takes the P groups of the oldest versions; later ones follow.

@@ -206,20 +206,6 @@ def test_groups_complete_in_any_order_and_are_taken_in_that_of_the_stream(make: 
     assert controller.progress()["straggler_wait_s"] == 0
 
 
-def test_a_straggler_is_given_up_and_sampled_again_with_newer_weights(make: Make) -> None:
-    controller = make(FakeEngine(hang_requests={1}), max_staleness=1, resample_stragglers=True)
-    assert ids(iterate(controller, 0)) == [0, 2]
-    assert ids(controller.take(1)) == [3, 4]  # of version 0 there was group 1 too, no later batch could take it
-    controller.commit()
-    assert comes_true(lambda: controller.progress()["running_groups"] == 0)  # it is sampled by version 1
-    load_version(controller, 2)
-    assert [(drop.reason, drop.prompt_id) for drop in controller.drain_drops()] == [("straggler", "p1")]
-    groups = controller.take(2)
-    assert ids(groups) == [1, 5]
-    assert groups[0].oldest_version == 1
-    assert controller.drain_drops() == []
-
-
 def test_no_prompt_starts_beyond_what_the_run_needs(make: Make) -> None:
     controller = make(max_staleness=4, total_groups=6, reward=fails_for({3}), max_failed_fraction=1.0)
     seen = [position for version in range(3) for position in ids(iterate(controller, version))]
@@ -440,9 +426,7 @@ def test_settings_out_of_bounds_are_refused(name: str, value: float) -> None:
         RolloutSettings(**{name: value})  # type: ignore[arg-type]
 
 
-def test_the_old_name_of_a_setting_says_the_new_one() -> None:
-    with pytest.raises(TypeError, match=r"redraw_stragglers is now called resample_stragglers"):
-        RolloutSettings(redraw_stragglers=True)  # type: ignore[arg-type]
+def test_an_unknown_way_to_treat_incomplete_groups_is_refused() -> None:
     with pytest.raises(ValueError, match=r"incomplete_groups must be train, resample or drop, got 'redraw'"):
         RolloutSettings(incomplete_groups="redraw")  # type: ignore[arg-type]
 
@@ -767,11 +751,12 @@ def test_a_group_given_up_at_any_await_of_its_trajectories_leaks_no_slot(make: M
             await admission(controller)
             for _ in range(ticks):
                 await asyncio.sleep(0)
-            controller.engine.weight_version = 1  # newer than what runs
-            for group_id in list(controller._scheduler.running):
-                controller._resample(group_id)
+            scheduler = controller._scheduler
+            for group_id in list(scheduler.running):
+                controller._give_up([group_id])
+                scheduler._drop(group_id, "oversampled", "given up")
+                scheduler.queue(group_id)
                 given_up.append(group_id)
-            controller.engine.weight_version = 0
 
         run_inside(controller, scenario())
         groups = iterate(controller, 0) + iterate(controller, 1) + iterate(controller, 2)

@@ -214,25 +214,6 @@ def test_a_checkpoint_samples_again_what_waits_for_a_reward_of_a_workspace() -> 
     assert [[sample for sample, _ in results] for _, _, results in state["begun"]] == [[1]]
 
 
-def test_a_resampled_straggler_is_another_group_and_what_it_had_is_dropped() -> None:
-    scheduler = GroupScheduler(rules(1, 1, group_size=3, resample_stragglers=True))
-    straggler, other = start_all(scheduler, 0, next_position=0)
-    scheduler.record(straggler, 0, trajectory_of(straggler, version=0))
-    scheduler.record(straggler, 1, None)
-    finish(scheduler, other)
-    batch = scheduler.take(1)
-    assert batch == Batch(None, [0])
-    assert scheduler.stragglers(batch, weight_version=0) == []  # it would get no newer weights
-    assert scheduler.stragglers(batch, weight_version=1) == [0]
-    again = scheduler.start(0, scheduler.resample(0), 1)
-    assert (again.seed_name, again.started_version, again.results) == ("0:p0:1", 1, {})
-    assert scheduler.running == {0: again}
-    assert [drop.reason for drop in scheduler.counter.drain()] == [
-        "straggler"
-    ] * 2  # sample 1 was dropped when it failed
-    assert scheduler.take(1).group_ids == [1]
-
-
 def test_a_restored_group_whose_rewards_all_failed_is_sampled_again() -> None:
     first = GroupScheduler(rules(2, defers_rewards=True))
     for running in start_all(first, 0, next_position=0):
@@ -328,7 +309,6 @@ class Controller(RuleBasedStateMachine):
             {
                 "group_size": st.integers(1, 2),
                 "max_concurrent": st.none() | st.integers(1, 5),
-                "resample_stragglers": st.booleans(),
                 "incomplete_groups": st.sampled_from(["train", "resample", "drop"]),
             }
         ),
@@ -396,13 +376,11 @@ class Controller(RuleBasedStateMachine):
         batch = self.scheduler.take(self.version)
         if batch.group_ids is None:
             assert self.scheduler.taken == []
-            assert self.settings.resample_stragglers or not self.scheduler.stragglers(batch, self.served)
-            self.resample(self.scheduler.stragglers(batch, self.served))
             return
         self.is_waiting = False
         assert [group.id for group in self.scheduler.taken] == batch.group_ids
         assert len(batch.group_ids) == self.settings.groups_per_iteration
-        if not self.settings.passes_over_stragglers:
+        if not self.settings.num_oversampled:
             earlier = [position for position in in_line if position < max(batch.group_ids)]
             assert sorted(earlier) == batch.group_ids[:-1]
         assert all(self.version - group.oldest_version <= self.settings.max_staleness for group in self.scheduler.taken)
@@ -410,15 +388,6 @@ class Controller(RuleBasedStateMachine):
         for group_id in batch.gives_up:
             results = running[group_id].results.values() if group_id in running else []
             self.num_drops["oversampled"] += self.settings.group_size - sum(item is None for item in results)
-
-    def resample(self, group_ids: list[int]) -> None:
-        for group_id in group_ids:
-            before = self.scheduler.running[group_id]
-            after = self.scheduler.start(group_id, self.scheduler.resample(group_id), self.served)
-            assert after.started_version > before.started_version
-            assert after.seed_name != before.seed_name
-            failed = sum(item is None for item in before.results.values())
-            self.num_drops["straggler"] += self.settings.group_size - failed
 
     @precondition(lambda self: self.scheduler.taken)
     @rule()
