@@ -43,17 +43,6 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 
-# Public names that have changed: for one release, the error for the old one gives the new one.
-RENAMED = {
-    "lightrl.engines.abilities.WritesGroups": "lightrl.engines.RolloutEngine.generate_group",
-    "lightrl.rewards.Judge": "lightrl.rewards.RewardWorker",
-    "lightrl.rewards.JudgesGroups": "lightrl.rewards.RewardWorker",
-    "lightrl.rewards.Judgment": "lightrl.rewards.RewardResult",
-    "lightrl.rewards.examine": "lightrl.rewards.replay",
-    "lightrl.rewards.make_judge": "lightrl.rewards.make_reward_worker",
-}
-
-
 def loaded_on_first_use(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """The `__getattr__` of a package that imports a public name's module when the name is first used.
 
@@ -64,9 +53,7 @@ def loaded_on_first_use(package: str, homes: Mapping[str, str]) -> Callable[[str
 
     def load(name: str) -> Any:
         if name not in homes:
-            new_name = RENAMED.get(f"{package}.{name}")
-            hint = "" if new_name is None else f"; it is now {new_name}"
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
         setattr(sys.modules[package], name, value)
         return value

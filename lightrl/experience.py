@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, Self, cast, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 import numpy as np
 import torch
@@ -112,11 +112,6 @@ class Experience:
             weight_versions=padded_rows([item.weight_versions for item in trajectories], -1, np.int64),
             **others,
         )
-
-    if not TYPE_CHECKING:  # else every attribute would be known
-
-        def __getattr__(self, name: str) -> object:
-            raise AttributeError(explain_missing(type(self).__name__, name))
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
@@ -293,15 +288,6 @@ def minibatch_order(num: int, epochs: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     later = [torch.randperm(num, generator=generator).tolist() for _ in range(epochs - 1)]
     return [*range(num), *(index for order in later for index in order)]
-
-
-RENAMED = {"own": "local", "own_rows": "local_rows", "written_token_counts": "generated_token_counts"}
-
-
-def explain_missing(kind: str, name: str) -> str:
-    """Say that an Experience has no such attribute, and the new name of one that was renamed."""
-    renamed = f": it is now called {RENAMED[name]!r}" if name in RENAMED else ""
-    return f"{kind!r} object has no attribute {name!r}{renamed}."
 
 
 def row_codes(experience: Experience) -> list[Tensor]:

@@ -165,8 +165,6 @@ class RLModule(L.LightningModule):
             kind = next((item for item in (workflow.func, *workflow.args) if isinstance(item, type)), None)
             if kind is not None and issubclass(kind, Workflow):
                 kind.check_settings(**workflow.keywords)
-        if hasattr(self, "score_calls"):
-            raise TypeError(f"{type(self).__name__}.score_calls is now called model_calls. Rename it.")
         has_reward = reward is not None or type(self).reward is not RLModule.reward
         if not has_reward and reward_model is None:
             raise TypeError(

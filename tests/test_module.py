@@ -348,9 +348,3 @@ def test_accuracy_is_the_rewards_own_or_a_reward_of_at_least_one() -> None:
 
     assert [with_reward(reward).accuracy for reward in (0.99, 1.0, 1.5)] == [0.0, 1.0, 1.0]
     assert with_reward(5.0, accuracy=0.5).accuracy == 0.5
-
-
-def test_a_hook_of_the_old_name_is_refused_with_the_new_one() -> None:
-    kind = type("Old", (GRPO,), {"score_calls": lambda self: []})
-    with pytest.raises(TypeError, match=r"Old\.score_calls is now called model_calls"):
-        kind(tiny_spec(), reward=reward_of)

@@ -1,7 +1,6 @@
 """The structure of the package: imports, public names, docstrings, deadlines and sizes."""
 
 import ast
-import importlib
 import re
 import subprocess
 import sys
@@ -123,13 +122,6 @@ def test_public_names_all_exist():
 def test_an_unknown_public_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
         lightrl.Trainr  # noqa: B018
-
-
-@pytest.mark.parametrize(("old", "new"), lightrl.RENAMED.items())
-def test_the_error_for_a_name_that_has_changed_gives_the_new_one(old: str, new: str):
-    module, _, name = old.rpartition(".")
-    with pytest.raises(AttributeError, match=f"{name}'; it is now {re.escape(new)}"):
-        getattr(importlib.import_module(module), name)
 
 
 def test_importing_lightrl_loads_neither_torch_nor_lightning():

@@ -31,44 +31,6 @@ from lightrl.commands.config_layers import Flag, UsageError, UserSettings
 from lightrl.models import ModelSpec, Role
 
 _CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
-# Settings that a release before this one had, and what to do instead.
-_REMOVED = {
-    "SGLangEngine.command": "Set sglang_python to a program that takes SGLang's arguments.",
-    "SGLangEngine.devices": "Servers get the GPUs that the trainer does not use; lower trainer.devices.",
-    "SGLangEngine.seed": "Set server_args.random_seed.",
-    "SGLangEngine.receivers": "Set the variable LIGHTRL_RECEIVER_ADDRS.",
-    "SGLangEngine.weights_dtype": "Weights are sent in the servers' dtype; set server_args.dtype.",
-    "SGLangEngine.interrupt": "Remove it: servers continue the requests that a sync interrupts.",
-    "SGLangEngine.token": "Set the variable LIGHTRL_SERVER_TOKEN.",
-    "SGLangEngine.verify_sync": "Set WeightSync.verify.",
-    "SGLangEngine.max_connections": "Remove it: a server gets at most 4,096 requests at once.",
-    "SGLangEngine.probe_interval_s": "It follows from timeouts.request_s.",
-    "SGLangEngine.max_retries": "Remove it: a request is repeated at most 8 times.",
-    "timeouts.generate_s": "Remove it: a generation is continued by another request after 900 s.",
-    "timeouts.connect_s": "Set request_s.",
-    "timeouts.hang_s": "Set request_s; a server that answers nothing for half as long is lost.",
-    "timeouts.server_wait_s": "Set startup_s.",
-    "PromptDataModule.name": "Set train: {source: ..., name: ...}, and the same in validation and test.",
-    "PromptDataModule.train_split": "Set train: {source: ..., split: ...}.",
-    "PromptDataModule.validation_split": "Set validation: {source: ..., split: ...}.",
-    "PromptDataModule.test_split": "Set test: {source: ..., split: ...}.",
-    "PromptDataModule.columns": "Set train: {source: ..., columns: {...}}, and the same in validation and test.",
-    "PromptDataModule.max_train_prompts": "Set train: {source: ..., max_rows: ...}.",
-    "PromptDataModule.max_validation_prompts": "Set validation: {source: ..., max_rows: ...}.",
-    "PromptDataModule.streaming": "Set train: {source: ..., streaming: true}.",
-    "PromptDataModule.shuffle_buffer": "Set train: {source: ..., streaming: true, shuffle_buffer: ...}.",
-    "StalenessControl.redraw_stragglers": "Increase max_staleness; in Python, see RolloutSettings.resample_stragglers.",
-    "StalenessControl.loop_timeout_s": "Remove it: an event loop may be blocked for 60 s.",
-    "LearningCurve.title": "Remove it: the image has the name of the module's class.",
-    "LearningCurve.constant_label": "Remove it: the line is called best constant answer.",
-    "LearningCurve.held_out_label": "Remove it: the name follows from held_out and the data module.",
-    "WeightSync.bucket_mib": "Remove it: buckets have 256 MiB.",
-    "WeightSync.probe": "Set verify.",
-    "WeightSync.probe_tokens": "Remove it: the probe has 2 sequences of 32 tokens.",
-    "WeightSync.max_probe_nats": "Set verify to false if the engine rounds logprobs more than its dtypes explain.",
-    "WeightSync.blocking": "Remove it: each sync ends before the trainer continues.",
-    "WeightSync.sync_timeout_s": "Remove it: timeouts.sync_s of the engine bounds each step of a sync.",
-}
 _TYPE_WORDS: dict[object, str] = {
     int: "an integer",
     float: "a number",
@@ -159,11 +121,6 @@ class _Walk:
         """Settings by name, of the class `kind` or of the command itself."""
         for name in settings:
             if name not in keys:
-                bases = [owner.rpartition(".")[2]] if kind is None else [base.__name__ for base in kind.__mro__]
-                removed = next((_REMOVED[key] for base in bases if (key := f"{base}.{name}") in _REMOVED), None)
-                if removed is not None:
-                    path = f"{prefix}{name}"
-                    raise UsageError(f"{path} is no longer a setting{self._from(path)}. {removed}")
                 raise UsageError(self._unknown(name, settings, keys, prefix, owner))
         for name, value in settings.items():
             path = f"{prefix}{name}"

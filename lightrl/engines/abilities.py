@@ -6,14 +6,11 @@ only engines of servers can do, such as sharing the trainer's devices, is asked 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
-from lightrl import loaded_on_first_use
 from lightrl.engines.engine import Completion
 
 Verification = Literal["digests", "replicas", "version"]
-if not TYPE_CHECKING:
-    __getattr__ = loaded_on_first_use(__name__, {})  # names that have changed
 
 
 @runtime_checkable

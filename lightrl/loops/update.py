@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightrl.checks.printable import count_text
 from lightrl.errors import TrainingError
-from lightrl.experience import FIELDS, RENAMED, Experience
+from lightrl.experience import FIELDS, Experience
 from lightrl.functional import BranchRows, kl, neutralize, policy_ratio, reduce_loss
 from lightrl.loops.metrics import SQUARED_WEIGHT, WEIGHT, add_parts, over_ranks, parts_of
 from lightrl.models import Metric, Outputs
@@ -43,7 +43,7 @@ def in_words(where: str, experience: Experience) -> Iterator[None]:
         missing = FIELDS - experience.tensors().keys()
         if isinstance(error, AttributeError) and isinstance(error.obj, Experience):
             name = str(error.name)
-            near = [RENAMED[name]] if name in RENAMED else difflib.get_close_matches(name, FIELDS, 1)
+            near = difflib.get_close_matches(name, FIELDS, 1)
             fix = " or ".join(near or sorted(experience.tensors()))
             raise AttributeError(f"{where} reads experience.{name}, which does not exist. Use {fix}.") from error
         if "NoneType" in str(error) and "proximal_logprobs" in missing:

@@ -22,9 +22,6 @@ reward function: a file with `(Trajectory) -> float` or `-> {"reward": ..., "<na
 dotted path in YAML.
 """
 
-from typing import TYPE_CHECKING
-
-from lightrl import loaded_on_first_use
 from lightrl.rewards.code_tests import code_tests
 from lightrl.rewards.environment_reward import environment_reward
 from lightrl.rewards.hook import RewardHook, RewardWorker, make_reward_worker
@@ -43,9 +40,6 @@ from lightrl.rewards.text_rewards import (
     repetition_penalty,
     tag_format,
 )  # fmt: skip
-
-if not TYPE_CHECKING:
-    __getattr__ = loaded_on_first_use(__name__, {})  # names that have changed
 
 __all__ = [
     "RewardWorker", "RewardResult", "RewardHook", "RewardPart", "RewardPool", "make_reward_worker", "FailureLog",

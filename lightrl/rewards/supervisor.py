@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NoReturn, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from lightrl.checks.bounds import check_positive
 from lightrl.concurrency.loop_thread import WakeUps
@@ -187,12 +187,6 @@ class Supervisor(ABC, Generic[Request]):
         for call in calls:
             call.future.set_exception(RewardError(self._refusal, reason="killed"))
         return futures
-
-    if not TYPE_CHECKING:  # else every attribute would be known
-
-        def __getattr__(self, name: str) -> NoReturn:
-            hint = {"score": "; it is now compute_reward", "score_group": "; it is now compute_rewards"}.get(name, "")
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     @abstractmethod
     def _request_of(self, trajectory: Trajectory) -> tuple[Request, int]:

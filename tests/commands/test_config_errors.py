@@ -130,26 +130,6 @@ def test_a_workflow_needs_no_tokenizer_which_the_policy_gives(settings, config):
         parsed("fit", "--config", config(settings))
 
 
-@pytest.mark.parametrize(
-    ("init_args", "message"),
-    [
-        ({"interrupt": "abort"}, r"init_args\.interrupt is no longer a setting \(run\.yaml:\d+\)\. Remove it: servers"),
-        ({"timeouts": {"hang_s": 3}}, r"timeouts\.hang_s is no longer a setting .*Set request_s; a server"),
-    ],
-)
-def test_a_removed_setting_says_what_to_do_instead(settings, config, init_args, message):
-    settings.setdefault("trainer", {})["engine"] = {"class_path": "SGLangEngine", "init_args": init_args}
-    with pytest.raises(UsageError, match=message):
-        parsed("fit", "--config", config(settings))
-
-
-@pytest.mark.parametrize("kind", ["PromptDataModule", "SFTDataModule", "examples.quickstart.task.LargestDigit"])
-def test_a_setting_that_a_data_module_had_is_named_for_its_subclasses_too(settings, config, kind):
-    settings["data"] = {"class_path": kind, "init_args": {"batch_size": 1, "streaming": True}}
-    with pytest.raises(UsageError, match=r"streaming is no longer a setting .*Set train: \{source: \.\.\., streaming"):
-        parsed("fit", "--config", config(settings))
-
-
 def test_the_quickstart_with_servers_has_at_most_115_settings_of_ours(capsys):
     files = [argument for name in ("grpo", "sglang_cpu") for argument in ("--config", f"{QUICKSTART}/{name}.yaml")]
     with pytest.raises(SystemExit):

@@ -16,13 +16,6 @@ def assert_same(found: Experience, expected: Experience) -> None:
         assert torch.equal(left[name], right[name]), name
 
 
-def test_an_attribute_that_was_renamed_says_its_new_name() -> None:
-    experience = random_experience()
-    for shown in (experience, ShardedExperience.of(experience)):
-        with pytest.raises(AttributeError, match="no attribute 'own': it is now called 'local'"):
-            getattr(shown, "own")  # noqa: B009
-
-
 def test_it_reads_as_the_padded_experience() -> None:
     experience = random_experience(topk=3)
     sharded = ShardedExperience.of(experience)

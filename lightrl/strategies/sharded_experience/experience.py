@@ -21,7 +21,6 @@ from lightrl.experience import (
     LossUnit,
     Reduction,
     check_shape,
-    explain_missing,
     row_codes,
     units_of,
 )
@@ -144,7 +143,7 @@ class ShardedExperience:
     def __getattr__(self, name: str) -> Any:
         if name in FIELDS:
             return self.read(name)
-        raise AttributeError(explain_missing(type(self).__name__, name))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.")
 
     def __getitem__(self, name: str) -> Tensor:
         value = self.read(name)
