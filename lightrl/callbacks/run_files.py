@@ -48,7 +48,6 @@ KINDS = {
     "problems": "warnings, errors and drops, a file per rank",
     "logs": "log lines, a file per rank; set levels by logging:",
     "failed_rewards.jsonl": "whose reward failed; lightrl doctor replay",
-    "journal-*.jsonl": "turns of agents, from which a resumed run continues",
     "traceback.txt": "the error that ended the run",
     "status.json": "what the run does now; lightrl status",
     "hparams.yaml": "the settings as Lightning's CSVLogger keeps them",

@@ -284,7 +284,6 @@ class RolloutStage:
             sampling=with_stop_tokens(module.sampling, module.stop_token_ids()),
             run_seed=self.trainer.run_seed,
             prompts=prompts,
-            folder=folder,
         )
 
 

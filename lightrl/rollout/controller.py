@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 from lightrl.checks.printable import count_text
@@ -38,7 +36,6 @@ from lightrl.trace import span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
 from lightrl.workflows.agent_command import delete_workspace
-from lightrl.workflows.turn_log import Journal
 from lightrl.workflows.workflow import Workflow
 
 
@@ -90,7 +87,6 @@ class RolloutController:
         sampling: of training rollouts; the seed of each generation is set here.
         run_seed: with position, sample and turn it fixes all that is sampled.
         prompts: the stream, by position; None where only `evaluate` is used.
-        folder: of the run, for the journal of a workflow with side effects; None writes none.
     """
 
     is_recorded = False
@@ -105,7 +101,6 @@ class RolloutController:
         sampling: Sampling,
         run_seed: int = 0,
         prompts: Prompts | None = None,
-        folder: Path | None = None,
     ) -> None:
         self.engine = engine
         self.workflow = workflow
@@ -127,8 +122,6 @@ class RolloutController:
         self._running: dict[int, tuple[str, asyncio.Task[None]]] = {}  # seed name and task, by group
         self._admission = AdmissionBatch(engine)
         self._ahead = PromptsAhead(self._cursor, self._tasks, self._start_admissible)
-        if folder is not None and workflow.has_side_effects:
-            self._runner.in_flight.journal = Journal(folder / f"journal-{secrets.token_hex(4)}.jsonl")
         self._saved_state = SavedState(engine, self._scheduler, self._cursor, self._runner, self._admission)
         self._take_wait: Wait | None = None  # the wait of the `take` in progress
         self._stragglers = Stragglers()

@@ -12,7 +12,6 @@ import logging
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrl.engines.abilities import ContinuesCompletions
@@ -22,7 +21,7 @@ from lightrl.rollout.group_scheduler import GroupScheduler
 from lightrl.rollout.prompts import PromptCursor, State
 from lightrl.rollout.tasks import ADMISSION_TICKS, AdmissionBatch
 from lightrl.trajectory import sampling_seed
-from lightrl.workflows.turn_log import Journal, TurnLog, turn_log_of
+from lightrl.workflows.turn_log import TurnLog
 from lightrl.workflows.workflow import Workflow
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ class InFlightCompletions:
 
     workflow: Workflow
     started: dict[int, Completion] = field(default_factory=dict)  # seed -> what a checkpoint has, whole or in part
-    journal: Journal | None = None  # for workflows with side effects
     _completions: dict[str, dict[int, Completion | None]] = field(default_factory=dict)  # seeds; None: in progress
     _answers: dict[str, list[list[Any]]] = field(default_factory=dict)  # session -> what a checkpoint has
     _logs: dict[str, dict[str, TurnLog]] = field(default_factory=dict)  # session -> log
@@ -77,8 +75,8 @@ class InFlightCompletions:
         """The log of a training rollout that a resumed run can continue; None for others."""
         if seed_name not in self._completions or not self.workflow.continues:
             return None
-        journal = self.journal if self.workflow.has_side_effects else None
-        log = self._logs.setdefault(seed_name, {})[session] = turn_log_of(journal, session, self._answers)
+        answers = [(method, answer, state) for method, answer, state in self._answers.pop(session, [])]
+        log = self._logs.setdefault(seed_name, {})[session] = TurnLog(answers)
         return log
 
     def state_dict(self, unfinished: Mapping[int, Completion], states_of_workers: Sequence[State] = ()) -> State:
@@ -96,7 +94,6 @@ class InFlightCompletions:
         return {
             "written": [[seed, item] for seed, item in completions.items()],
             "answers": answers,
-            "journal": None if self.journal is None else str(self.journal.path.absolute()),
         }
 
     def _state_by_seed(self, unfinished: Mapping[int, Completion]) -> dict[int, Any]:
@@ -104,17 +101,9 @@ class InFlightCompletions:
         whole = {**self.started, **{seed: item or unfinished.get(seed) for seed, item in generated.items()}}
         return {seed: item.state_dict() for seed, item in whole.items() if item is not None and len(item.token_ids)}
 
-    def load_state_dict(self, state: State, *, continues: bool, first: int) -> None:
-        """
-        Args:
-            continues: False starts all groups again; what a journal has is not repeated even so.
-            first: position of the prompt stream from which on groups may run.
-        """
-        if continues:
-            self.started = {seed: Completion.from_state(item) for seed, item in state["written"]}
-            self._answers = dict(state["answers"])
-        if self.journal is not None and state.get("journal"):
-            self.journal = Journal(Path(state["journal"]), first=first)
+    def load_state_dict(self, state: State) -> None:
+        self.started = {seed: Completion.from_state(item) for seed, item in state["written"]}
+        self._answers = dict(state["answers"])
 
 
 @dataclass(eq=False)
@@ -172,9 +161,8 @@ class SavedState:
         """Before anything starts; raises RolloutError if the state has another build's form."""
         try:
             self.scheduler.load_state_dict(state)
-            # Finished groups may be sampled again.
-            first = min([int(state["next_position"]), *state["in_flight"], *self.scheduler.finished])
-            self.runner.in_flight.load_state_dict(state, continues=bool(self.scheduler.started), first=first)
+            if self.scheduler.started:  # else all groups start again
+                self.runner.in_flight.load_state_dict(state)
             self.cursor.next_position = int(state["next_position"])
             if self.cursor.slow_prompts is not None and state.get("stream") is not None:
                 self.cursor.slow_prompts.load_state_dict(state["stream"])

@@ -157,19 +157,14 @@ class _TurnGenerate:
     async def __call__(
         self, token_ids: list[int], *, max_new_tokens: int | None = None, images: Sequence[str] = ()
     ) -> Completion:
-        group, log, turn = self.group, self.turn_log, self.num_turns
+        group, turn = self.group, self.num_turns
         self.num_turns += 1
         seed = sampling_seed(group.run_seed, group.seed_name, self.sample, turn)
         sampling = limited(group.sampling, seed, max_new_tokens)
         in_flight = group.in_flight.completions(group.seed_name)
         in_flight[seed] = None
-        if log is not None and turn < len(log.completions):
-            completion = log.completions[turn]
-        else:
-            with span("generate", "generate", "generations", session=self.session, prompt=len(token_ids)):
-                completion = await self._generate(token_ids, sampling, (*group.prompt.images, *images))
-            if log is not None and log.journal is not None:
-                await log.journal.add(self.session, completion=completion.state_dict())
+        with span("generate", "generate", "generations", session=self.session, prompt=len(token_ids)):
+            completion = await self._generate(token_ids, sampling, (*group.prompt.images, *images))
         in_flight[seed] = completion
         return checked(completion, sampling, turn, group.prompt)
 

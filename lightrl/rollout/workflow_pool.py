@@ -343,11 +343,6 @@ def check_workers(engine: object, num: int) -> None:
 def _check_travels(workflow: Workflow, num: int) -> None:
     """Raises ValueError if a worker cannot have a copy of this workflow."""
     name = type(workflow).__qualname__
-    if workflow.has_side_effects:
-        raise ValueError(
-            f"workflow_workers={num}: the environment of {name} has side effects, whose journal has one writer. Set "
-            "workflow_workers to 0."
-        )
     try:
         data = pickle.dumps(workflow)
     except (pickle.PicklingError, TypeError, AttributeError) as error:

@@ -3,7 +3,7 @@
 Reading order:
     workflow.py       Workflow, and SingleTurn: one completion for each prompt
     multi_turn.py     several turns: conversation.py has their tokens, environment.py answers the policy
-      turn_log.py     what was answered, for a resumed run; a journal of it on the disk
+      turn_log.py     what was answered, for a resumed run
       tools.py        an environment of functions that the policy calls, and of tools on servers
       mcp_tools.py, openenv.py  tools of an MCP server; environments of an OpenEnv server
     agent_workflow.py an agent that talks to openai_endpoint.py as to OpenAI or Anthropic; agent_command.py: a program

@@ -41,11 +41,9 @@ class Environment(ABC):
     `step_timeout_s`; one that raises or hangs drops its trajectory, which is counted.
 
     A resumed run starts conversations again that a checkpoint, or the end of the process, cut short. With `state_dict`
-    and `load_state_dict` they continue where they were: no `reset` or `step` that was answered is called again. With
-    `has_side_effects` each answer is also written to the run's journal at once, so that this holds after `kill -9` too.
+    and `load_state_dict` they continue where they were: no `reset` or `step` that was answered is called again.
+    After `kill -9` they continue from the last checkpoint, so a `step` that acts on the world may act twice.
     """
-
-    has_side_effects: bool = False  # `reset` or `step` changes something outside of this object
 
     @property
     def keeps_state(self) -> bool:

@@ -80,13 +80,7 @@ class MultiTurn(Workflow):
         self.step_timeout_s = step_timeout_s
         self.template: TurnRenderer = TurnRenderer(tokenizer)
         first = self._make()
-        if first.has_side_effects and not first.keeps_state:
-            raise ValueError(
-                f"{type(first).__name__} has side effects, which a resumed run must not repeat, so it needs state_dict "
-                "and load_state_dict to continue where it was. Write them, or set has_side_effects to False."
-            )
         self.continues = first.keeps_state
-        self.has_side_effects = first.has_side_effects
         self.tools = first.tool_schemas()
         self.template.check_template("tool" if self.tools else "user", self.tools)
 

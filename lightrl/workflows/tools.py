@@ -214,7 +214,6 @@ class ToolEnvironment(Environment):
         max_result_chars: longer texts of results are cut.
         tool_timeout_s: deadline of one call; the policy reads that it was missed. Keep the sum for `max_calls` below
             the workflow's step_timeout_s.
-        has_side_effects: a tool changes something outside; then no call is repeated after a kill (see Environment).
 
     Raises:
         ValueError: if a tool cannot be described, or two have the same name.
@@ -229,7 +228,6 @@ class ToolEnvironment(Environment):
         max_calls: int = 4,
         max_result_chars: int = 4000,
         tool_timeout_s: float = 10.0,
-        has_side_effects: bool = False,
     ) -> None:
         self.servers = [tool.open() for tool in tools if isinstance(tool, ToolServer)]
         described = [Tool.of(tool) for tool in tools if not isinstance(tool, ToolServer)]
@@ -246,7 +244,6 @@ class ToolEnvironment(Environment):
         self.max_calls = max_calls
         self.max_result_chars = max_result_chars
         self.tool_timeout_s = tool_timeout_s
-        self.has_side_effects = has_side_effects or (self.environment is not None and self.environment.has_side_effects)
         self.num_calls = 0
         self.num_errors = 0
 

@@ -76,8 +76,6 @@ class Workflow(ABC):
     # is then called again, and `generate` returns what the checkpoint has before it asks the engine, so the same
     # completions must lead to the same calls.
     continues: bool = False
-    # Whether completions are written to the run's journal at once: what follows from them must not happen twice.
-    has_side_effects: bool = False
 
     # Reads what the policy generated; before the first interaction, it gets the ids that end a turn.
     template: ChatTemplate | None = None

@@ -385,15 +385,9 @@ class OfTheTest(SingleTurn):
         self.lock = __import__("threading").Lock()
 
 
-class Acting(SingleTurn):
-    has_side_effects = True
-
-
 def test_a_workflow_that_cannot_travel_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="OfTheTest cannot be pickled for other processes: cannot pickle"):
         make(1, OfTheTest())
-    with pytest.raises(ValueError, match="Acting has side effects, whose journal has one writer"):
-        make(1, Acting(Words()))  # type: ignore[arg-type]
     monkeypatch.setattr(sys.modules["__main__"], "Two", Two, raising=False)
     monkeypatch.setattr(Two, "__module__", "__main__")
     with pytest.raises(ValueError, match="Two uses a class or function of the main script"):

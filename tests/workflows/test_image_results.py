@@ -225,10 +225,10 @@ def test_a_resume_shows_the_image_that_the_run_showed(key, tmp_path):
         def load_state_dict(self, prompt: Prompt, state: JsonObject) -> None: ...
 
     read_image(RED).save(tmp_path / "screen.png")
-    log = TurnLog("session")
+    log = TurnLog()
     (message,) = asyncio.run(log.ask(Screen(), "step", prompts()[0], "go", timeout_s=5.0))
     (tmp_path / "screen.png").unlink()
-    resumed = TurnLog("session", answers=log.answers)
+    resumed = TurnLog(log.answers)
     (again,) = asyncio.run(resumed.ask(Screen(), "step", prompts()[0], "go", timeout_s=5.0))
     assert again == message
     shown = image_reader().read([again["content"][0]["image"], RED]).pixel_values

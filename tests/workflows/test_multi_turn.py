@@ -490,11 +490,3 @@ def test_a_close_that_fails_is_a_warning_and_the_trajectory_stays(caplog: pytest
     trajectory = played(MultiTurn(chat_tokenizer(), lambda: Stuck(DONE)), writes([END]))
     assert trajectory.turns
     assert "Stuck.close raised OSError: still busy" in caplog.text
-
-
-def test_an_environment_with_side_effects_needs_state_to_go_on_where_it_was():
-    class Acts(Scripted):
-        has_side_effects = True
-
-    with pytest.raises(ValueError, match=r"Acts has side effects, .* needs state_dict"):
-        MultiTurn(chat_tokenizer(), lambda: Acts(DONE))
