@@ -1,0 +1,179 @@
+"""The rings of the package, and what is measured of them: `python scripts/rings.py` prints the figures.
+
+Ring 1, the core: what an iteration needs whatever a run chooses. Ring 2, options woven into it. Ring 3, leaves: what
+`class_path`, a command or an extra chooses. A file that stands in neither table is of the core.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGE = REPOSITORY / "lightrl"
+
+
+class Leaf(NamedTuple):
+    """A capability that nothing in the core imports."""
+
+    max_lines: int
+    entry: str  # a public class or function, or a command
+    tests: str
+    page: str
+    files: str
+
+
+LEAVES = {
+    "supervised": Leaf(975, "lightrl.SFT", "algorithms", "algorithms.md",
+        "algorithms/dpo.py algorithms/reward_model.py algorithms/sft.py algorithms/supervised.py data/completions.py"),
+    "distillation": Leaf(161, "lightrl.Distillation", "algorithms", "algorithms.md", "algorithms/distillation.py"),
+    "compiled kernels": Leaf(720, "lightrl.LocalEngine", "engines", "performance.md",
+        "engines/local/fast_decoder.py engines/local/kernels.py"),
+    "vLLM": Leaf(436, "lightrl.VLLMEngine", "engines", "serve-with-sglang.md", "engines/vllm"),
+    "math": Leaf(390, "lightrl.rewards.math_answer", "rewards", "write-a-reward.md", "rewards/math_answer.py"),
+    "code": Leaf(1298, "lightrl.rewards.code_tests", "rewards", "write-a-reward.md",
+        "rewards/code_tests.py rewards/sandbox.py rewards/sandbox_guard"),
+    "judge": Leaf(230, "lightrl.rewards.LLMJudge", "rewards", "write-a-reward.md", "rewards/llm_judge.py"),
+    "texts": Leaf(288, "lightrl.rewards.json_schema", "rewards", "write-a-reward.md",
+        "rewards/reasoning_gym.py rewards/text_rewards.py"),
+    "tools": Leaf(552, "lightrl.ToolEnvironment", "workflows", "write-an-environment.md",
+        "workflows/mcp_tools.py workflows/tools.py"),
+    "OpenEnv": Leaf(264, "lightrl.workflows.OpenEnv", "workflows", "write-an-environment.md", "workflows/openenv.py"),
+    "agents": Leaf(1759, "lightrl.AgentWorkflow", "workflows", "train-an-agent.md",
+        "workflows/agent_command.py workflows/agent_protocol.py workflows/agent_session.py workflows/agent_workflow.py "
+        "workflows/chat_protocol.py workflows/completion_parser.py workflows/messages_protocol.py "
+        "workflows/openai_endpoint.py workflows/responses_protocol.py"),
+    "trajectory log": Leaf(406, "lightrl.TrajectoryLog", "callbacks", "inspect.md", "callbacks/trajectory_log.py"),
+    "learning curve": Leaf(258, "lightrl.LearningCurve", "callbacks", "loggers.md", "callbacks/learning_curve.py"),
+    "export": Leaf(414, "lightrl.HuggingFaceExport", "callbacks", "share-a-model.md",
+        "callbacks/export.py commands/export.py"),
+    "inspector": Leaf(989, "lightrl inspect", "inspect", "inspect.md", "commands/inspect.py inspect"),
+    "doctor": Leaf(881, "lightrl doctor", "commands", "check-a-run.md", "commands/doctor"),
+    "plan": Leaf(1239, "lightrl plan", "commands", "which-when.md",
+        "commands/plan.py commands/plan_run.py launch/memory.py strategies/costs.py"),
+    "launch": Leaf(1865, "lightrl launch", "launch", "clusters.md",
+        "commands/launch.py launch/__init__.py launch/launcher.py launch/local.py launch/plan.py launch/ray.py "
+        "launch/scripts.py launch/settings.py launch/slurm.py"),
+    "convert": Leaf(830, "lightrl convert", "migration", "coming-from-areal.md", "migration"),
+}  # fmt: skip
+
+OPTIONS = """functional/supports.py functional/branches.py strategies/branches.py strategies/shared_prefix.py
+    engines/servers/follower.py engines/servers/leader.py rollout/workflow_pool.py rollout/workflow_worker.py
+    engines/servers/gateway.py commands/serve.py engines/servers/registry.py engines/servers/sync/receiver.py
+    engines/servers/sync/receivers.py engines/servers/sync/transports/delta.py weights/delta.py weights/delta_folder.py
+    engines/servers/sync/transports/broadcast.py weights/broadcast.py weights/shared_memory.py
+    engines/servers/sync/adapter_versions.py engines/servers/sync/served_adapters.py callbacks/probe.py
+    engines/servers/sync/cache_canary.py weights/block_fp8.py strategies/halves.py models/images.py models/lora.py
+    models/expert_parallel.py models/moe.py models/routes.py models/hybrids.py callbacks/dynamic_sampling.py
+    data/curriculum.py data/mixture.py data/streamed.py callbacks/trace.py trace"""
+
+# What travels with tokens, or what an adapter changes -> the word by which a file names it.
+NAMED = {"supports": r"support(s|_)", "routes": r"route", "images": r"image", "LoRA": r"(?i)lora|adapter"}
+
+
+def files_of(names: str) -> set[Path]:
+    """The Python files that these files and folders of the package have; each must exist."""
+    paths = [PACKAGE / name for name in names.split()]
+    assert all(path.exists() for path in paths), [str(path) for path in paths if not path.exists()]
+    return {file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))}
+
+
+def leaf_files() -> dict[Path, str]:
+    return {file: name for name, leaf in LEAVES.items() for file in files_of(leaf.files)}
+
+
+def core_files() -> list[Path]:
+    return sorted(set(PACKAGE.rglob("*.py")) - leaf_files().keys() - files_of(OPTIONS))
+
+
+def num_lines(files: set[Path] | list[Path]) -> int:
+    return sum(len(file.read_text().splitlines()) for file in files)
+
+
+@cache
+def imports_of(file: Path) -> frozenset[Path]:
+    """The files of the package that a file imports, for types and in functions too; packages' doors are followed."""
+    found: set[Path] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lightrl":
+            for alias in node.names:
+                found |= set(_home(str(node.module), alias.name))
+        elif isinstance(node, ast.Import):
+            found |= {
+                home for alias in node.names if alias.name.startswith("lightrl.") for home in _home(alias.name, "")
+            }
+    return frozenset(found - {file})
+
+
+def _home(module: str, name: str) -> Iterator[Path]:
+    """The file that defines a name: the module's own, or where its package's `__init__` has it from."""
+    folder = PACKAGE.joinpath(*module.split(".")[1:])
+    if (folder / f"{name}.py").is_file():
+        yield folder / f"{name}.py"
+    elif folder.with_suffix(".py").is_file():
+        yield folder.with_suffix(".py")
+    else:
+        door = (folder / "__init__.py").read_text()
+        pattern = rf'from lightrl\.([\w.]+) import (?:\([^)]*\b{name}\b|[^(\n]*\b{name}\b)|"([\w.]+)": \[[^\]]*"{name}"'
+        if match := re.search(pattern, door):
+            inner = f"lightrl.{match[1]}" if match[1] else f"{module}.{match[2]}"
+            if inner != module:
+                yield from _home(inner, name)
+
+
+def back_doors() -> list[str]:
+    """Imports from the core into a leaf, but for those of a package's `__init__`, which is the door."""
+    leaves = leaf_files()
+    return sorted(
+        f"{file.relative_to(PACKAGE)} -> {leaves[target]}"
+        for file in core_files()
+        for target in imports_of(file)
+        if file.name != "__init__.py" and target in leaves
+    )
+
+
+def circles() -> list[list[str]]:
+    """Groups of files that import each other, by Tarjan's algorithm."""
+    order: dict[Path, int] = {}
+    low: dict[Path, int] = {}
+    stack: list[Path] = []
+    found: list[list[str]] = []
+
+    def visit(file: Path) -> None:
+        order[file] = low[file] = len(order)
+        stack.append(file)
+        for target in imports_of(file):
+            if target not in order:
+                visit(target)
+            if target in stack:
+                low[file] = min(low[file], low[target])
+        if low[file] == order[file]:
+            group = stack[stack.index(file) :]
+            del stack[stack.index(file) :]
+            if len(group) > 1:
+                found.append(sorted(str(item.relative_to(PACKAGE)) for item in group))
+
+    for file in sorted(PACKAGE.rglob("*.py")):
+        if file.name != "__init__.py" and file not in order:
+            visit(file)
+    return sorted(found)
+
+
+def core_files_naming(what: str) -> list[str]:
+    return [str(file.relative_to(PACKAGE)) for file in core_files() if re.search(NAMED[what], file.read_text())]
+
+
+if __name__ == "__main__":
+    num_core = num_lines(core_files())
+    print(f"A  lines of the core: {num_core}; with options: {num_core + num_lines(files_of(OPTIONS))}")
+    print(f"B  imports from the core into a leaf: {len(back_doors())}", *back_doors(), sep="\n     ")
+    print("C  core files that name", ", ".join(f"{what}: {len(core_files_naming(what))}" for what in NAMED))
+    for name, leaf in LEAVES.items():
+        print(f"E  {name}: {num_lines(files_of(leaf.files))} of {leaf.max_lines} lines")
+    print(f"F  circles: {len(circles())}", *map(" / ".join, circles()), sep="\n     ")
+    tests = num_lines(set((REPOSITORY / "tests").rglob("*.py")))
+    print(f"G  lines of tests per line: {tests / num_lines(set(PACKAGE.rglob('*.py'))):.3f}")
