@@ -1,6 +1,6 @@
 """Makes a small model from scratch: a tokenizer trained on the questions and answers, random weights, one folder.
 
-    python -m examples.gsm8k.make_model --questions ../shared/data/gsm8k/train.jsonl --to runs/gsm8k/base
+    python -m examples.gsm8k.make_model --questions openai/gsm8k --to runs/gsm8k/base
 
 The folder is an ordinary Hugging Face one: `AutoModelForCausalLM.from_pretrained` and `lightrl` load it like a model
 from the hub. Its weights are random: fine-tune it (sft.yaml) before reinforcement learning (grpo.yaml).
