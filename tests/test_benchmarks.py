@@ -129,7 +129,7 @@ def test_async_overlap_keeps_its_staleness_bound_and_the_distribution_of_lengths
     assert [row["staleness"] for row in rows] == [0, 1]
     assert all(row["staleness_reached_versions"] <= row["staleness"] for row in rows)
     assert [(row["ks_distance"], row["discarded_groups"]) for row in rows] == [(0.0, 0.0)] * 2
-    assert {row["order"] for row in lines if row not in rows} >= {"windowed", "resample", "discard", "over-sample"}
+    assert {row["order"] for row in lines if row not in rows} >= {"windowed", "discard", "over-sample"}
 
 
 @pytest.mark.usefixtures("forked_children")

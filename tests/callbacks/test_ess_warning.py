@@ -61,14 +61,9 @@ def test_a_resumed_run_warns_when_it_would_have_and_not_again(caplog: pytest.Log
     first, resumed, warned = StalenessControl(8), StalenessControl(8), StalenessControl(8)
     log_values(first, [0.1] * 9)
     resumed.load_state_dict(first.state_dict())
-    old, older = StalenessControl(8), StalenessControl(8)
-    old.load_state_dict({"last_lags": [[0.1, 0.0, 0.001]] * 9})  # of a release that did not keep gradient norms
-    older.load_state_dict({"last_lags": [[0.1, 0.0]] * 9})  # nor steps
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         log_values(resumed, [0.1])
-        log_values(old, [0.1])
-        log_values(older, [0.1])
-        assert len(caplog.messages) == 3
+        assert len(caplog.messages) == 1
         warned.load_state_dict(resumed.state_dict())
         log_values(warned, [0.1] * 20)
-    assert len(caplog.messages) == 3
+    assert len(caplog.messages) == 1
