@@ -28,7 +28,7 @@ from lightrl.models import Metric as LossMetric
 from lightrl.models.chat_template import stop_token_ids
 from lightrl.models.images import ImageReader
 from lightrl.models.model_folder import fill_in, keep_trained
-from lightrl.models.optimizer import parameter_groups, with_schedule
+from lightrl.models.optimizer import by_role, own_parameters, parameter_groups, with_schedule
 from lightrl.models.role import load_role, trainable_policy
 from lightrl.rewards import RewardPart
 from lightrl.rewards.evaluation import Evaluation
@@ -332,9 +332,13 @@ class RLModule(L.LightningModule):
             betas=self.betas,
             eps=self.eps,
             weight_decay=self.weight_decay,
-            fused=True,
+            fused=not own_parameters(self),  # which are whole next to the shards of models
         )
         optimizer._step_supports_amp_scaling = False  # else Lightning refuses to clip under any mixed precision
+        return self.add_schedule(optimizer)
+
+    def add_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+        """What `configure_optimizers` returns for an optimizer: with the settings' warm-up and decay, if any."""
         if not self.warmup_iterations and self.lr_decay == "constant":
             return optimizer
         num_iterations = self.trainer.estimated_stepping_batches
@@ -456,12 +460,10 @@ class RLModule(L.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clips each role's gradients by itself: a critic's do not shrink the policy's."""
-        if len(optimizer.param_groups) == 1:
-            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
-            return
-        for group in optimizer.param_groups:
-            one: Any = SimpleNamespace(param_groups=[group])
+        """Clips each role's gradients by itself, whatever the optimizer's groups: a critic's shrink no policy's."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for part in by_role(self, self.trained_roles(), parameters).values():
+            one: Any = SimpleNamespace(param_groups=[{"params": part}])
             super().configure_gradient_clipping(one, gradient_clip_val, gradient_clip_algorithm)
 
     def transfer_batch_to_device(self, batch: object, device: torch.device, dataloader_idx: int) -> object:

@@ -49,7 +49,7 @@ from lightrl.models.routes import NOT_COMPILED, RouteLayout
 from lightrl.module import RLModule
 from lightrl.rewards import OverlongPenalty
 from lightrl.rollout.rl_trainer import RLTrainer
-from lightrl.strategies import AtomicCheckpointIO, FSDP2Strategy, named_strategy
+from lightrl.strategies import AtomicCheckpointIO, FSDP2Strategy, check_strategy, named_strategy
 from lightrl.strategies.atomic_write import logged_behind_failure
 from lightrl.trajectory import Group, Sampling
 
@@ -247,7 +247,7 @@ class Trainer(RLTrainer):
         self, model: L.LightningModule | None, *, needs_rewards: bool = True, is_fit: bool = False
     ) -> Iterator[None]:
         """Refuses, before any model is built, what cannot train an RLModule; inside, Lightning's warnings fit one."""
-        module = self.lightning_module if model is None else model
+        module = self.lightning_module if model is None else getattr(model, "_orig_mod", model)  # of torch.compile
         self._mute_checkpoints()  # until the stage runs: a run whose state is half restored has nothing to save
         with warnings.catch_warnings():
             ignore_srun_advice()
@@ -257,6 +257,8 @@ class Trainer(RLTrainer):
                 warn_of_monitors(self)
                 # Lightning would give each rank other prompts, shuffled: here all ranks count the same iterations.
                 self._accelerator_connector.use_distributed_sampler = False
+            if isinstance(module, SupervisedModule):
+                check_strategy(self.strategy, module)
             if isinstance(module, RLModule | SupervisedModule):
                 if vars(rank_zero_only)["rank"] == 0:
                     self._check_folders()

@@ -19,7 +19,7 @@ from lightrl.data import ChatBatch, PairBatch
 from lightrl.models import ModelSpec, ParallelModel, Role, check_adamw, context_tokens
 from lightrl.models.images import ImageReader
 from lightrl.models.model_folder import fill_in, keep_trained
-from lightrl.models.optimizer import with_schedule
+from lightrl.models.optimizer import own_parameters, with_schedule
 from lightrl.strategies import LogprobSettings, check_strategy, parallel_model, ranks_of
 
 if TYPE_CHECKING:
@@ -138,9 +138,13 @@ class SupervisedModule(L.LightningModule):
             [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
             lr=self.lr,
             betas=self.betas,
-            fused=True,
+            fused=not own_parameters(self),  # which are whole next to the shards of models
         )
         optimizer._step_supports_amp_scaling = False  # else Lightning refuses to clip under any mixed precision
+        return self.add_schedule(optimizer)
+
+    def add_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+        """What `configure_optimizers` returns for an optimizer: with the settings' warm-up and decay, if any."""
         if not self.warmup_steps and self.lr_decay == "constant":
             return optimizer
         num_steps, warmup = self.trainer.estimated_stepping_batches, self.warmup_steps

@@ -37,6 +37,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import lightrl
+from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks.loggers import log_settings
 from lightrl.callbacks.run_files import ProblemLog, RunFiles, StatusFile, contents
 from lightrl.checks.secret_settings import without_secrets
@@ -45,6 +46,7 @@ from lightrl.commands.config_layers import ClassOrText, ConfigText, UsageError, 
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
 from lightrl.launch import Launch
 from lightrl.loops.resume import by_path
+from lightrl.models.optimizer import parameter_groups
 from lightrl.module import RLModule
 from lightrl.trainer import Trainer
 from lightrl.trajectory import Group, encode_json
@@ -202,7 +204,14 @@ class LightRLCLI(LightningCLI):
             if scheduler is not None:
                 raise UsageError("lr_scheduler needs an optimizer. Add an `optimizer:` section.")
             return
-        log.info("Using optimizer %s instead of %s's own.", optimizer["class_path"], type(self.model).__name__)
+        if (name := _replaced_setting(self.model, optimizer, scheduler)) is not None:
+            setting = f"model.{name}={getattr(self.model, name)}{self._user_settings.origin(f'model.init_args.{name}')}"
+            raise UsageError(
+                f"{setting} has no effect next to the section that replaces it. Remove it, or set it there."
+            )
+        kept = "lr of roles" if scheduler else "lr of roles, lr_decay and warm-up"
+        own = type(self.model).__name__
+        log.info("Using optimizer %s instead of %s's own, whose %s stay.", optimizer["class_path"], own, kept)
         self.model.configure_optimizers = partial(_configured_optimizers, self.model, optimizer, scheduler)
 
     def before_fit(self) -> None:
@@ -320,13 +329,34 @@ class _PredictionFile(L.Callback):
         self.has_written = True
 
 
+def _replaced_setting(module: L.LightningModule, optimizer: Any, scheduler: Any) -> str | None:
+    """The first setting of a module's own optimizer and schedule that these sections replace by another value."""
+    kinds = [kind for kind in reversed(type(module).__mro__) if issubclass(kind, RLModule | SupervisedModule)]
+    defaults = {item.name: item.default for kind in kinds for item in inspect.signature(kind).parameters.values()}
+    schedule = ("warmup_iterations", "warmup_steps", "lr_decay", "min_lr_ratio") if scheduler else ()
+    for name in ("lr", "betas", "eps", "weight_decay", *schedule):
+        others = [_plain(defaults.get(name)), _plain(optimizer["init_args"].get(name))]
+        if name in defaults and _plain(getattr(module, name, defaults[name])) not in others:
+            return name
+    return None
+
+
 def _configured_optimizers(module: L.LightningModule, optimizer: Any, scheduler: Any) -> Any:
     """Builds what `configure_optimizers` returns for the sections `optimizer:` and `lr_scheduler:`."""
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    trained: list[Any] = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if isinstance(module, RLModule):
+        roles = module.models()
+        trained = parameter_groups(module, {name: roles[name] for name in module.trained_roles()})
     made = instantiate_class((trained,), optimizer)
     if scheduler is None:
-        return made
+        return module.add_schedule(made) if isinstance(module, RLModule | SupervisedModule) else made
+    rates = [group["lr"] for group in made.param_groups]
     made_scheduler = instantiate_class(made, scheduler)
+    if len(set(rates)) > 1 and rates != [group.get("initial_lr", group["lr"]) for group in made.param_groups]:
+        raise ValueError(
+            f"lr_scheduler {scheduler['class_path']} sets one learning rate, but the roles have {rates}. Use one that "
+            "multiplies them, such as LinearLR."
+        )
     if isinstance(module, RLModule) and not hasattr(made_scheduler, "monitor"):
         # an iteration is the unit of an RL run; Lightning's default is the epoch
         return {"optimizer": made, "lr_scheduler": {"scheduler": made_scheduler, "interval": "step"}}

@@ -34,6 +34,7 @@ from lightrl.loops.shared_rollout import SharedRollout
 from lightrl.loops.sharing import accept, add_rewards, shard, share_images
 from lightrl.loops.update import GradientGuard, MinibatchLoss
 from lightrl.models.chat_template import with_stop_tokens
+from lightrl.models.optimizer import by_role
 from lightrl.module import RLModule
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.rl_trainer import RLTrainer
@@ -253,9 +254,10 @@ class RolloutLoop(_AutomaticOptimization):
         plugin = trainer.precision_plugin
         optimizer: Any = module.optimizers()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parts_of_roles = by_role(module, module.trained_roles(), parameters)
         version = trainer.weight_version if is_first else None
         losses = [MinibatchLoss(module, minibatch, str(call.role), self.ranks, version) for call in train_calls]
-        norms: list[float] = []
+        norms: dict[str, float] = {}  # of each role
 
         def zero_grad() -> None:
             with logging_allowed(module):
@@ -281,18 +283,23 @@ class RolloutLoop(_AutomaticOptimization):
                     module.parallel_models[loss.role].forward_backward(parts, *in_microbatch_spans(loss, backward))
             for parameter in module.resting_parameters():
                 parameter.grad = None
+            self.ranks.average_gradients()
             for loss in losses:
                 loss.reduce()
             if getattr(plugin, "scaler", None) is None:  # a scaler skips such steps by itself
                 bound = module.max_skipped_updates
-                norms.append(self.guard.check(parameters, zero_grad, max_in_a_row=bound, ranks=self.ranks))
+                norm = self.guard.check(parameters, zero_grad, max_in_a_row=bound, ranks=self.ranks)
+                for name, part in parts_of_roles.items() if math.isfinite(norm) else ():
+                    present = [parameter.grad for parameter in part if parameter.grad is not None]
+                    norms[name] = norm if len(parts_of_roles) == 1 else self.ranks.total_norm(present)
             return losses[0].parts.get("loss", torch.zeros(2))[0]
 
         with trainer.profiler.profile("rl/optimizer_step"):
             module.optimizer_step(trainer.current_epoch, batch_idx, optimizer, closure)
         parts = {name: part for loss in losses for name, part in loss.parts.items()}
-        if norms and math.isfinite(norms[0]):
-            parts["grad_norm"] = torch.tensor([norms[0], 1.0], dtype=torch.float64)
+        for name, norm in norms.items():
+            key = "grad_norm" if name == "policy" else f"{name}/grad_norm"
+            parts[key] = torch.tensor([norm, 1.0], dtype=torch.float64)
         return values_of(parts), parts
 
     def _offer(self, experience: ShardedExperience) -> ShardedExperience:

@@ -84,6 +84,19 @@ def check_family(config: PretrainedConfig, source: str) -> None:
         )
 
 
+def check_outputs(config: PretrainedConfig, source: str, options: Mapping[str, object] | None = None) -> None:
+    """Raises ValueError for a config that asks for a further loss or for outputs without names; `options` win."""
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        chosen: Mapping[str, object] = (options or {}) if part is config else {}
+        if chosen.get("output_router_logits", getattr(part, "output_router_logits", False)):
+            raise ValueError(
+                f"{source} has output_router_logits=true, which asks for the balancing loss of a mixture, but no "
+                "algorithm adds that loss yet. Set it to false in its config."
+            )
+        if chosen.get("return_dict", getattr(part, "return_dict", True)) is False:
+            raise ValueError(f"{source} has return_dict=false, but outputs are read by name. Set it to true.")
+
+
 def check_files(folder: Path) -> None:
     """Raises ValueError if a file is not what the export wrote, or one of weights is what Git LFS leaves in its place.
 
@@ -197,6 +210,7 @@ class ModelSpec:
                 config = AutoConfig.for_model(values.pop("model_type"), **values)
                 check_given(self.config, config)
         check_family(config, self._named)
+        check_outputs(config, self._named, self.options)
         parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
         names = [str(getattr(part, "_attn_implementation", None)) for part in parts]
         kernel = next((name for name in names if "/" in name), None)  # a repository of the hub

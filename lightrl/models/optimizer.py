@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,26 +23,43 @@ def check_adamw(
         raise ValueError(f"betas must be two numbers from 0 to below 1, such as (0.9, 0.95), got {betas}.")
 
 
-def parameter_groups(module: torch.nn.Module, roles: Mapping[str, Role], *, lr: float) -> list[dict[str, Any]]:
+def model_children(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The models of a module, and a critic's head on one, by attribute."""
+    return {key: child for key, child in module.named_children() if key == "value_head" or hasattr(child, "base_model")}
+
+
+def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that are part of no model, such as a coefficient that is learned, by name."""
+    models = model_children(module)
+    return {name: item for name, item in module.named_parameters() if name.partition(".")[0] not in models}
+
+
+def by_role(
+    module: torch.nn.Module, roles: Iterable[str], parameters: Iterable[torch.nn.Parameter]
+) -> dict[str, list[torch.nn.Parameter]]:
+    """Sorts parameters by the role, an attribute of the module; the policy gets every one that is no other role's."""
+    role_of = {item: name for name in roles if name != "policy" for item in getattr(module, name).parameters()}
+    parts: dict[str, list[torch.nn.Parameter]] = {name: [] for name in ("policy", *roles)}
+    for item in parameters:
+        parts[role_of.get(item, "policy")].append(item)
+    return parts
+
+
+def parameter_groups(
+    module: torch.nn.Module, roles: Mapping[str, Role], *, lr: float | None = None
+) -> list[dict[str, Any]]:
     """A group for each trained role, with its own `lr`, which may be 0, and `weight_decay`.
 
     Args:
         module: has each role's model as an attribute.
-        roles: the trained ones. The policy's group also gets every parameter that is no role's.
-        lr: of roles without one.
+        roles: the trained ones, the policy first.
+        lr: of roles without one; None is the optimizer's.
     """
-    parameters = {
-        name: [item for item in getattr(module, name).parameters() if item.requires_grad]
-        for name in roles
-        if name != "policy"
-    }
-    of_others = {id(item) for items in parameters.values() for item in items}
-    rest = [item for item in module.parameters() if item.requires_grad and id(item) not in of_others]
+    trained = [item for item in module.parameters() if item.requires_grad]
     groups: list[dict[str, Any]] = []
-    for name, items in {"policy": rest, **parameters}.items():
-        role = roles[name]
-        decay = {} if role.weight_decay is None else {"weight_decay": role.weight_decay}
-        groups.append({"params": items, "lr": lr if role.lr is None else role.lr, **decay})
+    for name, items in by_role(module, roles, trained).items():
+        settings = {"lr": lr if roles[name].lr is None else roles[name].lr, "weight_decay": roles[name].weight_decay}
+        groups.append({"params": items, **{key: value for key, value in settings.items() if value is not None}})
     return groups
 
 

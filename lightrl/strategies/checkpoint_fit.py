@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch.nn import Parameter
+    from torch import Tensor
     from torch.optim import Optimizer
 
     Where = str | Path | None
@@ -50,6 +50,8 @@ def check_optimizers(states: Sequence[Mapping[str, Any]], optimizers: Sequence[O
 def check_optimizer_names(saved: Collection[str], needed: Collection[str], optimizer: Optimizer, where: Where) -> None:
     """Rejects an optimizer state by parameter name that lacks something of this run's.
 
+    A parameter without any state is none that lacks something: it had no gradient before the checkpoint.
+
     Args:
         saved: its names, such as `state.policy.lm_head.weight.exp_avg` and `param_groups.policy.lm_head.weight.lr`.
         needed: those of this run.
@@ -62,11 +64,14 @@ def check_optimizer_names(saved: Collection[str], needed: Collection[str], optim
     absent = list(dict.fromkeys(parameter_of(name) for name in needed if parameter_of(name) not in present))
     if absent:
         raise ValueError(refusal(f"its optimizer lacks {len(absent)} of the parameters ({_first(absent)})", where))
-    _check_complete({name.rpartition(".")[2] for name in needed if name not in saved}, optimizer, where)
+    stepped = {parameter_of(name) for name in saved if name.startswith("state.")}
+    missing = [name for name in needed if name not in saved]
+    missing = [name for name in missing if not name.startswith("state.") or parameter_of(name) in stepped]
+    _check_complete({name.rpartition(".")[2] for name in missing}, optimizer, where)
 
 
 def check_named_optimizer(
-    state: Mapping[str, object], optimizer: Optimizer, names: Mapping[Parameter, str], where: Where
+    state: Mapping[str, object], optimizer: Optimizer, names: Mapping[Tensor, str], where: Where
 ) -> None:
     """Rejects an optimizer state by parameter name of another kind of optimizer, or with other parameter groups.
 
@@ -83,7 +88,6 @@ def check_named_optimizer(
         for group in optimizer.param_groups
         for setting in sorted(group.keys() - {"params"})
     ]
-    check_optimizer_names(state.keys(), [key for keys in settings for key in keys], optimizer, where)
     for keys in settings:
         other = next((key for key in keys if state[key] != state[keys[0]]), None)
         if other is not None:

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map_only
 from lightrl.checks.files import cause_to_show, publish, remove_path, write_sums
 from lightrl.concurrency.owner import remove_left_behind
 from lightrl.strategies.atomic_write import Progress, TrackedFile, write_error
-from lightrl.strategies.checkpoint_fit import check_named_optimizer, check_optimizer_names, check_weights
+from lightrl.strategies.checkpoint_fit import check_named_optimizer, check_optimizer_names, check_weights, parameter_of
 from lightrl.strategies.safe_reader import SafeReader, load_parts, load_plain
 
 META_FILE = "meta.pt"
@@ -135,9 +135,10 @@ def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Optimiz
     model.load_state_dict(present, strict=False)
     for index, optimizer in enumerate(optimizers):
         key = f"optimizer_{index}"
-        own_state = optimizer_state(model, optimizer)
         saved_names = {name.removeprefix(f"{key}.") for name in saved if name.startswith(f"{key}.")}
+        own_state = _state_to_fill(model, optimizer)
         check_optimizer_names(saved_names, own_state, optimizer, path)
+        own_state = {name: value for name, value in own_state.items() if name in saved_names}
         load_parts({key: own_state} if own_state else {}, path)
         load_optimizer_state(model, optimizer, own_state, path)
     return rest
@@ -179,7 +180,19 @@ def _read_rest(folder: Path) -> dict[str, Any]:
 
 
 def optimizer_state(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The state by parameter name; empty on a rank where the optimizer has no parameters."""
+    """The state by parameter name; a parameter without a gradient so far has none, only its group's settings."""
+    with _without_empty_groups(optimizer) as plain:
+        has_stepped = bool(plain.state)
+        state = get_optimizer_state_dict(model, plain, options=_FLAT) if plain.param_groups else {}
+        if not has_stepped:  # torch has made the state of a first step, which the optimizer would continue from
+            plain.state.clear()
+            state = {name: value for name, value in state.items() if not name.startswith("state.")}
+    return state
+
+
+def _state_to_fill(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The state by parameter name, with the state of a first step for every parameter of a new optimizer."""
+    optimizer.zero_grad()  # torch makes none beside gradients, such as an earlier fit's
     with _without_empty_groups(optimizer) as plain:
         return get_optimizer_state_dict(model, plain, options=_FLAT) if plain.param_groups else {}
 
@@ -188,11 +201,16 @@ def load_optimizer_state(
     model: torch.nn.Module, optimizer: Optimizer, state: dict[str, Any], where: str | Path | None
 ) -> None:
     """The inverse of `optimizer_state`; raises ValueError for the state of another optimizer."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    filled = _state_to_fill(model, optimizer)
+    check_optimizer_names(state.keys(), filled.keys(), optimizer, where)
+    without_state = {parameter_of(name) for name in filled.keys() - state.keys()}
     with _without_empty_groups(optimizer) as plain:
         if plain.param_groups:
             check_named_optimizer(state, plain, names, where)
-            set_optimizer_state_dict(model, plain, optim_state_dict=state, options=_FLAT)
+            set_optimizer_state_dict(model, plain, optim_state_dict=filled | state, options=_FLAT)
+            for parameter in [parameter for parameter in plain.state if names[parameter] in without_state]:
+                del plain.state[parameter]
 
 
 @contextlib.contextmanager

@@ -35,13 +35,14 @@ from lightrl.models import ParallelModel, RoleMesh, models_made_by
 from lightrl.models.conversion import conversions
 from lightrl.models.expert_parallel import expert_mesh, num_split_experts, split_experts
 from lightrl.models.moe import moe_blocks, router_of
+from lightrl.models.optimizer import model_children, own_parameters
 from lightrl.models.routes import Routes, recompute_contexts
 from lightrl.strategies.atomic_write import BackgroundWrites, logged_behind_failure
 from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, optimizer_state
 from lightrl.strategies.empty_model import empty_model, fill_model, take_role
 from lightrl.strategies.fsdp2_model import FSDP2Model, cp_refused
 from lightrl.strategies.offload import HOST, OFFLOADABLE, Offloadable, move_state, offload_activations
-from lightrl.strategies.precision import ClipsByStrategy, subclassed
+from lightrl.strategies.precision import ClipsByStrategy, gradients, subclassed
 from lightrl.strategies.ranks import START_TIMEOUT, ProcessRanks, Ranks, allow_long_waits, nearest_divisors, watch_all
 from lightrl.strategies.role_mesh import (
     OtherRanksModel,
@@ -271,21 +272,22 @@ class FSDP2Strategy(ModelParallelStrategy):
         if "policy" in place_by_role:
             place_by_role["value_head"] = place_by_role["policy"]  # the critic's head on the policy's body
         self.ranks.roles = {role: place.ranks for role, place in place_by_role.items()}
-        for name, model in self.lightning_module.named_children():
+        for name, model in model_children(self.lightning_module).items():
             if not any(True for _ in model.parameters()):
                 continue
             if name in place_by_role and not place_by_role[name].ranks.is_here:
                 empty_out(model)
-            elif self._needs_split(name, model):
+            elif self._needs_split(model):
                 self.shard(model, place_by_role.get(name))
+        self.ranks.share(own_parameters(self.lightning_module))
 
     def _make_place(self, mesh: RoleMesh) -> Place:
         members = mesh.ranks(self.world_size)
         assert isinstance(self.ranks, ProcessRanks)
         return make_place(self.ranks, members, [len(members)], ["dp"], self.root_device)
 
-    def _needs_split(self, name: str, model: torch.nn.Module) -> bool:
-        """Whether this part of the module is still whole; raises ValueError if it cannot be split."""
+    def _needs_split(self, model: torch.nn.Module) -> bool:
+        """Whether this part of the module is still whole."""
         return not isinstance(model, FSDPModule)
 
     def shard(self, model: torch.nn.Module, place: Place | None = None) -> None:
@@ -355,6 +357,8 @@ class FSDP2Strategy(ModelParallelStrategy):
             return
         assert self.lightning_module is not None
         _update_properties(self.lightning_module, device=self.root_device)  # `module.device`, where batches go
+        for parameter in own_parameters(self.lightning_module).values():  # every rank holds them whole
+            parameter.data = parameter.data.to(self.root_device)
         for module in self.lightning_module.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.root_device))
@@ -384,23 +388,24 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Keeps an offloaded optimizer state on the device from the end of the backward to that of the update."""
-        if "optimizer" not in self.offload_to_cpu or self._offloads_parameters:
-            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        moves_state = "optimizer" in self.offload_to_cpu and not self._offloads_parameters
 
         def closure_and_state() -> Any:
             result = closure()
-            move_state(optimizer, self.root_device)
+            self.ranks.average_gradients()  # once more for an RLModule, whose loop checks them: no change
+            if moves_state:
+                move_state(optimizer, self.root_device)
             return result
 
         try:
             return super().optimizer_step(optimizer, closure_and_state, *args, **kwargs)
         finally:
-            move_state(optimizer, HOST)
+            if moves_state:
+                move_state(optimizer, HOST)
 
     def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clips this rank's parts by the norm of the whole gradient, over all meshes of its parameters; collective."""
-        gradients = [value.grad for group in optimizer.param_groups for value in group["params"]]
-        present = [gradient for gradient in gradients if gradient is not None]
+        present = gradients(optimizer)
         scale = clip_val / (self.ranks.total_norm(present) + 1e-6)
         if scale < 1:
             for gradient in present:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
 
 from lightrl.models import ParallelModel
+from lightrl.models.model_spec import check_outputs
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.parallel_3d import Parallel3DStrategy
 from lightrl.strategies.ranks import Ranks
-from lightrl.strategies.role_mesh import check_meshes
+from lightrl.strategies.role_mesh import check_meshes, planned_roles
 from lightrl.strategies.single import LogprobSettings, SingleModel
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ _ALONE = Ranks()
 
 def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) -> None:
     """Raises ValueError for anything but a single device or FSDP2Strategy, and for models that do not fit."""
+    for role in planned_roles(module).values():
+        if role.spec.url is None:
+            role.spec.load_config()  # which checks it, before any process starts
     if isinstance(strategy, SingleDeviceStrategy):
         check_meshes(module, 1)
     elif isinstance(strategy, FSDP2Strategy):
@@ -64,6 +68,7 @@ def parallel_model(
 ) -> ParallelModel:
     """The ParallelModel of this role's model under this strategy; with `value_head` its body has a critic too."""
     check_strategy(strategy)
+    check_outputs(model.config, f"The {role}")  # which configure_model may have changed
     if isinstance(strategy, FSDP2Strategy):
         return strategy.parallel_model(model, settings, role=role, value_head=value_head)
     return SingleModel(model, settings, value_head=value_head, replays_routes=role == "policy")

@@ -137,15 +137,13 @@ class Parallel3DStrategy(FSDP2Strategy):
         """The critic's head on the policy's body, which is split with the policy."""
         return getattr(self.lightning_module, "value_head", None)
 
-    def _needs_split(self, name: str, model: torch.nn.Module) -> bool:
-        if model in self._splits or model is self._value_head:
-            return False
-        if not hasattr(model, "base_model"):
-            raise ValueError(
-                f"Parallel3DStrategy can only split whole models and the policy's value_head, but the module has other "
-                f"parameters in {name!r}. Make them a role, or use FSDP2Strategy."
-            )
-        return True
+    def _needs_split(self, model: torch.nn.Module) -> bool:
+        return model not in self._splits and model is not self._value_head
+
+    def _spread_models(self) -> None:
+        super()._spread_models()
+        assert isinstance(self.ranks, ProcessRanks)
+        self.ranks.copies += [split.copy for split in self._splits.values() if split.copy is not None]
 
     def _make_place(self, mesh: RoleMesh) -> Place:
         members = mesh.ranks(self.world_size)
@@ -170,9 +168,6 @@ class Parallel3DStrategy(FSDP2Strategy):
             value_head=self._value_head if model is getattr(self.lightning_module, "policy", None) else None,
         )
         self._splits[model] = split
-        assert isinstance(self.ranks, ProcessRanks)
-        if split.copy is not None:
-            self.ranks.copies.append(split.copy)
 
     def _schedule_at(self, pp: int) -> tuple[str, int]:
         """A role with its own mesh may have no pipeline, and then nothing to interleave."""

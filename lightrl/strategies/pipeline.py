@@ -198,7 +198,8 @@ class Pipeline:
                 gradient = self._take(received, action)
                 num_backwards[action.stage] += 1
                 is_last = num_backwards[action.stage] == num_microbatches
-                backward(action.stage, action.microbatch, output, gradient, is_last)
+                if output.requires_grad:  # a first stage whose parameters are all frozen has nothing to compute
+                    backward(action.stage, action.microbatch, output, gradient, is_last)
                 result = None if hidden is None else hidden.grad
             if self.num_ranks > 1:
                 self._exchange(slot, result, received, sending, activation)

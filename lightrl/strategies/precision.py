@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightrl.models.moe import moe_blocks, router_of
+from lightrl.strategies.tensor_parallel import local
 
 if TYPE_CHECKING:
     from lightrl.strategies.fsdp2 import FSDP2Strategy
@@ -32,6 +33,16 @@ class ClipsByStrategy(Precision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.strategy.clip_by_norm(optimizer, clip_val)
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        for gradient in gradients(optimizer):  # torch's takes no shards next to whole tensors
+            local(gradient).clamp_(-clip_val, clip_val)
+
+
+def gradients(optimizer: Optimizer) -> list[Tensor]:
+    """The gradients of an optimizer's parameters, without those that have none."""
+    values = [value.grad for group in optimizer.param_groups for value in group["params"]]
+    return [value for value in values if value is not None]
 
 
 def set_expert_precision(model: torch.nn.Module) -> None:

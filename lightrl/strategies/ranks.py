@@ -104,6 +104,12 @@ class Ranks:
         norm = torch.nn.utils.get_total_norm(gradients)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
+    def share(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Gives all ranks rank 0's values of parameters that each holds whole, for `average_gradients`; collective."""
+
+    def average_gradients(self) -> None:
+        """Averages the gradients of the shared parameters over the dp ranks; collective if there are any."""
+
     def send(self, message: Message, source: int = 0) -> None:
         """Sends from rank `source` to all others, which `receive` it."""
 
@@ -196,6 +202,7 @@ class ProcessRanks(Ranks):
         self.dp_size = dist.get_world_size(dp_group)
         self.watch: RankWatch = watch
         self.copies: list[Tensor] = []  # parameters of this rank that another rank counts in norms
+        self.shared: list[torch.nn.Parameter] = []  # trained ones that every rank holds whole
         self.roles: dict[str, Ranks] = {}  # roles with their own mesh
         self._dp_group = dp_group
         self.control_group = control_group
@@ -227,6 +234,31 @@ class ProcessRanks(Ranks):
         with span("all_reduce of gradient norms", "collective"):
             dist.all_reduce(total)
         return float(total.sqrt())
+
+    def share(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        if not parameters:
+            return
+        values = self.broadcast_tensors({name: value.detach() for name, value in parameters.items()})
+        for name, parameter in parameters.items():
+            parameter.data.copy_(values[name])
+        self.shared = [parameter for parameter in parameters.values() if parameter.requires_grad]
+        self.copies += [] if self.is_main else self.shared
+
+    def average_gradients(self) -> None:
+        if not self.shared:
+            return
+        # One of the ranks with the same rows counts: a pipeline's last stage, which computes the loss.
+        counts = self.dp_members[self.dp_rank][-1] == self.rank
+        present = [parameter.grad if counts else None for parameter in self.shared]
+        parts = [
+            torch.zeros_like(parameter) if gradient is None else gradient
+            for parameter, gradient in zip(self.shared, present, strict=True)
+        ]
+        has_gradient = torch.tensor([gradient is not None for gradient in present])
+        packed = [part.detach().cpu().double().flatten() for part in (has_gradient, *parts)]
+        num_present, *totals = torch.split(self.total(torch.cat(packed)), list(map(len, packed)))
+        for parameter, number, total in zip(self.shared, num_present, totals, strict=True):
+            parameter.grad = (total / self.dp_size).view_as(parameter).to(parameter) if number else None
 
     def gather_json(self, value: Any, *, timeout_s: float) -> list[Any]:
         dist.monitored_barrier(self.control_group, timedelta(seconds=timeout_s), wait_all_ranks=True)

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightrl.models import Role, RoleMesh
 from lightrl.models.conversion import Names
 from lightrl.models.lora import Part
+from lightrl.models.optimizer import own_parameters
 from lightrl.strategies.ranks import START_TIMEOUT, OtherRanks, ProcessRanks, Ranks, allow_long_waits
 from lightrl.weights import Bucket
 
@@ -50,7 +51,14 @@ def role_meshes(module: object) -> dict[str, RoleMesh]:
 
 def check_meshes(module: L.LightningModule | None, world_size: int) -> None:
     """Raises ValueError for a mesh outside the world, and for a policy without rank 0."""
-    for role, mesh in role_meshes(module).items():
+    meshes = role_meshes(module)
+    own = [] if module is None else [name for name, item in own_parameters(module).items() if item.requires_grad]
+    if meshes and own:
+        raise ValueError(
+            f"{type(module).__name__} has parameters of its own ({', '.join(own[:3])}), which all ranks train, so no "
+            f"role may have a mesh, but {' and '.join(meshes)} has one. Remove the mesh."
+        )
+    for role, mesh in meshes.items():
         ranks = mesh.ranks(world_size)
         if role == "policy" and ranks[0] != 0:
             raise ValueError(

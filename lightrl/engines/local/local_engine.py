@@ -24,6 +24,7 @@ from lightrl.engines.local.sampler import completion_seed
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.models import CONTEXT, context_tokens
 from lightrl.models.images import ImageReader, refusal
+from lightrl.models.model_spec import check_outputs
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, block_fp8
 
@@ -179,6 +180,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions
         """Builds the model, its weights still unset, and starts the decode thread."""
         if self._thread is not None and (self._thread.is_alive() or not self._thread.is_closed):
             raise EngineError("LocalEngine is already started. Close it first, or create a new one.")
+        check_outputs(config, "LocalEngine's model")
         text_config = config.get_text_config()
         model_context = context_tokens(config)
         if self._given_max_context is None:
