@@ -57,6 +57,7 @@ _Level = Literal["debug", "info", "warning", "error"]
 # What makes an experiment: two runs that differ here continue from each other by mistake only.
 _SAME = ("seed_everything", "model.class_path", "model.policy", "data.class_path", "data.train")
 FROM_START = "The run starts from the beginning."
+_SCHEDULE = ("warmup_iterations", "warmup_steps", "lr_decay", "min_lr_ratio")
 
 
 class ConfigParser(LightningArgumentParser):
@@ -204,15 +205,22 @@ class LightRLCLI(LightningCLI):
             if scheduler is not None:
                 raise UsageError("lr_scheduler needs an optimizer. Add an `optimizer:` section.")
             return
-        if (name := _replaced_setting(self.model, optimizer, scheduler)) is not None:
-            setting = f"model.{name}={getattr(self.model, name)}{self._user_settings.origin(f'model.init_args.{name}')}"
-            raise UsageError(
-                f"{setting} has no effect next to the section that replaces it. Remove it, or set it there."
-            )
-        kept = "lr of roles" if scheduler else "lr of roles, lr_decay and warm-up"
-        own = type(self.model).__name__
-        log.info("Using optimizer %s instead of %s's own, whose %s stay.", optimizer["class_path"], own, kept)
+        self._check_replaced(optimizer, scheduler)
+        own, kept = type(self.model).__name__, "" if scheduler else ", with its warm-up and lr_decay"
+        log.info("Using optimizer %s instead of %s's own%s.", optimizer["class_path"], own, kept)
         self.model.configure_optimizers = partial(_configured_optimizers, self.model, optimizer, scheduler)
+
+    def _check_replaced(self, optimizer: Any, scheduler: Any) -> None:
+        """Raises UsageError for a setting of the model's own optimizer or schedule that a section replaces."""
+        kinds = [kind for kind in reversed(type(self.model).__mro__) if issubclass(kind, RLModule | SupervisedModule)]
+        defaults = {item.name: item.default for kind in kinds for item in inspect.signature(kind).parameters.values()}
+        for name in ("lr", "betas", "eps", "weight_decay", *(_SCHEDULE if scheduler else ())):
+            is_given, value = self._user_settings.values_at(f"model.{name}"), getattr(self.model, name, None)
+            others = [_plain(defaults.get(name)), _plain(optimizer.get("init_args", {}).get(name))]
+            if name in defaults and is_given and _plain(value) not in others:  # a saved config has the defaults too
+                setting = f"model.{name}={value}{self._user_settings.origin(f'model.init_args.{name}')}"
+                section = "lr_scheduler" if name in _SCHEDULE else "optimizer"
+                raise UsageError(f"{setting} has no effect with {section}. Remove it, or set it there.")
 
     def before_fit(self) -> None:
         """Resolves `ckpt_path: last` to this experiment's newest one: each run has a folder of its own."""
@@ -327,18 +335,6 @@ class _PredictionFile(L.Callback):
             for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
                 file.write(encode_json(trajectory) + b"\n")
         self.has_written = True
-
-
-def _replaced_setting(module: L.LightningModule, optimizer: Any, scheduler: Any) -> str | None:
-    """The first setting of a module's own optimizer and schedule that these sections replace by another value."""
-    kinds = [kind for kind in reversed(type(module).__mro__) if issubclass(kind, RLModule | SupervisedModule)]
-    defaults = {item.name: item.default for kind in kinds for item in inspect.signature(kind).parameters.values()}
-    schedule = ("warmup_iterations", "warmup_steps", "lr_decay", "min_lr_ratio") if scheduler else ()
-    for name in ("lr", "betas", "eps", "weight_decay", *schedule):
-        others = [_plain(defaults.get(name)), _plain(optimizer["init_args"].get(name))]
-        if name in defaults and _plain(getattr(module, name, defaults[name])) not in others:
-            return name
-    return None
 
 
 def _configured_optimizers(module: L.LightningModule, optimizer: Any, scheduler: Any) -> Any:

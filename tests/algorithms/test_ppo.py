@@ -233,6 +233,30 @@ def to_fit(**settings: Any) -> PPO:
     return PPO(tiny_spec(), **{**defaults, **settings})
 
 
+def test_norms_and_their_bound_are_each_roles_whatever_the_optimizers_groups(tmp_path: Path) -> None:
+    module, seen = to_fit(), {}
+    trained = lambda is_vector: [one for one in module.parameters() if (one.dim() < 2) == is_vector]  # noqa: E731
+    groups = lambda: [{"params": trained(is_vector)} for is_vector in (False, True)]  # noqa: E731
+    module.configure_optimizers = lambda: torch.optim.SGD(groups(), lr=1e-3)  # type: ignore[method-assign]
+
+    def norms() -> list[float]:
+        models = (module.policy, module.critic)
+        gradients = [[one.grad for one in model.parameters() if one.grad is not None] for model in models]
+        return [float(torch.nn.utils.get_total_norm(one)) for one in gradients]
+
+    class Watch(L.Callback):
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            seen["before"] = norms()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            seen["after"] = norms()
+
+    metrics = fit(tmp_path, module, Watch(), num_iterations=1, gradient_clip_val=1e-3).callback_metrics
+    assert [float(metrics[f"{role}/grad_norm"]) for role in ("policy", "critic")] == pytest.approx(seen["before"])
+    assert min(seen["before"]) > 2e-3
+    assert seen["after"] == pytest.approx([1e-3, 1e-3], rel=1e-3)
+
+
 @pytest.mark.parametrize(("critic", "warmup"), [(None, 99), ("shared", 0)], ids=["own, alone", "shared"])
 def test_the_critic_learns_the_values_of_a_bandit(critic: str | None, warmup: int, tmp_path: Path) -> None:
     """The value of every state is its prompt's reward, whatever the policy does."""

@@ -29,6 +29,22 @@ def test_a_spec_that_cannot_load_is_refused(fields: dict[str, Any], message: str
         ModelSpec(**fields)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "options"),
+    [
+        ("qwen3_moe", {"output_router_logits": True}, {}),
+        ("qwen3_moe", {}, {"output_router_logits": True}),
+        ("llama4", {"text_config": {"output_router_logits": True}}, {}),
+        ("qwen3", {"return_dict": False}, {}),
+    ],
+    ids=["router", "router by options", "router of the text model", "tuples"],
+)
+def test_a_config_that_asks_for_other_outputs_is_refused_by_the_settings_name(family, changes, options):
+    spec = tiny_spec(config={"model_type": family, "vocab_size": 17, **changes}, options=options)
+    with pytest.raises(ValueError, match=r"has (output_router_logits=true, which asks|return_dict=false, but)"):
+        spec.load_config()
+
+
 def test_a_hub_name_is_not_taken_for_a_folder() -> None:
     assert ModelSpec.of("Qwen/Qwen3-0.6B").path == "Qwen/Qwen3-0.6B"
     assert ModelSpec.of("gpt2").path == "gpt2"

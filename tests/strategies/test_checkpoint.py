@@ -1,3 +1,4 @@
+import copy
 import errno
 import functools
 import os
@@ -21,7 +22,7 @@ from lightrl.concurrency.owner import own_mark
 from lightrl.strategies import AtomicCheckpointIO, checkpoint
 from lightrl.strategies.atomic_write import BackgroundWrites, Progress, TrackedFile
 from lightrl.strategies.checkpoint import load_optimizers
-from lightrl.strategies.checkpoint_folder import folder_writer, optimizer_state
+from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, optimizer_state
 
 
 class DiesWhenWritten:
@@ -275,6 +276,37 @@ def resumed(saved: Optimizer, own: Optimizer) -> Optimizer:
     by_position = strategy.load_optimizer_state_dict
     load_optimizers(strategy, by_position, {"optimizer_states": [optimizer_state(LAYERS, saved)]})
     return own
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("num_stepped", [0, 1, 2])
+@pytest.mark.parametrize("make", [AdamW, functools.partial(SGD, momentum=0.9)], ids=["AdamW", "SGD"])
+def test_a_parameter_without_a_gradient_so_far_continues_as_in_the_run_that_saved(make, num_stepped, tmp_path):
+    """From the folder of several processes into several and into one."""
+
+    def step(layers: torch.nn.Module, optimizer: Optimizer, num: int) -> dict[str, torch.Tensor]:
+        for parameter in list(layers.parameters())[:num]:
+            parameter.grad = parameter.detach() + 1
+        optimizer.step()
+        return {name: value.clone() for name, value in layers.state_dict().items()}
+
+    layers = [copy.deepcopy(LAYERS) for _ in range(4)]
+    never_saved, saved, *others = [(one, make(one.parameters(), lr=0.1)) for one in layers]
+    for run in (never_saved, saved):
+        step(*run, num_stepped)
+    rest = {"pytorch-lightning_version": "2.6", "state_dict": layers[1].state_dict()}
+    checkpoint = {**rest, "optimizer_states": [optimizer_state(*saved)]}
+    options: dict[str, Any] = {"writer_mark": own_mark(), "group": dist.group.WORLD, "is_main": True, "copies": True}
+    BackgroundWrites().run(tmp_path / "a", folder_writer(checkpoint, tmp_path / "a", **options))
+    load_folder(tmp_path / "a", layers[2], [others[0][1]])
+    whole = AtomicCheckpointIO().load_checkpoint(tmp_path / "a")
+    layers[3].load_state_dict(whole["state_dict"])
+    strategy = SingleDeviceStrategy(torch.device("cpu"))
+    strategy.model, strategy.optimizers = layers[3], [others[1][1]]
+    load_optimizers(strategy, strategy.load_optimizer_state_dict, whole)
+    expected = step(*never_saved, 2)
+    for run in (saved, *others):
+        assert are_equal(step(*run, 2), expected)
 
 
 @pytest.mark.parametrize("own", [AdamW([FIRST, SECOND]), AdamW([{"params": [FIRST]}, {"params": [SECOND]}])])

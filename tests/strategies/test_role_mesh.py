@@ -2,6 +2,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from strategy_cases import on_cpus
 from tiny import tiny_spec
 
@@ -27,6 +28,11 @@ def test_a_mesh_that_does_not_fit_the_run_is_refused(mesh: RoleMesh, message: st
         mesh.ranks(4)
 
 
+def with_bias(module: PPO) -> PPO:
+    module.bias = torch.nn.Parameter(torch.zeros(()))
+    return module
+
+
 @pytest.mark.parametrize(
     ("made", "module", "message"),
     [
@@ -34,8 +40,9 @@ def test_a_mesh_that_does_not_fit_the_run_is_refused(mesh: RoleMesh, message: st
         (on_cpus(FSDP2Strategy(), 4), ppo(critic=RoleMesh(2, tp=2)), "The critic has mesh=.* Remove pp and tp"),
         (on_cpus(FSDP2Strategy(), 4), ppo(policy=RoleMesh(2)), "The policy's mesh.first_rank must be 0, got 2"),
         (on_cpus(Parallel3DStrategy(), 4), ppo(critic=RoleMesh(0, tp=4)), "tp=4 must divide"),
+        (on_cpus(FSDP2Strategy(), 4), with_bias(ppo(critic=RoleMesh(2))), r"of its own \(bias\).* but critic has one"),
     ],
-    ids=["outside", "tensor slices under FSDP2", "a policy without rank 0", "heads"],
+    ids=["outside", "tensor slices under FSDP2", "a policy without rank 0", "heads", "own parameters"],
 )
 def test_meshes_that_a_strategy_cannot_make_are_refused(made: FSDP2Strategy, module: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

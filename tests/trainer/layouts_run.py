@@ -6,6 +6,7 @@ All ranks are forked from this process, which has imported everything once. Each
 what `train` gives, by case, or, in one process, by module.
 """
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from rank_scripts import fork_runs, gathered_tensors, leave
 from resharded_run import weights_of
 from second_device import second_device
 from several_ranks_run import BySGD, Recorded
-from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
+from tiny_run import BATCH_SIZE, CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from torch import Tensor
 from tree_workflow import Tree
 
@@ -34,6 +35,7 @@ from lightrl import (
     LoRA,
     ModelCall,
     ModelSpec,
+    Outputs,
     Parallel3DStrategy,
     ReferenceKL,
     RLCallback,
@@ -79,6 +81,32 @@ class TinyPPO(BySGD, TinyGRPO, PPO):
 
     def shaped_rewards(self, experience: Experience) -> Tensor:
         return super().shaped_rewards(experience) + experience["style_rewards"]
+
+
+class WithOwnParameters(Recorded):
+    """Trains parameters of its own, of which `rare` has no gradient on most ranks, and of the policy the upper half."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        start = torch.tensor(float(os.environ.get("RANK", "0")))  # rank 0's counts
+        self.log_scale = torch.nn.Parameter(start.clone())
+        self.rare = torch.nn.ParameterDict({"weight": start.clone()})
+        self.head = torch.nn.Linear(1, 1)
+        torch.nn.init.constant_(self.head.weight, float(start))
+        torch.nn.init.zeros_(self.head.bias)
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for name, parameter in self.policy.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in ("embed_tokens", ".layers.0.", ".layers.1.")))
+
+    def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Any]:
+        result = dict(super().loss(experience, outputs))
+        lengths = experience.lengths[:, None].float() / 10
+        own = self.log_scale.exp() * result["loss"] + (self.head(lengths) - lengths) ** 2
+        is_first = experience.group_ids[:, None] % BATCH_SIZE == 0
+        result["loss"] = own + self.rare["weight"] * lengths * is_first if is_first.any() else own
+        return result
 
 
 class TinyDistillation(BySGD, TinyGRPO, Distillation):
@@ -178,6 +206,7 @@ MODULES: dict[str, Callable[[dict[str, RoleMesh], Path], Any]] = {
     "PPO on one body": partial(ppo_on_body, decay=0.5),
     "PPO on one body, a fixed reference": ppo_on_body,
     "PPO on one body by Adam": partial(ppo_on_body, is_adam=True, lr=1e-3),
+    "own parameters": lambda meshes, folder: WithOwnParameters(policy=UNTIED, **SEVERAL),
     "a split policy": grpo(policy=TIED, **SEVERAL),
     "a split policy, batch statistics": grpo(policy=UNTIED, num_minibatches=2, update_epochs=2, is_batch_wide=True),
     "a split policy, a reference": grpo(
@@ -220,6 +249,11 @@ CASES: dict[str, Case] = {
     "sharded, awaited rewards": Case("awaited rewards", SHARDED),
     "sharded, awaited rewards by group": Case("awaited rewards by group", SHARDED),
     "sharded, a smaller mask": Case("a smaller mask", SHARDED),
+    "sharded, own parameters": Case("own parameters", SHARDED),
+    "two stages, the first frozen, own parameters": Case("own parameters", lambda: SPLIT(pp=2)),
+    "two tensor ranks, own parameters": Case("own parameters", lambda: SPLIT(tp=2), is_extra=True),
+    "rows of two ranks, own parameters": Case("own parameters", lambda: SHARDED(cp=2), is_extra=True),
+    "stages and data, own parameters": Case("own parameters", lambda: SPLIT(pp=2), 4),
     "sharded trees": Case("trees", SHARDED),
     "sharded PPO of trees": Case("PPO of trees", SHARDED, is_extra=True),
     "trees in two stages": Case("trees in stages", lambda: SPLIT(pp=2), is_extra=True),

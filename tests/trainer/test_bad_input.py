@@ -1,13 +1,16 @@
 """What a user gets wrong is said before any training; what goes wrong during it is counted, and ends it in the end."""
 
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, make_trainer, our_threads
+from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, make_trainer, our_threads
 
-from lightrl import Experience, FSDP2Strategy, Outputs, RLCallback, RLModule, Trajectory
+from lightrl import DPO, SFT, Experience, FSDP2Strategy, Outputs, RewardModel, RLCallback, RLModule, Trajectory
 from lightrl.workflows import Environment, MultiTurn
 from lightrl.workflows.environment import Step
 
@@ -37,6 +40,26 @@ def test_turns_that_do_not_fit_the_context_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"max_tokens=33 of MultiTurn exceeds the model's context of 32 tokens"):
         make_trainer(tmp_path).fit(module, datamodule=Digits())
     assert not module.trained
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
+def test_a_compiled_module_is_checked_like_any_other(entry: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, accumulate_grad_batches=2)
+    with pytest.raises(ValueError, match="accumulate_grad_batches must be 1 with an RLModule, got 2"):
+        getattr(trainer, entry)(torch.compile(TinyGRPO()), datamodule=Digits())
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("make", [TinyGRPO, SFT, DPO, RewardModel])
+def test_a_balancing_loss_is_refused_before_any_process_starts(make: Any, tmp_path: Path) -> None:
+    config = {**POLICY.config, "model_type": "qwen3_moe", "output_router_logits": True}
+    module = make(replace(POLICY, config=config))
+    trainer = make_trainer(tmp_path, devices=2, strategy="FSDP2Strategy")
+    with pytest.raises(ValueError, match="output_router_logits=true, which asks for the balancing loss"):
+        trainer.fit(module, datamodule=Digits())
+    assert "LOCAL_RANK" not in os.environ
+    assert not hasattr(module, "policy")
 
 
 @pytest.mark.bad_input
