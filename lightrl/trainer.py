@@ -257,9 +257,8 @@ class Trainer(RLTrainer):
                 warn_of_monitors(self)
                 # Lightning would give each rank other prompts, shuffled: here all ranks count the same iterations.
                 self._accelerator_connector.use_distributed_sampler = False
-            if isinstance(module, SupervisedModule):
-                check_strategy(self.strategy, module)
             if isinstance(module, RLModule | SupervisedModule):
+                check_strategy(self.strategy, module)
                 if vars(rank_zero_only)["rank"] == 0:
                     self._check_folders()
                 for message, category in INTENDED:

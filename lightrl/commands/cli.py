@@ -57,7 +57,6 @@ _Level = Literal["debug", "info", "warning", "error"]
 # What makes an experiment: two runs that differ here continue from each other by mistake only.
 _SAME = ("seed_everything", "model.class_path", "model.policy", "data.class_path", "data.train")
 FROM_START = "The run starts from the beginning."
-_SCHEDULE = ("warmup_iterations", "warmup_steps", "lr_decay", "min_lr_ratio")
 
 
 class ConfigParser(LightningArgumentParser):
@@ -214,12 +213,13 @@ class LightRLCLI(LightningCLI):
         """Raises UsageError for a setting of the model's own optimizer or schedule that a section replaces."""
         kinds = [kind for kind in reversed(type(self.model).__mro__) if issubclass(kind, RLModule | SupervisedModule)]
         defaults = {item.name: item.default for kind in kinds for item in inspect.signature(kind).parameters.values()}
-        for name in ("lr", "betas", "eps", "weight_decay", *(_SCHEDULE if scheduler else ())):
+        of_schedule = ("warmup_iterations", "warmup_steps", "lr_decay", "min_lr_ratio") if scheduler else ()
+        for name in ("lr", "betas", "eps", "weight_decay", *of_schedule):
             is_given, value = self._user_settings.values_at(f"model.{name}"), getattr(self.model, name, None)
             others = [_plain(defaults.get(name)), _plain(optimizer.get("init_args", {}).get(name))]
             if name in defaults and is_given and _plain(value) not in others:  # a saved config has the defaults too
                 setting = f"model.{name}={value}{self._user_settings.origin(f'model.init_args.{name}')}"
-                section = "lr_scheduler" if name in _SCHEDULE else "optimizer"
+                section = "lr_scheduler" if name in of_schedule else "optimizer"
                 raise UsageError(f"{setting} has no effect with {section}. Remove it, or set it there.")
 
     def before_fit(self) -> None:
@@ -349,10 +349,8 @@ def _configured_optimizers(module: L.LightningModule, optimizer: Any, scheduler:
     rates = [group["lr"] for group in made.param_groups]
     made_scheduler = instantiate_class(made, scheduler)
     if len(set(rates)) > 1 and rates != [group.get("initial_lr", group["lr"]) for group in made.param_groups]:
-        raise ValueError(
-            f"lr_scheduler {scheduler['class_path']} sets one learning rate, but the roles have {rates}. Use one that "
-            "multiplies them, such as LinearLR."
-        )
+        name = scheduler["class_path"]
+        raise ValueError(f"lr_scheduler {name} sets one learning rate, but roles have {rates}. Use another one.")
     if isinstance(module, RLModule) and not hasattr(made_scheduler, "monitor"):
         # an iteration is the unit of an RL run; Lightning's default is the epoch
         return {"optimizer": made, "lr_scheduler": {"scheduler": made_scheduler, "interval": "step"}}

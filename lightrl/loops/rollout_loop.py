@@ -290,8 +290,7 @@ class RolloutLoop(_AutomaticOptimization):
                 bound = module.max_skipped_updates
                 norm = self.guard.check(parameters, zero_grad, max_in_a_row=bound, ranks=self.ranks)
                 for name, part in parts_of_roles.items() if math.isfinite(norm) else ():
-                    present = [parameter.grad for parameter in part if parameter.grad is not None]
-                    norms[name] = norm if len(parts_of_roles) == 1 else self.ranks.total_norm(present)
+                    norms[name] = self.ranks.total_norm([item.grad for item in part if item.grad is not None])
             return losses[0].parts.get("loss", torch.zeros(2))[0]
 
         with trainer.profiler.profile("rl/optimizer_step"):

@@ -45,7 +45,7 @@ from lightrl.rewards import FailureLog, RewardWorker, make_reward_worker
 from lightrl.rollout import RecordedRollout, Rollout, RolloutController, RolloutSettings
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.rollout.workflow_pool import check_workers
-from lightrl.strategies import LogprobSettings, Ranks, check_strategy, parallel_model, ranks_of
+from lightrl.strategies import LogprobSettings, Ranks, parallel_model, ranks_of
 from lightrl.strategies.halves import SMALL_MODEL_PARAMETERS
 from lightrl.strategies.precision import LeavesBatches, subclassed
 
@@ -129,7 +129,6 @@ class RolloutStage:
             raise ValueError(f"{name}.training_step is never called: an RLModule has no training_step. Write loss.")
         if is_fit and type(module).loss is RLModule.loss:
             raise TypeError(f"{name} has no loss. Write `def loss(self, experience, outputs)`, which returns a dict.")
-        check_strategy(self.trainer.strategy, module)
         if not module.automatic_optimization:
             raise ValueError(
                 f"{name}.automatic_optimization must be True: the loop updates the policy with what `loss` returns."

@@ -48,9 +48,7 @@ def check_optimizers(states: Sequence[Mapping[str, Any]], optimizers: Sequence[O
 
 
 def check_optimizer_names(saved: Collection[str], needed: Collection[str], optimizer: Optimizer, where: Where) -> None:
-    """Rejects an optimizer state by parameter name that lacks something of this run's.
-
-    A parameter without any state is none that lacks something: it had no gradient before the checkpoint.
+    """Rejects an optimizer state by name that lacks something, unless it is all of a parameter that had no gradient.
 
     Args:
         saved: its names, such as `state.policy.lm_head.weight.exp_avg` and `param_groups.policy.lm_head.weight.lr`.

@@ -42,7 +42,7 @@ from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, opt
 from lightrl.strategies.empty_model import empty_model, fill_model, take_role
 from lightrl.strategies.fsdp2_model import FSDP2Model, cp_refused
 from lightrl.strategies.offload import HOST, OFFLOADABLE, Offloadable, move_state, offload_activations
-from lightrl.strategies.precision import ClipsByStrategy, gradients, subclassed
+from lightrl.strategies.precision import ClipsByStrategy, subclassed
 from lightrl.strategies.ranks import START_TIMEOUT, ProcessRanks, Ranks, allow_long_waits, nearest_divisors, watch_all
 from lightrl.strategies.role_mesh import (
     OtherRanksModel,
@@ -55,7 +55,6 @@ from lightrl.strategies.role_mesh import (
 )
 from lightrl.strategies.shared_folder import check_all_see
 from lightrl.strategies.single import LAYER_DTYPE, LogprobSettings, compiles, decoder_layers, may_be_cut
-from lightrl.strategies.tensor_parallel import local
 
 if TYPE_CHECKING:
     import lightning as L
@@ -279,7 +278,8 @@ class FSDP2Strategy(ModelParallelStrategy):
                 empty_out(model)
             elif self._needs_split(model):
                 self.shard(model, place_by_role.get(name))
-        self.ranks.share(own_parameters(self.lightning_module))
+        if own := own_parameters(self.lightning_module):
+            self.ranks.share(own)
 
     def _make_place(self, mesh: RoleMesh) -> Place:
         members = mesh.ranks(self.world_size)
@@ -402,14 +402,6 @@ class FSDP2Strategy(ModelParallelStrategy):
         finally:
             if moves_state:
                 move_state(optimizer, HOST)
-
-    def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clips this rank's parts by the norm of the whole gradient, over all meshes of its parameters; collective."""
-        present = gradients(optimizer)
-        scale = clip_val / (self.ranks.total_norm(present) + 1e-6)
-        if scale < 1:
-            for gradient in present:
-                local(gradient).mul_(scale)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.model is not None

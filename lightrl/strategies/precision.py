@@ -32,7 +32,11 @@ class ClipsByStrategy(Precision):
     strategy: FSDP2Strategy
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        self.strategy.clip_by_norm(optimizer, clip_val)
+        """Clips this rank's parts by the norm of the whole gradient, over all meshes of its parameters; collective."""
+        present = gradients(optimizer)
+        scale = clip_val / (self.strategy.ranks.total_norm(present) + 1e-6)
+        for gradient in present if scale < 1 else ():
+            local(gradient).mul_(scale)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         for gradient in gradients(optimizer):  # torch's takes no shards next to whole tensors

@@ -104,9 +104,6 @@ class Ranks:
         norm = torch.nn.utils.get_total_norm(gradients)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def share(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Gives all ranks rank 0's values of parameters that each holds whole, for `average_gradients`; collective."""
-
     def average_gradients(self) -> None:
         """Averages the gradients of the shared parameters over the dp ranks; collective if there are any."""
 
@@ -236,8 +233,7 @@ class ProcessRanks(Ranks):
         return float(total.sqrt())
 
     def share(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        if not parameters:
-            return
+        """Gives all ranks rank 0's values of parameters that each holds whole, for `average_gradients`; collective."""
         values = self.broadcast_tensors({name: value.detach() for name, value in parameters.items()})
         for name, parameter in parameters.items():
             parameter.data.copy_(values[name])
@@ -245,20 +241,14 @@ class ProcessRanks(Ranks):
         self.copies += [] if self.is_main else self.shared
 
     def average_gradients(self) -> None:
-        if not self.shared:
-            return
         # One of the ranks with the same rows counts: a pipeline's last stage, which computes the loss.
         counts = self.dp_members[self.dp_rank][-1] == self.rank
-        present = [parameter.grad if counts else None for parameter in self.shared]
-        parts = [
-            torch.zeros_like(parameter) if gradient is None else gradient
-            for parameter, gradient in zip(self.shared, present, strict=True)
-        ]
-        has_gradient = torch.tensor([gradient is not None for gradient in present])
-        packed = [part.detach().cpu().double().flatten() for part in (has_gradient, *parts)]
-        num_present, *totals = torch.split(self.total(torch.cat(packed)), list(map(len, packed)))
-        for parameter, number, total in zip(self.shared, num_present, totals, strict=True):
-            parameter.grad = (total / self.dp_size).view_as(parameter).to(parameter) if number else None
+        for parameter in self.shared:
+            gradient = parameter.grad if counts else None
+            values = torch.zeros_like(parameter) if gradient is None else gradient
+            has_one = torch.tensor([gradient is not None]).double()
+            total = self.total(torch.cat([has_one, values.detach().cpu().double().flatten()]))
+            parameter.grad = (total[1:] / self.dp_size).view_as(parameter).to(parameter) if total[0] else None
 
     def gather_json(self, value: Any, *, timeout_s: float) -> list[Any]:
         dist.monitored_barrier(self.control_group, timedelta(seconds=timeout_s), wait_all_ranks=True)
