@@ -257,7 +257,7 @@ class RolloutLoop(_AutomaticOptimization):
         parts_of_roles = by_role(module, module.trained_roles(), parameters)
         version = trainer.weight_version if is_first else None
         losses = [MinibatchLoss(module, minibatch, str(call.role), self.ranks, version) for call in train_calls]
-        norms: dict[str, float] = {}  # of each role
+        norms: dict[str, float] = {}  # of each role, by metric
 
         def zero_grad() -> None:
             with logging_allowed(module):
@@ -290,15 +290,14 @@ class RolloutLoop(_AutomaticOptimization):
                 bound = module.max_skipped_updates
                 norm = self.guard.check(parameters, zero_grad, max_in_a_row=bound, ranks=self.ranks)
                 for name, part in parts_of_roles.items() if math.isfinite(norm) else ():
-                    norms[name] = self.ranks.total_norm([item.grad for item in part if item.grad is not None])
+                    key = "grad_norm" if name == "policy" else f"{name}/grad_norm"
+                    norms[key] = self.ranks.total_norm([item.grad for item in part if item.grad is not None])
             return losses[0].parts.get("loss", torch.zeros(2))[0]
 
         with trainer.profiler.profile("rl/optimizer_step"):
             module.optimizer_step(trainer.current_epoch, batch_idx, optimizer, closure)
         parts = {name: part for loss in losses for name, part in loss.parts.items()}
-        for name, norm in norms.items():
-            key = "grad_norm" if name == "policy" else f"{name}/grad_norm"
-            parts[key] = torch.tensor([norm, 1.0], dtype=torch.float64)
+        parts |= {key: torch.tensor([norm, 1.0], dtype=torch.float64) for key, norm in norms.items()}
         return values_of(parts), parts
 
     def _offer(self, experience: ShardedExperience) -> ShardedExperience:

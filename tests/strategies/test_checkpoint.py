@@ -269,44 +269,39 @@ LAYERS = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(
 FIRST, SECOND = LAYERS.parameters()
 
 
-def resumed(saved: Optimizer, own: Optimizer) -> Optimizer:
-    """`own` with the state that several processes would have saved of `saved`."""
+def resumed(saved: Optimizer | dict[str, Any], own: Optimizer, layers: torch.nn.Module = LAYERS) -> Optimizer:
+    """`own` with the state that several processes have saved, or would have saved of this optimizer."""
     strategy = SingleDeviceStrategy(torch.device("cpu"))
-    strategy.model, strategy.optimizers = LAYERS, [own]
+    strategy.model, strategy.optimizers = layers, [own]
     by_position = strategy.load_optimizer_state_dict
-    load_optimizers(strategy, by_position, {"optimizer_states": [optimizer_state(LAYERS, saved)]})
+    state = optimizer_state(layers, saved) if isinstance(saved, Optimizer) else saved
+    load_optimizers(strategy, by_position, {"optimizer_states": [state]})
     return own
+
+
+def step(layers: torch.nn.Module, optimizer: Optimizer, num: int) -> dict[str, torch.Tensor]:
+    """The weights after an update of the first `num` of them."""
+    for parameter in list(layers.parameters())[:num]:
+        parameter.grad = parameter.detach() + 1
+    optimizer.step()
+    return copy.deepcopy(layers.state_dict())
 
 
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("num_stepped", [0, 1, 2])
 @pytest.mark.parametrize("make", [AdamW, functools.partial(SGD, momentum=0.9)], ids=["AdamW", "SGD"])
-def test_a_parameter_without_a_gradient_so_far_continues_as_in_the_run_that_saved(make, num_stepped, tmp_path):
-    """From the folder of several processes into several and into one."""
-
-    def step(layers: torch.nn.Module, optimizer: Optimizer, num: int) -> dict[str, torch.Tensor]:
-        for parameter in list(layers.parameters())[:num]:
-            parameter.grad = parameter.detach() + 1
-        optimizer.step()
-        return {name: value.clone() for name, value in layers.state_dict().items()}
-
-    layers = [copy.deepcopy(LAYERS) for _ in range(4)]
-    never_saved, saved, *others = [(one, make(one.parameters(), lr=0.1)) for one in layers]
-    for run in (never_saved, saved):
-        step(*run, num_stepped)
-    rest = {"pytorch-lightning_version": "2.6", "state_dict": layers[1].state_dict()}
-    checkpoint = {**rest, "optimizer_states": [optimizer_state(*saved)]}
+def test_a_parameter_without_a_gradient_so_far_continues_as_in_a_run_without_a_save(make, num_stepped, tmp_path):
+    runs = [(one, make(one.parameters(), lr=0.1)) for one in (copy.deepcopy(LAYERS) for _ in range(4))]
+    weights = [step(*run, num_stepped) for run in runs[:2]].pop()
+    states = {"state_dict": weights, "optimizer_states": [optimizer_state(*runs[1])]}
     options: dict[str, Any] = {"writer_mark": own_mark(), "group": dist.group.WORLD, "is_main": True, "copies": True}
-    BackgroundWrites().run(tmp_path / "a", folder_writer(checkpoint, tmp_path / "a", **options))
-    load_folder(tmp_path / "a", layers[2], [others[0][1]])
-    whole = AtomicCheckpointIO().load_checkpoint(tmp_path / "a")
-    layers[3].load_state_dict(whole["state_dict"])
-    strategy = SingleDeviceStrategy(torch.device("cpu"))
-    strategy.model, strategy.optimizers = layers[3], [others[1][1]]
-    load_optimizers(strategy, strategy.load_optimizer_state_dict, whole)
-    expected = step(*never_saved, 2)
-    for run in (saved, *others):
-        assert are_equal(step(*run, 2), expected)
+    write = folder_writer({"pytorch-lightning_version": "2.6", **states}, tmp_path / "a", **options)
+    BackgroundWrites().run(tmp_path / "a", write)
+    load_folder(tmp_path / "a", runs[2][0], [runs[2][1]])
+    runs[3][0].load_state_dict(weights)
+    resumed(AtomicCheckpointIO().load_checkpoint(tmp_path / "a")["optimizer_states"][0], *runs[3][::-1])
+    expected, *others = (step(*run, 2) for run in runs)
+    assert all(are_equal(other, expected) for other in others)
 
 
 @pytest.mark.parametrize("own", [AdamW([FIRST, SECOND]), AdamW([{"params": [FIRST]}, {"params": [SECOND]}])])

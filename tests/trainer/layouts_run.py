@@ -88,12 +88,11 @@ class WithOwnParameters(Recorded):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        start = torch.tensor(float(os.environ.get("RANK", "0")))  # rank 0's counts
-        self.log_scale = torch.nn.Parameter(start.clone())
+        start = torch.full((1, 1), float(os.environ.get("RANK", "0")))  # rank 0's counts
+        self.log_scale = torch.nn.Parameter(start)
         self.rare = torch.nn.ParameterDict({"weight": start.clone()})
-        self.head = torch.nn.Linear(1, 1)
-        torch.nn.init.constant_(self.head.weight, float(start))
-        torch.nn.init.zeros_(self.head.bias)
+        self.head = torch.nn.Linear(1, 1, bias=False)
+        self.head.weight.data.copy_(start)
 
     def configure_model(self) -> None:
         super().configure_model()
@@ -101,12 +100,10 @@ class WithOwnParameters(Recorded):
             parameter.requires_grad_(not any(part in name for part in ("embed_tokens", ".layers.0.", ".layers.1.")))
 
     def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Any]:
-        result = dict(super().loss(experience, outputs))
-        lengths = experience.lengths[:, None].float() / 10
-        own = self.log_scale.exp() * result["loss"] + (self.head(lengths) - lengths) ** 2
+        result, lengths = super().loss(experience, outputs), experience.lengths[:, None].float() / 10
+        loss = self.log_scale.exp() * result["loss"] + (self.head(lengths) - lengths) ** 2
         is_first = experience.group_ids[:, None] % BATCH_SIZE == 0
-        result["loss"] = own + self.rare["weight"] * lengths * is_first if is_first.any() else own
-        return result
+        return {**result, "loss": loss + self.rare["weight"] * lengths * is_first if is_first.any() else loss}
 
 
 class TinyDistillation(BySGD, TinyGRPO, Distillation):
@@ -252,7 +249,6 @@ CASES: dict[str, Case] = {
     "sharded, own parameters": Case("own parameters", SHARDED),
     "two stages, the first frozen, own parameters": Case("own parameters", lambda: SPLIT(pp=2)),
     "two tensor ranks, own parameters": Case("own parameters", lambda: SPLIT(tp=2), is_extra=True),
-    "rows of two ranks, own parameters": Case("own parameters", lambda: SHARDED(cp=2), is_extra=True),
     "stages and data, own parameters": Case("own parameters", lambda: SPLIT(pp=2), 4),
     "sharded trees": Case("trees", SHARDED),
     "sharded PPO of trees": Case("PPO of trees", SHARDED, is_extra=True),
