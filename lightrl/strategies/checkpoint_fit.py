@@ -63,9 +63,8 @@ def check_optimizer_names(saved: Collection[str], needed: Collection[str], optim
     if absent:
         raise ValueError(refusal(f"its optimizer lacks {len(absent)} of the parameters ({_first(absent)})", where))
     stepped = {parameter_of(name) for name in saved if name.startswith("state.")}
-    missing = [name for name in needed if name not in saved]
-    missing = [name for name in missing if not name.startswith("state.") or parameter_of(name) in stepped]
-    _check_complete({name.rpartition(".")[2] for name in missing}, optimizer, where)
+    absent = [name for name in {*needed} - {*saved} if not name.startswith("state.") or parameter_of(name) in stepped]
+    _check_complete({name.rpartition(".")[2] for name in absent}, optimizer, where)
 
 
 def check_named_optimizer(
