@@ -210,7 +210,6 @@ class ModelSpec:
                 config = AutoConfig.for_model(values.pop("model_type"), **values)
                 check_given(self.config, config)
         check_family(config, self._named)
-        check_outputs(config, self._named, self.options)
         parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
         names = [str(getattr(part, "_attn_implementation", None)) for part in parts]
         kernel = next((name for name in names if "/" in name), None)  # a repository of the hub

@@ -26,9 +26,9 @@ _ALONE = Ranks()
 
 def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) -> None:
     """Raises ValueError for anything but a single device or FSDP2Strategy, and for models that do not fit."""
-    for role in planned_roles(module).values():
+    for name, role in planned_roles(module).items():
         if role.spec.url is None:
-            role.spec.load_config()  # which checks it, before any process starts
+            check_outputs(role.spec.load_config(), f"The {name}", role.spec.options)
     if isinstance(strategy, SingleDeviceStrategy):
         check_meshes(module, 1)
     elif isinstance(strategy, FSDP2Strategy):

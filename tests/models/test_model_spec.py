@@ -9,6 +9,7 @@ from tiny import FAMILIES, char_tokenizer, tiny_model, tiny_spec
 from transformers import LlamaConfig, Phi3Config
 
 from lightrl.models import ModelSpec, context_tokens
+from lightrl.models.model_spec import check_outputs
 
 CONFIG = FAMILIES["qwen3"]
 
@@ -35,7 +36,7 @@ def test_a_config_that_asks_for_other_outputs_is_refused_by_the_settings_name(wh
     changes = {"config": settings, "options": {}}.get(where, {"model_type": "llama4", "text_config": settings})
     spec = tiny_spec(config={"model_type": "qwen3_moe", **changes}, options=settings if where == "options" else {})
     with pytest.raises(ValueError, match=r"has (output_router_logits=true|return_dict=false), (which asks|but)"):
-        spec.load_config()
+        check_outputs(spec.load_config(), "The policy", spec.options)
 
 
 def test_a_hub_name_is_not_taken_for_a_folder() -> None:
