@@ -41,6 +41,9 @@ _ENCODERS = {
     "xlm-roberta-xl", "xmod",
 }  # fmt: skip
 
+# Arguments of `from_pretrained` that say how weights are read, the same in one process and on ranks.
+_OPTIONS = ("key_mapping", "use_safetensors", "variant", "weights_only")
+
 
 def loading(source: str, fix: str) -> AbstractContextManager[None]:
     """Turns what transformers raises inside into an OSError, or else a ValueError, that names the source.
@@ -151,7 +154,8 @@ class ModelSpec:
         attn_implementation: as in transformers; None is its default.
         seed: of the random weights with `config`; None is that of `seed_everything`.
         trust_remote_code: run the Python code of a hub repository; only if you trust its owner.
-        options: further arguments of `from_pretrained`.
+        options: further arguments of `from_pretrained` about reading weights: key_mapping, use_safetensors, variant and
+            weights_only. All else has a setting, or belongs to the model's folder.
         head: `vocabulary` for a language model; `scalar` for a critic or a reward model, one number per position, which
             `AutoModelForSequenceClassification` loads. A checkpoint without such a head gets one that returns 0.
     """
@@ -180,6 +184,13 @@ class ModelSpec:
             raise ValueError(f"A model's config needs model_type, for example qwen3, got {sorted(self.config)}.")
         if self.dtype is not None and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise ValueError(f"dtype must be a torch dtype such as float32 or bfloat16, got {self.dtype!r}.")
+        others = sorted(self.options if self.path is None else self.options.keys() - set(_OPTIONS))
+        if others:
+            raise ValueError(
+                f"options must have only {', '.join(_OPTIONS)}, with path, got {others[0]!r}, which would not reach "
+                "every strategy and tokenizer. Set the model's dtype, attn_implementation or trust_remote_code, or the "
+                "trainer's devices; or make a folder of files, `hf download … --local-dir FOLDER`, and set path to it."
+            )
         if self.path is not None and _looks_local(self.path) and not Path(self.path).is_dir():
             raise ValueError(
                 f"Model folder {self.path!r} does not exist. Set path to a folder with config.json or a hub name, or "
@@ -260,7 +271,7 @@ class ModelSpec:
             problem = "Beyond, its logprobs depend on the other rows"
             log.warning("%s has longrope: a row is limited to its %s. %s.", self._named, limit, problem)
         kind = AutoModelForSequenceClassification if is_scalar else auto_model(config)
-        options = {**self.build_options, **self.options}
+        options = self.build_options
         missing: Collection[str]
         unexpected: Collection[str] = ()
         if self.config is not None:
@@ -280,7 +291,7 @@ class ModelSpec:
                     self.path,
                     trust_remote_code=self.trust_remote_code,
                     output_loading_info=True,
-                    **{"use_safetensors": True, **options},
+                    **{"use_safetensors": True, **self.options, **options},
                 )
             missing, unexpected = loading_info["missing_keys"], loading_info["unexpected_keys"]
             if is_scalar and "score.weight" in missing:

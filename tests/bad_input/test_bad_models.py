@@ -95,6 +95,14 @@ SPECS = [
     row("a hub name offline", {"path": "org/nothing"}, "Model 'org/nothing' cannot be loaded", "internet", "hub name, or a folder"),
     row("an unknown dtype", {"path": "./model", "dtype": "float7"}, "dtype must be a torch dtype", "'float7'"),
     row("an unknown attention", {"path": "./model", "attn_implementation": "flsh"}, "Model './model' cannot be loaded", "flsh"),
+    *(
+        row(f"{name} in options", {"path": "./model", "options": {name: value}}, f"got '{name}'", "Set the model's dtype", "hf download")
+        for name, value in {
+            "dtype": "auto", "torch_dtype": "bfloat16", "attn_implementation": "eager", "device_map": "auto", "revision": "v2",
+            "quantization_config": {}, "token": "hf_x", "rope_theta": 2.0,
+        }.items()
+    ),
+    row("options of random weights", {"config": CONFIG, "tokenizer": "x", "options": {"weights_only": True}}, "with path, got 'weights_only'"),
     row("a tokenizer function with arguments", {"path": "./model", "tokenizer": "json.loads"}, "tokenizer='json.loads'", "without arguments"),
     row("a tokenizer function that is not there", {"path": "./model", "tokenizer": "json.nothing"}, "tokenizer='json.nothing'", "has no 'nothing'"),
     row("a function that makes no tokenizer", {"path": "./model", "tokenizer": "tiny.not_a_tokenizer"}, "'tiny.not_a_tokenizer' must return a Hugging Face tokenizer, got int"),
