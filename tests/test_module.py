@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from lightrl import FakeEngine, Prompt, PromptDataModule, Role, Sampling, Trainer, Trajectory
-from lightrl.algorithms import GRPO, PPO, ReferenceKL
+from lightrl.algorithms import DPO, GRPO, IPO, PPO, SFT, Distillation, ReferenceKL, RewardModel
 from lightrl.errors import RolloutError
 from lightrl.experience import Experience
 from lightrl.models import ModelSpec, Outputs, role
@@ -167,12 +167,25 @@ def test_a_tokenizer_without_an_end_token_is_refused_unless_a_stop_token_is_give
     assert module(policy=spec, sampling=Sampling(stop_token_ids=(4,))).tokenizer.eos_token_id is None
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused() -> None:
+# Each role but the policy that an algorithm loads, with a ModelSpec.
+OTHER_ROLES = {
+    "reference": lambda spec: GRPO(tiny_spec(), reward=reward_of, reference=ReferenceKL(0.1, spec)),
+    "critic": lambda spec: PPO(tiny_spec(), reward=reward_of, critic=spec),
+    "teacher": lambda spec: Distillation(tiny_spec(), teacher=spec),
+    "reward_model": lambda spec: GRPO(tiny_spec(), reward_model=spec),
+    "reference of DPO": lambda spec: DPO(tiny_spec(), reference=spec),
+    "reference of IPO": lambda spec: IPO(tiny_spec(), reference=spec),
+}
+
+
+@pytest.mark.parametrize("role", [*OTHER_ROLES, "policy", "policy of SFT", "policy of DPO", "reward_model in training"])
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(role: str) -> None:
     spec = ModelSpec(config={**FAMILIES["qwen3"], "vocab_size": 11}, tokenizer="tiny.char_tokenizer")
-    with pytest.raises(ValueError, match=f"has {VOCABULARY} tokens but the vocabulary of the policy has only 11"):
-        module(policy=spec).configure_model()
-    with pytest.raises(ValueError, match=f"has {VOCABULARY} tokens but the vocabulary of the reference has only 11"):
-        GRPO(tiny_spec(), reward=reward_of, reference=ReferenceKL(0.1, spec)).configure_model()
+    trained = {"policy": lambda one: module(policy=one), "policy of SFT": SFT, "policy of DPO": DPO}
+    make: Any = {**OTHER_ROLES, **trained, "reward_model in training": RewardModel}[role]
+    name = role.split(" ")[0]
+    with pytest.raises(ValueError, match=f"has {VOCABULARY} tokens but the vocabulary of the {name} has only 11"):
+        make(spec).configure_model()
 
 
 def tokenizer_of_another_family() -> Any:
@@ -183,12 +196,16 @@ def tokenizer_of_another_family() -> Any:
     )
 
 
-def test_a_role_that_reads_other_tokens_is_refused(monkeypatch, caplog):
+@pytest.mark.parametrize("name", OTHER_ROLES)
+def test_a_role_that_reads_other_tokens_is_refused(name: str) -> None:
     other = replace(tiny_spec(), tokenizer="test_module.tokenizer_of_another_family")
-    with pytest.raises(
-        ValueError, match=r"tokenizer of the reference .* other tokens at 2 of .* '4' at \d+ instead of"
-    ):
-        GRPO(tiny_spec(), reward=reward_of, reference=ReferenceKL(0.1, other)).configure_model()
+    message = rf"tokenizer of the {name.split(' ')[0]} .* other tokens at 2 of .* '4' at \d+ instead of"
+    with pytest.raises(ValueError, match=message):
+        OTHER_ROLES[name](other).configure_model()
+
+
+def test_a_few_other_tokens_are_reported(monkeypatch, caplog):
+    other = replace(tiny_spec(), tokenizer="test_module.tokenizer_of_another_family")
     monkeypatch.setattr(role, "MAX_OTHER_TOKENS", 0.2)  # as if these were two of many
     GRPO(tiny_spec(), reward=reward_of, reference=ReferenceKL(0.1, other)).configure_model()
     assert "tokenizer of the reference" in caplog.text

@@ -56,33 +56,23 @@ class DPO(SupervisedModule):
     ) -> None:
         super().__init__(policy, **kwargs)
         preference_loss(torch.zeros(1), kl_coef=kl_coef)  # it refuses the setting before anything is loaded
-        self.reference_role = self.policy_role if reference is None else Role.of(reference)
-        self.check_role("reference", self.reference_role)
-        lora = self.policy_role.lora
-        self.has_own_reference = reference is not None or lora is None or lora.adapter is not None
+        self.reference_role = self.policy_role.initial if reference is None else Role.of(reference)
+        if self.reference_role is not None:
+            self.check_role("reference", self.reference_role)
         self.kl_coef = kl_coef
 
     def configure_model(self) -> None:
-        if hasattr(self, "policy"):
-            return
-        # Both in evaluation mode: dropout would make the margin of equal policies a random number.
-        self.policy = self.policy_role.load_model()
-        if self.has_own_reference:
-            self.reference = self.reference_role.load_model()
-            self.reference.requires_grad_(False)
+        super().configure_model()
+        self.policy.eval()  # as the reference: dropout would make the margin of equal policies a random number
 
     def planned_roles(self) -> dict[str, Role]:
-        return super().planned_roles() | ({"reference": self.reference_role} if self.has_own_reference else {})
-
-    def loaded_models(self) -> dict[str, tuple[PreTrainedModel, Role]]:
-        reference = {"reference": (self.reference, self.reference_role)} if self.has_own_reference else {}
-        return {**super().loaded_models(), **reference}
+        return super().planned_roles() | ({} if self.reference_role is None else {"reference": self.reference_role})
 
     def measure(self, batch: PairBatch) -> dict[str, Tensor]:
         experience = batch.experience()
         # The reference first: a forward without gradient frees gathered parameters, which the policy's backward reads.
         with torch.no_grad():
-            if self.has_own_reference:
+            if self.reference_role is not None:
                 reference_logprobs = self._completion_logprobs("reference", experience)
             else:
                 with adapters_off(self.policy):

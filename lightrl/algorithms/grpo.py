@@ -114,10 +114,12 @@ class GRPO(RLModule):
             overlong_penalty(0, self.sampling.max_new_tokens)
 
     def models(self) -> dict[str, Role]:
-        return {**super().models(), **({} if self.reference_kl is None else self.reference_kl.models())}
+        role = None if self.reference_kl is None else self.reference_kl.role(self.policy_role)
+        return super().models() | ({} if role is None else {"reference": role})
 
     def model_calls(self) -> list[ModelCall]:
-        return [*super().model_calls(), *([] if self.reference_kl is None else [self.reference_kl.score_call()])]
+        kl_term, policy = self.reference_kl, self.policy_role
+        return [*super().model_calls(), *([] if kl_term is None else [kl_term.score_call(policy)])]
 
     def shaped_rewards(self, experience: Experience) -> Tensor:
         """The rewards with the penalty on overlong completions, then `reward_shaping`, [B]."""

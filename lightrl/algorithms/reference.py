@@ -25,8 +25,8 @@ class ReferenceKL:
 
     Args:
         coef: its weight, above 0.
-        model: the reference policy, usually the checkpoint that training starts from. None with LoRA: the policy
-            without its adapters, at no cost of memory.
+        model: the reference policy, usually the checkpoint that training starts from. None with LoRA is the initial
+            policy: the same model without its adapters, at no cost of memory, or a frozen copy with `lora.adapter`.
         estimator: "k2", whose gradient is that of the KL on-policy, or "k3"; "k1" where the KL is taken off the reward,
             since as a loss its gradient is 0 in expectation. None is k3 in the loss and k1 in the reward.
     """
@@ -53,13 +53,13 @@ class ReferenceKL:
                 "expectation. k1 is for a KL in the reward."
             )
 
-    def models(self) -> dict[str, Role]:
-        """The role that the term adds; none if the policy without its adapters is the reference."""
-        return {} if self.model is None else {"reference": Role.of(self.model)}
+    def role(self, policy: Role) -> Role | None:
+        """The role that the term adds; None if the policy without its adapters is the reference."""
+        return policy.initial if self.model is None else Role.of(self.model)
 
-    def score_call(self) -> ModelCall:
+    def score_call(self, policy: Role) -> ModelCall:
         """The forward that gives `reference_logprobs`."""
-        role = "policy" if self.model is None else "reference"
+        role = "policy" if self.role(policy) is None else "reference"
         outputs = ("reference_logprobs",)
         return ModelCall(outputs[0], role, "infer", ("token_ids",), outputs, adapters_off=role == "policy")
 
@@ -99,7 +99,7 @@ class AdaptiveKL(ReferenceKL):
         super().check(policy, in_reward=in_reward)
         if self.decay is None:
             return
-        reference = self.models().get("reference")
+        reference = self.role(policy)
         if reference is None or reference.spec.url is not None:
             raise ValueError(
                 f"reference.decay={self.decay} moves the reference policy, but that is behind a server, or the policy "

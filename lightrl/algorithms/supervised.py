@@ -21,6 +21,7 @@ from lightrl.models.images import ImageReader
 from lightrl.models.model_folder import fill_in, keep_trained
 from lightrl.models.optimizer import own_parameters, with_schedule
 from lightrl.strategies import LogprobSettings, check_strategy, parallel_model, ranks_of
+from lightrl.models.role import load_role
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -112,8 +113,11 @@ class SupervisedModule(L.LightningModule):
         check_strategy(self.trainer.strategy)
 
     def configure_model(self) -> None:
-        if not hasattr(self, self.trained_role):
-            setattr(self, self.trained_role, self.policy_role.load_model().train())
+        for name, role in self.planned_roles().items():
+            if not hasattr(self, name):
+                is_trained = name == self.trained_role
+                model = load_role(name, role, self.policy_role, self.tokenizer, is_trained=is_trained)
+                setattr(self, name, model.train(is_trained))
 
     def on_fit_start(self) -> None:
         if ranks_of(self.trainer.strategy).size > 1:
@@ -156,7 +160,7 @@ class SupervisedModule(L.LightningModule):
 
     def loaded_models(self) -> dict[str, tuple[PreTrainedModel, Role]]:
         """The models and their roles by name; checkpoints leave out all but `trained_role`."""
-        return {self.trained_role: (getattr(self, self.trained_role), self.policy_role)}
+        return {name: (getattr(self, name), role) for name, role in self.planned_roles().items()}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         keep_trained(checkpoint, self.loaded_models(), [self.trained_role])

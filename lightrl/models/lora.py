@@ -36,14 +36,15 @@ _HEAD = "score"  # the head of critics and reward models is trained itself, with
 # What leaves the trainer: weights with the adapters in them, weights without them, or the adapters alone.
 Part = Literal["merged", "base", "adapters"]
 
-# Settings of peft that change the weights in other ways than by B A → their value when off.
-_OFF: dict[str, object] = {
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "lora_bias": False,
-    "megatron_config": None,  # peft then imports the module that `megatron_core` names
-    "modules_to_save": None,
-    "use_dora": False,
+# Settings of peft that change the model in other ways than by B A → their values where they do not, the default first.
+_OFF: dict[str, Sequence[object]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change W
+    "megatron_config": (None,),  # peft then imports the module that `megatron_core` names
+    **dict.fromkeys(("fan_in_fan_out", "lora_bias", "use_dora", "use_qalora"), (False,)),
+    **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication"), (None,)),
+    **dict.fromkeys(("modules_to_save", "monteclora_config", "trainable_token_indices"), (None,)),
+    **dict.fromkeys(("use_bdlora", "velora_config"), (None,)),
 }
 
 
@@ -95,14 +96,17 @@ class LoRA:
             raise ImportError("lora needs peft: pip install peft.") from error
         model.requires_grad_(False)
         if self.adapter is not None:
-            config = LoraConfig.from_pretrained(self.adapter)
-            for name, value in _OFF.items():
-                if getattr(config, name, value) != value:
+            given = json.loads((Path(self.adapter) / "adapter_config.json").read_text(encoding="utf-8"))
+            for name, values in _OFF.items():
+                if given.get(name, values[0]) not in values:
                     raise ValueError(
-                        f"lora.adapter={self.adapter!r} must have {name}={value!r}, that is only A and B, got "
-                        f"{getattr(config, name)!r}. Merge that adapter into its model, and start from the result."
+                        f"lora.adapter={self.adapter!r} must have {name}={values[0]!r}, that is only A and B on the "
+                        f"model's own weights, got {given[name]!r}. Merge that adapter into its model, and start from "
+                        "the result."
                     )
             config.inference_mode = False
+            config = LoraConfig.from_pretrained(self.adapter)
+            config.init_lora_weights = True  # the folder's weights replace them
             config.lora_dropout = 0.0
         else:
             targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)

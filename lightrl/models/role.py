@@ -109,6 +109,12 @@ class Role:
     def with_scalar_head(self) -> Self:
         return replace(self, model=replace(self.spec, head="scalar"))
 
+    @property
+    def initial(self) -> Self | None:
+        """The role of the policy that training starts from; None if that is this policy without its adapters."""
+        is_base = self.lora is not None and self.lora.adapter is None
+        return None if is_base else replace(self, lr=None, weight_decay=None)
+
     def load_model(self) -> PreTrainedModel:
         """`ModelSpec.load_model`, with the adapters. Inside `models_made_by` it is what that function makes."""
         make = _MAKE.get()
@@ -209,6 +215,6 @@ def load_role(
             f"Role {name!r} is trained, so offload must be false: updates need its model. Set offload for roles that "
             "are not trained."
         )
-    if name == "reward_model" and is_silent(model):
+    if name == "reward_model" and not is_trained and is_silent(model):
         raise untrained_reward_model(role.spec)
     return model

@@ -1,6 +1,7 @@
 import inspect
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +10,12 @@ from algorithm_cases import make_module, minibatch_gradient, sequence_loss_by_ha
 from tiny import gradients, random_experience, slow_outputs, tiny_spec
 from torch import Tensor
 
-from lightrl.algorithms import GRPO, ReferenceKL
+from lightrl.algorithms import DPO, GRPO, IPO, PPO, AdaptiveKL, ReferenceKL, ReinforcePlusPlus
 from lightrl.experience import Experience
 from lightrl.functional import ImportanceWeights, RewardShaping
 from lightrl.loops.update import MinibatchLoss
 from lightrl.models import LoRA, Role
+from lightrl.models.lora import has_adapters
 from lightrl.rewards import OverlongPenalty
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.trajectory import Sampling
@@ -134,6 +136,26 @@ def test_the_reference_policy_is_a_model_of_its_own_or_the_policy_without_its_ad
     adapted = GRPO(Role(tiny_spec(), lora=LoRA(rank=2)), reward=len, reference=ReferenceKL(0.1))
     assert set(adapted.models()) == {"policy"}
     assert [(call.role, call.adapters_off) for call in adapted.model_calls()] == [("policy", True)]
+
+
+@pytest.mark.parametrize("kind", [GRPO, PPO, ReinforcePlusPlus, DPO, IPO])
+def test_every_algorithm_measures_from_the_adapters_that_training_starts_from(tmp_path: Path, kind: Any) -> None:
+    Role(tiny_spec(), lora=LoRA(rank=2)).load_model().save_pretrained(tmp_path)
+    start = Role(tiny_spec(), lora=LoRA(adapter=str(tmp_path)))
+    is_online = issubclass(kind, GRPO)
+    module = kind(start, **({"reward": len, "reference": AdaptiveKL(0.1)} if is_online else {}))
+    module.configure_model()
+    assert has_adapters(module.reference)
+    assert not any(value.requires_grad for value in module.reference.parameters())
+    calls = module.model_calls() if is_online else ()
+    assert {(call.role, call.adapters_off) for call in calls if "reference" in call.name} <= {("reference", False)}
+
+
+def test_an_entropy_bonus_cannot_begin_where_entropies_have_no_gradient() -> None:
+    module = make_module()
+    module.entropy_coef = 0.1
+    with pytest.raises(ValueError, match="entropy_coef was 0 in the constructor"):
+        minibatch_gradient(module, random_experience())
 
 
 def test_the_kl_term_adds_its_estimate_to_the_loss() -> None:

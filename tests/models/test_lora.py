@@ -1,5 +1,7 @@
 """LoRA: adapters that change nothing at first, merge to what the model computes, and leave a reference behind."""
 
+import json
+
 import pytest
 import torch
 from tiny import FAMILIES, tiny_model
@@ -94,6 +96,37 @@ def test_sizes_that_make_no_adapter_are_refused(settings, message):
 
 def test_an_adapter_of_an_embedding_is_refused():
     model = AutoModelForCausalLM.from_config(
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"init_lora_weights": start} for start in ("pissa", "pissa_niter_2", "olora", "corda", "loftq", "lora_ga")),
+        *({name: True} for name in ("use_dora", "use_qalora", "lora_bias", "use_bdlora")),
+        {"trainable_token_indices": [1]},
+        {"layer_replication": [[0, 1], [0, 1]]},
+    ],
+    ids=str,
+)
+def test_adapters_that_would_change_the_policy_without_them_are_refused(tmp_path, settings):
+    adapted(tiny_model()).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    with pytest.raises(ValueError, match=rf"must have {min(settings)}=.*Merge that adapter into its model"):
+        LoRA(adapter=str(tmp_path)).add_to(tiny_model())
+
+
+@pytest.mark.filterwarnings("ignore:`init_lora_weights` is 'eva'")  # peft's: without a configuration of it
+@pytest.mark.parametrize("start", ["gaussian", "eva", "orthogonal"])
+def test_adapters_that_only_begin_elsewhere_leave_the_base_as_it_is(tmp_path, start):
+    model = adapted(tiny_model())
+    model.peft_config["default"].init_lora_weights = start
+    model.save_pretrained(tmp_path)
+    again = tiny_model()
+    LoRA(adapter=str(tmp_path)).add_to(again)
+    torch.testing.assert_close(logits(again), logits(model))
+    with adapters_off(again):
+        torch.testing.assert_close(logits(again), logits(tiny_model()))
+
+
         AutoConfig.for_model(**{**FAMILIES["llama"], "tie_word_embeddings": False})
     )
     with pytest.raises(ValueError, match=r"adapter of 'model\.embed_tokens' \(Embedding\)"):
