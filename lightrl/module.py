@@ -19,6 +19,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightrl.checks.bounds import check_bounds, check_choice, check_effect, check_positive
+from lightrl.checks.fixed_settings import FixedSettings
 from lightrl.dataflow import DataFlowGraph, ModelCall, iteration_graph
 from lightrl.errors import RewardError
 from lightrl.experience import Experience, LossUnit
@@ -49,7 +50,7 @@ ESS_WEIGHTS = "ess_weights"  # a name in what `loss` returns
 CRITIC_KEYS = ("values", "bootstrap_values")  # outputs of a model call that only the critic's loss reads
 
 
-class RLModule(L.LightningModule):
+class RLModule(FixedSettings, L.LightningModule):
     """A policy, its reward and its loss. Subclass it and write `reward` and `loss`; everything else has a default.
 
     The framework packs, masks, sums and divides: `loss` gets [B, T] tensors and returns [B, T] tensors, calls no model
@@ -90,6 +91,12 @@ class RLModule(L.LightningModule):
         max_skipped_updates: the run ends after this many updates in a row with non-finite gradients.
     """
 
+    fixed_settings = frozenset({
+        "policy_role", "reward_source", "reward_model_role", "workflow", "workflow_workers", "group_size", "sampling",
+        "validation_sampling", "validation_group_size", "num_minibatches", "update_epochs", "lr", "betas", "eps",
+        "weight_decay", "warmup_iterations", "lr_decay", "min_lr_ratio", "reward_workers", "reward_timeout_s",
+        "reward_memory_mib", "reward_recycle_after", "max_failed_fraction", "loss_unit", "needs_entropy_gradient",
+    })  # fmt: skip
     # Whether `loss` reads `experience.proximal_logprobs`, or backpropagates through `outputs.entropy`. A module that
     # does not can set False and save the work.
     needs_proximal_logprobs: bool = True

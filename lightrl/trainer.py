@@ -279,7 +279,10 @@ class Trainer(RLTrainer):
                 self._checkpoint_connector._loaded_checkpoint = {}  # one that was refused; the next stage would read it
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        self._restoring = kwargs.get("ckpt_path") if self.state.fn == TrainerFn.FITTING else None
+        self._restoring = None
+        if self.state.fn == TrainerFn.FITTING:
+            self._restoring = kwargs.get("ckpt_path")
+            self.strategy.optimizers = []  # an earlier fit's: until this one has its own, settings may change
         return super()._run(*args, **kwargs)
 
     def _run_stage(self) -> Any:

@@ -25,7 +25,11 @@ PACKAGE = Path(lightrl.__file__).parent
 PRIVATE_NAMES: dict[tuple[str, str], set[str]] = {
     ("lightning.fabric.utilities.device_dtype_mixin", "_update_properties"): {"strategies/fsdp2.py"},
     ("lightning.pytorch.loops.optimization.automatic", "_AutomaticOptimization"): {"loops/rollout_loop.py"},
-    ("lightning.pytorch.core.module:LightningModule", "_current_fx_name"): {"loops/rollout_loop.py", "module.py"},
+    ("lightning.pytorch.core.module:LightningModule", "_current_fx_name"): {
+        "algorithms/supervised.py",
+        "loops/rollout_loop.py",
+        "module.py",
+    },
     ("lightning.pytorch.trainer.connectors.logger_connector.logger_connector", "_LoggerConnector"): {
         "loops/step_log.py"
     },

@@ -159,6 +159,8 @@ class GRPO(RLModule):
             loss = loss + self.kl_coef * divergence
             metrics["kl_reference_nats"] = divergence.detach()
         if self.entropy_coef:
+            if not self.needs_entropy_gradient:
+                raise ValueError("entropy_coef was 0 in the constructor, so entropies have no gradient. Set it there.")
             loss = loss - self.entropy_coef * outputs.entropy
         return {"loss": loss, ESS_WEIGHTS: gradient_weights, **metrics}
 

@@ -231,6 +231,7 @@ class PPO(GRPO):
         self.kl_controller.update(kl_nats, num_trajectories)
         self.kl_coef = self.kl_controller.coef
 
+        self.kl_controller.coef = self.kl_coef  # a callback may have set it
     def _log_if_attached(self, name: str, value: float) -> None:
         if self.is_attached:
             self.log(name, value)

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_bounds, check_choice
+from lightrl.checks.fixed_settings import FixedSettings
 from lightrl.data import ChatBatch, PairBatch
 from lightrl.models import ModelSpec, ParallelModel, Role, check_adamw, context_tokens
 from lightrl.models.images import ImageReader
 from lightrl.models.model_folder import fill_in, keep_trained
 from lightrl.models.optimizer import own_parameters, with_schedule
-from lightrl.strategies import LogprobSettings, check_strategy, parallel_model, ranks_of
 from lightrl.models.role import load_role
+from lightrl.strategies import LogprobSettings, check_strategy, parallel_model, ranks_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 _MADE_BY = {ChatBatch: "SFTDataModule", PairBatch: "PreferenceDataModule"}
 
 
-class SupervisedModule(L.LightningModule):
+class SupervisedModule(FixedSettings, L.LightningModule):
     """A plain LightningModule with one trained model, AdamW, linear warm-up and decay.
 
     With `accumulate_grad_batches` an update equals that of one batch of all their rows: a batch is weighted by its
@@ -44,6 +45,7 @@ class SupervisedModule(L.LightningModule):
         lr_decay: after the warm-up: `constant`, or `linear` or `cosine` to 0 at the end of the run.
     """
 
+    fixed_settings = frozenset({"policy_role", "lr", "betas", "weight_decay", "warmup_steps", "lr_decay"})
     # The attribute that holds the trained model; what HuggingFaceExport writes.
     trained_role: str = "policy"
     # The batches that `measure` takes.
@@ -76,6 +78,10 @@ class SupervisedModule(L.LightningModule):
         self.lr_decay = lr_decay
         self.parallel_models: dict[str, ParallelModel] = {}  # role → model; HuggingFaceExport needs them on ranks
         self._num_accumulated = 0  # tokens or pairs in the gradients accumulated so far
+
+    def _is_fitted(self) -> bool:
+        # Lightning's LearningRateFinder sets `lr` in this hook, and the optimizer's too.
+        return super()._is_fitted() and self._current_fx_name != "on_fit_start"
 
     def check_role(self, name: str, role: Role) -> None:
         """Raises ValueError for settings that have no effect here: `model` and `lora` are read."""

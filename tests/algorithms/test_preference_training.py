@@ -185,6 +185,15 @@ def test_exports_load_as_what_they_are_and_begin_the_next_stage(tmp_path: Path) 
     )
 
 
+@pytest.mark.parametrize("name", sorted(SupervisedModule.fixed_settings))
+def test_a_setting_that_the_optimizer_has_read_is_fixed_until_the_runs_end(tmp_path: Path, name: str) -> None:
+    module = RewardModel(tiny_spec())
+    module.on_train_start = lambda: setattr(module, name, getattr(module, name))  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=rf"RewardModel\.{name} cannot be set during a run"):
+        make_trainer(tmp_path, max_steps=1).fit(module, Digits(None, batch_size=5))
+    module.lr = 0.5
+
+
 def test_a_coefficient_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"kl_coef must be above 0 .* got 0.0"):
         DPO(tiny_spec(), kl_coef=0.0)

@@ -57,6 +57,26 @@ class Logs(RLCallback):
         assert trainer.engine.weight_version == weight_version
 
 
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_start", "on_minibatch_end", "on_policy_updated"])
+def test_a_setting_that_a_run_has_read_is_fixed_until_its_end(hook: str, tmp_path: Path) -> None:
+    module, refused = TinyGRPO(), set()
+
+    def set_all(*_: Any) -> None:
+        for name in RLModule.fixed_settings:
+            with pytest.raises(ValueError, match=rf"TinyGRPO\.{name} cannot be set during a run"):
+                setattr(module, name, getattr(module, name))
+            refused.add(name)
+        module.clip_low = 0.1  # only the loss reads it
+
+    setattr(module, hook, set_all)
+    train(tmp_path, module, max_steps=2, callbacks=[lightrl.StalenessControl(1)])
+    assert {"sampling", "group_size", "lr", "num_minibatches"} < refused == RLModule.fixed_settings
+    module.group_size = 2  # the run has ended
+    setattr(module, hook, lambda *_: None)
+    train(tmp_path, module, max_steps=1)
+    assert len(module.experiences[-1]) == 2 * BATCH_SIZE
+
+
 def test_callbacks_and_module_see_every_hook_in_order_with_its_arguments(tmp_path: Path) -> None:
     module, callback = TinyGRPO(num_minibatches=2), RLCallback()
     of_callback: Calls = []
