@@ -45,6 +45,7 @@ from lightrl.errors import OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
 from lightrl.loops import CheckpointConnector, RolloutLoop, RolloutStage, StepLog, check_resume, logging_allowed
 from lightrl.models import LoRA, ModelSpec, Role, RoleMesh
+from lightrl.models.optimizer import rounding_warning
 from lightrl.models.routes import NOT_COMPILED, RouteLayout
 from lightrl.module import RLModule
 from lightrl.rewards import OverlongPenalty
@@ -291,6 +292,8 @@ class Trainer(RLTrainer):
         module = self.lightning_module
         if self.state.fn == TrainerFn.FITTING and isinstance(module, RLModule | SupervisedModule):
             self.rollout_loop.resume.apply_settings()
+            if (warning := rounding_warning(self.optimizers, self.rollout_loop.ranks.total)) and self.is_global_zero:
+                log.warning("%s", warning)
         if not isinstance(module, RLModule):
             self._restoring = None
             return super()._run_stage()

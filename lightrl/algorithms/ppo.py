@@ -27,6 +27,7 @@ from lightrl.functional import (
 )
 from lightrl.models import ModelSpec, Role
 from lightrl.models.model_folder import ModelDescription
+from lightrl.models.optimizer import keep_float32
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -158,12 +159,14 @@ class PPO(GRPO):
         super().configure_model()
         if self._moving_kl is not None:
             self._moving_kl.check_models(self.reference, self.policy)
+            keep_float32(self.reference)
         if self.shares_body and self.value_head is None:
             weight = self.policy.get_output_embeddings().weight
             home = "cpu" if weight.is_meta else weight.device  # its weights come from no checkpoint
             # No bias, as in Hugging Face's scalar heads: head and body can be exported as such a model.
-            self.value_head = torch.nn.Linear(weight.shape[1], 1, bias=False, device=home, dtype=weight.dtype)
+            self.value_head = torch.nn.Linear(weight.shape[1], 1, bias=False, device=home)
             torch.nn.init.zeros_(self.value_head.weight)
+            keep_float32(self.value_head)
 
     def model_calls(self) -> list[ModelCall]:
         role = "policy" if self.shares_body else "critic"
@@ -228,10 +231,10 @@ class PPO(GRPO):
         assert self.kl_controller is not None
         self._log_if_attached("policy/kl_coef", self.kl_coef)
         self._log_if_attached("policy/kl_behavior_reference_nats", kl_nats)
+        self.kl_controller.coef = self.kl_coef  # a callback may have set it
         self.kl_controller.update(kl_nats, num_trajectories)
         self.kl_coef = self.kl_controller.coef
 
-        self.kl_controller.coef = self.kl_coef  # a callback may have set it
     def _log_if_attached(self, name: str, value: float) -> None:
         if self.is_attached:
             self.log(name, value)

@@ -5,7 +5,7 @@ Shapes: B trajectories, T tokens. Every [B, T] tensor is aligned to the token it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import torch
@@ -78,7 +78,8 @@ class AdaptiveKL(ReferenceKL):
         in_reward: take the KL off each token's reward; False adds it to the loss.
         target_nats: adapt the weight to keep the KL per token there; None keeps the weight fixed.
         horizon: trajectories over which the weight adapts; see KLController.
-        decay: after each iteration the reference becomes decay · itself + (1 - decay) · policy; None keeps it fixed.
+        decay: after each iteration the reference becomes decay · itself + (1 - decay) · policy, in float32; None keeps
+            it fixed.
     """
 
     in_reward: bool = True
@@ -94,6 +95,12 @@ class AdaptiveKL(ReferenceKL):
     def controller(self) -> KLController:
         """The weight of the term over a run."""
         return KLController(self.coef, self.target_nats, self.horizon)
+
+    def role(self, policy: Role) -> Role | None:
+        role = super().role(policy)
+        if role is None or self.decay is None:
+            return role
+        return replace(role, model=replace(role.spec, dtype="float32"))
 
     def check(self, policy: Role, *, in_reward: bool) -> None:
         super().check(policy, in_reward=in_reward)

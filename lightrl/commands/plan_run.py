@@ -148,7 +148,8 @@ def planned_run(module: RLModule, trainer: Any, data: Any) -> PlannedRun:
     if isinstance(trainer.strategy, FSDP2Strategy):
         trainer.strategy.check_sizes(module)
     models = {name: role for name, role in module.models().items() if role.spec.url is None}
-    settings = _of_trainer(trainer, models, module.trained_roles())
+    trained = module.trained_roles()
+    settings = _of_trainer(trainer, models, trained, averages=set(module.saved_roles()) - set(trained))
     prompt_tokens, source = _bound(data, "max_prompt_tokens", module)
     new_tokens = module.sampling.max_new_tokens
     context = module.context_tokens or prompt_tokens + new_tokens
@@ -192,15 +193,19 @@ def planned_training(module: SupervisedModule, trainer: Any, data: Any) -> Plann
     )
 
 
-def _of_trainer(trainer: Any, models: Mapping[str, Role], trained: Collection[str]) -> dict[str, Any]:
-    """Describes the strategy and the models' sizes."""
+def _of_trainer(
+    trainer: Any, models: Mapping[str, Role], trained: Collection[str], averages: Collection[str] = ()
+) -> dict[str, Any]:
+    """Describes the strategy and the models' sizes; `averages` of weights stay in float32."""
     strategy, precision = trainer.strategy, str(trainer.precision)
     is_split, is_3d = isinstance(strategy, FSDP2Strategy), isinstance(strategy, Parallel3DStrategy)
     world = trainer.num_devices * trainer.num_nodes
     is_half = precision in ("bf16-true", "16-true")
     return {
         "roles": tuple(
-            _planned_role(name, role, world, strategy, is_trained=name in trained, is_half=is_half)
+            _planned_role(
+                name, role, world, strategy, is_trained=name in trained, is_half=is_half and name not in averages
+            )
             for name, role in models.items()
         ),
         "world": world,

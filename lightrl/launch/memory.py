@@ -207,7 +207,9 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
         activations = cost.activation_bytes if is_trained else activations / role.tp
         logits = logits / role.tp
         sent = cost.sent_bytes
-    weights, trained = role.width * role.parameters * share, role.width * role.trained * share
+    trained_width = 4 if role.trained < role.parameters else role.width  # adapters are float32 on any base
+    trained = trained_width * role.trained * share
+    weights = role.width * (role.parameters - role.trained) * share + trained
     sent = sent if is_trained else 0.0
     return RoleCost(weights, trained, 2 * trained, gathered, activations, logits, sent, offloaded)
 

@@ -23,6 +23,7 @@ from lightrl.checks.bounds import check_bounds, check_positive
 from lightrl.models.images import image_kind
 from lightrl.models.model_spec import check_files
 from lightrl.models.moe import moe_blocks, router_of
+from lightrl.models.optimizer import keep_float32
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,7 +81,7 @@ class LoRA:
             )
 
     def add_to(self, model: PreTrainedModel, *, seed: int = 0) -> None:
-        """Freezes the model and adds trained adapters; the head of a critic or reward model is trained too.
+        """Freezes the model and adds trained adapters, in float32; the head of a critic or reward model is trained too.
 
         Args:
             model: may have its parameters on the meta device; `adapter_reader` then has those of the adapters.
@@ -104,9 +105,9 @@ class LoRA:
                         f"model's own weights, got {given[name]!r}. Merge that adapter into its model, and start from "
                         "the result."
                     )
-            config.inference_mode = False
             config = LoraConfig.from_pretrained(self.adapter)
             config.init_lora_weights = True  # the folder's weights replace them
+            config.inference_mode = False
             config.lora_dropout = 0.0
         else:
             targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
@@ -121,6 +122,9 @@ class LoRA:
         with _targets_as_given():
             model.add_adapter(config, _ADAPTER)
         self._check_targets(model)
+        for name, module in model.named_modules():
+            if name == _HEAD or name.endswith((".lora_A", ".lora_B")):
+                keep_float32(module)
         read = adapter_reader(self, seed)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_adapter(name) or name.startswith(f"{_HEAD}."))
@@ -221,7 +225,7 @@ def adapter_reader(lora: LoRA, seed: int) -> Callable[[str, torch.Size], Tensor]
 
 
 def _fresh(name: str, shape: torch.Size, seed: int) -> Tensor:
-    weight = torch.zeros(shape)
+    weight = torch.zeros(shape, dtype=torch.float32)  # whatever the default is under bf16-true
     if ".lora_A." in name:
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

@@ -363,7 +363,7 @@ class SingleModel:
                 results = self._read_hidden(experience, rows, columns, hidden, candidates)
             if self.value_head is not None:
                 # A token's value is that of the state before it was sampled.
-                results["values"] = self.value_head(hidden)[:, 0].float()
+                results["values"] = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0].float()
         shape = experience.token_ids.shape
         results = {name: aligned_to_tokens(value, rows, columns, shape) for name, value in results.items()}
         if self.context_group is not None and self._choose(experience)[0] == "packed":  # else each rank has all of it

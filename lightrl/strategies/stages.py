@@ -189,7 +189,7 @@ class Stage(nn.Module):
         logprobs, entropy, values = zeros, zeros, zeros
         further = zeros.expand(-1, feed.width - 3)
         if self.value_head is not None:
-            scalars = self.value_head(hidden)
+            scalars = self.value_head(hidden.to(self.value_head.weight.dtype))
             scalars = whole_sequence(scalars, self.tp, gradients_add_up=False) if is_split else scalars
             values = scalars[feed.rows, feed.columns].float()
         if self.head is not None:

@@ -288,6 +288,25 @@ def test_a_moving_reference_has_the_policys_shape() -> None:
         module.configure_model()
 
 
+def test_a_kl_coef_that_a_callback_sets_stays(tmp_path: Path) -> None:
+    module = to_fit(reference=KL)
+    module.on_experience_ready = lambda _: setattr(module, "kl_coef", 0.7)  # type: ignore[method-assign]
+    fit(tmp_path, module)
+    assert module.kl_coef == 0.7
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", None])
+def test_a_moving_reference_is_a_float32_average_of_a_bfloat16_policy(precision: Any, tmp_path: Path) -> None:
+    module = to_fit(reference=AdaptiveKL(0.1, tiny_spec(dtype="bfloat16"), decay=0.999), critic="shared", lr=1e-3)
+    fit(tmp_path, module, num_iterations=1, precision=precision)
+    assert module.policy.dtype == (torch.float32 if precision is None else torch.bfloat16)
+    start, policy = dict(tiny_spec().load_model().named_parameters()), dict(module.policy.named_parameters())
+    for name, value in module.reference.named_parameters():
+        expected = start[name] + 0.001 * (policy[name].float() - start[name])
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7)
+    assert module.value_head.weight.dtype == torch.float32
+
+
 def test_the_reference_follows_the_policy(tmp_path: Path) -> None:
     module = to_fit(reference=replace(KL, decay=0.9))
     fit(tmp_path, module, num_iterations=1)

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from benchmarks.families import family_spec
 from lightrl import DPO, GRPO, PPO, SFT, RewardModel, Trainer
-from lightrl.algorithms import ReferenceKL
+from lightrl.algorithms import AdaptiveKL, ReferenceKL
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.commands.plan import batch_rows, costs_text
 from lightrl.commands.plan_run import planned_run, planned_training
@@ -79,13 +79,19 @@ def test_the_state_is_that_of_real_models_and_their_optimizer(ppo: PlannedRun) -
         assert cost.moments == sum(value.nbytes for value in moments)
 
 
-def test_adapters_alone_have_gradients_and_moments() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_alone_have_gradients_and_moments(dtype: str) -> None:
     pytest.importorskip("peft")
-    role = Role(tiny_spec(config=CONFIG), lora=LoRA(rank=2))
-    planned = plan_of(GRPO(role, reward=len)).roles[0]
+    role = Role(tiny_spec(config=CONFIG, dtype=dtype), lora=LoRA(rank=2))
+    run = plan_of(GRPO(role, reward=len))
+    (planned,) = run.roles
     model: Any = role.load_model()
+    trained = [value for value in model.parameters() if value.requires_grad]
     assert planned.parameters == sum(value.numel() for value in model.parameters())
-    assert 0 < planned.trained == sum(value.numel() for value in model.parameters() if value.requires_grad)
+    assert 0 < planned.trained == sum(value.numel() for value in trained)
+    cost = role_cost(run, planned)
+    assert cost.weights == sum(value.nbytes for value in model.parameters())
+    assert cost.gradients == cost.moments / 2 == sum(value.nbytes for value in trained)
 
 
 def test_a_frozen_reference_has_weights_only() -> None:
@@ -94,6 +100,15 @@ def test_a_frozen_reference_has_weights_only() -> None:
     assert planned.roles[1].name == "reference"
     assert cost.weights == 4 * planned.roles[1].parameters
     assert cost.gradients == cost.moments == cost.sent == 0
+
+
+def test_only_a_moving_reference_stays_float32_in_a_bfloat16_run() -> None:
+    def width(decay: float | None) -> int:
+        reference = AdaptiveKL(0.1, tiny_spec(config=CONFIG, dtype="bfloat16"), decay=decay)
+        planned = plan_of(PPO(tiny_spec(config=CONFIG), reward=len, reference=reference), precision="bf16-true")
+        return next(role.width for role in planned.roles if role.name == "reference")
+
+    assert (width(None), width(0.9)) == (2, 4)
 
 
 def test_experience_is_that_of_an_iteration() -> None:

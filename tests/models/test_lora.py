@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from tiny import FAMILIES, tiny_model
+from lightning.pytorch.plugins.precision import HalfPrecision
+from tiny import FAMILIES, random_experience, tiny_model, tiny_spec
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.families import family_spec
@@ -19,6 +20,8 @@ from lightrl.models.lora import (
     merged_parameters,
     save_adapter,
 )
+from lightrl.models.role import Role
+from lightrl.strategies import LogprobSettings, SingleModel
 
 TOKEN_IDS = torch.tensor([[3, 4, 5, 6]])
 
@@ -71,6 +74,19 @@ def test_with_adapters_off_the_model_is_the_one_it_came_from():
     assert (logits(model) - logits(tiny_model())).abs().max() > 0.1
 
 
+def test_adapters_and_a_trained_head_are_float32_on_a_bfloat16_base():
+    role = Role(tiny_spec(dtype="bfloat16", head="scalar"), lora=LoRA(rank=2))
+    model, half = role.load_model(), HalfPrecision("16-true")
+    with half.module_init_context():  # another default dtype
+        other = half.convert_module(role.load_model())
+    trained = [[value for value in one.parameters() if value.requires_grad] for one in (model, other)]
+    assert {value.dtype for values in trained for value in values} == {torch.float32}
+    assert all(map(torch.equal, *trained))
+    assert (model.dtype, other.dtype) == (torch.bfloat16, torch.float16)
+    SingleModel(model, LogprobSettings()).measure(random_experience(is_scored=False)).values.sum().backward()
+    assert all(value.grad.isfinite().all() for value in trained[0])
+
+
 def test_a_saved_adapter_is_gone_on_from(tmp_path):
     model = adapted(tiny_model())
     model.save_pretrained(tmp_path)
@@ -80,22 +96,6 @@ def test_a_saved_adapter_is_gone_on_from(tmp_path):
     assert any(parameter.requires_grad for parameter in again.parameters())
 
 
-def test_a_folder_without_adapters_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"no adapter_config\.json"):
-        LoRA(adapter=str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"rank": 0}, "lora.rank must be >= 1"), ({"alpha": 0}, "lora.alpha must be a finite number above 0")],
-)
-def test_sizes_that_make_no_adapter_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        LoRA(**settings)
-
-
-def test_an_adapter_of_an_embedding_is_refused():
-    model = AutoModelForCausalLM.from_config(
 @pytest.mark.parametrize(
     "settings",
     [
@@ -127,6 +127,22 @@ def test_adapters_that_only_begin_elsewhere_leave_the_base_as_it_is(tmp_path, st
         torch.testing.assert_close(logits(again), logits(tiny_model()))
 
 
+def test_a_folder_without_adapters_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no adapter_config\.json"):
+        LoRA(adapter=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"rank": 0}, "lora.rank must be >= 1"), ({"alpha": 0}, "lora.alpha must be a finite number above 0")],
+)
+def test_sizes_that_make_no_adapter_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LoRA(**settings)
+
+
+def test_an_adapter_of_an_embedding_is_refused():
+    model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**{**FAMILIES["llama"], "tie_word_embeddings": False})
     )
     with pytest.raises(ValueError, match=r"adapter of 'model\.embed_tokens' \(Embedding\)"):
