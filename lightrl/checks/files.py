@@ -171,12 +171,20 @@ def write_sums(folder: Path, names: Iterable[str] | None = None) -> None:
         os.fsync(file.fileno())
 
 
-def check_sums(folder: Path, fix: str) -> None:
-    """Raises ValueError, with the `fix` at its end, for a file that is missing or has other bytes than its sum says."""
-    if not (folder / SUMS_FILE).is_file():
-        return
-    for line in (folder / SUMS_FILE).read_text(encoding="utf-8", errors="replace").splitlines():
-        expected_sum, _, name = line.partition("  ")
+def check_sums(folder: Path, fix: str, *, needed: Iterable[str] = ()) -> None:
+    """Raises ValueError, with the `fix` at its end, for a file that is missing or has other bytes than its sum says.
+
+    One of `needed` must have a sum, and so must weights next to files that have one.
+    """
+    sums = folder / SUMS_FILE
+    lines = sums.read_text(encoding="utf-8", errors="replace").splitlines() if sums.is_file() else []
+    sum_by_name = {name: expected_sum for expected_sum, _, name in (line.partition("  ") for line in lines)}
+    for name in sorted(set(needed) - sum_by_name.keys()):
+        raise ValueError(f"{str(sums)!r} is missing, or lacks {name}. {fix}")
+    for file in sorted(folder.glob("*.safetensors")) if lines else []:
+        if file.name not in sum_by_name:
+            raise ValueError(f"{str(file)!r} is not in {SUMS_FILE}, so another save left it. Remove one of the two.")
+    for name, expected_sum in sum_by_name.items():
         file = folder / name
         if not file.is_file() or _sum_of(file) != expected_sum:
             state = "has other bytes than were written" if file.is_file() else "is missing"

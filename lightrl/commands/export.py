@@ -27,7 +27,7 @@ from lightrl.models.model_folder import (
     replaced_folder,
     save_tokenizer,
 )
-from lightrl.strategies import META_FILE, load_plain, read_tensors
+from lightrl.strategies import load_plain, read_rest, read_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,12 +116,9 @@ def _read(checkpoint: Path) -> tuple[JsonObject, Callable[[str], dict[str, Tenso
     """Everything but the weights, and a function from a prefix to the weights below it, named without it."""
     if not checkpoint.exists():
         raise ValueError(f"Checkpoint {str(checkpoint)!r} does not exist.")
-    file = checkpoint / META_FILE if checkpoint.is_dir() else checkpoint
-    if not file.is_file():
-        raise ValueError(f"Checkpoint {str(checkpoint)!r} has no {META_FILE}: it is incomplete. Use an earlier one.")
-    meta = load_plain(file, mmap=True)
     if checkpoint.is_dir():
-        return meta, lambda prefix: read_tensors(checkpoint, f"state_dict.{prefix}")
+        return read_rest(checkpoint), lambda prefix: read_tensors(checkpoint, f"state_dict.{prefix}")
+    meta = load_plain(checkpoint, mmap=True)
     state: dict[str, Tensor] = meta["state_dict"]
     return meta, lambda prefix: {
         name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)

@@ -26,7 +26,7 @@ FSDP2Strategy.
 """
 
 from lightrl.strategies.checkpoint import AtomicCheckpointIO
-from lightrl.strategies.checkpoint_folder import META_FILE, read_tensors
+from lightrl.strategies.checkpoint_folder import read_rest, read_tensors
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.fsdp2_model import whole
 from lightrl.strategies.known_strategies import check_strategy, named_strategy, parallel_model, ranks_of
@@ -38,8 +38,8 @@ from lightrl.strategies.sharded_experience import Microbatches, ShardedExperienc
 from lightrl.strategies.single import LogprobSettings, SingleModel
 from lightrl.strategies.tensor_parallel import local
 
-__all__ = ["META_FILE", "PACKED_ATTENTION", "AtomicCheckpointIO", "FSDP2Strategy", "LogprobSettings", "Message"]
+__all__ = ["PACKED_ATTENTION", "AtomicCheckpointIO", "FSDP2Strategy", "LogprobSettings", "Message"]
 __all__ += ["Microbatches", "Parallel3DStrategy", "ProcessRanks", "Ranks", "ShardedExperience", "SingleModel"]
 __all__ += ["check_strategy", "is_on_all_ranks", "load_plain", "local"]
-__all__ += ["mark_as_on_all_ranks", "named_strategy", "parallel_model", "ranks_of", "read_tensors"]
+__all__ += ["mark_as_on_all_ranks", "named_strategy", "parallel_model", "ranks_of", "read_rest", "read_tensors"]
 __all__ += ["whole"]

@@ -1,7 +1,8 @@
 """Checkpoint folders of several processes: every rank saves and loads its part, by the parameters' global names.
 
 The format is torch.distributed.checkpoint's, so any number of processes and any strategy can read it; `meta.pt` in the
-folder holds everything but weights and optimizers.
+folder holds everything but weights and optimizers. Every file has the id of its save, and a folder mixed from two, by a
+copy amid a save or one that was interrupted, is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -35,9 +36,19 @@ from lightrl.checks.files import cause_to_show, publish, remove_path, write_sums
 from lightrl.concurrency.owner import remove_left_behind
 from lightrl.strategies.atomic_write import Progress, TrackedFile, write_error
 from lightrl.strategies.checkpoint_fit import check_named_optimizer, check_optimizer_names, check_weights, parameter_of
-from lightrl.strategies.safe_reader import SafeReader, load_parts, load_plain
+from lightrl.strategies.safe_reader import (
+    OWN,
+    PARTS,
+    DamagedCheckpoint,
+    SafeReader,
+    load_parts,
+    load_plain,
+    mark_of,
+    own_save_id,
+)
 
 META_FILE = "meta.pt"
+_SAVE_ID = "save_id"
 # Keys are names: ranks may hold different parameters, so lists of states would not match.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -50,7 +61,7 @@ def folder_writer(
     Args:
         checkpoint: Lightning's; loses its weights and optimizer states.
         place: of the folder, the same on all ranks.
-        writer_mark: of rank 0, see owner.py.
+        writer_mark: rank 0's mark, see owner.py, and what no other save has: the id that every file gets.
         group: all ranks; used only by the thread that writes.
         is_main: whether this is rank 0.
         copies: copy the tensors now, because training continues during the write.
@@ -65,7 +76,8 @@ def folder_writer(
     if copies:
         state = tree_map_only(Tensor, torch.clone, state)
     rest = io.BytesIO()
-    torch.save(checkpoint, rest)
+    save_id = f"{OWN}{writer_mark}"
+    torch.save({**checkpoint, _SAVE_ID: save_id}, rest)
 
     def write(progress: Progress) -> None:
         try:
@@ -79,15 +91,14 @@ def folder_writer(
                         file.flush()
                         os.fsync(file.fileno())
             dist.barrier(group=group)  # or a faster rank would make the folder first
-            writer = FileSystemWriter(part)
-            writer.fs = _TrackedFiles(progress)
+            writer = _Writer(part, save_id, progress)
             dcp.state_dict_saver.save(state, storage_writer=writer, process_group=group)
             if is_main:  # all ranks have written: a save ends with a reduction
                 with progress.at_disk():
+                    write_sums(part, [".metadata"])  # the other files have checksums of their own
                     parts = {file.relative_path for file in SafeReader(part).read_metadata().storage_data.values()}
                     if missing := sorted(name for name in parts if not (part / name).is_file()):
                         raise OSError(f"{', '.join(missing[:3])} of other ranks did not appear in {part}")
-                    write_sums(part, [".metadata"])  # the other files have checksums of their own
                     publish(part, place)
         except (OSError, RuntimeError, CheckpointException) as error:
             if is_main:
@@ -97,11 +108,24 @@ def folder_writer(
     return write
 
 
+class _Writer(FileSystemWriter):
+    """torch's writer, whose files have the id of the save."""
+
+    def __init__(self, folder: Path, save_id: str, progress: Progress) -> None:
+        super().__init__(folder)
+        self.fs = _TrackedFiles(save_id, progress)
+        self._id = save_id  # torch sets another for each rank
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._id)
+
+
 class _TrackedFiles(FileSystem):
     """Files of a checkpoint, whose writing reports progress until they are synced and closed."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, save_id: str, progress: Progress) -> None:
         super().__init__()
+        self._save_id = save_id
         self._progress = progress
 
     @contextlib.contextmanager
@@ -109,7 +133,10 @@ class _TrackedFiles(FileSystem):
         with contextlib.ExitStack() as stack:
             if mode == "wb":
                 stack.enter_context(self._progress.at_disk())
-                yield stack.enter_context(io.BufferedWriter(TrackedFile(Path(path), self._progress), 2**20))
+                file = stack.enter_context(io.BufferedWriter(TrackedFile(Path(path), self._progress), 2**20))
+                if Path(path).suffix == PARTS:
+                    file.write(mark_of(self._save_id, Path(path).name))
+                yield file
             else:
                 yield stack.enter_context(super().create_stream(path, mode))
 
@@ -122,7 +149,7 @@ def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Optimiz
     Raises:
         ValueError: if the folder is incomplete, or holds other models or optimizers.
     """
-    rest = _read_rest(path)
+    rest = read_rest(path)
     saved = SafeReader(path).read_metadata().state_dict_metadata
     state: dict[str, Any] = get_model_state_dict(model)
     present = {name: value for name, value in state.items() if f"state_dict.{name}" in saved}
@@ -146,7 +173,7 @@ def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Optimiz
 
 def read_folder(folder: Path) -> dict[str, Any]:
     """The whole checkpoint in this process, however many saved it; optimizer states are by parameter name."""
-    checkpoint = _read_rest(folder)
+    checkpoint = read_rest(folder)
     checkpoint["state_dict"] = read_tensors(folder, "state_dict.")
     optimizers = checkpoint["optimizer_states"] = list[dict[str, Any]]()
     while state := read_tensors(folder, f"optimizer_{len(optimizers)}.", with_numbers=True):
@@ -169,14 +196,17 @@ def read_tensors(folder: Path, prefix: str, *, with_numbers: bool = False) -> di
     return {name.removeprefix(prefix): value for name, value in tensors.items()}
 
 
-def _read_rest(folder: Path) -> dict[str, Any]:
+def read_rest(folder: Path) -> dict[str, Any]:
     """All but weights and optimizers; raises ValueError unless this is a complete checkpoint of several processes."""
     if not (folder / META_FILE).is_file() or not (folder / ".metadata").is_file():
         raise ValueError(
             f"Checkpoint folder {folder} lacks {META_FILE} or .metadata, so it is not a complete checkpoint of several "
             "processes. Use one that is, or start from exported weights: model.policy=FOLDER."
         )
-    return load_plain(folder / META_FILE)
+    rest = load_plain(folder / META_FILE)
+    if rest.pop(_SAVE_ID, None) != own_save_id(SafeReader(folder).read_metadata()):
+        raise DamagedCheckpoint(f"{str(folder / META_FILE)!r} is of another save than .metadata. Use an earlier one.")
+    return rest
 
 
 def optimizer_state(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import functools
 import math
+import secrets
 import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -411,7 +412,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Writes a folder, which gets its name when every rank has written its part; raises OSError if that fails."""
-        name, mark = self.broadcast((str(filepath), own_mark()))
+        name, mark = self.broadcast((str(filepath), f"{own_mark()}-{secrets.token_hex(8)}"))
         place = Path(name)
         assert self._save_group is not None
         write = folder_writer(

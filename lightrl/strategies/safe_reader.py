@@ -1,7 +1,7 @@
 """Reads torch's checkpoints as data: whatever a file says, no code runs, and damaged bytes are refused.
 
 torch's own reader unpickles `.metadata` and single values without limits, so a crafted file runs any command. It writes
-a CRC-32 of every record and checks none.
+a CRC-32 of every record and checks none. It reads files of two saves as one; here each has its save's id.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from torch.futures import Future
 
 _METADATA_FILE = ".metadata"
+OWN = "lightrl "  # how the id of a save begins
+PARTS = ".distcp"  # how the files of tensors end
 # A damaged or crafted pickle fails in as many ways as there are operations.
 _OPERATIONS_FAIL = (ValueError, TypeError, AttributeError, LookupError, ImportError, MemoryError, ArithmeticError)
 _DAMAGE = (*_OPERATIONS_FAIL, pickle.UnpicklingError, EOFError, RuntimeError, struct.error, zipfile.BadZipFile)
@@ -111,13 +113,23 @@ def load_parts(state: dict[str, Any], folder: Path, *, no_dist: bool = False) ->
         raise ValueError(f"{what}. Use an earlier one.") from cause
 
 
+def own_save_id(saved: Metadata) -> str | None:
+    """The id that each file of this save must have; None if an earlier lightrl, or another writer, gave it none."""
+    save_id = getattr(saved.storage_meta, "save_id", None)
+    return save_id if isinstance(save_id, str) and save_id.startswith(OWN) else None
+
+
+def mark_of(save_id: str, name: str) -> bytes:
+    """What a file of tensors begins with: of which save it is, and its name there."""
+    return f"{save_id} {name}\n".encode()
+
+
 class SafeReader(FileSystemReader):
     """torch's reader of a checkpoint folder: checks every byte, and has a fixed list of what `.metadata` may name."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads what the folder holds; raises ValueError if `.metadata` is not what torch writes."""
         file = Path(self.path) / _METADATA_FILE
-        check_sums(file.parent, "Use an earlier checkpoint.")
         try:
             with file.open("rb") as stream, _unchanged_classes():
                 unpickled = _MetadataUnpickler(stream).load()
@@ -128,8 +140,22 @@ class SafeReader(FileSystemReader):
                 "or was made to run code. Use an earlier one."
             ) from error
         read.storage_meta = read.storage_meta or StorageMeta()
+        check_sums(file.parent, "Use an earlier checkpoint.", needed=[_METADATA_FILE] if own_save_id(read) else ())
         read.storage_meta.load_id = self.load_id
         return read
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raises ValueError, on one rank, for a file that another save has written; reads the first bytes of each."""
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        if not is_coordinator or (save_id := own_save_id(metadata)) is None:
+            return
+        folder, needed = Path(self.path), {place.relative_path for place in self.storage_data.values()}
+        for name in sorted(needed | {file.name for file in folder.glob(f"*{PARTS}")}):
+            mark = mark_of(save_id, name)
+            with named(folder / name), (folder / name).open("rb") as file:
+                if file.read(len(mark)) != mark:
+                    left_over = "" if name in needed else ", which does not need it. Remove it"
+                    raise ValueError(f"it is of another save than {_METADATA_FILE}{left_over}")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         indices = {item.storage_index for item in plan.items}

@@ -3,6 +3,8 @@ import errno
 import functools
 import os
 import random
+import re
+import secrets
 import signal
 import threading
 import time
@@ -186,7 +188,7 @@ def saved_both_ways(place: Path) -> dict[str, Path]:
     write = folder_writer(
         checkpoint,
         folder,
-        writer_mark=own_mark(),
+        writer_mark=f"{own_mark()}-{secrets.token_hex(8)}",
         group=dist.group.WORLD,
         is_main=True,
         copies=False,  # type: ignore[arg-type]
@@ -263,6 +265,24 @@ def test_one_bit_of_a_weight_is_refused_with_its_record(what: str, record: str, 
     file.write_bytes(content)
     with pytest.raises(ValueError, match=rf"{file.name}' .* damaged \(record archive/{record} has other bytes than"):
         AtomicCheckpointIO().load_checkpoint(checkpoint)
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("what", ["__0_0.distcp", "meta.pt", ".metadata", "sha256sums.txt", "__1_0.distcp", "renamed"])
+def test_a_folder_mixed_from_two_saves_is_refused_with_the_files_name(what: str, tmp_path: Path) -> None:
+    newer, older = (saved_both_ways(tmp_path / name)["meta.pt"].parent for name in ("newer", "older"))
+    assert "save_id" not in AtomicCheckpointIO().load_checkpoint(newer)
+    culprit = newer / what
+    if what == "sha256sums.txt":
+        culprit.unlink()
+    elif what == "renamed":
+        culprit = newer / "__1_0.distcp"
+        culprit.write_bytes((newer / "__0_0.distcp").read_bytes())
+    else:
+        source = older / ("__0_0.distcp" if what == "__1_0.distcp" else what)
+        culprit.write_bytes(source.read_bytes())
+    with pytest.raises(ValueError, match=re.escape(str(culprit))):
+        AtomicCheckpointIO().load_checkpoint(newer)
 
 
 LAYERS = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
