@@ -41,8 +41,17 @@ from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks.loggers import log_settings
 from lightrl.callbacks.run_files import ProblemLog, RunFiles, StatusFile, contents
 from lightrl.checks.secret_settings import without_secrets
-from lightrl.commands.config_errors import Keys, check_empty_sections, classes_in, explain, importable_classes, resolve
-from lightrl.commands.config_layers import ClassOrText, ConfigText, UsageError, UserSettings, nearest_files
+from lightrl.commands.config_errors import (
+    Keys,
+    check_empty_sections,
+    classes_in,
+    explain,
+    importable_classes,
+    read_texts,
+    resolve,
+    type_of_setting,
+)
+from lightrl.commands.config_layers import ClassOrText, ConfigText, UsageError, UserSettings, nearest_files, yaml_of
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
 from lightrl.launch import Launch
 from lightrl.loops.resume import by_path
@@ -144,6 +153,7 @@ class LightRLCLI(LightningCLI):
             if (text := asked_help(self._subcommand_parsers[command], command, rest, self._user_settings)) is not None:
                 sys.stdout.write(text)
                 raise SystemExit(0)
+            read_texts(self._subcommand_parsers[command], self._user_settings)
             args = [*args, *flags_for_strings(self._subcommand_parsers[command], self._user_settings)]
         try:
             self.config: Namespace = parser.parse_args(args)
@@ -299,7 +309,7 @@ class SaveRunConfig(SaveConfigCallback):
             return
         text = self.parser.dump(self.config, skip_none=False)  # valid with its secrets only
         head = "".join(re.findall(r"^#.*\n", text, re.MULTILINE))
-        text = head + yaml.safe_dump(without_secrets(yaml.safe_load(text)), sort_keys=False, allow_unicode=True)
+        text = head + yaml_of(without_secrets(yaml.safe_load(text)))
         target = (Path(folder) / self.config_filename).absolute()
         if target not in [Path(str(source)).absolute() for source in self.config.get("config") or []]:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -432,7 +442,6 @@ _HELP_OF = {
     "trainer.logger": "where metrics go; null or true is a CSVLogger and a TensorBoardLogger, false is none",
     "trainer.precision": "as in Lightning; null is bf16-mixed on a CUDA GPU, otherwise 32-true",
 }
-_DEFAULT_CLASSES = {"model": "GRPO", "data": "PromptDataModule"}  # shown where no class is named
 
 
 def asked_help(parser: ArgumentParser, command: str, args: Sequence[str], user_settings: UserSettings) -> str | None:
@@ -447,37 +456,20 @@ def asked_help(parser: ArgumentParser, command: str, args: Sequence[str], user_s
     for word, following in zip(args, [*args[1:], "-"], strict=True):
         if match := re.fullmatch(r"--([\w.]+)\.help(?:=(.+))?", word):
             name = match[2] or (None if following.startswith("-") else following)
-            kinds = _classes(match[1], name, Keys.of_parser(parser), user_settings.settings, "")
+            kinds = _classes(match[1], name, Keys.of_parser(parser), user_settings.settings)
             return "\n".join(_class_help(kind, match[1], command) for kind in kinds)
     return None
 
 
-def _classes(path: str, name: str | None, keys: Keys, settings: object, above: str) -> list[type]:
+def _classes(path: str, name: str | None, keys: Keys, settings: object) -> list[type]:
     """The classes that a setting takes, or the one of this name; the setting's own classes are those of the config."""
-    first, _, below = path.partition(".")
-    place = f"{above}{first}"
-    if first not in keys:
-        raise UsageError(f"{place} is not a setting. lightrl fit --help shows all.")
-    here = settings.get(first) if isinstance(settings, dict) else None
-    if first in keys.groups and below:
-        return _classes(below, name, keys.groups[first], here, f"{place}.")
-    kinds = classes_in(keys.types.get(first))
-    if below:
-        named = here.get("class_path") if isinstance(here, dict) else here
-        named = named if isinstance(named, str) else _DEFAULT_CLASSES.get(place)
-        candidates = [*kinds, *importable_classes(kinds).values()]
-        candidates = candidates if named is None else [resolve(named, kinds, place, "")]
-        kind = next((kind for kind in candidates if below.partition(".")[0] in Keys.of_class(kind)), None)
-        if kind is None:
-            raise UsageError(f"{place} has no setting {below}. lightrl fit --{place}.help shows its settings.")
-        inner = here.get("init_args", here) if isinstance(here, dict) else None
-        return _classes(below, name, Keys.of_class(kind), inner, f"{place}.")
+    kinds = classes_in(type_of_setting(path, keys, settings))
     if name is not None:
-        return [resolve(name, kinds, place, "")]
+        return [resolve(name, kinds, path, "")]
     if not kinds or not all(map(dataclasses.is_dataclass, kinds)):
-        names = ", ".join(sorted(importable_classes(kinds)))
+        names, above = ", ".join(sorted(importable_classes(kinds))), "".join(path.rpartition(".")[:2])
         raise UsageError(
-            f"Add a class to --{place}.help: {names}." if names else f"{place} takes no class; --{above}help shows it."
+            f"Add a class to --{path}.help: {names}." if names else f"{path} takes no class; --{above}help shows it."
         )
     return kinds
 
@@ -497,7 +489,7 @@ def flags_for_strings(parser: ArgumentParser, user_settings: UserSettings) -> li
         if not texts or not added or not isinstance(named, ClassOrText | None):
             continue
         with contextlib.suppress(UsageError):  # it takes no data class
-            kinds = _classes(path, None, Keys.of_parser(parser), user_settings.settings, "")
+            kinds = _classes(path, None, Keys.of_parser(parser), user_settings.settings)
             while texts[0] not in importable_classes(kinds):
                 kind = max(kinds, key=lambda kind: len(added.keys() & Keys.of_class(kind).types.keys()))
                 first = dataclasses.fields(kind)[0].name

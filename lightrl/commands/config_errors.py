@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from jsonargparse import ActionConfigFile, ArgumentParser
+import yaml
+from jsonargparse import ActionConfigFile, ArgumentParser, get_loader
 
 import lightrl
 from lightrl.checks.user_code import user_code
-from lightrl.commands.config_layers import Flag, UsageError, UserSettings
+from lightrl.commands.config_layers import Flag, UsageError, UserSettings, values_of_texts
 from lightrl.models import ModelSpec, Role
 
 _CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
@@ -107,6 +108,71 @@ class Keys:
 
     def names(self) -> list[str]:
         return sorted([*self.types, *self.groups])
+
+
+_DEFAULT_CLASSES = {"model": "GRPO", "data": "PromptDataModule"}  # shown where no class is named
+
+
+def type_of_setting(path: str, keys: Keys, settings: object, above: str = "") -> object:
+    """The type of a setting, of the class that the config names above it; raises UsageError if there is none."""
+    first, _, below = path.partition(".")
+    place = f"{above}{first}"
+    if first not in keys:
+        raise UsageError(f"{place} is not a setting. lightrl fit --help shows all.")
+    here = settings.get(first) if isinstance(settings, dict) else None
+    if first in keys.groups and below:
+        return type_of_setting(below, keys.groups[first], here, f"{place}.")
+    hint = keys.types.get(first)
+    kinds, below = classes_in(hint), below.removeprefix("init_args.")
+    if not below:
+        return hint
+    if not kinds and _takes_mapping(hint):  # a key of it
+        options = typing.get_args(hint) if _is_union(hint) else [hint]
+        return next((typing.get_args(option)[1] for option in options if len(typing.get_args(option)) == 2), Any)
+    named = here.get("class_path") if isinstance(here, dict) else here
+    named = named if isinstance(named, str) else _DEFAULT_CLASSES.get(place)
+    candidates = [*kinds, *importable_classes(kinds).values()]
+    candidates = candidates if named is None else [resolve(named, kinds, place, "")]
+    kind = next((kind for kind in candidates if below.partition(".")[0] in Keys.of_class(kind)), None)
+    if kind is None:
+        raise UsageError(f"{place} has no setting {below}. lightrl fit --{place}.help shows its settings.")
+    inner = here.get("init_args", here) if isinstance(here, dict) else None
+    return type_of_setting(below, Keys.of_class(kind), inner, f"{place}.")
+
+
+def read_texts(parser: ArgumentParser, user_settings: UserSettings) -> None:
+    """Reads the flags of settings that take texts, whose type says so: YAML would make more of them than was typed."""
+    values_of_texts.clear()
+    for path, typed in user_settings.flags:
+        with contextlib.suppress(yaml.YAMLError):
+            if isinstance(get_loader("yaml")(typed), str | int | float | None):
+                continue
+        with contextlib.suppress(UsageError):  # which the parser raises too
+            hint = type_of_setting(path.removesuffix("+"), Keys.of_parser(parser), user_settings.settings)
+            value = _text_value(typed, hint, is_item=path.endswith("+"))
+            if value is not None:
+                values_of_texts[typed] = value
+                if not path.endswith("+"):
+                    user_settings.set(path, value)
+
+
+def _text_value(typed: str, hint: object, *, is_item: bool) -> object:
+    """`typed` as a text, or as a list or mapping of texts; None if this type takes anything else."""
+    kinds = set(typing.get_args(hint) if _is_union(hint) else [hint]) - {type(None)}
+    texts = {str, Path}
+    lists = {kind for kind in kinds if typing.get_origin(kind) in _LISTS and typing.get_args(kind)[0] is str}
+    mappings = {kind for kind in kinds if typing.get_args(kind) == (str, str) and _takes_mapping(kind)}
+    if kinds - texts - lists - mappings:
+        return None
+    loaded: object = None
+    with contextlib.suppress(yaml.YAMLError, RecursionError):
+        loaded = yaml.load(typed, yaml.BaseLoader)  # every scalar is a text
+    if (lists and isinstance(loaded, list)) or (mappings and isinstance(loaded, dict)):
+        return loaded
+    return typed if kinds & texts or (lists and is_item) else None
+
+
+_LISTS = (list, Sequence, collections.abc.Sequence)
 
 
 class _Walk:
@@ -240,11 +306,14 @@ def _num_given(hint: object) -> int:
 
 def _takes_mapping(hint: object) -> bool:
     """Whether a mapping can be a value of its own, as for a `dict`."""
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
+    if _is_union(hint):
         return any(_takes_mapping(inner) for inner in typing.get_args(hint))
-    kind = origin or hint
+    kind = typing.get_origin(hint) or hint
     return inspect.isclass(kind) and issubclass(kind, Mapping)
+
+
+def _is_union(hint: object) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
 def importable_classes(kinds: Sequence[type]) -> dict[str, type]:
@@ -333,7 +402,7 @@ def _accepts(value: object, hint: object) -> bool:
 def _describe(hint: object) -> str:
     """A type as users call it: `a number`, `one of 'token', 'sequence', 'fixed'`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
+    if _is_union(hint):
         return " or ".join(_describe(item) for item in inner)
     if origin is typing.Literal:
         return f"one of {', '.join(repr(item) for item in inner)}"

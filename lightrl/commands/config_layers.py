@@ -7,6 +7,7 @@ and a file that unfolds without end are refused, and what a constructor refuses 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import ClassVar, cast
 
 import yaml
-from jsonargparse import get_loader, set_loader
+from jsonargparse import get_loader, set_dumper, set_loader
 
 from lightrl.trajectory import JsonMapping, JsonObject
 
@@ -51,6 +52,7 @@ class UserSettings:
     settings: JsonObject = dataclasses.field(default_factory=dict)
     origins: dict[str, str] = dataclasses.field(default_factory=dict)  # path → ` (run.yaml:22)`
     files: dict[str, ConfigText] = dataclasses.field(default_factory=dict)  # name on the command line → text
+    flags: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # paths and what was typed for them
 
     @classmethod
     def read(cls, args: Sequence[str]) -> UserSettings:
@@ -79,14 +81,19 @@ class UserSettings:
                 if "://" not in value and not value.lstrip().startswith("{"):  # these only the parser can read
                     file = self.files[value] = self.files.get(value) or _read_config(value)
                     yield file.settings, file.origins
-            elif name.startswith("--") and name != "--print_config" and not name.endswith((".help", "+")):
+            elif name.startswith("--") and name != "--print_config" and not name.endswith(".help"):
+                self.flags.append((name[2:], value))
+                if name.endswith("+"):
+                    continue
                 origins = dict.fromkeys((name[2:], f"{name[2:]}.class_path"), " (on the command line)")
-                loaded = get_loader("yaml")(value) if value.lstrip().startswith(("{", "[")) else None
+                loaded = None
+                with contextlib.suppress(yaml.YAMLError):
+                    loaded = get_loader("yaml")(value) if value.lstrip().startswith(("{", "[")) else None
                 yield _nested(name[2:], loaded if isinstance(loaded, dict | list) else Flag(value)), origins
 
-    def set(self, path: str, value: str) -> None:
+    def set(self, path: str, value: object) -> None:
         """Adds a setting as if it were the last flag."""
-        _merge(self.settings, _nested(path, Flag(value)))
+        _merge(self.settings, _nested(path, Flag(value) if isinstance(value, str) else value))
 
     def values_at(self, path: str) -> list[object]:
         """Values that flags and config files give a setting, without the `init_args` above it in its path."""
@@ -215,13 +222,39 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 _EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 _parse_text = get_loader("yaml")
+_NULLS = ("", "~", "null", "Null", "NULL")
+
+
+# What was typed for settings of texts → its value, which the parser asks for without the setting's name.
+values_of_texts: dict[str, object] = {}
 
 
 def _settings_in(text: str) -> object:
-    return copy.deepcopy(text.settings) if isinstance(text, ConfigText) else _parse_text(text)
+    if isinstance(text, ConfigText):
+        return copy.deepcopy(text.settings)
+    if text in values_of_texts:
+        return copy.deepcopy(values_of_texts[text])
+    try:
+        loaded = _parse_text(text)
+    except RecursionError:
+        return text
+    return text if loaded is None and text.strip() not in _NULLS else loaded  # `# a` and `&a` are texts
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Quotes a text such as 1e5, which would be read as a number."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+
+
+def yaml_of(settings: object) -> str:
+    """Settings as YAML that reads back as they are."""
+    return str(yaml.dump(settings, Dumper=_Dumper, default_flow_style=False, sort_keys=False, allow_unicode=True))
 
 
 set_loader("yaml", _settings_in, (yaml.YAMLError,))
+set_dumper("yaml", yaml_of)  # the parser reads back what it has dumped of a class
 
 
 def _read_config(path: str) -> ConfigText:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from lightrl.checks.printable import count_text
-from lightrl.commands.config_errors import explain
+from lightrl.commands.config_errors import explain, read_texts
 from lightrl.commands.config_layers import UsageError, UserSettings
 from lightrl.commands.console import reported
 from lightrl.concurrency.in_thread import call_all
@@ -274,6 +274,7 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
             "instead of --token."
         )
     try:
+        read_texts(parser, UserSettings.read(rest))
         values = parser.parse_args(rest).as_dict()
     except ArgumentError as error:
         hint = f" The server's own arguments start with {_SERVER_ARG}" if "unrecognized" in error.message else ""
