@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from lightrl.checks.printable import count_text
 from lightrl.concurrency.owner import own_prefix
 from lightrl.errors import RolloutError
 from lightrl.rewards.sandbox import GUARD_COMMAND, SYSTEM_PATHS, Limits, what_to_allow
@@ -46,6 +47,12 @@ _READABLE = (*SYSTEM_PATHS, "/sys", *(f"/etc/{name}" for name in _ETC))
 # The deadline bounds the CPU time; programs reserve far more memory than they use.
 _LIMITS = asdict(Limits(max_processes=1024, max_open_files=4096, output_kib=64))
 _LIMITS |= dict.fromkeys(("cpu_s", "memory_mib", "file_mib"), 1 << 30)
+
+
+_NO_ARGUMENT = (
+    " An argument or variable has less than 128 KiB and no NUL character. Without {task} in the command the program "
+    "gets the task on standard input; {task_file} is a file with it."
+)
 
 
 @functools.cache
@@ -87,7 +94,8 @@ class AgentCommand:
             reply = await _run_under_guard(self._request_of(workspace, prompt, base_url, api_key))
             is_kept = reply["exit_code"] == 0
         except OSError as error:
-            raise RolloutError(f"{self.command[0]} could not be started: {error}.") from error
+            help_ = _NO_ARGUMENT if re.search("too long|null byte|surrogates", str(error)) else ""
+            raise RolloutError(f"{self.command[0]} could not be started: {error}.{help_}") from error
         finally:
             delete_workspace(None if is_kept else workspace)
         if reply["layers"] != self.layers:  # say it once
@@ -105,6 +113,13 @@ class AgentCommand:
             code, limit = reply["exit_code"], reply["stopped_by"]
             how = f"was stopped for its {limit}" if limit else f"exited: {code}"
             raise RolloutError(f"{self.command[0]} {how}. It printed {reply['stdout'][-300:]!r}.")
+        if reply["removed"]:
+            log.warning(
+                "%s of the agent's folder led out of it, or were no files, and are removed before the reward reads it: "
+                "%s.",
+                count_text(len(reply["removed"]), "entry"),
+                ", ".join(reply["removed"][:3]),
+            )
         return AgentResult(workspace=workspace, output=reply["stdout"])
 
     def _request_of(self, workspace: str, prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
@@ -121,6 +136,13 @@ class AgentCommand:
         template = self.template and fill(self.template)
         if template is not None and not Path(template).is_dir():
             raise NotADirectoryError(f"workspace_template={self.template!r} leads to {template!r}, which is no folder")
+        fixed, brace, _ = (self.template or "").partition("{")
+        if (
+            template is not None
+            and brace
+            and Path(f"{fixed}_").parent.resolve() not in Path(template).resolve().parents
+        ):
+            raise PermissionError(f"workspace_template={self.template!r} leads to {template!r}, which is not below it")
         environment = {**_ENVIRONMENT, "PATH": os.environ.get("PATH", os.defpath), **self.environment}
         is_named = any(re.search(r"\{task(_file)?\}", word) for word in (*self.command, *environment.values()))
         environment = {name: fill(value) for name, value in environment.items()}

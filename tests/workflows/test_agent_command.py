@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from waits import comes_true
 from lightrl.engines.fake_engine import FakeEngine
 from lightrl.errors import EngineError, RolloutError
 from lightrl.rewards.sandbox import GUARD_COMMAND, SYSTEM_PATHS, Limits
+from lightrl.rewards.sandbox_guard.guard import _remove_foreign
 from lightrl.trajectory import Prompt, Trajectory
 from lightrl.workflows import agent_command
 from lightrl.workflows.agent_command import delete_workspace
@@ -306,6 +307,54 @@ def test_names_that_a_row_fills_in_badly_drop_its_trajectory(settings: dict[str,
     workflow = AgentWorkflow(TOKENIZER, **{"command": [sys.executable, "-c", ""], **settings})
     with pytest.raises(RolloutError, match=message):
         play(workflow)
+
+
+def test_what_leads_out_of_a_workspace_or_blocks_a_reader_is_gone_before_the_reward_reads_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = tmp_path / "key.txt"
+    key.write_text("42")
+    program = f"""ask('a'); os.makedirs('shut/in'); open('own', 'w').write('mine'); os.link('own', '../home/twin')
+for name, target in [('link', {str(key)!r}), ('up', '../../..'), ('shut/in/folder', '/etc'), ('inner', 'own')]:
+    os.symlink(target, name)
+os.symlink('shut/in/folder/hostname', 'chain'); os.mkfifo('pipe'); os.chmod('shut/in', 0o100)
+import socket; socket.socket(socket.AF_UNIX).bind('socket')"""
+    with caplog.at_level("WARNING"):
+        workspace = Path(str(play(workflow_of(program)).workspace))
+    left = sorted(str(path.relative_to(workspace)) for path in workspace.rglob("*"))
+    assert left == ["inner", "own", "shut", "shut/in"]
+    assert (workspace / "inner").read_text() == "mine"
+    assert "6 entries of the agent's folder led out of it" in caplog.text
+
+
+def test_a_hard_link_to_a_file_of_others_is_no_file_of_a_workspace(tmp_path: Path) -> None:
+    (tmp_path / "key.txt").write_text("42")
+    (tmp_path / "agent").mkdir()
+    os.link(tmp_path / "key.txt", tmp_path / "agent" / "answer.txt")
+    assert _remove_foreign(str(tmp_path / "agent")) == ["answer.txt"]
+    assert not list((tmp_path / "agent").iterdir())
+    assert (tmp_path / "key.txt").read_text() == "42"
+
+
+@pytest.mark.parametrize("folder", ["../secret", "{absolute}", "linked", ".", "six/../../secret"])
+def test_a_template_stays_below_the_fixed_part_of_its_path(folder: str, template: Path) -> None:
+    secret = template.parent / "secret"
+    secret.mkdir()
+    (template / "linked").symlink_to(secret)
+    setting = "{folder}" if folder == "{absolute}" else str(template / "{folder}")
+    workflow = workflow_of("ask('a')", workspace_template=setting)
+    prompt = replace(TASK, fields={"folder": folder.format(absolute=secret)})
+    with pytest.raises(RolloutError, match=r"leads to .*, which is not below it"):
+        play(workflow, prompt=prompt)
+
+
+@pytest.mark.parametrize(("task", "cause"), [("x" * 200_000, "Argument list too long"), ("a\0b", "null byte")])
+def test_a_task_that_cannot_be_an_argument_says_why_and_can_be_a_file(task: str, cause: str) -> None:
+    prompt = replace(TASK, messages=[user(task)])
+    with pytest.raises(RolloutError, match=rf"could not be started: .*{cause}.*{{task_file}} is a file with it"):
+        play(workflow_of("ask(sys.argv[1])", "{task}"), prompt=prompt)
+    trajectory = play(workflow_of("ask(str(len(open(sys.argv[1]).read())))", "{task_file}"), prompt=prompt)
+    assert f"user\n{len(task)}<" in decode(list(trajectory.token_ids))
 
 
 def test_a_full_disk_drops_the_trajectory_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

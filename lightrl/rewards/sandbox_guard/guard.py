@@ -8,9 +8,11 @@ import os
 import select
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 from .layers import Json, become_subreaper
@@ -48,6 +50,11 @@ class _Execution:
         reply: Json = {}
         try:
             reply = self._run_in(folder)
+            if self.program.folder is not None and reply["exit_code"] == 0:
+                try:
+                    reply["removed"] = _remove_foreign(folder)
+                except (OSError, RecursionError) as error:  # nested too deeply to be looked through
+                    reply |= {"exit_code": None, "problem": f"its folder cannot be checked: {error}"}
             return reply
         finally:
             if self.program.folder is None or reply.get("exit_code") != 0:
@@ -182,6 +189,36 @@ def _file_with(data: bytes) -> int:
     descriptor = os.open(name, os.O_RDONLY)
     Path(name).unlink()
     return descriptor
+
+
+def _remove_foreign(folder: str) -> list[str]:
+    """Removes what leads its reader out of the folder, or to a wait: links, hard ones too, pipes, sockets, devices.
+
+    Everything that ran in the folder has ended. Returns the names.
+    """
+
+    def failed(error: OSError) -> None:
+        raise error
+
+    root = os.path.realpath(folder)
+    status_of: dict[str, os.stat_result] = {}
+    for path, folders, names in os.walk(root, onerror=failed):
+        for entry in (f"{path}/{name}" for name in (*folders, *names)):
+            status = os.lstat(entry)
+            if stat.S_ISDIR(status.st_mode):
+                os.chmod(entry, status.st_mode | 0o700)
+            else:
+                status_of[entry] = status
+    num_links = Counter((status.st_dev, status.st_ino) for status in status_of.values())
+    foreign = []
+    for entry, status in status_of.items():
+        is_link = stat.S_ISLNK(status.st_mode)
+        leads_out = is_link and not f"{os.path.realpath(entry)}/".startswith(f"{root}/")
+        is_shared = status.st_nlink > num_links[status.st_dev, status.st_ino]
+        if leads_out or is_shared or not (is_link or stat.S_ISREG(status.st_mode)):
+            os.unlink(entry)
+            foreign.append(entry.removeprefix(f"{root}/"))
+    return foreign
 
 
 def remove_folder(folder: str) -> None:

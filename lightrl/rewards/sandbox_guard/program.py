@@ -95,7 +95,10 @@ def _keep(program: Program, folder: str, streams: tuple[int, int, int], report: 
             _become(program, folder, streams, started_end)
     for descriptor in {*streams, started_end}:
         os.close(descriptor)
-    _write_record(report, read_records(os.read(started, READ_BYTES)))
+    records = b""
+    while data := os.read(started, READ_BYTES):  # until the program is executed, or could not be
+        records += data
+    _write_record(report, read_records(records))
     poller = select.poll()
     poller.register(life, 0)
     with contextlib.suppress(AttributeError, OSError):  # pidfd_open: Linux 5.3
@@ -168,7 +171,8 @@ def _become(program: Program, folder: str, streams: tuple[int, int, int], starte
         _write_record(started, {"layers": sorted(remaining), "problem": problem})
         os._exit(126)
     _write_record(started, {"layers": sorted(remaining)})
-    os.closerange(3, 1024)
+    os.closerange(3, started)  # which `execve` closes
+    os.closerange(started + 1, 1024)
     command = program.request["command"]
     environment = {"HOME": folder, "TMPDIR": folder, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
     os.execve(command[0], command, {**environment, **program.request["environment"]})
