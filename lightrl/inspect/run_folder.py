@@ -14,7 +14,24 @@ from lightrl.checks.secret_settings import without_secrets
 
 _SIGNS = ("metrics.csv", "trajectories", "trace", "status.json", "learning_curve.csv", "problems")
 Json = dict[str, Any]  # an object of a file or of an answer
+_MAX_BYTES = 2**26  # of a file that is read as a whole
 _DEPTH = 3  # folders from a named one down to its runs: <root>/lightning_logs/version_0
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Opens a file of a run, whose folder may be a stranger's: raises OSError for a pipe, a device or a folder."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # of a pipe this returns
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(f"{path} is not a file")
+    return file
+
+
+def read_text(path: Path, *, last: int = _MAX_BYTES) -> str:
+    """The last bytes of such a file as text."""
+    with open_file(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - last))
+        return file.read(last).decode(errors="replace")
 
 
 @dataclass(frozen=True)

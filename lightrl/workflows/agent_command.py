@@ -137,11 +137,7 @@ class AgentCommand:
         if template is not None and not Path(template).is_dir():
             raise NotADirectoryError(f"workspace_template={self.template!r} leads to {template!r}, which is no folder")
         fixed, brace, _ = (self.template or "").partition("{")
-        if (
-            template is not None
-            and brace
-            and Path(f"{fixed}_").parent.resolve() not in Path(template).resolve().parents
-        ):
+        if brace and Path(f"{fixed}_").parent.resolve() not in Path(str(template)).resolve().parents:
             raise PermissionError(f"workspace_template={self.template!r} leads to {template!r}, which is not below it")
         environment = {**_ENVIRONMENT, "PATH": os.environ.get("PATH", os.defpath), **self.environment}
         is_named = any(re.search(r"\{task(_file)?\}", word) for word in (*self.command, *environment.values()))

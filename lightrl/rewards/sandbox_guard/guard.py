@@ -201,12 +201,12 @@ def _remove_foreign(folder: str) -> list[str]:
         raise error
 
     root = os.path.realpath(folder)
-    status_of: dict[str, os.stat_result] = {}
+    status_of: dict[Path, os.stat_result] = {}
     for path, folders, names in os.walk(root, onerror=failed):
-        for entry in (f"{path}/{name}" for name in (*folders, *names)):
-            status = os.lstat(entry)
+        for entry in (Path(path) / name for name in (*folders, *names)):
+            status = entry.lstat()
             if stat.S_ISDIR(status.st_mode):
-                os.chmod(entry, status.st_mode | 0o700)
+                entry.chmod(status.st_mode | 0o700)
             else:
                 status_of[entry] = status
     num_links = Counter((status.st_dev, status.st_ino) for status in status_of.values())
@@ -216,8 +216,8 @@ def _remove_foreign(folder: str) -> list[str]:
         leads_out = is_link and not f"{os.path.realpath(entry)}/".startswith(f"{root}/")
         is_shared = status.st_nlink > num_links[status.st_dev, status.st_ino]
         if leads_out or is_shared or not (is_link or stat.S_ISREG(status.st_mode)):
-            os.unlink(entry)
-            foreign.append(entry.removeprefix(f"{root}/"))
+            entry.unlink()
+            foreign.append(str(entry.relative_to(root)))
     return foreign
 
 
