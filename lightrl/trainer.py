@@ -43,7 +43,15 @@ from lightrl.checks.files import check_local, nearest_folder
 from lightrl.engines import RolloutEngine, ServerEngine
 from lightrl.errors import OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
-from lightrl.loops import CheckpointConnector, RolloutLoop, RolloutStage, StepLog, check_resume, logging_allowed
+from lightrl.loops import (
+    CheckpointConnector,
+    RolloutLoop,
+    RolloutStage,
+    StepLog,
+    check_resume,
+    keep_rows,
+    logging_allowed,
+)
 from lightrl.models import LoRA, ModelSpec, Role, RoleMesh
 from lightrl.models.optimizer import rounding_warning
 from lightrl.models.routes import NOT_COMPILED, RouteLayout
@@ -284,6 +292,8 @@ class Trainer(RLTrainer):
         if self.state.fn == TrainerFn.FITTING:
             self._restoring = kwargs.get("ckpt_path")
             self.strategy.optimizers = []  # an earlier fit's: until this one has its own, settings may change
+        if self.is_global_zero:
+            keep_rows(self.loggers)
         return super()._run(*args, **kwargs)
 
     def _run_stage(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import logging
 import statistics
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.callbacks.run_files import contents
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.files import write_problem
+from lightrl.strategies.atomic_write import write_whole
 
 if TYPE_CHECKING:
     import lightning as L
@@ -174,12 +176,11 @@ class LearningCurve(RLCallback):
 def write_curves(curves: Mapping[str, Curve], path: Path) -> None:
     """One row per iteration, one column per metric; empty where a metric has no value."""
     iterations = sorted({iteration for curve in curves.values() for iteration in curve})
-    with path.open("w", newline="", encoding="utf-8") as file:
-        rows = csv.writer(file)
-        rows.writerow(["iteration", *curves])
-        rows.writerows(
-            [iteration, *(curve.get(iteration, "") for curve in curves.values())] for iteration in iterations
-        )
+    text = io.StringIO()
+    rows = csv.writer(text)
+    rows.writerow(["iteration", *curves])
+    rows.writerows([iteration, *(curve.get(iteration, "") for curve in curves.values())] for iteration in iterations)
+    write_whole(path, text.getvalue())
 
 
 def draw_learning_curve(

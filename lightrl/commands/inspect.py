@@ -125,7 +125,7 @@ def _answers(answers: Answers) -> Iterator[tuple[str, Json]]:
 def _image(answers: Answers, values: dict[str, str], row_id: int, number: int) -> str | None:
     try:
         kind, content = answers.image({**values, "id": str(row_id), "number": str(number)})
-    except LookupError:
+    except (LookupError, ValueError):
         return None
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 

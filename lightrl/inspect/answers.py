@@ -6,6 +6,7 @@ Curves, each token of a trajectory, images, the events of an iteration from the 
 from __future__ import annotations
 
 import base64
+import contextlib
 import csv
 import json
 import math
@@ -18,7 +19,7 @@ from typing import Any
 
 from lightrl.checks.printable import count_text
 from lightrl.inspect.index import TrajectoryIndex, finite_number
-from lightrl.inspect.run_folder import Json, Run
+from lightrl.inspect.run_folder import MAX_BYTES, Json, Run, open_file, read_text
 from lightrl.trace import trace_files
 from lightrl.trajectory import rows_of
 
@@ -53,16 +54,18 @@ class Curves:
         path = next((self._folder / name for name in names if (self._folder / name).exists()), None)
         if path is None:
             return
-        with path.open(encoding="utf-8", newline="") as file:
-            header = file.readline()
+        with open_file(path) as file:
+            head = file.readline(MAX_BYTES)
+            header = head.decode(errors="replace")
             # CSVLogger writes the whole file again when a metric is added.
             if path != self._path or header != self._header or path.stat().st_size < self._read_bytes:
                 self._path, self._header, self._points = path, header, {}
-                self._read_bytes = len(header.encode())
+                self._read_bytes = len(head)
             file.seek(self._read_bytes)
-            text = file.read()
-        end = text.rfind("\n") + 1  # the last line may be in the making
-        self._read_bytes += len(text[:end].encode())
+            content = file.read(MAX_BYTES)
+        end = content.rfind(b"\n") + 1  # the last line may be in the making
+        self._read_bytes += end
+        text = content[:end].decode(errors="replace")
         names_of_columns = next(csv.reader([header]), [])
         step = next((index for index, name in enumerate(names_of_columns) if name in _STEPS), None)
         if step is None:
@@ -72,7 +75,7 @@ class Curves:
             for index, name in enumerate(names_of_columns)
             if index != step and name not in _OTHERS
         ]
-        for row in csv.reader(text[:end].splitlines()):
+        for row in csv.reader(text.splitlines()):
             for index, (steps, values) in columns:
                 if index < len(row) and row[index]:
                     value = finite_number(row[index])
@@ -102,6 +105,17 @@ class _OpenRun:
         self.lock = threading.Lock()  # guards curves, texts and timeline
 
 
+@contextlib.contextmanager
+def _anybodys_files(question: str) -> Iterator[None]:
+    """Inside, whatever the content of a run's files does is a LookupError or a ValueError."""
+    try:
+        yield
+    except (LookupError, ValueError):
+        raise
+    except Exception as error:
+        raise ValueError(f"The run's files do not answer {question!r}: {type(error).__name__}: {error}") from error
+
+
 class Answers:
     """The answers about some runs, whose number is their place; called from any thread. `cache` is for the indices."""
 
@@ -120,6 +134,10 @@ class Answers:
 
     def answer(self, question: str, values: Mapping[str, str]) -> Any:
         """Plain JSON; raises LookupError for an unknown question, run or trajectory, ValueError for a wrong value."""
+        with _anybodys_files(question):
+            return self._answer(question, values)
+
+    def _answer(self, question: str, values: Mapping[str, str]) -> Any:
         if question == "runs":
             return [self._summary(number) for number in range(len(self.runs))]
         if question == "settings":
@@ -151,7 +169,8 @@ class Answers:
 
     def image(self, values: Mapping[str, str]) -> tuple[str, bytes]:
         """Return content type and bytes of an image of a trajectory's prompt."""
-        return image(self._run(values).index.line(int(values["id"])), int(values["number"]))
+        with _anybodys_files("image"):
+            return image(self._run(values).index.line(int(values["id"])), int(values["number"]))
 
     def _run(self, values: Mapping[str, str]) -> _OpenRun:
         number = int(values.get("run", "0"))
@@ -195,9 +214,9 @@ class TokenTexts:
     def _read(self) -> None:
         if not self._path.exists():
             return
-        with self._path.open("rb") as file:
+        with open_file(self._path) as file:
             file.seek(self._read_bytes)
-            content = file.read()
+            content = file.read(MAX_BYTES)
         end = content.rfind(b"\n") + 1
         self._read_bytes += end
         self._texts.update(json.loads(line) for line in content[:end].splitlines())
@@ -258,10 +277,10 @@ def image(record: Json, number: int) -> tuple[str, bytes]:
         if source.startswith("data:"):
             content = base64.b64decode(source.partition(",")[2], validate=True)
         else:
-            path = Path(source)
-            if path.stat().st_size > _MAX_IMAGE_BYTES:
-                raise LookupError(f"{path} is larger than {_MAX_IMAGE_BYTES >> 20} MiB.")
-            content = path.read_bytes()
+            with open_file(Path(source), follows_link=True) as file:
+                content = file.read(_MAX_IMAGE_BYTES + 1) or b""
+            if len(content) > _MAX_IMAGE_BYTES:
+                raise LookupError(f"{source} is larger than {_MAX_IMAGE_BYTES >> 20} MiB.")
     except (OSError, ValueError) as error:
         raise LookupError(f"Image {number} cannot be read: {error}") from error
     kind = next((kind for start, kind in _KINDS.items() if content.startswith(start)), None)
@@ -293,8 +312,8 @@ class Timeline:
     def summary(self) -> Json | None:
         """Read what Trace has written at the end of the run."""
         try:
-            summary: Json = json.loads((self._folder / "summary.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            summary: Json = json.loads(read_text(self._folder / "summary.json"))
+        except (OSError, ValueError, RecursionError):
             return None
         return summary
 
@@ -339,7 +358,7 @@ class Timeline:
             done = 0
         if done == 0:
             self._marks[path] = []
-        with path.open("rb") as file:
+        with open_file(path) as file:
             while done < stat.st_size:
                 file.seek(done)
                 content = file.read(_CHUNK)
@@ -356,15 +375,18 @@ class Timeline:
             if number != iteration:
                 continue
             end = marks[index + 1][1] if index + 1 < len(marks) else self._scanned[path][1]
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 file.seek(start)
-                for line in file.read(end - start).splitlines():
+                for line in file.read(min(end - start, MAX_BYTES)).splitlines():
                     yield json.loads(line.rstrip(b","))
 
     def _names(self, path: Path) -> dict[tuple[int, int], str]:
         """Names of the tracks; each is named once, in the iteration that it first occurs in."""
-        with path.open("rb") as file:
-            lines = [line for line in file if line.startswith(b'{"name":"thread_name"')]
+        lines = []
+        with open_file(path) as file:
+            while file.tell() < self._scanned[path][1]:
+                line = file.readline(_CHUNK)
+                lines += [line] if line.startswith(b'{"name":"thread_name"') else []
         named = [json.loads(line.rstrip(b",\n")) for line in lines]
         return {(one["pid"], one["tid"]): one["args"]["name"] for one in named}
 
@@ -380,14 +402,12 @@ def problems(run: Run) -> list[Json]:
     ]
     reported: list[Json] = []
     for path in sorted((run.folder / "problems").glob("rank-*.jsonl")):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                reported.append(json.loads(line))
-            except ValueError:
-                continue  # in the making
+        for line in read_text(path).splitlines():
+            with contextlib.suppress(ValueError, RecursionError):  # in the making, or not ours
+                reported.append({"at": 0.0, **json.loads(line)})
     traceback = run.folder / "traceback.txt"
     if traceback.exists():
-        text = traceback.read_text(encoding="utf-8", errors="replace")
+        text = read_text(traceback)
         stamp = {"at": traceback.stat().st_mtime, "rank": 0, "source": "trainer"}
         reported.append({**stamp, "kind": "traceback", "message": text[-8_000:]})
-    return [*lost, *sorted(reported, key=lambda one: -one.get("at", 0.0))[:MAX_PROBLEMS]]
+    return [*lost, *sorted(reported, key=lambda one: -one["at"])[:MAX_PROBLEMS]]

@@ -8,6 +8,7 @@ file's size and time a run is read on, the newest files first, in a thread; the 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import json
@@ -21,11 +22,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from lightrl.inspect.run_folder import Json
+from lightrl.inspect.run_folder import Json, open_file
 
 _NUMBERS = ("iteration", "group", "sample", "reward", "advantage", "length", "staleness")
 _TEXTS = ("prompt", "prompt_text", "excerpt")  # searched for words
 COLUMNS = (*_NUMBERS, "finish", *_TEXTS)
+_MAX_WORDS = 100
+_MAX_LINE_BYTES = 2**28
 _SCHEMA_VERSION = 2
 _CREATE = """
 CREATE TABLE IF NOT EXISTS files (name TEXT PRIMARY KEY, size INTEGER, time INTEGER, id INTEGER);
@@ -77,7 +80,8 @@ class TrajectoryIndex:
                     for name in batch:
                         if name in indexed_files:
                             _forget(database, name, indexed_files[name][2])
-                        _add(database, self._folder / name, next_id, name, _stamp(here[name]))
+                        with contextlib.suppress(OSError):  # no file that a run has written
+                            _add(database, self._folder / name, next_id, name, _stamp(here[name]))
                         next_id += 1
                 self.num_missing -= len(batch)
             return self.num_missing
@@ -103,7 +107,7 @@ class TrajectoryIndex:
             rows = database.execute(
                 f'SELECT rowid, {_COLUMNS} FROM rows {where} ORDER BY "{sort}" {direction}, rowid {tie} '
                 "LIMIT ? OFFSET ?",
-                [*values, min(limit, 1000), offset],
+                [*values, max(0, min(limit, 1000)), offset],
             )
             return {"total": total, "rows": _dicts(rows), "notes": notes}
 
@@ -135,7 +139,7 @@ class TrajectoryIndex:
             raise LookupError(
                 f"There is no trajectory {row_id}; the run has replaced its iteration. Load the table again."
             )
-        with (self._folder / row[0]).open("rb") as file:
+        with open_file(self._folder / row[0]) as file:
             file.seek(row[1])
             record: Json = json.loads(file.read(row[2]))
         return record
@@ -160,7 +164,10 @@ def condition(query: str) -> tuple[str, list[object], list[str]]:
     clauses: list[str] = []
     values: list[object] = []
     notes: list[str] = []
-    for word in query.split():
+    words = query.split()
+    if len(words) > _MAX_WORDS:
+        raise ValueError(f"A query must have at most {_MAX_WORDS} words, got {len(words)}.")
+    for word in words:
         name, sign, text = match.groups() if (match := _CONDITION.match(word)) else ("", "", "")
         number = finite_number(text)
         if name in _NUMBERS and number is not None:
@@ -222,10 +229,10 @@ def _add(database: sqlite3.Connection, path: Path, number: int, name: str, stamp
 def _rows(path: Path, number: int) -> Iterator[Sequence[object]]:
     if path.stat().st_size == 0:
         return
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    with open_file(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         start = 0
         while start < len(content):
-            end = content.find(b"\n", start)
+            end = content.find(b"\n", start, start + _MAX_LINE_BYTES)
             if end < 0:
                 return
             record = _columns(content, start, end)
@@ -235,8 +242,10 @@ def _rows(path: Path, number: int) -> Iterator[Sequence[object]]:
 
 
 def _storable(value: object) -> object:
-    """SQLite holds no lone surrogates, which a completion may have."""
-    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+    """SQLite holds no lone surrogates, which a completion may have, and neither lists nor integers of any size."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    return value if isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63) else None
 
 
 def _columns(content: mmap.mmap, start: int, end: int) -> Json | None:
@@ -249,5 +258,5 @@ def _columns(content: mmap.mmap, start: int, end: int) -> Json | None:
         is_drop = record["kind"].startswith("dropped: ")
         dropped = {"iteration": record["iteration"], "finish": record["kind"], "excerpt": record["message"]}
         return dropped if is_drop else None
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         return None  # not a line of ours

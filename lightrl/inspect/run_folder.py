@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -14,24 +16,25 @@ from lightrl.checks.secret_settings import without_secrets
 
 _SIGNS = ("metrics.csv", "trajectories", "trace", "status.json", "learning_curve.csv", "problems")
 Json = dict[str, Any]  # an object of a file or of an answer
-_MAX_BYTES = 2**26  # of a file that is read as a whole
+MAX_BYTES = 2**26  # the most that is read of a file at a time
 _DEPTH = 3  # folders from a named one down to its runs: <root>/lightning_logs/version_0
 
 
-def open_file(path: Path) -> BinaryIO:
-    """Opens a file of a run, whose folder may be a stranger's: raises OSError for a pipe, a device or a folder."""
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # of a pipe this returns
+def open_file(path: Path, *, follows_link: bool = False) -> BinaryIO:
+    """Opens a file of a run, which may be a stranger's; raises OSError for a link, a pipe, a device or a folder."""
+    flags = os.O_RDONLY | os.O_NONBLOCK  # a pipe makes nobody wait
+    file = os.fdopen(os.open(path, flags if follows_link else flags | os.O_NOFOLLOW), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(f"{path} is not a file")
     return file
 
 
-def read_text(path: Path, *, last: int = _MAX_BYTES) -> str:
-    """The last bytes of such a file as text."""
+def read_text(path: Path) -> str:
+    """The end of such a file, as much as a page can show."""
     with open_file(path) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - last))
-        return file.read(last).decode(errors="replace")
+        file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_BYTES))
+        return file.read(MAX_BYTES).decode(errors="replace")
 
 
 @dataclass(frozen=True)
@@ -44,16 +47,19 @@ class Run:
     def status(self) -> Json:
         """State of the run, from its `status.json`; empty without one."""
         try:
-            status: Json = json.loads((self.folder / "status.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            status = json.loads(read_text(self.folder / "status.json"))
+        except (OSError, ValueError, RecursionError):
             return {}
-        return status
+        return status if isinstance(status, dict) else {}
 
     def settings(self) -> dict[str, str]:
         """Return each setting of its `config.yaml` by the name that the command line has for it; empty without one."""
         try:
-            config = yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
+            text = read_text(self.folder / "config.yaml")
+            if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # ten lines can name a billion
+                return {}
+            config = yaml.safe_load(text)
+        except (OSError, ValueError, yaml.YAMLError, RecursionError):
             return {}
         settings: dict[str, str] = {}
         for name, text in _flat(without_secrets(config, "(not shown)"), ""):

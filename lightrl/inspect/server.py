@@ -14,10 +14,11 @@ import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 from lightrl.inspect.answers import Answers
 
+_MAX_THREADS = 200
 PAGE = Path(__file__).parent / "page"
 _FILES = {
     "": ("inspect.html", "text/html; charset=utf-8"),
@@ -61,6 +62,9 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     page: PageServer
 
+    def verify_request(self, request: object, client_address: object) -> bool:
+        return threading.active_count() < _MAX_THREADS  # a connection has one, and may send nothing
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
@@ -71,15 +75,15 @@ class _Handler(BaseHTTPRequestHandler):
         page = self.server.page
         if self.headers.get("Host") not in (f"127.0.0.1:{page.port}", f"localhost:{page.port}"):
             return self._say(HTTPStatus.FORBIDDEN, "Open the page at the address that lightrl inspect printed.")
-        address = urlsplit(self.path)
-        token, _, rest = address.path.lstrip("/").partition("/")
+        path, _, query = self.path.partition("?")
+        token, _, rest = path.lstrip("/").partition("/")
         if not hmac.compare_digest(token.encode(), page.token.encode()):
             return self._say(HTTPStatus.NOT_FOUND, "The address needs the token that lightrl inspect printed.")
         if rest in _FILES:
             name, kind = _FILES[rest]
             return self._send(HTTPStatus.OK, kind, (PAGE / name).read_bytes())
         try:
-            self._answer(rest, dict(parse_qsl(address.query)))
+            self._answer(rest, dict(parse_qsl(query)))
         except (LookupError, ValueError) as error:
             self._say(HTTPStatus.NOT_FOUND, str(error))
         return None

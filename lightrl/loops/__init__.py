@@ -19,7 +19,7 @@ from lightrl.loops.resume import CheckpointConnector, check_resume
 from lightrl.loops.rollout_loop import RolloutLoop, logging_allowed
 from lightrl.loops.rollout_stage import RolloutStage, devices_text
 from lightrl.loops.shared_rollout import SharedRollout
-from lightrl.loops.step_log import StepLog
+from lightrl.loops.step_log import StepLog, keep_rows
 
 __all__ = [
     "CheckpointConnector",
@@ -27,6 +27,7 @@ __all__ = [
     "RolloutStage",
     "SharedRollout",
     "StepLog",
+    "keep_rows",
     "check_resume",
     "devices_text",
     "logging_allowed",

@@ -7,12 +7,19 @@ Everything that reads metrics (loggers, callbacks, progress bar) gets both kinds
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import csv
+import traceback
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from torch import Tensor
+
+from lightrl.checks.files import cause_to_show, write_problem
 
 _T = TypeVar("_T")
 
@@ -58,6 +65,23 @@ class StepLog(_LoggerConnector):
     def progress_bar_metrics(self) -> dict[str, float]:
         return _updated(super().progress_bar_metrics, self._own_in_bar())
 
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """Gives a row to the loggers; raises OSError with the file's name if it cannot be written."""
+        writable = {name.encode("utf-8", "backslashreplace").decode(): value for name, value in metrics.items()}
+        try:
+            super().log_metrics(writable, step)
+        except OSError as error:
+            owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+            logger = next((owner for owner in owners if isinstance(owner, CSVLogger)), None)
+            if logger is None:
+                raise
+            logger.experiment.metrics = []  # or its end would fail again
+            place = Path(logger.log_dir) / logger.experiment.NAME_METRICS_FILE
+            raise OSError(
+                f"Metrics could not be written to {place}: {write_problem(error, place)}. Free some space, or set "
+                "another default_root_dir or save_dir of the logger."
+            ) from cause_to_show(error)
+
     def reset_results(self) -> None:
         super().reset_results()
         self._numbers, self._in_bar, self._tensors = {}, set(), {}
@@ -76,6 +100,24 @@ class StepLog(_LoggerConnector):
 
     def _own_in_bar(self) -> dict[str, float]:
         return {name: value.item() for name, value in self._own().items() if name in self._in_bar}
+
+
+def keep_rows(loggers: Iterable[Logger]) -> None:
+    """Lets CSVLogger continue the file that its folder has, of the run that is resumed; Lightning would delete it."""
+    for logger in loggers:
+        path = Path(logger.log_dir or "", "metrics.csv") if isinstance(logger, CSVLogger) else Path()
+        if not path.is_file():
+            continue
+        kept = path.with_name(f"{path.name}.kept")
+        path.replace(kept)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Experiment logs directory", UserWarning)
+                writer = logger.experiment
+        finally:
+            kept.replace(path)
+        with path.open(newline="", encoding="utf-8") as file:
+            writer.metrics_keys = next(csv.reader(file), [])
 
 
 def _is_plain(settings: Mapping[str, object]) -> bool:

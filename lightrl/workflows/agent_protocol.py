@@ -26,6 +26,7 @@ from lightrl.engines.engine import Completion
 from lightrl.trajectory import JsonMapping, JsonObject
 from lightrl.workflows.tools import split_thinking
 
+_MAX_DEPTH = 100
 MODEL = "policy"
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 500: "server_error"}
 
@@ -125,6 +126,8 @@ class Exchange(ABC):
         except (ValueError, RecursionError) as error:
             problem = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
             raise RequestRefused(f"The request must be a JSON object in UTF-8: {problem}.") from error
+        if _is_deep(body):
+            raise RequestRefused(f"The request is nested too deeply: it has more than {_MAX_DEPTH} levels.")
         return cls(body)
 
     @abstractmethod
@@ -183,8 +186,18 @@ def tool_call(call_id: object, name: str, arguments: object) -> JsonObject:
     """A call as messages have it; arguments that are text become an object if they are JSON."""
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):  # otherwise it is the agent's own text, shown as it is
-            arguments = json.loads(arguments)
+            loaded = json.loads(arguments)
+            arguments = arguments if _is_deep(loaded) else loaded
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _is_deep(value: object) -> bool:
+    """Whether JSON has more levels than templates and schemas can walk down."""
+    level, depth = [value], 0
+    while level and depth <= _MAX_DEPTH:
+        parents = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level, depth = [inner for children in parents for inner in children], depth + 1
+    return depth > _MAX_DEPTH
 
 
 def tool_of(name: object, description: object, schema: object) -> JsonObject:

@@ -11,11 +11,14 @@ requires the session's random key, as a Bearer token or in the header x-api-key.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import json
 import logging
+import resource
 import secrets
+import socket
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -45,6 +48,9 @@ WAITING_S = 15.0  # between signs of life in a stream that has no answer yet
 _SHUTDOWN_TIMEOUT_S = 1.0
 _KEEPALIVE_TIMEOUT_S = 3600.0  # longer than any client's, or one could write to a connection that is closing
 _BACKLOG = 1024  # connections that many agents open at once
+_HEADERS_S = 30.0  # within which a connection must send a request with a key
+_UNDER_PRESSURE_S = 1.0  # the same while more connections wait
+_BODY_S = 60.0
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -67,6 +73,7 @@ class OpenAIEndpoint:
         self._serving: asyncio.Task[None] | None = None
         self._port: asyncio.Future[int] | None = None
         self._slots: asyncio.Semaphore | None = None
+        self._keyless: dict[asyncio.WriteTransport, float] = {}  # connection without a key so far → since when
 
     async def start(self) -> None:
         """Waits until the port is open; does nothing if it is open already.
@@ -125,9 +132,11 @@ class OpenAIEndpoint:
         )
         try:
             await runner.setup()
-            await web.TCPSite(runner, _HOST, 0, backlog=_BACKLOG).start()
-            port.set_result(runner.addresses[0][1])
-            await asyncio.Event().wait()
+            with socket.create_server((_HOST, 0), backlog=_BACKLOG) as listener:
+                listener.setblocking(False)
+                port.set_result(listener.getsockname()[1])
+                assert runner.server is not None
+                await self._accept(listener, runner.server)
         except OSError as error:
             port.set_exception(error)
         finally:
@@ -135,6 +144,37 @@ class OpenAIEndpoint:
             for session in self._sessions.values():
                 session.close()
             await runner.cleanup()
+
+    async def _accept(self, listener: socket.socket, server: web.Server[web.Request]) -> None:
+        """Accepts connections, of which at most a quarter of this process's files; others wait in the kernel's queue.
+
+        Anything on this machine can connect, and send nothing.
+        """
+        loop, max_connections = asyncio.get_running_loop(), resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError:  # it is gone, or others have all files
+                await asyncio.sleep(_UNDER_PRESSURE_S)
+                continue
+            try:
+                while len(self._keyless) >= max_connections // 2 or len(server.connections) >= max_connections:
+                    self._close_keyless(_UNDER_PRESSURE_S)
+                    await asyncio.sleep(_UNDER_PRESSURE_S / 10)
+                transport, _ = await loop.connect_accepted_socket(server, connection)
+            except BaseException:  # re-raised
+                connection.close()
+                raise
+            self._keyless[transport] = loop.time()
+            loop.call_later(_HEADERS_S, self._close_keyless, _HEADERS_S)
+
+    def _close_keyless(self, age_s: float) -> None:
+        """Closes the connections that have sent no key for so long."""
+        now = asyncio.get_running_loop().time()
+        for transport, since in list(self._keyless.items()):
+            if transport.is_closing() or now - since >= age_s:
+                transport.abort()
+                del self._keyless[transport]
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -148,6 +188,8 @@ class OpenAIEndpoint:
                     status=401,
                     code="invalid_api_key",
                 )
+            if request.transport is not None:
+                self._keyless.pop(request.transport, None)
             return await handler(request)
         except RequestRefused as error:
             return _refusal(error)
@@ -171,7 +213,12 @@ class OpenAIEndpoint:
 
     async def _exchange(self, request: web.Request) -> web.StreamResponse:
         session, path = self._session(request), request.match_info["protocol"]
-        exchange = _PROTOCOLS[path].of_json(await request.read())
+        try:
+            body = await asyncio.wait_for(request.read(), _BODY_S)
+        except TimeoutError as error:
+            text = f"The request's body has not arrived within {_BODY_S:g} s."
+            raise RequestRefused(text, status=408, code="request_timeout") from error
+        exchange = _PROTOCOLS[path].of_json(body)
         for name in [name for name in dict.fromkeys(exchange.ignored) if name not in self._has_warned]:
             self._has_warned.add(name)
             log.warning("Ignoring %s of an agent's request: the run's sampling and the agent's own tools apply.", name)
