@@ -11,7 +11,6 @@ requires the session's random key, as a Bearer token or in the header x-api-key.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import json

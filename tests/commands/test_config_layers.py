@@ -3,7 +3,9 @@
 import os
 import re
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,6 +14,7 @@ from jsonargparse import get_loader
 from parsed import parsed
 
 from lightrl.commands.cli import LightRLCLI
+from lightrl.commands.config_errors import _text_value
 from lightrl.commands.config_layers import UsageError, UserSettings
 from lightrl.commands.main import main
 from lightrl.commands.serve import settings_of
@@ -143,3 +146,34 @@ def test_a_later_file_replaces_the_models_path_by_null(settings, config, capsys)
         LightRLCLI(["fit", "--config", config(settings), "--config", later, "--print_config"])
     spec = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["policy"]
     assert (spec["path"], spec["config"]) == (None, {"model_type": "qwen3"})
+
+
+TEXTS = ["[strict] be brief", "{question}: {prompt}", "{{ messages }}", "{% for m in messages %}", "Note: be brief."]
+TEXTS += ["# a", "&a", "*a", "1e5", "- a", "a: {b", "[" * 2000, "null and void", "'a'", '"', "!!int 3", "2026-11-29"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_flag_for_a_text_is_what_was_typed_and_reads_back_from_the_saved_file(text, settings, config, capsys):
+    settings["data"] = {"class_path": "PromptDataModule", "init_args": {"train": "a.jsonl", "batch_size": 2}}
+    flags = [f"--data.system_prompt={text}", f"--data.init_args.answer_column={text}"]
+    for args in (["--config", config(settings), *flags], ["--config", "saved.yaml"]):
+        with pytest.raises(SystemExit):
+            LightRLCLI(["fit", *args, "--print_config"])
+        printed = capsys.readouterr().out
+        values = yaml.safe_load(printed)["data"]["init_args"]
+        assert (values["system_prompt"], values["answer_column"]) == (text, text)
+        Path("saved.yaml").write_text(printed)
+
+
+@pytest.mark.parametrize(
+    ("hint", "typed", "value"),
+    [
+        (list[str], "[sh, -c, 1e5, yes, null]", ["sh", "-c", "1e5", "yes", "null"]),
+        (Mapping[str, str] | None, "{A: 1, B: '#c'}", {"A": "1", "B": "#c"}),
+        (str | list[str], "[a] b", "[a] b"),
+        (dict[str, Any], "{A: 1}", None),
+        (float | None, "[a]", None),
+    ],
+)
+def test_lists_and_mappings_of_texts_have_texts_alone(hint, typed, value):
+    assert _text_value(typed, hint, is_item=False) == value

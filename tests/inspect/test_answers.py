@@ -1,8 +1,11 @@
 """The answers for the page: runs, curves, the table, a trajectory, time lines, images; and what the server lets in."""
 
 import base64
+import contextlib
 import http.client
+import itertools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -320,3 +323,59 @@ def test_the_newest_trajectories_are_there_before_the_index_is_whole(tmp_path: P
     assert first["rows"][0]["iteration"] == 199
     assert comes_true(lambda: answers.runs[0].index.page()["total"] == 200)
     answers.close()
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("image", ["/dev/zero", "pipe", "/etc/shadow", "/proc/self/mem", "x" * 5000, "a\0b"])
+def test_an_image_that_is_no_file_is_neither_waited_for_nor_read(image: str, folder: Path, answers: Answers) -> None:
+    if image == "pipe":
+        os.mkfifo(folder / "pipe")
+        image = str(folder / "pipe")
+    write_iteration(folder, 7, [head_and_trajectory(7, 0, 0, "x", prompt={"images": [image]})])
+    answers.runs[0].index.update()
+    row = table(answers, "iteration=7")["rows"][0]
+    with pytest.raises(LookupError, match="Image 0"):
+        answers.image({"id": str(row["id"]), "number": "0"})
+
+
+FILES = ["status.json", "config.yaml", "metrics.csv", "traceback.txt", "trace/rank-00009.json", "trace/summary.json"]
+FILES += ["problems/rank-00009.jsonl", "trajectories/iteration-000009.jsonl", "trajectories/tokens.jsonl"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", ["pipe", "link", "device", "deep", "huge", "other"])
+def test_a_strangers_file_is_an_error_at_most(kind: str, name: str, folder: Path, tmp_path: Path) -> None:
+    file = folder / name
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    (tmp_path / "secret").write_text("MY-SECRET: 1\n")
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind in ("link", "device"):
+        file.symlink_to("/dev/zero" if kind == "device" else tmp_path / "secret")
+    else:
+        file.write_text({"deep": DEEP + "\n", "huge": "", "other": '[1]\n{"iteration": 1e99, "ts": {}}\n'}[kind])
+        if kind == "huge":
+            os.truncate(file, 2**30)
+    answers = Answers(find_runs([folder]), tmp_path / "cache")
+    answers.runs[0].index.update(max_files=1)
+    rows = table(answers)["rows"]
+    for question in ("runs", "settings", "curves", "problems", "timeline", "trajectory"):
+        values = {"iteration": "1", "id": str(rows[0]["id"]) if rows else "1"}
+        with contextlib.suppress(LookupError, ValueError):
+            assert "MY-SECRET" not in json.dumps(answers.answer(question, values))
+
+
+def test_a_query_has_at_most_a_hundred_words(answers: Answers) -> None:
+    with pytest.raises(ValueError, match="at most 100 words, got 5000"):
+        table(answers, "a " * 5000)
+    assert table(answers, limit="-1")["rows"] == []
+
+
+def test_settings_that_unfold_without_end_are_not_shown(folder: Path) -> None:
+    names = "abcdefghijklmnopqrst"
+    lines = [f"{own}: &{own} [{', '.join([f'*{before}'] * 9)}]" for before, own in itertools.pairwise(names)]
+    (folder / "config.yaml").write_text("\n".join(["a: &a [x]", *lines]))
+    assert find_runs([folder])[0].settings() == {}

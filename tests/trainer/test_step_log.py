@@ -1,10 +1,12 @@
 """Numbers that an iteration logs reach loggers, callbacks and the bar as Lightning's own would, in one row."""
 
+import csv
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from tiny_run import TinyGRPO, train
 
@@ -67,3 +69,30 @@ def test_callbacks_and_the_bar_see_the_numbers(logger: Rows) -> None:
     assert isinstance(trainer.callback_metrics["own/number"], torch.Tensor)
     assert trainer.callback_metrics["own/hidden"] == 2
     assert trainer.progress_bar_metrics["own/number"] == 2.0
+
+
+class Grumbling(TinyGRPO):
+    """Logs under a name that no file takes as it is."""
+
+    def on_experience_ready(self, experience: Experience) -> None:
+        self.log("own/\ud800", 1.0)
+
+
+def test_a_resumed_run_continues_the_csv_file_of_its_fixed_folder(tmp_path: Path) -> None:
+    def fit(steps: int, **settings: Any) -> Any:
+        logger = CSVLogger(tmp_path, name="", version="")
+        return train(tmp_path, module=Grumbling(), max_steps=steps, logger=logger, log_every_n_steps=1, **settings)
+
+    fit(2).save_checkpoint(tmp_path / "two.ckpt")
+    fit(3, ckpt_path=tmp_path / "two.ckpt")
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows if row["own/\\ud800"]] == ["0", "1", "2"]
+    assert not list(tmp_path.glob("*.kept"))
+
+
+@pytest.mark.filterwarnings("ignore:Experiment logs directory")
+def test_a_full_disk_below_the_metrics_names_their_file(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=rf"Metrics could not be written to {tmp_path}/metrics.csv: the disk .* is full"):
+        train(tmp_path, max_steps=1, logger=CSVLogger(tmp_path, name="", version=""), log_every_n_steps=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import threading
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import openai
+import psutil
 import pytest
 from agent_cases import (
     PROMPT,
@@ -36,6 +38,7 @@ from lightrl.rewards import RewardHook
 from lightrl.rollout import RolloutSettings
 from lightrl.rollout.controller import RolloutController
 from lightrl.trajectory import Prompt
+from lightrl.workflows import openai_endpoint
 from lightrl.workflows.agent_workflow import AgentWorkflow
 
 say_hi = with_client(lambda client: ask(client, [user("hi")]))
@@ -391,3 +394,41 @@ def test_closing_the_endpoint_closes_its_port_and_it_opens_again_for_the_next_tr
 def test_settings_that_cannot_work_are_refused_at_once(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AgentWorkflow(TOKENIZER, **{"agent": raises, **settings})
+
+
+def test_connections_without_a_key_leave_most_files_to_the_trainer_and_others_still_get_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(openai_endpoint.resource, "getrlimit", lambda _: (80, 80))  # 20 connections, 10 without a key
+    monkeypatch.setattr(openai_endpoint, "_UNDER_PRESSURE_S", 0.1)
+
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> float:
+        address = ("127.0.0.1", urlsplit(base_url).port)
+        with contextlib.ExitStack() as opened:
+            for number in range(30):
+                idle = opened.enter_context(socket.create_connection(address))
+                idle.sendall(b"POST /sessions HTTP/1.1\r\nHost: a\r\n" if number % 2 else b"")
+            await say_hi(prompt, base_url, api_key)
+            own = [each for each in psutil.Process().net_connections() if each.laddr.port == address[1]]
+            assert len(own) <= 22  # 20, one that waits, and the listener
+        return 1.0
+
+    assert list(play(agent, scripted("hello")).rewards)[-1] == 1.0
+
+
+@pytest.mark.parametrize("part", ["tools", "messages"])
+def test_a_request_that_is_nested_too_deeply_is_refused_and_the_trajectory_goes_on(part: str) -> None:
+    deep: Any = {"type": "object"}
+    for _ in range(500):
+        deep = {"type": "object", "properties": {"a": deep}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+    body = {"tools": [tool]} if part == "tools" else {"messages": [user("hi") | {"more": deep}]}
+
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> float:
+        client = client_of(base_url, api_key)
+        with pytest.raises(openai.BadRequestError, match="nested too deeply"):
+            await client.chat.completions.create(model="policy", **{"messages": [user("hi")], **body})
+        await say_hi(prompt, base_url, api_key)
+        return 1.0
+
+    assert list(play(agent, scripted("hello")).rewards)[-1] == 1.0
