@@ -56,8 +56,11 @@ class Run:
         """Return each setting of its `config.yaml` by the name that the command line has for it; empty without one."""
         try:
             text = read_text(self.folder / "config.yaml")
-            if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # ten lines can name a billion
-                return {}
+            depth = 0
+            for event in yaml.parse(text):
+                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+                if depth > 50 or isinstance(event, yaml.AliasEvent):  # ten lines can unfold to a billion
+                    return {}
             config = yaml.safe_load(text)
         except (OSError, ValueError, yaml.YAMLError, RecursionError):
             return {}
