@@ -112,7 +112,7 @@ def _anybodys_files(question: str) -> Iterator[None]:
         yield
     except (LookupError, ValueError):
         raise
-    except Exception as error:
+    except Exception as error:  # what a stranger has written there fails in any way
         raise ValueError(f"The run's files do not answer {question!r}: {type(error).__name__}: {error}") from error
 
 

@@ -145,11 +145,12 @@ class OpenAIEndpoint:
             await runner.cleanup()
 
     async def _accept(self, listener: socket.socket, server: web.Server[web.Request]) -> None:
-        """Accepts connections, of which at most a quarter of this process's files; others wait in the kernel's queue.
+        """Accepts connections with at most an eighth of this process's files, or three quarters with a key.
 
-        Anything on this machine can connect, and send nothing.
+        Others wait in the kernel's queue: anything on this machine can connect, and send nothing.
         """
-        loop, max_connections = asyncio.get_running_loop(), resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+        loop, num_files = asyncio.get_running_loop(), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        num_files = 2**16 if num_files == resource.RLIM_INFINITY else num_files
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
@@ -157,11 +158,11 @@ class OpenAIEndpoint:
                 await asyncio.sleep(_UNDER_PRESSURE_S)
                 continue
             try:
-                while len(self._keyless) >= max_connections // 2 or len(server.connections) >= max_connections:
+                while len(self._keyless) >= num_files // 8 or len(server.connections) >= num_files * 3 // 4:
                     self._close_keyless(_UNDER_PRESSURE_S)
                     await asyncio.sleep(_UNDER_PRESSURE_S / 10)
                 transport, _ = await loop.connect_accepted_socket(server, connection)
-            except BaseException:  # re-raised
+            except BaseException:  # re-raised, such as the end of the endpoint
                 connection.close()
                 raise
             self._keyless[transport] = loop.time()

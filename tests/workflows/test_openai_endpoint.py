@@ -399,7 +399,7 @@ def test_settings_that_cannot_work_are_refused_at_once(settings: dict[str, Any],
 def test_connections_without_a_key_leave_most_files_to_the_trainer_and_others_still_get_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(openai_endpoint.resource, "getrlimit", lambda _: (80, 80))  # 20 connections, 10 without a key
+    monkeypatch.setattr(openai_endpoint.resource, "getrlimit", lambda _: (80, 80))  # so 10 without a key
     monkeypatch.setattr(openai_endpoint, "_UNDER_PRESSURE_S", 0.1)
 
     async def agent(prompt: Prompt, base_url: str, api_key: str) -> float:
@@ -410,7 +410,7 @@ def test_connections_without_a_key_leave_most_files_to_the_trainer_and_others_st
                 idle.sendall(b"POST /sessions HTTP/1.1\r\nHost: a\r\n" if number % 2 else b"")
             await say_hi(prompt, base_url, api_key)
             own = [each for each in psutil.Process().net_connections() if each.laddr.port == address[1]]
-            assert len(own) <= 22  # 20, one that waits, and the listener
+            assert len(own) <= 13  # with the agent's own, one that waits, and the listener
         return 1.0
 
     assert list(play(agent, scripted("hello")).rewards)[-1] == 1.0
@@ -419,7 +419,7 @@ def test_connections_without_a_key_leave_most_files_to_the_trainer_and_others_st
 @pytest.mark.parametrize("part", ["tools", "messages"])
 def test_a_request_that_is_nested_too_deeply_is_refused_and_the_trajectory_goes_on(part: str) -> None:
     deep: Any = {"type": "object"}
-    for _ in range(500):
+    for _ in range(150):
         deep = {"type": "object", "properties": {"a": deep}}
     tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
     body = {"tools": [tool]} if part == "tools" else {"messages": [user("hi") | {"more": deep}]}
