@@ -165,7 +165,7 @@ def _swap(left: Path, right: Path) -> bool:
 def write_sums(folder: Path, names: Iterable[str] | None = None) -> None:
     """Writes the sums of these files of a folder; None means all of them."""
     chosen = sorted(path.name for path in folder.iterdir()) if names is None else names
-    with (folder / SUMS_FILE).open("w", encoding="utf-8") as file:
+    with (folder / SUMS_FILE).open("w", encoding="utf-8", errors="surrogateescape") as file:
         file.writelines(f"{_sum_of(folder / name)}  {name}\n" for name in chosen)
         file.flush()
         os.fsync(file.fileno())
@@ -177,7 +177,7 @@ def check_sums(folder: Path, fix: str, *, needed: Iterable[str] = ()) -> None:
     One of `needed` must have a sum, and so must weights next to files that have one.
     """
     sums = folder / SUMS_FILE
-    lines = sums.read_text(encoding="utf-8", errors="replace").splitlines() if sums.is_file() else []
+    lines = sums.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if sums.is_file() else []
     sum_by_name = {name: expected_sum for expected_sum, _, name in (line.partition("  ") for line in lines)}
     for name in sorted(set(needed) - sum_by_name.keys()):
         raise ValueError(f"{str(sums)!r} is missing, or lacks {name}. {fix}")

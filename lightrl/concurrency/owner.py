@@ -74,10 +74,11 @@ def kill_owner(mark: str) -> None:
 def _started(process: int) -> int | None:
     """Clock ticks from boot to the start of a process; None if it is gone, is a zombie, or there is no /proc."""
     try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()
+        fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in "ZX" else int(fields[19])
+    has_ended = fields[0] in b"ZX" and int(fields[17]) <= 1  # a zombie with further threads still ends
+    return None if has_ended else int(fields[19])
 
 
 def _host() -> str:

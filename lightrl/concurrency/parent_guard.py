@@ -64,15 +64,18 @@ def reap_orphans(spared: int) -> None:
 def kill_descendants(grace_s: float = 0.0) -> None:
     """SIGKILL for all processes below this one until none is left; those that end within the grace do so by themselves.
 
-    Without /proc only a process group can be killed.
+    Needs `adopt_orphans`: whatever a look at /proc misses, for example since it forked meanwhile, becomes a child of
+    this process, which waits until it has no child. Without /proc only a process group can be killed.
     """
     deadline = time.monotonic() + grace_s
-    while left := _descendants(os.getpid()):
-        if time.monotonic() >= deadline:
-            for child in left:
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while Path("/proc/self/stat").exists():
+            for child in _descendants(os.getpid()) if time.monotonic() >= deadline else ():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
-        time.sleep(0.02)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(0.02)
 
 
 def main() -> int:
@@ -120,8 +123,8 @@ def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
             time.sleep(0.05)
     process.kill()
     kill_group(process.pid)
-    kill_descendants()
     process.wait()
+    kill_descendants()
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
@@ -130,14 +133,12 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _descendants(ancestor: int) -> list[int]:
-    """Process ids below this one, without zombies. Empty if there is no /proc."""
+    """Process ids below this one; also zombies, whose other threads may still end and have children until then."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state, parent = (folder / "stat").read_text().rpartition(") ")[2].split()[:2]
-        except OSError:  # it is gone
-            continue
-        if state != "Z":
+        with contextlib.suppress(OSError):  # it is gone
+            # Bytes: a process gives itself any name. It ends at the last parenthesis.
+            parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[1]
             children.setdefault(int(parent), []).append(int(folder.name))
     descendants: list[int] = []
     ancestors = [ancestor]

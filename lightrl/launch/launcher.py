@@ -55,7 +55,7 @@ def make_folder(root: str | Path) -> Path:
     """A new folder `launch-N` below the run's root folder."""
     root = Path(root)
     root.mkdir(parents=True, exist_ok=True)
-    number = 1 + max((int(one.name[7:]) for one in root.glob("launch-*") if one.name[7:].isdigit()), default=-1)
+    number = 1 + max((int(one.name[7:]) for one in root.glob("launch-*") if one.name[7:].isdecimal()), default=-1)
     while True:
         folder = root / f"launch-{number}"
         try:

@@ -198,7 +198,7 @@ def _step(name: str, processes: list[Process], tasks: int, plan: Plan, group: st
 def _call(*words: str) -> str:
     """The output of one of Slurm's commands."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_CALL_TIMEOUT_S, check=False)
+        done = subprocess.run(words, capture_output=True, errors="replace", timeout=_CALL_TIMEOUT_S, check=False)
     except FileNotFoundError as error:
         raise ValueError(f"launcher: slurm needs the program {words[0]}, which is not here.") from error
     except subprocess.TimeoutExpired as error:

@@ -169,8 +169,8 @@ def _end_like(worker: int) -> NoReturn:
     # WNOWAIT: until it is waited for, no other process can have the number of its group.
     os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
     parent_guard.kill_group(worker)
-    parent_guard.kill_descendants(_GRACE_S)
     code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+    parent_guard.kill_descendants(_GRACE_S)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core dump is enough
         signal.pthread_kill(threading.get_ident(), -code)  # this thread, so that it does not return

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from lightrl.checks.printable import escape_unprintable
+
 # The offset of each machine's clock from rank 0's, with bounds that need no assumption about the network: no rank
 # leaves a barrier before the last has arrived. So what a rank reads after a barrier is later than what any rank read
 # before it, and each barrier bounds the offset of two clocks from both sides.
@@ -290,7 +292,7 @@ class MemoryPeaks:
 def host_bytes(field: str = "VmRSS", process: Path = _PROCESS) -> int:
     """A field of a process's status in /proc, in bytes; 0 where there is none."""
     with contextlib.suppress(OSError, ValueError):
-        text = (process / "status").read_text()
+        text = (process / "status").read_text(errors="replace")  # with the name that the process gave itself
         if (start := text.find(f"{field}:")) >= 0:
             return int(text[start:].split(None, 2)[1]) * 1024
     return 0
@@ -306,7 +308,7 @@ def child_bytes() -> dict[str, int]:
             for children in parent.glob("task/*/children"):
                 for pid in children.read_text().split():
                     process = Path("/proc", pid)
-                    name = (process / "comm").read_text().strip()
+                    name = escape_unprintable((process / "comm").read_text(errors="replace").strip())
                     totals[name] = totals.get(name, 0) + host_bytes(process=process)
                     waiting.append(process)
     return totals

@@ -172,13 +172,13 @@ def _build() -> Path:
 
 
 def _run(command: list[str]) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S).stdout
+    return subprocess.run(command, check=True, capture_output=True, errors="replace", timeout=_BUILD_TIMEOUT_S).stdout
 
 
 def _processor() -> str:
     """Names the instructions of this machine; a home folder may be shared by several kinds."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
         return platform.processor()
     names = ("model name", "flags", "Features", "CPU part")
