@@ -5,18 +5,21 @@ run; what is missing is also logged, when that changes.
 
     namespaces     own processes (all die together), no network. Linux as root, in containers too, or as a user who may
                    make user namespaces
-    disk, proc     parts of namespaces: files in a bounded memory disk of its own; a /proc that shows own processes,
-                   from which memory and number of all processes together are bounded. Containers may refuse either
+    disk, proc     parts of namespaces: files in a bounded memory disk of its own; a /proc that shows own processes.
+                   Containers may refuse either
     private_user   Linux as root: an own user id, which owns nothing, may write nowhere and has its own process count
     landlock       Linux 5.13: reads only Python and the system's libraries, writes only its own folder
-    seccomp        Linux on x86-64 and ARM64: no sockets, no look into other processes
+    seccomp        Linux on x86-64 and ARM64: no sockets, no look into other processes, no memory that nothing counts
+    cgroup         a writable memory cgroup, of v1 or v2: all memory that is allocated for all processes together
     limits         everywhere: CPU time, memory, size and number of files, output, wall clock; an empty environment
 
 A program is refused where no layer protects other processes (namespaces, private_user, Landlock of Linux 6.12), files
 (private_user, landlock) or the network (namespaces, seccomp); macOS has none of them. Without `namespaces`, files are
-bounded one by one and not in sum, memory per process and not in sum, and a program may outlive the guard if that is
-killed with SIGKILL at the same time. No layer here stops an attack on the kernel: for that, write a Sandbox that runs
-programs in a virtual machine.
+bounded one by one and not in sum, and a program may outlive the guard if that is killed with SIGKILL at the same time.
+Without `cgroup`, memory in use is added up 20 times a second, so that for a moment each process may hold the bound;
+shared memory without a file is refused; buffers of pipes and socketpairs (13 MiB per process with 64 open files) and
+the kernel's other records of a program are not in the sum. No layer here stops an attack on the kernel: for that, write
+a Sandbox that runs programs in a virtual machine.
 """
 
 from __future__ import annotations
@@ -30,21 +33,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
 from lightrl.checks.bounds import check_positive
-from lightrl.concurrency.owner import own_prefix
+from lightrl.concurrency.owner import own_prefix, remove_left_behind
 from lightrl.errors import RewardError
 from lightrl.rewards.sandbox_guard.layers import Json, is_root
+from lightrl.rewards.sandbox_guard.memory import parent_of_groups
 
-LAYERS = ("namespaces", "private_user", "landlock", "seccomp")
+LAYERS = ("namespaces", "private_user", "landlock", "seccomp", "cgroup")
 
 _logger = logging.getLogger(__name__)
 # Without lightrl and its packages, and in a file tree of its own: the guard starts in a fraction of a second.
 _START = "import sys; sys.path.append(sys.argv[1]); from sandbox_guard.guard import main; main()"
+_PREFIX = "lightrl-sandbox-"  # of folders and cgroups
 GUARD_COMMAND = [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parent)]  # then the prefix of folders
 _GRACE_S = 10.0
 _READ_BYTES = 1 << 16
@@ -62,7 +67,7 @@ class Limits:
 
     cpu_s: float = 5.0  # each process's; enforced in whole seconds, rounded up
     wall_s: float = 10.0
-    memory_mib: int = 512  # each process's; with namespaces, that of all together
+    memory_mib: int = 512  # of all processes together
     max_processes: int = 16  # threads included
     max_open_files: int = 64
     max_files: int = 1000
@@ -171,8 +176,10 @@ class LocalSandbox:
         with self._lock:
             if self._guard is None or self._guard.poll() is not None:
                 self._end_guard()
+                if (groups := parent_of_groups()) is not None:
+                    remove_left_behind(groups, f"{_PREFIX}*")
                 self._guard = subprocess.Popen(
-                    [*GUARD_COMMAND, own_prefix("lightrl-sandbox-")],
+                    [*GUARD_COMMAND, own_prefix(_PREFIX)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     bufsize=0,
@@ -224,13 +231,15 @@ class LocalSandbox:
                 "The sandbox runs without %s, which this system refuses; only the other layers hold programs. %s See "
                 "docs/security.md.",
                 ", ".join(sorted(missing)),
-                what_to_allow(),
+                what_to_allow(missing=missing),
             )
         self._warned_of = missing
 
 
-def what_to_allow(settings_folder: Path = Path("/proc/sys")) -> str:
-    """Says what would let this user have all layers here."""
+def what_to_allow(settings_folder: Path = Path("/proc/sys"), *, missing: Collection[str] = ()) -> str:
+    """Says what would let this user have all layers here, or those that are missing."""
+    if set(missing) == {"cgroup"}:
+        return "Start the run in a memory cgroup that it may write, as systemd-run --user --scope makes one."
     if sys.platform != "linux":
         return "Only Linux has these layers."
     settings = {

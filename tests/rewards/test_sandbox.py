@@ -21,6 +21,7 @@ import pytest
 from lightrl.concurrency.owner import own_prefix
 from lightrl.errors import RewardError
 from lightrl.rewards.sandbox import LAYERS, Limits, LocalSandbox, Run, what_to_allow
+from lightrl.rewards.sandbox_guard.memory import parent_of_groups
 
 WITHOUT_NAMESPACES = ("private_user", "landlock", "seccomp")
 
@@ -113,9 +114,95 @@ def test_processor_time_is_bounded_apart_from_the_wall_clock(namespaced):
     assert 0.8 < result.cpu_s < 2.5
 
 
-def test_shared_memory_counts_where_there_are_namespaces(namespaced):
+def test_shared_memory_counts_where_there_is_a_cgroup_and_is_refused_elsewhere(sandbox):
     program = "import mmap, time\nm = mmap.mmap(-1, 200 << 20)\nm.write(b'1' * (200 << 20))\ntime.sleep(5)"
-    assert run(namespaced, program, memory_mib=128, wall_s=10).stopped_by == "memory"
+    result = run(sandbox, program, memory_mib=128, wall_s=10)
+    assert result.stopped_by == "memory" if "cgroup" in result.layers else "PermissionError" in result.stderr
+
+
+HOLD = """
+import ctypes, mmap, os, threading, time
+def in_pages_that_are_not_resident(file):
+    memory = mmap.mmap(file, 40 << 20)
+    for at in range(0, 40 << 20, 1 << 20):
+        memory[at : at + (1 << 20)] = b"x" * (1 << 20)
+        memory.madvise(mmap.MADV_DONTNEED, at, 1 << 20)
+    return memory
+def behind_a_first_thread_that_ended():
+    threading.Thread(target=lambda: [b"x" * (40 << 20), time.sleep(5)]).start()
+    ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)
+for _ in range(5):
+    if os.fork() == 0:
+        memory = HOW
+        time.sleep(5)
+        os._exit(0)
+print(sum(os.wait()[1] == 0 for _ in range(5)), "held it")
+"""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "in_pages_that_are_not_resident(-1)",
+        "in_pages_that_are_not_resident(os.open('/dev/zero', os.O_RDWR))",
+        "behind_a_first_thread_that_ended()",
+    ],
+    ids=["shared", "/dev/zero", "another thread"],
+)
+def test_no_memory_is_held_outside_of_the_bound_for_all_processes(sandbox, how):
+    result = run(sandbox, HOLD.replace("HOW", how), memory_mib=128, wall_s=10)
+    assert result.stopped_by == "memory" or "PermissionError" in result.stderr
+    assert "5 held it" not in result.stdout
+
+
+def test_usual_programs_stay_within_the_usual_limits(sandbox):
+    program = """
+import asyncio, os, threading, time
+import numpy
+asyncio.run(asyncio.sleep(0))
+threading.stack_size(64 << 20)
+threads = [threading.Thread(target=time.sleep, args=(0.1,)) for _ in range(5)]
+data = bytearray(50 << 20)
+for action in (lambda each: each.start(), lambda each: each.join()):
+    list(map(action, threads))
+for _ in range(4):
+    if os.fork() == 0:
+        os._exit(0)
+print([os.wait()[1] for _ in range(4)], numpy.arange(3).sum())
+"""
+    assert run(sandbox, program, wall_s=10).stdout == "[0, 0, 0, 0] 3\n"
+
+
+@pytest.mark.parametrize(
+    ("mount", "own", "found"),
+    [
+        ("/ GROUPS rw - cgroup cgroup rw,memory", "4:cpu,memory:/a/b\n0::/", "a/b"),
+        ("/ GROUPS rw shared:9 - cgroup2 cgroup2 rw", "0::/a/b", "a"),
+        ("/a GROUPS rw - cgroup cgroup rw,memory", "4:memory:/a/b", "b"),
+        ("/a/b GROUPS rw - cgroup cgroup rw,memory", "4:memory:/c", None),
+        ("/ GROUPS rw - cgroup2 cgroup2 rw", "0::/c", None),
+        ("/ GROUPS rw - cgroup cgroup rw,cpu", "4:cpu:/a", None),
+    ],
+    ids=["v1", "v2", "container", "outside", "not divided", "another controller"],
+)
+def test_groups_for_memory_are_made_where_the_kernel_takes_them(mount, own, found, tmp_path):
+    for folder, controllers in (("a", "cpu memory\n"), ("a/b", ""), ("b", ""), ("c", "")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "cgroup.subtree_control").write_text(controllers)
+    (tmp_path / "cgroup").write_text(f"{own}\n")
+    (tmp_path / "mountinfo").write_text(f"35 31 0:32 {mount.replace('GROUPS', str(tmp_path))}\n")
+    assert parent_of_groups(str(tmp_path)) == (None if found is None else tmp_path / found)
+
+
+def test_a_process_may_have_any_name(sandbox):
+    program = """
+import ctypes, time
+for name in (b"\\xff\\xfe", b"a) Z 1 (", b"a\\nb c"):
+    ctypes.CDLL(None).prctl(15, name)
+    time.sleep(0.1)
+print(4)
+"""
+    assert run(sandbox, program).stdout == "4\n"
 
 
 def test_the_environment_and_other_processes_are_not_to_be_seen(sandbox):
@@ -325,11 +412,14 @@ def test_what_a_killed_guard_and_its_process_left_is_removed_by_the_next_start(t
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yours = tmp_path / "lightrl-sandbox-notes"
     yours.mkdir()
+    groups = set(parent_of_groups().glob("lightrl-sandbox-*")) if parent_of_groups() else set()
     done = subprocess.run([sys.executable, "-c", KILLED], check=False)
     assert done.returncode == -signal.SIGKILL
     assert len(list(tmp_path.iterdir())) > 1
+    left = set(parent_of_groups().glob("lightrl-sandbox-*")) - groups if parent_of_groups() else set()
     assert run(LocalSandbox(), "print(1)").stdout == "1\n"
     assert list(tmp_path.iterdir()) == [yours]
+    assert not [group for group in left if group.exists()]
 
 
 AS_ANOTHER = """
@@ -409,7 +499,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 on_intel = platform.machine() == "x86_64"
 numbers = {"open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433,
            "mount_setattr": 442, "clone3": 435, "msgget": 68 if on_intel else 186, "semget": 64 if on_intel else 190,
-           "clone": 56 if on_intel else 220}
+           "clone": 56 if on_intel else 220, "memfd_secret": 447, "setsockopt": 54 if on_intel else 208,
+           "vmsplice": 278 if on_intel else 75, "inotify_init1": 294 if on_intel else 26}
 for name, number in numbers.items():
     arguments = (0x10000000 | 17, 0, 0, 0, 0) if name == "clone" else (0,) * 5
     if libc.syscall(number, *map(ctypes.c_ulong, arguments)) == 0 and name == "clone":
@@ -423,7 +514,7 @@ def test_calls_for_namespaces_mounts_and_uncounted_memory_are_refused(sandbox):
     answers = dict(line.split() for line in result.stdout.splitlines())
     assert answers.pop("clone3") == "ENOSYS"  # so that C libraries use clone, whose flags the filter sees
     assert set(answers.values()) == {"EPERM"}, answers
-    assert len(answers) == 10
+    assert len(answers) == 14
     assert run(sandbox, "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1)'])").stdout == "1\n"
 
 

@@ -16,4 +16,5 @@ Reading order:
     guard.py    requests and replies; collects output, enforces limits, kills
     program.py  starter, keeper and program: the three processes below the guard; the port of an agent's endpoint
     layers.py   the rights that a program gives up: namespaces, user, files, system calls, resources
+    memory.py   the memory of all of its processes together
 """

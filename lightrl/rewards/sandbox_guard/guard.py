@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 from .layers import Json, become_subreaper
+from .memory import make_group, remove_group
 from .program import READ_BYTES, Program, read_records, start
 
 
@@ -47,6 +48,8 @@ class _Execution:
 
     def run(self) -> Json:
         folder = self.program.folder or tempfile.mkdtemp(prefix=sys.argv[2])  # with the mark of the process that asks
+        group = make_group(Path(folder).name, self.limits) if "cgroup" in self.program.layers else None
+        self.program.group = group
         reply: Json = {}
         try:
             reply = self._run_in(folder)
@@ -57,6 +60,8 @@ class _Execution:
                     reply |= {"exit_code": None, "problem": f"its folder cannot be checked: {error}"}
             return reply
         finally:
+            if group is not None:
+                remove_group(group)
             if self.program.folder is None or reply.get("exit_code") != 0:
                 remove_folder(folder)
 

@@ -28,20 +28,30 @@ _CONNECT_TCP = 0b10
 # Refused by the filter: sockets, looking into other processes, namespaces and mounts, memory that no limit counts.
 # In this order: socket, ptrace, unshare, setns, mount, umount2, add_key, request_key, keyctl, perf_event_open, bpf,
 # userfaultfd, open_by_handle_at, process_vm_readv, process_vm_writev, io_uring_setup, memfd_create, shmget, mq_open,
-# msgget, semget.
+# msgget, semget, setsockopt (larger buffers of a socketpair), vmsplice (pipes that keep pages), inotify_init1 and its
+# older form (queues).
 _REFUSED_CALLS = {
     "x86_64": (
         0xC000003E,
-        (41, 101, 272, 308, 165, 166, 248, 249, 250, 298, 321, 323, 304, 310, 311, 425, 319, 29, 240, 68, 64),
+        (
+            *(41, 101, 272, 308, 165, 166, 248, 249, 250, 298, 321, 323, 304, 310, 311, 425, 319, 29, 240, 68, 64),
+            *(54, 278, 294, 253),
+        ),
     ),
     "aarch64": (
         0xC00000B7,
-        (198, 117, 97, 268, 40, 39, 217, 218, 219, 241, 280, 282, 265, 270, 271, 425, 279, 194, 180, 186, 190),
+        (
+            *(198, 117, 97, 268, 40, 39, 217, 218, 219, 241, 280, 282, 265, 270, 271, 425, 279, 194, 180, 186, 190),
+            *(208, 75, 26),
+        ),
     ),
 }
 
-# The same numbers everywhere: open_tree, move_mount, fsopen, fsconfig, fsmount, fspick, mount_setattr.
-_REFUSED_EVERYWHERE = (428, 429, 430, 431, 432, 433, 442)
+# The same numbers everywhere: open_tree, move_mount, fsopen, fsconfig, fsmount, fspick, mount_setattr, memfd_secret.
+_REFUSED_EVERYWHERE = (428, 429, 430, 431, 432, 433, 442, 447)
+_MMAP = {"x86_64": 9, "aarch64": 222}
+_MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
+_MAX_PENDING_SIGNALS = 1024
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435  # its flags are in memory, where no filter can see them; without it, C libraries use clone
 
@@ -73,6 +83,8 @@ def set_limits(limits: Json, *, counts_all_of_user: bool) -> None:
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_NPROC: (num_processes, num_processes),
     }
+    if sys.platform == "linux":
+        bounds[resource.RLIMIT_SIGPENDING] = (_MAX_PENDING_SIGNALS, _MAX_PENDING_SIGNALS)  # of the user, timers too
     for what, (soft, hard) in bounds.items():
         _, allowed = resource.getrlimit(what)
         if allowed != resource.RLIM_INFINITY:
@@ -86,7 +98,7 @@ def _num_threads_of_user() -> int:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError):
             if folder.stat().st_uid == os.getuid():
-                num += int((folder / "stat").read_text().rpartition(")")[2].split()[17])
+                num += int((folder / "stat").read_bytes().rpartition(b")")[2].split()[17])
     return num
 
 
@@ -148,8 +160,8 @@ def may_have_private_user(uid: int, needs_read_right: bool) -> bool:
     if sys.platform != "linux" or os.getuid() != 0 or not _is_mapped(uid):
         return False
     needed = (1 << _CAP_SETUID) | ((1 << _CAP_DAC_READ_SEARCH) if needs_read_right else 0)
-    lines = Path("/proc/self/status").read_text().splitlines()
-    has = next(int(line.split()[1], 16) for line in lines if line.startswith("CapPrm:"))
+    lines = Path("/proc/self/status").read_bytes().splitlines()
+    has = next(int(line.split()[1], 16) for line in lines if line.startswith(b"CapPrm:"))
     return has & needed == needed
 
 
@@ -241,10 +253,10 @@ def restrict_files(folder: str, readable: list[str], port: int | None, has_own_n
     ruleset = _libc.syscall(444, attributes, ctypes.c_size_t(size), 0)
     if ruleset < 0:
         return 0
-    devices = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
+    devices = ["/dev/null", "/dev/random", "/dev/urandom"]  # /dev/zero mapped for writing is shared memory
     rules = [(folder, all_files)]
     rules += [(path, _EXECUTE_AND_READ) for path in readable]
-    rules += [(path, _READ_AND_WRITE_FILE) for path in devices]
+    rules += [(path, _READ_AND_WRITE_FILE) for path in devices] + [("/dev/zero", _EXECUTE_AND_READ)]
     if port is not None:
         terminal = _READ_AND_WRITE_FILE | (all_files & 1 << 15)
         rules += [(path, terminal) for path in ("/dev/tty", "/dev/ptmx", "/dev/pts")]
@@ -264,8 +276,12 @@ def restrict_files(folder: str, readable: list[str], port: int | None, has_own_n
     return version if is_done else 0
 
 
-def refuse_calls() -> bool:
-    """A seccomp filter that answers EPERM to `_REFUSED_CALLS`, and to a clone with a user namespace."""
+def refuse_calls(counts_shared_memory: bool) -> bool:
+    """A seccomp filter that answers EPERM to `_REFUSED_CALLS`, and to a clone with a user namespace.
+
+    Without a cgroup nothing counts shared memory without a file, which stays when it is no longer resident or mapped:
+    then its mmap gets the same answer.
+    """
     if platform.machine() not in _REFUSED_CALLS:
         return False
     architecture, calls = _REFUSED_CALLS[platform.machine()]
@@ -276,6 +292,9 @@ def refuse_calls() -> bool:
     for call in (*calls, *_REFUSED_EVERYWHERE):
         code += [(equal, 0, 1, call), (answer, 0, 0, refuse)]
     code += [(equal, 0, 1, _CLONE3), (answer, 0, 0, not_implemented)]
+    if not counts_shared_memory:
+        code += [(equal, 0, 5, _MMAP[platform.machine()]), (load, 0, 0, 40), (any_bit, 0, 2, _MAP_ANONYMOUS)]  # flags
+        code += [(any_bit, 0, 1, _MAP_SHARED), (answer, 0, 0, refuse), (answer, 0, 0, allow)]
     code += [(equal, 0, 4, _CLONE[platform.machine()]), (load, 0, 0, 16), (any_bit, 0, 1, _NEWUSER)]  # its flags
     code += [(answer, 0, 0, refuse), (answer, 0, 0, allow)]
     code.append((answer, 0, 0, allow))

@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
-from . import layers
+from . import layers, memory
 from .layers import Json
 
 READ_BYTES = 1 << 16
@@ -38,6 +38,7 @@ class Program:
         self.needs_read_right = not layers.is_public(request["command"][0])
         if not layers.may_have_private_user(self.uid, self.needs_read_right):
             self.layers.discard("private_user")
+        self.group: Path | None = None  # the cgroup of its memory
         self.kind: str | None = None
         if "namespaces" in self.layers:
             self.kind = layers.kind_of_namespaces("private_user" in self.layers)
@@ -85,7 +86,7 @@ def start(program: Program, folder: str, streams: tuple[int, int, int], report: 
 def _keep(program: Program, folder: str, streams: tuple[int, int, int], report: int, life: int) -> NoReturn:
     """The keeper: prepares the folder, starts the program, watches it, and reports how it ended."""
     _prepare(program, folder)
-    has_own_proc = "proc" in program.layers
+    layers.become_subreaper()
     started, started_end = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -98,7 +99,10 @@ def _keep(program: Program, folder: str, streams: tuple[int, int, int], report: 
     records = b""
     while data := os.read(started, READ_BYTES):  # until the program is executed, or could not be
         records += data
-    _write_record(report, read_records(records))
+    record = read_records(records)
+    _write_record(report, record)
+    group = program.group if "cgroup" in record.get("layers", ()) else None
+    has_own_proc = "proc" in program.layers
     poller = select.poll()
     poller.register(life, 0)
     with contextlib.suppress(AttributeError, OSError):  # pidfd_open: Linux 5.3
@@ -108,7 +112,8 @@ def _keep(program: Program, folder: str, streams: tuple[int, int, int], report: 
         if any(descriptor == life for descriptor, _ in poller.poll(_WATCH_S * 1000)):
             os._exit(0)
         exit_code = _reap(pid)
-        if exit_code is None and has_own_proc and (stopped_by := _overuse(program.limits)) is not None:
+        stopped_by = memory.overuse(program.limits, group, has_own_proc=has_own_proc)
+        if exit_code is None and stopped_by is not None:
             os.kill(pid, signal.SIGKILL)
             exit_code = -signal.SIGKILL
         if exit_code is not None:
@@ -152,6 +157,8 @@ def _become(program: Program, folder: str, streams: tuple[int, int, int], starte
     with contextlib.suppress(OSError):  # if the machine runs out of memory, this process goes first
         Path("/proc/self/oom_score_adj").write_text("1000")
     remaining, is_root = program.layers, layers.is_root()
+    if program.group is None or not memory.enter_group(program.group):
+        remaining.discard("cgroup")
     layers.set_limits(program.limits, counts_all_of_user=not remaining & {"private_user", "namespaces"})
     layers.give_up_privileges(program.uid if "private_user" in remaining else None, program.needs_read_right)
     if "landlock" in remaining:
@@ -159,7 +166,7 @@ def _become(program: Program, folder: str, streams: tuple[int, int, int], starte
         version = layers.restrict_files(folder, readable, program.port, "namespaces" in remaining)
         remaining.discard("landlock" if version == 0 else "")
         remaining.update({"landlock_signals"} if version >= 6 else ())
-    if "seccomp" in remaining and not layers.refuse_calls():
+    if "seccomp" in remaining and not layers.refuse_calls("cgroup" in remaining):
         remaining.discard("seccomp")
     unprotected = layers.unprotected_by(remaining)
     if is_root and not remaining & {"namespaces", "private_user"}:
@@ -228,24 +235,6 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
         for end in (source, target):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-
-
-def _overuse(limits: Json) -> str | None:
-    """The limit that all processes of the namespace exceed together, the keeper aside."""
-    num_threads, num_bytes = 0, 0
-    page = resource.getpagesize()
-    for entry in os.listdir("/proc"):  # noqa: PTH208  # every 50 ms
-        if not entry.isdigit() or entry == "1":
-            continue
-        try:
-            fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        num_threads += int(fields[17])
-        num_bytes += int(fields[21]) * page
-    if num_threads > limits["max_processes"]:
-        return "processes"
-    return "memory" if num_bytes > limits["memory_mib"] << 20 else None
 
 
 def _reap(pid: int) -> int | None:

@@ -1,0 +1,136 @@
+"""Memory of all of a program's processes together: a cgroup of their own, and what each of them holds.
+
+A cgroup counts what is allocated, resident or not: shared pages, buffers of pipes and sockets, files in a memory disk.
+Where there is none, the keeper adds up what processes hold, and the system calls that allocate elsewhere are refused
+(layers.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from .layers import Json
+
+_RMDIR_S = 2.0
+
+
+def parent_of_groups(process: str = "/proc/self") -> Path | None:
+    """The folder of the nearest cgroup, of v1 or v2, in which this process may make groups that bound memory."""
+    with contextlib.suppress(OSError):
+        path_of = {}
+        for line in Path(process, "cgroup").read_text(errors="surrogateescape").splitlines():
+            _, controllers, path = line.split(":", 2)
+            path_of.update(dict.fromkeys(controllers.split(","), path))
+        for line in Path(process, "mountinfo").read_text(errors="surrogateescape").splitlines():
+            _, _, _, root, mount, *_, kind, _, options = line.split(" ")
+            is_v1 = kind == "cgroup" and "memory" in options.split(",")
+            path = os.path.relpath(path_of.get("memory" if is_v1 else "", "/"), root)
+            if ".." in path or not (is_v1 or kind == "cgroup2"):
+                continue
+            own = Path(mount, path)
+            for folder in [own] if is_v1 else [own, *own.parents]:  # v2 has processes in leaves only
+                has_memory = is_v1 or "memory" in _text(folder / "cgroup.subtree_control").split()
+                if has_memory and os.access(folder, os.W_OK):
+                    return folder
+    return None
+
+
+def make_group(name: str, limits: Json) -> Path | None:
+    """A cgroup for a program's memory, files in a memory disk included; None where this system has none."""
+    parent = parent_of_groups()
+    if parent is None:
+        return None
+    group, num_bytes = parent / name, limits["memory_mib"] << 20
+    bounds = {"memory.max": num_bytes, "memory.swap.max": 0}
+    bounds |= {"memory.limit_in_bytes": num_bytes, "memory.memsw.limit_in_bytes": num_bytes}  # v1
+    try:
+        group.mkdir()
+        for bound, value in bounds.items():
+            if (group / bound).exists():
+                (group / bound).write_text(str(value))
+    except OSError:
+        remove_group(group)
+        return None
+    return group
+
+
+def enter_group(group: Path) -> bool:
+    """Makes this process, and those that it starts, count in the group."""
+    with contextlib.suppress(OSError):
+        return (group / "cgroup.procs").write_text("0") > 0
+    return False
+
+
+def has_killed(group: Path) -> bool:
+    """Whether Linux has killed a process of the group because the memory was used up."""
+    events = _text(group / "memory.events") + _text(group / "memory.oom_control")
+    return any(int(number) for number in re.findall(r"^oom_kill (\d+)", events, re.MULTILINE))
+
+
+def remove_group(group: Path) -> None:
+    """Removes a group whose processes have ended; the kernel may need a moment for the last one."""
+    deadline = time.monotonic() + _RMDIR_S
+    while group.exists() and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+            return
+        time.sleep(0.005)
+
+
+def overuse(limits: Json, group: Path | None, *, has_own_proc: bool) -> str | None:
+    """The limit that all processes below the keeper, which calls this every 50 ms, exceed together.
+
+    A group knows about memory; what processes hold counts pages that they share more than once.
+    """
+    num_threads = num_kib = 0
+    for process in _own_processes() if has_own_proc else _descendants():
+        with contextlib.suppress(OSError):  # it has ended
+            threads, held = _threads_and_kib(f"/proc/{process}")
+            num_threads += threads
+            num_kib += held
+    if num_threads > limits["max_processes"]:
+        return "processes"
+    has_too_much = num_kib > limits["memory_mib"] << 10 if group is None else has_killed(group)
+    return "memory" if has_too_much else None
+
+
+def _own_processes() -> Iterable[str]:
+    return (name for name in os.listdir("/proc") if name.isdigit() and name != "1")  # noqa: PTH208
+
+
+def _descendants() -> Iterator[str]:
+    """Of this process, by their numbers in this `/proc`; it has to be the one that gets orphans."""
+    waiting = ["self"]
+    while waiting:
+        with contextlib.suppress(OSError):
+            for children in Path("/proc", waiting.pop(), "task").glob("*/children"):
+                numbers = children.read_text().split()
+                waiting += numbers
+                yield from numbers
+
+
+def _threads_and_kib(process: str) -> tuple[int, int]:
+    """Of one process; a first thread that has ended no longer shows the memory that others still use."""
+    status = Path(process, "status").read_bytes()
+    if b"\nState:\tZ" in status:
+        for thread in os.listdir(f"{process}/task"):  # noqa: PTH208
+            status = max(status, Path(process, "task", thread, "status").read_bytes(), key=_kib)
+    threads = re.search(rb"\nThreads:\s+(\d+)", status)
+    return (0 if threads is None else int(threads[1])), _kib(status)
+
+
+def _kib(status: bytes) -> int:
+    """Memory in use, also what was swapped out."""
+    return sum(map(int, re.findall(rb"\nVm(?:RSS|Swap):\s+(\d+)", status)))
+
+
+def _text(file: Path) -> str:
+    """Empty if there is no such file."""
+    with contextlib.suppress(OSError):
+        return file.read_text()
+    return ""
