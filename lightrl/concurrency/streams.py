@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 _HEADER = struct.Struct("<?q")  # whether the message is pickled, its length in bytes
 _NUMBERS = struct.Struct("<qq")
 _BUFFER_BYTES = 1 << 20
+_MAX_BYTES = 1 << 36
+
+
+class BadMessage(Exception):
+    """What came through a channel is none of the messages that its two ends exchange."""
 
 
 class Channel:
@@ -45,13 +50,18 @@ class Channel:
             self._writer.write(_HEADER.pack(is_pickled, len(data)) + data)
 
     async def receive(self) -> tuple[Any, ...] | None:
-        """The next message; None once the other process has closed its end, or has ended."""
+        """The next message; None once the other process has closed its end, or has ended. Raises BadMessage."""
+        data = b""
         try:
-            is_pickled, length = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
+            is_pickled, length = _HEADER.unpack(data := await self._reader.readexactly(_HEADER.size))
+            if length > _MAX_BYTES:
+                raise BadMessage(f"the length {length}")
             data = await self._reader.readexactly(length)
+            return tuple(pickle.loads(data)) if is_pickled else (*_NUMBERS.unpack_from(data), data[_NUMBERS.size :])
         except (asyncio.IncompleteReadError, OSError):
             return None
-        return tuple(pickle.loads(data)) if is_pickled else (*_NUMBERS.unpack_from(data), data[_NUMBERS.size :])
+        except Exception as error:  # unpickling raises anything
+            raise BadMessage(f"{data[:100]!r} ({error!r})") from error
 
     def close(self) -> None:
         self._writer.close()

@@ -30,7 +30,12 @@ from lightrl.rewards.reward_result import Outcome, RewardResult
 from lightrl.rewards.supervisor import Supervisor, WorkerDied
 from lightrl.trajectory import Prompt, Trajectory, encode_json
 
-_OUTCOMES = ({"index", "error", "reason"}, {"index", "reward", "metrics", "rewards", "extracted"})
+_NONE = type(None)
+_OUTCOMES: tuple[dict[str, tuple[type, ...]], ...] = (
+    {"index": (int,), "error": (str,), "reason": (str,)},
+    {"index": (int,), "reward": (float,), "metrics": (dict,), "rewards": (list, _NONE), "extracted": (str, _NONE)},
+)
+_REASONS = ("raised", "invalid", "not_finite", "timeout", "killed")
 _READ_BYTES = 1 << 16
 _MAX_REPLY_BYTES = 1 << 24
 _PIPE_BYTES = 1 << 20  # holds a batch, which is then one write
@@ -144,13 +149,14 @@ class WorkerProcess:
         self._log: deque[str] = deque(maxlen=_MAX_LOG_LINES)
         self._is_ready = False
         self._is_ended = False  # nothing more comes from it
+        self._first = self._next = 0  # of the batch, of the next one; counted from the start, so replies name one batch
         with contextlib.suppress(AttributeError, OSError):  # Linux has it, within a limit of the system
             fcntl.fcntl(self._requests, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._send_bytes(json.dumps(settings).encode() + b"\n")
 
     def is_ready(self, wait_s: float) -> bool:
         for line in [] if self._is_ready else self._receive_lines(wait_s):
-            ready = _reply(line, {"problem"}, {"runs_together"})
+            ready = _reply(line, {"problem": (str,)}, {"runs_together": (bool,)})
             if "problem" in ready:
                 raise ValueError(ready["problem"])
             self.runs_together = ready["runs_together"]
@@ -163,6 +169,7 @@ class WorkerProcess:
 
     def send(self, requests: Sequence[bytes]) -> None:
         self._log.clear()
+        self._first, self._next = self._next, self._next + len(requests)
         lengths = json.dumps([len(request) for request in requests])
         self._send_bytes(b"".join([lengths.encode(), b"\n", *requests]))
 
@@ -171,7 +178,8 @@ class WorkerProcess:
         lines = self._receive_lines(wait_s)
         for number, line in enumerate(lines):
             try:
-                outcomes.append(_outcome(_reply(line, *_OUTCOMES)))
+                index, outcome = _outcome(_reply(line, *_OUTCOMES))
+                outcomes.append((index - self._first, outcome))
             except WorkerDied:
                 if not outcomes:
                     raise
@@ -283,12 +291,14 @@ def _read(descriptor: int) -> bytes | None:
         return None
 
 
-def _reply(line: bytes, *forms: set[str]) -> dict[str, Any]:
-    """Decodes what the worker wrote; raises WorkerDied if it has none of these names: something else wrote it."""
+def _reply(line: bytes, *forms: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
+    """Decodes what the worker wrote; raises WorkerDied if it has none of these names and types: another wrote it."""
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
-        if isinstance(record, dict) and record.keys() in forms:
-            return record
+        form = next((form for form in forms if isinstance(record, dict) and record.keys() == form.keys()), {})
+        is_reply = form and all(type(record[name]) in types for name, types in form.items())
+        if is_reply and record.get("reason", "raised") in _REASONS:
+            return record  # type: ignore[no-any-return]
     raise WorkerDied(
         f"its reply pipe carried {bytes(line[:200])!r}, which is no reply. The reward, or a process that it started, "
         "writes to a descriptor that it did not open: print to standard output instead"

@@ -30,6 +30,7 @@ _LARGEST_METRIC = 1e38  # float32
 RewardFunction = Callable[[Trajectory], Any]  # what it may return: see `RewardResult.of`; may be async
 _invalid = functools.partial(RewardError, reason="invalid")
 _MAX_NAMES = 1_000  # in the dict of a trajectory
+_OWN_NAMES = ("reward", "rewards", "extracted")
 _OWN_FILES = (
     "lightrl/checks/user_code.py",
     *(f"lightrl/rewards/{name}.py" for name in ("reward_result", "parts", "worker")),
@@ -55,45 +56,41 @@ class RewardResult:
 
         Args:
             value: a number; a dict with `reward` (a number) or `rewards` (T numbers), perhaps `extracted` (text or
-                None), and other named numbers; or a RewardResult, which is returned unchanged.
+                None), and other named numbers; or a RewardResult, perhaps of a process, which is checked like these.
             trajectory: the one that the function was called with.
 
         Raises:
             RewardError: reason `not_finite` for NaN and infinities, `invalid` for anything else that is not one.
         """
-        if isinstance(value, cls):
-            return value
-        if not isinstance(value, Mapping):
+        if not isinstance(value, cls | Mapping):
             return cls(_number(value, "its return value", trajectory))
-        extracted = None if value.get("extracted") is None else str(value["extracted"])
-        if len(value) > _MAX_NAMES:
+        own = vars(value) if isinstance(value, cls) else value
+        others = own["metrics"] if isinstance(value, cls) else {key: own[key] for key in own if key not in _OWN_NAMES}
+        extracted = None if own.get("extracted") is None else str(own["extracted"])
+        if len(others) > _MAX_NAMES:
             raise _invalid(
-                f"The reward function returned a dict with {len(value):,} names for {label(trajectory)}. Each is "
+                f"The reward function returned a dict with {len(own):,} names for {label(trajectory)}. Each is "
                 f"logged: return at most {_MAX_NAMES:,}."
             )
-        others = {name: item for name, item in value.items() if name not in ("rewards", "extracted")}
-        metrics = {
-            name: _number(item, repr(name), trajectory, _LARGEST_REWARD if name == "reward" else _LARGEST_METRIC)
-            for name, item in others.items()
-        }
+        metrics = {name: _number(item, repr(name), trajectory, _LARGEST_METRIC) for name, item in others.items()}
         for name in metrics:
             if not isinstance(name, str):
                 raise _invalid(
                     f"The reward function returned a dict with the key {name!r} for {label(trajectory)}. Keys must be "
                     "strings."
                 )
-        rewards = value.get("rewards")
+        reward = _number(own["reward"], "'reward'", trajectory) if "reward" in own else None
+        rewards = own.get("rewards")
         if rewards is None:
-            if "reward" not in metrics:
+            if reward is None:
                 raise _invalid(
-                    f"The reward function returned a dict with {sorted(map(str, value))} for {label(trajectory)}; it "
+                    f"The reward function returned a dict with {sorted(map(str, own))} for {label(trajectory)}; it "
                     'needs the key "reward" or "rewards".'
                 )
-            return cls(metrics.pop("reward"), metrics, extracted=extracted)
+            return cls(reward, metrics, extracted=extracted)
         per_token = _numbers(rewards, trajectory)
         total = math.fsum(per_token)
-        reward = metrics.pop("reward", total)
-        if not math.isclose(reward, total, rel_tol=1e-4, abs_tol=1e-6):
+        if reward is not None and not math.isclose(reward, total, rel_tol=1e-4, abs_tol=1e-6):
             raise _invalid(
                 f"The reward function returned reward={reward}, but rewards that sum to {total}, for "
                 f"{label(trajectory)}. Return one of the two."
@@ -276,6 +273,9 @@ def _numbers(values: object, trajectory: Trajectory) -> list[float]:
     if hasattr(values, "tolist"):  # an array of numpy or torch
         values = values.tolist()
     num_tokens = len(trajectory.token_ids)
+    is_list = type(values) is list and len(values) == num_tokens
+    if is_list and all(type(each) is float and abs(each) <= _LARGEST_REWARD for each in values):  # usual, and fast
+        return list(values)
     if not isinstance(values, list | tuple) or len(values) != num_tokens:
         shown = count_text(len(values), "number") if isinstance(values, list | tuple) else f"{values!r:.200}"
         raise _invalid(

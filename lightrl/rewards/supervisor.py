@@ -337,9 +337,13 @@ class Supervisor(ABC, Generic[Request]):
                 for index, outcome in worker.receive(max(0.0, min(left_s, _TICK_S))):
                     if index in outcomes or index not in unfinished:
                         raise WorkerDied(f"it gave a second outcome for the call at position {index} of its batch")
+                    if isinstance(outcome, RewardResult):  # nobody else checks what comes from a process
+                        outcome = RewardResult.of(outcome, unfinished[index].trajectory)
                     outcomes[index] = outcome
             except WorkerDied as error:
                 death = error
+            except RewardError as error:
+                death = WorkerDied(f"its reply pipe carried a result that is none: {error}")
             if outcomes:
                 _settle((unfinished.pop(index), outcome) for index, outcome in outcomes.items())
             if death is not None:  # what came before it counts

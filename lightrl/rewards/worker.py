@@ -4,7 +4,8 @@ Both directions carry one JSON value per line; a batch of trajectories follows t
 
     pool ─► worker   {"parts": [{"path": ...}, ...], "timeout_s": ..., "memory_limit_mib": ...}, then batches:
                      [number of bytes, ...], then the trajectories (`Trajectory.to_bytes`)
-    worker ─► pool   {"runs_together": ...} or {"problem": ...}, then for each trajectory when it is done:
+    worker ─► pool   {"runs_together": ...} or {"problem": ...}, then for each trajectory, by its number since the
+                     start, when it is done:
                      {"index": 0, "reward": 1.0, "metrics": {...}, "rewards": null, "extracted": null}
                      or {"index": 0, "error": ..., "reason": ...}
 
@@ -72,10 +73,12 @@ def main() -> None:
             return
         runner = Runner(function, name=" + ".join(part.path for part in parts), timeout_s=settings["timeout_s"])
         _reply(replies, {"runs_together": runner.runs_together})
+        first = 0
         for line in lines:
             batch = [lines.read(num_bytes) for num_bytes in json.loads(line)]
             for index, outcome in runner.outcomes(Trajectory.from_bytes(data).with_lists() for data in batch):
-                _reply(replies, _record(index, outcome))
+                _reply(replies, _record(first + index, outcome))
+            first += len(batch)
 
 
 def resolve(path: str) -> RewardFunction:

@@ -29,16 +29,17 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.concurrency.parent_guard import ONE_THREAD, GuardedProcesses, command, import_path
-from lightrl.concurrency.streams import Channel
+from lightrl.concurrency.streams import BadMessage, Channel
 from lightrl.engines import RolloutEngine, ServerEngine
-from lightrl.errors import EngineError, RolloutError
+from lightrl.engines.servers.leader import FollowerState
+from lightrl.errors import EngineError, RewardError, RolloutError
 from lightrl.rollout.prompts import State
 from lightrl.rollout.resume import InFlightCompletions
 from lightrl.rollout.tasks import Tasks
 from lightrl.trace import record
 from lightrl.trajectory import Prompt, Sampling, Trajectory
 from lightrl.workflows.agent_command import delete_workspace
-from lightrl.workflows.workflow import GroupResult, Workflow
+from lightrl.workflows.workflow import GroupResult, Workflow, check_trajectory
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ BEAT_S = 1.0  # between two messages to an idle worker
 MAX_DEATHS = 3  # then a trajectory that its workers died with is not run again: it may be the cause
 _STACK_S = 0.5  # for a worker that hangs to print where
 _TICK_S = 0.05
+_ANSWERS = {"state": dict, "follow": FollowerState}  # kind of request -> what answers it, or an EngineError
 
 
 class _WorkerLostError(Exception):
@@ -63,28 +65,30 @@ class _Worker:
     guard: str  # its name among the guards
     channel: Channel
     pid: int
-    answers: dict[int, asyncio.Future[Any]] = field(default_factory=dict)  # key of the request -> answer
-    runs: dict[int, tuple[set[int], _Results]] = field(default_factory=dict)  # key -> samples that run, their results
+    answers: dict[int, tuple[type, asyncio.Future[Any]]] = field(default_factory=dict)  # key of the request -> answer
+    # Key -> the prompt, its samples that run, and their results.
+    runs: dict[int, tuple[Prompt, set[int], _Results]] = field(default_factory=dict)
     state: Any = None  # its engine's
     num_done: int = 0  # trajectories
     silent_s: float = 0.0  # counted in beats, not by the clock: a stopped run is not a worker that hangs
 
     def ask(self, key: int, kind: str, *values: object) -> asyncio.Future[Any]:
-        answer = self.answers[key] = asyncio.get_running_loop().create_future()
+        answer = asyncio.get_running_loop().create_future()
+        self.answers[key] = _ANSWERS[kind], answer
         self.channel.send(key, kind, *values)
         return answer
 
     @property
     def num_running(self) -> int:
-        return sum(len(samples) for samples, _ in self.runs.values())
+        return sum(len(samples) for _, samples, _ in self.runs.values())
 
     def on_result(self, key: int, sample: int | None, result: object) -> None:
-        """The bytes of a trajectory of this run, or its error; None for all samples: the engine has failed."""
+        """A trajectory of this run, or its error; None for all samples: the engine has failed."""
         if key not in self.runs:  # given up
-            if isinstance(result, bytes):
-                delete_workspace(Trajectory.from_bytes(result, Prompt("given up", token_ids=[])).workspace)
+            if isinstance(result, Trajectory):
+                delete_workspace(result.workspace)
             return
-        samples, results = self.runs[key]
+        _, samples, results = self.runs[key]
         for each in [sample] if sample is not None else list(samples):
             samples.discard(each)
             results.put_nowait((each, result))
@@ -149,7 +153,7 @@ class WorkflowPool:
                 samples_of.setdefault(worker, []).append(sample)
             for worker, part in samples_of.items():
                 keys.append((worker, next(self._keys)))
-                worker.runs[keys[-1][1]] = (set(part), results)
+                worker.runs[keys[-1][1]] = (prompt, set(part), results)
                 started = self.in_flight.hand_over(seed_name, part, run_seed)
                 worker.channel.send(keys[-1][1], "run", started, prompt, part, sampling, run_seed, seed_name)
 
@@ -169,8 +173,6 @@ class WorkflowPool:
                         f"{MAX_DEATHS} workflow workers died in turn while they ran prompt {prompt.id!r}, which is not "
                         "tried again. Their output, above, may say what they died of."
                     )
-                elif isinstance(result, bytes):
-                    result = Trajectory.from_bytes(result, prompt)
                 record("interaction", "generate", "generations", start_ns, session=f"{seed_name}/{sample}")
                 num_left -= 1
                 yield sample, result
@@ -252,6 +254,8 @@ class WorkflowPool:
                 ready = await asyncio.wait_for(channel.receive(), START_S)
             except TimeoutError:
                 raise RolloutError(f"The {name} was not ready {START_S:g} s after its start.") from None
+            except BadMessage as error:
+                raise RolloutError(f"The {name} sent {error} at its start, which is no message of it.") from error
             if ready is None:
                 return None
             undo.pop_all()
@@ -266,25 +270,50 @@ class WorkflowPool:
         try:
             while (message := await worker.channel.receive()) is not None:
                 worker.silent_s = 0.0
-                key, *value = message
-                if key is None:
-                    self._leader.on_server_failed(*value[0])
-                elif key in worker.answers:
-                    _settle(worker.answers.pop(key), value[0])
-                else:
-                    worker.num_done += 1
-                    worker.on_result(key, *value)
+                self._on_message(worker, message)
+            return worker.num_running
+        except BadMessage as error:
+            log.warning("The %s sent %s, which is no message of it, and is ended.", worker.name, error)
             return worker.num_running
         finally:
             self._workers.remove(worker)
             if not self._workers:
                 self._has_workers.clear()
             worker.channel.close()
-            for answer in worker.answers.values():
+            for _, answer in worker.answers.values():
                 _settle(answer, _WorkerLostError())
             for key in list(worker.runs):
                 worker.on_result(key, None, _WorkerLostError())
             self._note_all()
+
+    def _on_message(self, worker: _Worker, message: tuple[Any, ...]) -> None:
+        """Believes nothing about what a worker sends; raises BadMessage."""
+        match message:
+            case None, (str(kind), str(url), str(reason)):
+                self._leader.on_server_failed(kind, url, reason)
+            case int(key), answer if key in worker.answers and isinstance(answer, worker.answers[key][0] | EngineError):
+                _settle(worker.answers.pop(key)[1], answer)
+            case int(key), None, EngineError() as error:
+                worker.on_result(key, None, error)
+            case int(key), int(sample), bytes() | RolloutError() | RewardError() as result:
+                prompt, samples, _ = worker.runs.get(key, (Prompt("given up", token_ids=[]), {sample}, None))
+                if sample not in samples:
+                    raise BadMessage(f"an unasked result of sample {sample} of prompt {prompt.id!r}")
+                if isinstance(result, bytes):
+                    result = self._trajectory(result, prompt)
+                worker.num_done += 1
+                worker.on_result(key, sample, result)
+            case _:
+                raise BadMessage(f"{message!r:.200}")
+
+    def _trajectory(self, data: bytes, prompt: Prompt) -> Trajectory:
+        try:
+            trajectory = check_trajectory(Trajectory.from_bytes(data, prompt), self.workflow, prompt)
+            if not all(isinstance(value, int | float) for value in trajectory.metrics.values()):
+                raise TypeError(f"metrics={trajectory.metrics!r:.100}")
+            return trajectory
+        except Exception as error:  # a decoder raises anything
+            raise BadMessage(f"a trajectory of prompt {prompt.id!r} that is none ({error!r})") from error
 
     async def _beat(self) -> None:
         """Finds workers that hang."""

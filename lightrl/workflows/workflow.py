@@ -296,7 +296,8 @@ def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> 
     """Checks that a workflow returned a trajectory to train on, and returns it.
 
     Raises:
-        RolloutError: if it is not, its lists differ in length, or a token in the loss mask has no weight version.
+        RolloutError: if it is not, its lists differ in length, a logprob is not finite, or a token in the loss mask
+            has no weight version.
     """
     name = f"{type(workflow).__name__}.run"
     if not isinstance(trajectory, Trajectory):
@@ -309,6 +310,8 @@ def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> 
             f"{name} returned lists of lengths {lengths} for prompt {prompt.id!r}; each needs one entry per token. "
             "Use False, 0.0 and -1 for tokens that the policy did not generate."
         )
+    if not np.isfinite(np.asarray(trajectory.behavior_logprobs)).all():
+        raise RolloutError(f"{name} returned behavior_logprobs that are not finite for prompt {prompt.id!r}.")
     if trajectory.supports is not None and (coded := len(support_ends(trajectory.supports))) != lengths["token_ids"]:
         raise RolloutError(
             f"{name} returned the supports of {coded} tokens for prompt {prompt.id!r}, which has "

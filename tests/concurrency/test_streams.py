@@ -1,8 +1,12 @@
-"""LineBuffer: lines of a stream, however it is cut."""
+"""LineBuffer: lines of a stream, however it is cut; Channel: what is no message."""
+
+import asyncio
+import contextlib
+import socket
 
 import pytest
 
-from lightrl.concurrency.streams import LineBuffer
+from lightrl.concurrency.streams import BadMessage, Channel, LineBuffer
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
@@ -19,3 +23,20 @@ def test_a_line_without_an_end_comes_in_bounded_pieces():
     lines = [line for _ in range(1000) for line in buffer.lines(b"x" * 1000)] + buffer.lines(b"")
     assert b"".join(lines) == b"x" * 1_000_000
     assert max(map(len, lines)) <= 1 << 17
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"x" * 9, b"\x01" + b"\xff" * 8, b"\x01\x03" + bytes(7) + b"abc", b"\x00\x03" + bytes(7) + b"abc"],
+    ids=["text", "a negative length", "no pickle", "no numbers"],
+)
+def test_bytes_that_are_no_message_are_refused(data):
+    async def receive() -> None:
+        ours, theirs = socket.socketpair()
+        channel = await Channel.open(ours)
+        with contextlib.closing(channel), theirs:
+            theirs.sendall(data)
+            with pytest.raises(BadMessage):
+                await channel.receive()
+
+    asyncio.run(asyncio.wait_for(receive(), 30))

@@ -222,14 +222,50 @@ def test_close_fails_the_calls_on_their_way_and_ends_all_processes():
         assert reasons(asyncio.run(outcomes_of_group(pool, [trajectory_that()] * 2))) == ["killed", "killed"]
 
 
+RESULT = '{"index": %s, "reward": %s, "metrics": %s, "rewards": %s, "extracted": %s}\n'
+FORGED = {
+    "a list as index": ("[2]", "1.0", "{}", "null", "null"),
+    "true as index": ("true", "1.0", "{}", "null", "null"),
+    "NaN": ("2", "NaN", "{}", "null", "null"),
+    "a word as reward": ("2", '"high"', "{}", "null", "null"),
+    "too large": ("2", "1e300", "{}", "null", "null"),
+    "metrics that are a number": ("2", "1.0", "5", "null", "null"),
+    "an infinite metric": ("2", "1.0", '{"a": Infinity}', "null", "null"),
+    "another length": ("2", "1.0", "{}", "[1.0]", "null"),
+    "another sum": ("2", "9.0", "{}", "[0.0, 0.0, 0.0, 1.0]", "null"),
+    "a number as text": ("2", "1.0", "{}", "null", "3"),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED.values(), ids=FORGED)
+def test_a_forged_result_costs_one_process(forged):
+    with pool_of("obey") as pool:
+        lines = {"do": "write into the pipe", "lines": [RESULT % forged]}
+        results = outcomes(pool, *[trajectory_that(sample=i, **(lines if i == 2 else {})) for i in range(4)])
+    assert reasons(results) == [1.0, 1.0, "killed", 1.0]
+    assert "reply pipe" in str(results[2])
+
+
+def test_a_second_reply_to_an_earlier_call_is_no_reward_of_this_one():
+    with pool_of("obey") as pool:
+        lines = [RESULT % ("0", "99.0", "{}", "null", "null")]
+        assert reasons(outcomes(pool, trajectory_that())) == [1.0]
+        assert reasons(outcomes(pool, trajectory_that(do="write into the pipe", lines=lines))) == ["killed"]
+
+
 @pytest.mark.parametrize("function", ["obey", "obey_async"])
 @pytest.mark.parametrize(
     "lines",
     [
         *[["stray\n"], ["{}\n"], ["3\n"], ["[[["], ["\n"], ['{"reward": 1.0}\n'], ["[" * 100_000 + "\n"]],
         ['{"index": 99, "error": "", "reason": "raised"}\n'],
+        ['{"index": 2, "error": 1, "reason": "raised"}\n'],
+        ['{"index": 2, "error": "", "reason": "bored"}\n'],
     ],
-    ids=["text", "dict", "number", "no newline", "empty", "a reward", "deep", "another call"],
+    ids=[
+        *["text", "dict", "number", "no newline", "empty", "a reward", "deep", "another call"],
+        *["an error that is no text", "another reason"],
+    ],
 )
 def test_a_stray_line_on_the_reply_pipe_costs_one_process(function, lines):
     with pool_of(function) as pool:

@@ -37,7 +37,8 @@ def test_rewards_per_token_sum_to_the_reward(rewards):
 
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
-    "value", [math.nan, math.inf, {"reward": -math.inf}, {"reward": 1, "format": math.nan}, 10**400]
+    "value",
+    [math.nan, math.inf, {"reward": -math.inf}, {"reward": 1, "format": math.nan}, 10**400, RewardResult(math.nan)],
 )
 def test_a_number_that_is_not_finite_is_refused(value):
     with pytest.raises(RewardError, match=r"It must be finite: .* division by zero") as caught:

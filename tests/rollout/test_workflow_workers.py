@@ -5,6 +5,7 @@ Real workers and fake servers, whose tokens are a function of seed and place: on
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from local_rewards import LocalRewards
 from test_controller import Numbers
 from transformers import Qwen3Config
 from waits import Deadlines, comes_true
-from worker_workflows import BlockingOnce, Dropping, Dying, SlowToRead, Two, Unreadable, Words
+from worker_workflows import BlockingOnce, Dropping, Dying, ForgingOnce, SlowToRead, Two, Unreadable, Words
 
 from lightrl.engines import SGLangEngine
 from lightrl.errors import RolloutError
@@ -252,6 +253,22 @@ def test_a_workflow_that_blocks_its_worker_is_shown_and_run_again(make, tmp_path
     assert tokens(groups) == tokens(make(0).take(0))
     assert "blocks its event loop" in caplog.text
     assert "worker_workflows.py" in capfd.readouterr().err  # the line
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [(number, sample, nothing) for number in range(50) for sample in (0, 1) for nothing in (b"", b"{}")],
+        *[pytest.param([message], marks=pytest.mark.extra) for message in ((None, 3), (), (10**9, {"state": 1}))],
+    ],
+    ids=["trajectories", "report", "empty", "unasked answer"],
+)
+def test_a_worker_that_sends_what_is_no_message_is_named_and_replaced(messages, make, tmp_path, caplog):
+    honest = tokens(iterations(make(0), 1))
+    controller = make(2, ForgingOnce(tmp_path / "once", *messages))
+    wait_until_ready(controller)
+    assert tokens(iterations(controller, 1)) == honest
+    assert re.search(r"The workflow worker \d sent .*, which is no message of it, and is ended", caplog.text)
 
 
 @pytest.mark.extra

@@ -1,9 +1,11 @@
 """Workflows that test_workflow_workers.py runs in workers, in a module that they can import."""
 
+import gc
 import os
 import time
 from pathlib import Path
 
+from lightrl.concurrency.streams import Channel
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, Trajectory
 from lightrl.workflows.workflow import Generate, SingleTurn
@@ -61,8 +63,25 @@ class BlockingOnce(SingleTurn):
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         if prompt.id == "p1" and not self.mark.exists():
             self.mark.touch()
-            time.sleep(1000)  # the fault
+            self.do_harm()
         return await super().run(prompt, generate)
+
+    def do_harm(self) -> None:
+        time.sleep(1000)
+
+
+class ForgingOnce(BlockingOnce):
+    """The first process that runs prompt 1 sends messages that are not its own."""
+
+    def __init__(self, mark: Path, *messages: object) -> None:
+        super().__init__(mark)
+        self.messages = messages
+
+    def do_harm(self) -> None:
+        gc.unfreeze()
+        (channel,) = (each for each in gc.get_objects() if type(each) is Channel)
+        for message in self.messages:
+            channel._writer.write(message) if isinstance(message, bytes) else channel.send(*message)
 
 
 class Unreadable(SingleTurn):
