@@ -58,7 +58,7 @@ from lightrl.models.routes import NOT_COMPILED, RouteLayout
 from lightrl.module import RLModule
 from lightrl.rewards import OverlongPenalty
 from lightrl.rollout.rl_trainer import RLTrainer
-from lightrl.strategies import AtomicCheckpointIO, FSDP2Strategy, check_strategy, named_strategy
+from lightrl.strategies import AtomicCheckpointIO, FSDP2Strategy, check_strategy, named_strategy, ranks_of
 from lightrl.strategies.atomic_write import logged_behind_failure
 from lightrl.trajectory import Group, Sampling
 
@@ -292,9 +292,19 @@ class Trainer(RLTrainer):
         if self.state.fn == TrainerFn.FITTING:
             self._restoring = kwargs.get("ckpt_path")
             self.strategy.optimizers = []  # an earlier fit's: until this one has its own, settings may change
-        if self.is_global_zero:
-            keep_rows(self.loggers)
-        return super()._run(*args, **kwargs)
+        try:
+            if self.is_global_zero:
+                keep_rows(self.loggers)
+            return super()._run(*args, **kwargs)
+        except Exception as error:
+            ranks = ranks_of(self.strategy)
+            ranks.fail(error)  # which waits until it is clear whether another rank is the cause
+            if ranks.failed_before is None:
+                raise
+            raise OtherRankFailed(
+                f"Rank {self.global_rank} could not continue because another rank failed first. Fix that; its "
+                f"output is above.\n{ranks.failed_before}"
+            ) from error
 
     def _run_stage(self) -> Any:
         while self._muted:
@@ -327,11 +337,6 @@ class Trainer(RLTrainer):
                     self._warn_of_no_checkpoint(getattr(callback, "dirpath", None))
         elif self.state.fn == TrainerFn.FITTING and self.is_global_zero and not self.fast_dev_run:
             self._warn_of_unsaved_iterations()
-        if failed_before is not None and isinstance(error, Exception):
-            raise OtherRankFailed(
-                f"Rank {self.global_rank} could not continue because another rank failed first. Fix that; its "
-                f"traceback is above.\n{failed_before}"
-            ) from error
 
     def _run_rl_stage(self, module: RLModule) -> Any:
         loop, ranks = self.rollout_loop, self.rollout_loop.ranks

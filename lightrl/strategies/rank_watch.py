@@ -148,7 +148,7 @@ class RankWatch:
         self._closed = threading.Event()
         self._end_lock = threading.Lock()
         self._has_reported = False
-        self.failed_before: str | None = None  # the other rank that failed first, and its error
+        self.failed_before: str | None = None  # the other rank that failed or stopped first, and how
         self._threads = [
             threading.Thread(target=target, name=f"lightrl-watch-{rank}", daemon=True)
             for target in (self._run, self._tick)
@@ -258,7 +258,6 @@ class RankWatch:
             self._publish()
         except _STORE_IS_GONE:
             if not self._closed.is_set():
-                self.failed_before = self.failed_before or f"Rank 0 {_GONE}."
                 self._end(f"Rank 0 {_GONE}.", [])
         finally:
             self._is_reported.set()
@@ -360,6 +359,7 @@ class RankWatch:
             if self._has_reported:
                 return
             self._has_reported = True
+        self.failed_before = self.failed_before or failure  # a rank that stands still raised no error
         self._is_reported.set()
         frame = sys._current_frames().get(self._main_thread)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""

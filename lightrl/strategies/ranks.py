@@ -158,7 +158,7 @@ class Ranks:
 
     @property
     def failed_before(self) -> str | None:
-        """The other rank that raised an error first, and the error; None if there is none."""
+        """The other rank that failed or stopped first, and how; None if there is none."""
         return None if self.watch is None else self.watch.failed_before
 
     def fail(self, error: BaseException) -> None:

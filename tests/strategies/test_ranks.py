@@ -102,6 +102,15 @@ def test_of_two_ranks_that_fail_at_once_the_second_knows_of_the_first() -> None:
     second.close()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_stands_still_is_the_cause_of_what_the_others_raise(rank: int, watched: Watched) -> None:
+    store, ended = torch.distributed.HashStore(), threading.Event()
+    watch = RankWatch(store, 1 - rank, 2, hang_timeout_s=0.1, end_process=ended.set)
+    assert ended.wait(30)
+    assert str(watch.failed_before).startswith(f"Rank {rank} has not been heard of for hang_timeout_s=0.1")
+    watch.close()
+
+
 def test_a_rank_that_fails_since_rank_0_is_gone_raises_nothing_else() -> None:
     class Gone:
         """A store whose process has ended."""

@@ -152,6 +152,8 @@ class Failing(TinyGRPO):
             raise ValueError("raised on purpose")
         if self.how == "hang":
             time.sleep(600)
+        if self.how in ("SIGSTOP", "SIGKILL"):
+            os.kill(os.getpid(), signal.Signals[self.how])
         if self.how == "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -173,7 +175,7 @@ def fail(folder: Path, rank: int, how: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     checkpoint = ModelCheckpoint(folder / how, save_on_exception=True, every_n_train_steps=100)
     rank_watch.START_S = 5.0
-    strategy = FSDP2Strategy(hang_timeout_s=5 if how.startswith("hang") else 600)
+    strategy = FSDP2Strategy(hang_timeout_s=5 if how.startswith(("hang", "SIG")) else 600)
     engine = TerminatedAtStart() if how == "terminate" else LocalEngine()
     trainer = make_trainer(
         folder, engine=engine, devices=2, strategy=strategy, callbacks=[checkpoint], enable_checkpointing=True

@@ -1,6 +1,10 @@
 """Two processes on gloo: what they log and resume, and how they end; test_layouts.py compares them with one."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +93,29 @@ def test_a_rank_that_hangs_is_named_after_the_deadline(rank: str, how: str, tmp_
     assert done.returncode != 0
     assert f"It waits for rank {rank}." in done.stderr
     assert "time.sleep(600)" in done.stderr  # where it hangs
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("SIGSTOP", "Rank 1 has not been heard of for hang_timeout_s=5"),
+        ("SIGKILL", "Rank 1 was killed, or its machine"),
+    ],
+)
+def test_the_last_line_names_a_rank_that_was_stopped_or_killed(how, cause, tmp_path, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    command = [sys.executable, str(SCRIPT), str(tmp_path), "fail", "1", how]
+    ranks = [  # started one by one, as `lightrl launch` does: Lightning's own launcher kills all at the first death
+        subprocess.Popen(command, env={**os.environ, **place, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]
+    said = [rank.communicate(timeout=150)[1] for rank in ranks][0]
+    assert ranks[0].returncode == 1
+    assert said.rstrip().rpartition("\n")[2].startswith(cause), said[-3000:]
 
 
 def test_ctrl_c_ends_all_ranks_at_the_same_place_with_a_checkpoint(tmp_path: Path) -> None:
