@@ -64,7 +64,7 @@ class RewardResult:
         """
         if not isinstance(value, cls | Mapping):
             return cls(_number(value, "its return value", trajectory))
-        own = vars(value) if isinstance(value, cls) else value
+        own: Mapping[Any, Any] = vars(value) if isinstance(value, cls) else value  # type: ignore[assignment]
         others = own["metrics"] if isinstance(value, cls) else {key: own[key] for key in own if key not in _OWN_NAMES}
         extracted = None if own.get("extracted") is None else str(own["extracted"])
         if len(others) > _MAX_NAMES:
@@ -269,7 +269,7 @@ def _number(value: object, what: str, trajectory: Trajectory, largest: float = _
     return number
 
 
-def _numbers(values: object, trajectory: Trajectory) -> list[float]:
+def _numbers(values: Any, trajectory: Trajectory) -> list[float]:
     if hasattr(values, "tolist"):  # an array of numpy or torch
         values = values.tolist()
     num_tokens = len(trajectory.token_ids)

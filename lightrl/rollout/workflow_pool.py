@@ -299,10 +299,9 @@ class WorkflowPool:
                 prompt, samples, _ = worker.runs.get(key, (Prompt("given up", token_ids=[]), {sample}, None))
                 if sample not in samples:
                     raise BadMessage(f"an unasked result of sample {sample} of prompt {prompt.id!r}")
-                if isinstance(result, bytes):
-                    result = self._trajectory(result, prompt)
+                done = self._trajectory(result, prompt) if isinstance(result, bytes) else result
                 worker.num_done += 1
-                worker.on_result(key, sample, result)
+                worker.on_result(key, sample, done)
             case _:
                 raise BadMessage(f"{message!r:.200}")
 

@@ -1,9 +1,4 @@
-"""Memory of all of a program's processes together: a cgroup of their own, and what each of them holds.
-
-A cgroup counts what is allocated, resident or not: shared pages, buffers of pipes and sockets, files in a memory disk.
-Where there is none, the keeper adds up what processes hold, and the system calls that allocate elsewhere are refused
-(layers.py).
-"""
+"""Memory of all of a program's processes together: a cgroup of their own, or the sum of what each of them holds."""
 
 from __future__ import annotations
 
@@ -11,7 +6,6 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from .layers import Json
@@ -21,38 +15,33 @@ _RMDIR_S = 2.0
 
 def parent_of_groups(process: str = "/proc/self") -> Path | None:
     """The folder of the nearest cgroup, of v1 or v2, in which this process may make groups that bound memory."""
-    with contextlib.suppress(OSError):
-        path_of = {}
-        for line in Path(process, "cgroup").read_text(errors="surrogateescape").splitlines():
-            _, controllers, path = line.split(":", 2)
-            path_of.update(dict.fromkeys(controllers.split(","), path))
-        for line in Path(process, "mountinfo").read_text(errors="surrogateescape").splitlines():
-            _, _, _, root, mount, *_, kind, _, options = line.split(" ")
-            is_v1 = kind == "cgroup" and "memory" in options.split(",")
-            path = os.path.relpath(path_of.get("memory" if is_v1 else "", "/"), root)
-            if ".." in path or not (is_v1 or kind == "cgroup2"):
-                continue
-            own = Path(mount, path)
-            for folder in [own] if is_v1 else [own, *own.parents]:  # v2 has processes in leaves only
-                has_memory = is_v1 or "memory" in _text(folder / "cgroup.subtree_control").split()
-                if has_memory and os.access(folder, os.W_OK):
-                    return folder
+    own = [line.split(":", 2) for line in _text(Path(process, "cgroup")).splitlines()]
+    path_of = {controller: path for _, controllers, path in own for controller in controllers.split(",")}
+    for line in _text(Path(process, "mountinfo")).splitlines():
+        _, _, _, root, mount, *_, kind, _, options = line.split(" ")
+        is_v1 = kind == "cgroup" and "memory" in options.split(",")
+        path = os.path.relpath(path_of.get("memory" if is_v1 else "", "/"), root)
+        if ".." in path or not (is_v1 or kind == "cgroup2"):
+            continue
+        folder = Path(mount, path)
+        for each in [folder] if is_v1 else [folder, *folder.parents]:  # v2 has processes in leaves only
+            has_memory = is_v1 or "memory" in _text(each / "cgroup.subtree_control").split()
+            if has_memory and os.access(each, os.W_OK):
+                return each
     return None
 
 
 def make_group(name: str, limits: Json) -> Path | None:
     """A cgroup for a program's memory, files in a memory disk included; None where this system has none."""
-    parent = parent_of_groups()
-    if parent is None:
+    if (parent := parent_of_groups()) is None:
         return None
     group, num_bytes = parent / name, limits["memory_mib"] << 20
     bounds = {"memory.max": num_bytes, "memory.swap.max": 0}
     bounds |= {"memory.limit_in_bytes": num_bytes, "memory.memsw.limit_in_bytes": num_bytes}  # v1
     try:
         group.mkdir()
-        for bound, value in bounds.items():
-            if (group / bound).exists():
-                (group / bound).write_text(str(value))
+        for bound in filter(Path.exists, map(group.joinpath, bounds)):
+            bound.write_text(str(bounds[bound.name]))
     except OSError:
         remove_group(group)
         return None
@@ -82,36 +71,25 @@ def remove_group(group: Path) -> None:
         time.sleep(0.005)
 
 
-def overuse(limits: Json, group: Path | None, *, has_own_proc: bool) -> str | None:
-    """The limit that all processes below the keeper, which calls this every 50 ms, exceed together.
+def overuse(limits: Json, group: Path | None) -> str | None:
+    """The limit that all processes below the keeper, which gets their orphans and looks every 50 ms, exceed together.
 
     A group knows about memory; what processes hold counts pages that they share more than once.
     """
     num_threads = num_kib = 0
-    for process in _own_processes() if has_own_proc else _descendants():
+    waiting = ["self"]
+    while waiting:
         with contextlib.suppress(OSError):  # it has ended
-            threads, held = _threads_and_kib(f"/proc/{process}")
-            num_threads += threads
-            num_kib += held
+            for children in Path("/proc", waiting.pop(), "task").glob("*/children"):
+                waiting += (processes := _text(children).split())
+                for process in processes:
+                    with contextlib.suppress(OSError):
+                        threads, held = _threads_and_kib(f"/proc/{process}")
+                        num_threads, num_kib = num_threads + threads, num_kib + held
     if num_threads > limits["max_processes"]:
         return "processes"
     has_too_much = num_kib > limits["memory_mib"] << 10 if group is None else has_killed(group)
     return "memory" if has_too_much else None
-
-
-def _own_processes() -> Iterable[str]:
-    return (name for name in os.listdir("/proc") if name.isdigit() and name != "1")  # noqa: PTH208
-
-
-def _descendants() -> Iterator[str]:
-    """Of this process, by their numbers in this `/proc`; it has to be the one that gets orphans."""
-    waiting = ["self"]
-    while waiting:
-        with contextlib.suppress(OSError):
-            for children in Path("/proc", waiting.pop(), "task").glob("*/children"):
-                numbers = children.read_text().split()
-                waiting += numbers
-                yield from numbers
 
 
 def _threads_and_kib(process: str) -> tuple[int, int]:
@@ -132,5 +110,5 @@ def _kib(status: bytes) -> int:
 def _text(file: Path) -> str:
     """Empty if there is no such file."""
     with contextlib.suppress(OSError):
-        return file.read_text()
+        return file.read_text(errors="surrogateescape")
     return ""

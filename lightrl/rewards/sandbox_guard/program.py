@@ -102,7 +102,6 @@ def _keep(program: Program, folder: str, streams: tuple[int, int, int], report: 
     record = read_records(records)
     _write_record(report, record)
     group = program.group if "cgroup" in record.get("layers", ()) else None
-    has_own_proc = "proc" in program.layers
     poller = select.poll()
     poller.register(life, 0)
     with contextlib.suppress(AttributeError, OSError):  # pidfd_open: Linux 5.3
@@ -112,7 +111,7 @@ def _keep(program: Program, folder: str, streams: tuple[int, int, int], report: 
         if any(descriptor == life for descriptor, _ in poller.poll(_WATCH_S * 1000)):
             os._exit(0)
         exit_code = _reap(pid)
-        stopped_by = memory.overuse(program.limits, group, has_own_proc=has_own_proc)
+        stopped_by = memory.overuse(program.limits, group)
         if exit_code is None and stopped_by is not None:
             os.kill(pid, signal.SIGKILL)
             exit_code = -signal.SIGKILL
