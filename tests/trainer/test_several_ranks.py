@@ -113,9 +113,9 @@ def test_the_last_line_names_a_rank_that_was_stopped_or_killed(how, cause, tmp_p
         subprocess.Popen(command, env={**os.environ, **place, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True)
         for rank in "01"
     ]
-    said, _ = (rank.communicate(timeout=150)[1] for rank in ranks)
+    said, _ = (rank.communicate(timeout=170)[1] for rank in ranks)
     assert ranks[0].returncode == 1
-    assert said.rstrip().rpartition("\n")[2].startswith(cause), said[-3000:]
+    assert cause in said.rstrip().rpartition("\n")[2], said[-3000:]
 
 
 def test_ctrl_c_ends_all_ranks_at_the_same_place_with_a_checkpoint(tmp_path: Path) -> None:
