@@ -296,7 +296,7 @@ class Trainer(RLTrainer):
             if self.is_global_zero:
                 keep_rows(self.loggers)
             return super()._run(*args, **kwargs)
-        except Exception as error:
+        except Exception as error:  # any error may follow from that of another rank
             ranks = ranks_of(self.strategy)
             ranks.fail(error)  # which waits until it is clear whether another rank is the cause
             if ranks.failed_before is None:

@@ -22,8 +22,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from lightrl.checks.printable import escape_unprintable
-
 # The offset of each machine's clock from rank 0's, with bounds that need no assumption about the network: no rank
 # leaves a barrier before the last has arrived. So what a rank reads after a barrier is later than what any rank read
 # before it, and each barrier bounds the offset of two clocks from both sides.
@@ -308,7 +306,7 @@ def child_bytes() -> dict[str, int]:
             for children in parent.glob("task/*/children"):
                 for pid in children.read_text().split():
                     process = Path("/proc", pid)
-                    name = escape_unprintable((process / "comm").read_text(errors="replace").strip())
+                    name = repr((process / "comm").read_text(errors="replace").strip())[1:-1]  # any bytes
                     totals[name] = totals.get(name, 0) + host_bytes(process=process)
                     waiting.append(process)
     return totals
