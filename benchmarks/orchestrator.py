@@ -62,6 +62,7 @@ VOCAB_SIZE = 150_000
 PROMPT = [17] * 200
 GROUP_SIZE = 4
 NUM_SERVERS = 2
+NO_ID = b"0" * 32
 
 
 class CannedServer(fake.FakeServer):
@@ -75,7 +76,8 @@ class CannedServer(fake.FakeServer):
         version = self.model.version
         if self._canned[0] != version:
             self._canned = (version, canned_answer(self.num_tokens, version))
-        return web.Response(body=self._canned[1], content_type="application/json")
+        answer = self._canned[1].replace(NO_ID, body["rid"].encode(), 1)
+        return web.Response(body=answer, content_type="application/json")
 
     _canned: tuple[str, bytes] = ("", b"")
 
@@ -83,7 +85,7 @@ class CannedServer(fake.FakeServer):
 def canned_answer(num_tokens: int, version: str) -> bytes:
     token_ids = [(number * 7919) % VOCAB_SIZE for number in range(num_tokens)]
     meta = {
-        "id": "0" * 32,
+        "id": NO_ID.decode(),
         "finish_reason": {"type": "length", "length": num_tokens},
         "prompt_tokens": len(PROMPT),
         "completion_tokens": num_tokens,

@@ -70,6 +70,7 @@ class CachedServer:
         self.prompt_tokens += len(tokens)
         self.computed_tokens += computed
         meta = {"id": body["rid"], "finish_reason": {"type": "length"}, "weight_version": self.weight_version}
+        meta["prompt_tokens"] = len(tokens)
         meta["output_token_logprobs"] = [[-1.0, token, None] for token in written]
         return web.json_response({"text": "", "output_ids": written, "meta_info": meta})
 

@@ -440,6 +440,8 @@ class Trainer(RLTrainer):
         if not isinstance(self.engine, ServerEngine):
             return
         self.engine.check()
+        for sampling in (module.sampling, module.validation_sampling):
+            self.engine.check_sampling(sampling)
         if is_fit and self.engine.placement == "colocated":
             check_no_overlap(next(item for item in self.callbacks if isinstance(item, StalenessControl)).max_staleness)
 

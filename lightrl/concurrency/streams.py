@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import pickle
 import socket
 import struct
+import time
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -97,3 +101,20 @@ async def body_of(response: aiohttp.ClientResponse, max_bytes: int) -> bytes | N
         parts.append(part)
         num_bytes += len(part)
     return b"".join(parts) if num_bytes <= max_bytes else None
+
+
+# A balancer that has no server just now, or a server that takes no more: the same request may succeed a little later.
+BUSY = (408, 425, 429, 502, 503, 504)
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float:
+    """How long an HTTP answer asks to wait, by seconds or a date; 0 if it does not say."""
+    value = headers.get("Retry-After", "")
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(value).timestamp() - time.time()
+        except (ValueError, TypeError, OverflowError):
+            return 0.0
+    return seconds if 0 < seconds < math.inf else 0.0

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import count_text
-from lightrl.concurrency.streams import body_of
+from lightrl.concurrency.streams import BUSY, body_of, retry_after_s
 from lightrl.errors import RewardError
 from lightrl.rewards.reward_result import label
 from lightrl.trajectory import Trajectory, chat_as_text
@@ -50,9 +50,9 @@ _SCORE = (
 class LLMJudge:
     """A reward function: asks a model with a rubric, reads its score, and scales it to [0, 1].
 
-    At most `max_concurrent` requests run at the same time. Connection errors and status 408, 429 and 5xx are retried
-    with growing pauses until `deadline_s`; other errors, and an answer without a score, are a RewardError at once. The
-    same prompt with the same completion is sent once, as long as it is in the cache.
+    At most `max_concurrent` requests run at the same time. Connection errors and status 408, 425, 429 and 5xx are
+    retried with growing pauses until `deadline_s`; other errors, and an answer without a score, are a RewardError at
+    once. The same prompt with the same completion is sent once, as long as it is in the cache.
 
     Args:
         url: of the endpoint, up to and without `/chat/completions`.
@@ -146,20 +146,20 @@ class LLMJudge:
         while (left_s := deadline - time.monotonic()) > 0:
             attempt += 1
             try:
-                status, text, retry_after_s = await asyncio.wait_for(self._post(question), left_s)
+                status, text, least_s = await asyncio.wait_for(self._post(question), left_s)
             except TimeoutError:
                 break
             except OSError as error:  # aiohttp's connection errors are OSErrors
-                status, text, retry_after_s = 0, repr(error), None
+                status, text, least_s = 0, repr(error), 0.0
             if status == 200:
                 return text
             last = f"status {status}: {text[:_MAX_SHOWN]}" if status else text
-            if 400 <= status < 500 and status not in (408, 429):
+            if 400 <= status < 500 and status not in BUSY:
                 raise RewardError(
                     f"The LLM judge at {self._url} answered {label(trajectory)} with {last}. Check url, model, key and "
                     "rubric."
                 )
-            pause_s = max(retry_after_s or 0.0, wait_s * random.uniform(0.8, 1.2))
+            pause_s = max(least_s, wait_s * random.uniform(0.8, 1.2))
             await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
             wait_s = min(2 * wait_s, _MAX_WAIT_S)
         raise RewardError(
@@ -169,7 +169,7 @@ class LLMJudge:
             reason="timeout",
         )
 
-    async def _post(self, question: str) -> tuple[int, str, float | None]:
+    async def _post(self, question: str) -> tuple[int, str, float]:
         """Status, the answer's text (or the server's error), and how long the server asks to wait."""
         import aiohttp
 
@@ -183,7 +183,7 @@ class LLMJudge:
                 content = await body_of(response, _MAX_ANSWER_BYTES)
                 if response.status != 200:
                     text = (content or b"").decode(errors="replace")
-                    return response.status, text, _seconds(response.headers)
+                    return response.status, text, retry_after_s(response.headers)
                 answer = json.loads(content or b"")
         except aiohttp.ClientError as error:
             raise OSError(repr(error)) from error
@@ -191,7 +191,7 @@ class LLMJudge:
             size = f"has more than {_MAX_ANSWER_BYTES >> 20} MiB" if content is None else f"is not JSON: {error}"
             raise RewardError(f"The answer of the LLM judge at {self._url} {size}. Check its url.") from error
         try:
-            return 200, answer["choices"][0]["message"]["content"] or "", None
+            return 200, answer["choices"][0]["message"]["content"] or "", 0.0
         except (KeyError, IndexError, TypeError) as error:
             raise RewardError(
                 f"The answer of the LLM judge at {self._url} has no message in its choices: {answer!r:.280}. "
@@ -221,10 +221,3 @@ class _Formatter(string.Formatter):
 
     def get_field(self, field_name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[object, str]:
         return self.get_value(field_name, args, kwargs), field_name
-
-
-def _seconds(headers: Mapping[str, str]) -> float | None:
-    try:
-        return float(headers.get("Retry-After", ""))
-    except ValueError:
-        return None

@@ -46,6 +46,9 @@ REPLIES = [
     row("reply: more tokens than requested", reply(token_ids=[3] * 5, logprobs=[-1.0] * 5), "generated 5 tokens", "max_new_tokens=4"),
     row("reply: other tokens than logprobs", {**reply(), "output_ids": [3]}, "1 tokens, 2 logprobs"),
     row("reply: a version that is no number", reply(weight_version="default"), "a numbered weight version"),
+    row("reply: a fraction of a version", reply(weight_version=5.5), "the weight version 5.5"),
+    row("reply: a version that is true", reply(weight_version=True), "the weight version True"),
+    row("reply: a version with an underscore", reply(weight_version="1_0"), "the weight version '1_0'"),
     row("reply: a span that ends at 10^9", reply(spans=[span(0, 10**9)]), "a span from 0 ends at 1000000000", "2 tokens"),
     row("reply: a span that ends before it starts", reply(spans=[span(0, 2), span(2, 1)]), "a span from 2 ends at 1"),
     row("reply: a hole between two spans", reply(spans=[span(0, 1), span(2, 2)]), "starts at 2, not at 1"),
@@ -70,6 +73,45 @@ def test_a_reply_with_an_error_adds_no_token(case):
         added(json.dumps(case.given).encode())
     case.check(str(caught.value))
     assert "http://there" in str(caught.value)
+
+
+OTHERS = [
+    row("reply: to another request", {"id": "q"}, "request r of 1 tokens as if it were q of 1"),
+    row("reply: to no request", {"id": None}, "as if it were None of 1"),
+    row("reply: to a shorter prompt", {"prompt_tokens": 0}, "of 1 tokens as if it were r of 0"),
+    row("reply: without the prompt's length", {"prompt_tokens": None}, "of 1 tokens as if it were r of None"),
+    row("reply: a version from the future", {"weight_version": "1005"}, "versions [1005]", "only have had 4 to 6"),
+    row("reply: a version from the past", {"weight_version": "3"}, "versions [3]", "only have had 4 to 6"),
+    row("reply: a version below 0", {"weight_version": "-1"}, "versions [-1]", "only have had 4 to 6"),
+]
+
+
+@each(OTHERS)
+def test_a_reply_is_that_of_its_request_by_weights_that_the_server_had(case):
+    draft, own = CompletionDraft([1], Sampling(max_new_tokens=4)), {"id": "r", "prompt_tokens": 1}
+    draft.check(read_answer(json.dumps(reply(**own)).encode()), "http://there", "r", 4, 6)
+    with pytest.raises(MalformedAnswer) as caught:
+        draft.check(read_answer(json.dumps(reply(**own | case.given)).encode()), "http://there", "r", 4, 6)
+    case.check(str(caught.value))
+
+
+@pytest.mark.parametrize("client_type", [SGLangClient, VLLMClient])
+@pytest.mark.parametrize("changes", [{"id": "q"}, {"prompt_tokens": 5}], ids=["another request's", "of another prompt"])
+def test_no_reply_to_another_request_counts_for_scores_and_caches(client_type, changes, monkeypatch):
+    async def answer(method, path, body, **settings):
+        meta = {"id": body.get("rid"), "prompt_tokens": len(body.get("input_ids") or [])} | changes
+        usage = {"prompt_tokens": changes.get("prompt_tokens", len(body.get("token_ids") or []))}
+        rid = changes.get("id", body.get("request_id"))
+        one = {"meta_info": meta, "request_id": f"generate-tokens-{rid}", "usage": usage}
+        return [{"meta_info": {**meta, "id": changes.get("id", body["rid"][0])}}] if path == "/classify" else one
+
+    client = client_type("http://there")
+    monkeypatch.setattr(client, "request", answer)
+    asked = [client.logprobs([1, 2]), client.num_cached([1], "r", "key", timeout_s=9.0)]
+    asked += [client.classify([[1, 2]])] if client_type is SGLangClient else []
+    for one in asked:
+        with pytest.raises(MalformedAnswer, match=r"http://there answered request .* as if it were"):
+            asyncio.run(one)
 
 
 NAMES = ["output_ids", "meta_info", "finish_reason", "type", "output_token_logprobs", "weight_versions", "weight_version",

@@ -1,12 +1,14 @@
-"""LineBuffer: lines of a stream, however it is cut; Channel: what is no message."""
+"""LineBuffer: lines of a stream, however it is cut; Channel: what is no message; what an HTTP answer asks to wait."""
 
 import asyncio
 import contextlib
 import socket
+import time
+from email.utils import formatdate
 
 import pytest
 
-from lightrl.concurrency.streams import BadMessage, Channel, LineBuffer
+from lightrl.concurrency.streams import BadMessage, Channel, LineBuffer, retry_after_s
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
@@ -40,3 +42,13 @@ def test_bytes_that_are_no_message_are_refused(data):
                 await channel.receive()
 
     asyncio.run(asyncio.wait_for(receive(), 30))
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [("7", 7.0), ("0.5", 0.5), ("-3", 0.0), ("inf", 0.0), ("nan", 0.0), ("soon", 0.0), ("", 0.0), (formatdate(0), 0.0)],
+)
+def test_retry_after_is_seconds_or_a_date_and_anything_else_asks_for_no_wait(value, seconds):
+    assert retry_after_s({"Retry-After": value}) == seconds
+    in_an_hour = formatdate(time.time() + 3600, usegmt=True)
+    assert retry_after_s({"Retry-After": in_an_hour}) == pytest.approx(3600, abs=60)

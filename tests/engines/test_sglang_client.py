@@ -12,7 +12,7 @@ from fake_sglang.process import FakeServerProcess
 from waits import no_more_files
 
 from lightrl.engines import Timeouts
-from lightrl.engines.servers.connection import OutOfFiles
+from lightrl.engines.servers.connection import OutOfFiles, ServerRefused
 from lightrl.engines.servers.processes.process import HeldPort
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.errors import EngineTimeout, EngineUnreachable
@@ -50,6 +50,29 @@ def body(**params: Any) -> dict[str, Any]:
 def test_a_failed_question_is_asked_again(kind: str, server: FakeServerProcess) -> None:
     server.fault(kind, "/model_info", count=2)
     assert ask(server.url, lambda client: client.model_info())["weight_version"] == "default"
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 502, 503, 504])
+def test_a_busy_server_is_asked_until_it_answers_or_beyond_the_deadline(status: int, server: FakeServerProcess) -> None:
+    paths = {"/model_info": lambda client: client.model_info(), "/generate": lambda client: client.generate(body())}
+    for path, question in paths.items():
+        server.fault("error", path, count=3, status=status, retry_after="0.01")
+        assert ask(server.url, question, num_retries=1)
+    server.fault("error", "/model_info", status=status, retry_after="3600")
+    with pytest.raises(ServerRefused, match=rf"answered /model_info with HTTP {status}: .*Check the server's log"):
+        ask(server.url, lambda client: client.model_info())
+
+
+def test_a_load_that_a_balancer_may_have_passed_on_is_not_sent_again(server: FakeServerProcess) -> None:
+    def pause(client: SGLangClient) -> Awaitable[Any]:
+        return client.request("POST", "/pause_generation", {"mode": "retract"}, num_retries=0, read=None)
+
+    server.fault("error", "/pause_generation", status=502)
+    with pytest.raises(ServerRefused, match="HTTP 502"):
+        ask(server.url, pause)
+    server.fault("error", "/pause_generation", status=503)
+    ask(server.url, pause)
+    server.reset()
 
 
 def test_a_generation_that_is_asked_again_has_a_new_rid(server: FakeServerProcess) -> None:

@@ -112,6 +112,16 @@ def test_requests_wait_for_free_files_and_no_server_is_lost_for_them(start, engi
     assert engine.fleet.servers[server.url].losses == ()
 
 
+def test_a_server_behind_a_busy_balancer_is_asked_again(start, engine_on):
+    server = start()
+    for path in ("/generate", "/update_weights_from_disk", "/server_info", "/pause_generation"):
+        server.fault("error", path, count=2, status=429, retry_after="0.01")
+    engine = engine_on(server)
+    (completion,) = run(engine.generate([1], Sampling(max_new_tokens=3), session="s"))
+    assert len(completion.token_ids) == 3
+    assert [fault["num_fired"] for fault in server.stats()["faults"]] == [2] * 4
+
+
 def test_a_request_that_is_refused_is_not_asked_again(start, engine_on):
     server = start(context_length=10)
     engine = engine_on(server)

@@ -5,6 +5,7 @@ import functools
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,14 @@ def test_an_answer_with_an_error_is_unusable(changes, problem):
     assert problem in answer.problem
     with pytest.raises(MalformedAnswer, match="http://there answered /inference/v1/generate with "):
         CompletionDraft([1], Sampling()).add(answer, "http://there", route=VLLMClient.generate_path)
+
+
+@pytest.mark.parametrize(("temperature", "is_refused"), [(0, 0), (0.005, 1), (0.01, 0), (2, 0), (2.1, 1)])
+def test_a_temperature_that_vllm_changes_or_refuses_is_refused_before_a_server_is_asked(temperature, is_refused):
+    engine, sampling = VLLMEngine(urls=["http://there"]), Sampling(temperature=temperature)
+    SGLangEngine(urls=["http://there"]).check_sampling(sampling)
+    with pytest.raises(ValueError, match=r"0 or from 0\.01 to 2 for VLLMEngine") if is_refused else nullcontext():
+        engine.check_sampling(sampling)
 
 
 def test_an_answer_without_supports_says_which_argument_gives_them():

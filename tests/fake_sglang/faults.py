@@ -23,10 +23,9 @@ KINDS = (*OF_ANSWERS, *OF_UPDATES, *OF_LOADS, *OF_SERVED_WEIGHTS)
 class Fault:
     """What goes wrong with `count` requests whose path starts with `path`, after `skip` healthy ones; -1 means all.
 
-    Kinds that a client sees: `slow` (`seconds` before the answer), `drop` (the
-    connection, at once or after `seconds`), `error` (HTTP 500), `garbage` (not JSON), `hang` (no answer), `die` (the
-    process, `seconds` into the request), `lose_update` (a weight update is acknowledged, not done), `wrong_version`
-    (done, as another version).
+    Kinds that a client sees: `slow` (`seconds` before the answer), `drop` (the connection, at once or after `seconds`),
+    `error` (HTTP `status`), `garbage` (not JSON), `hang` (no answer), `die` (the process, `seconds` into the request),
+    `lose_update` (a weight update is acknowledged, not done), `wrong_version` (done, as another version).
 
     Silent kinds answer success, and the version is as requested. `keep_cache`: an update, or a flush, leaves the
     key-values of the old weights in the prefix cache. `old_adapter`: an adapter has the values of the one before it.
@@ -41,6 +40,8 @@ class Fault:
     skip: int = 0
     names: str = ""  # a regular expression of the parameters that are wrong; empty for all
     versions_back: int = 1
+    status: int = 500
+    retry_after: str = ""
     num_fired: int = 0
     num_wrong_values: int = 0  # that the server then held and was not sent; of `keep_cache` stale answers
 
@@ -80,7 +81,8 @@ async def faulty_answer(
     if fault.kind == "slow":
         return await handler(request)  # type: ignore[no-any-return]
     if fault.kind == "error":
-        return web.json_response({"error": {"message": "the fake server fails, as requested"}}, status=500)
+        problem, headers = {"message": "the fake server fails, as requested"}, {"Retry-After": fault.retry_after}
+        return web.json_response({"error": problem}, status=fault.status, headers=headers)
     if fault.kind == "garbage":
         return web.Response(text="<html>this is not JSON</html>")
     if fault.kind == "hang":

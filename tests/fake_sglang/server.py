@@ -178,8 +178,8 @@ class FakeServer:
             self._check(row, 0)
         rewards = await asyncio.to_thread(self.model.classify, rows)
         return [
-            {"embedding": numbers, "meta_info": {"prompt_tokens": len(row), "weight_version": self.model.version}}
-            for row, numbers in zip(rows, rewards, strict=True)
+            {"embedding": numbers, "meta_info": {"id": rid, "prompt_tokens": len(row)}}
+            for rid, row, numbers in zip(body.get("rid") or [None] * len(rows), rows, rewards, strict=True)
         ]
 
     def _check(self, prompt: Any, max_new_tokens: int) -> None:

@@ -1,14 +1,16 @@
 """Connection: HTTP to one server, with deadlines and retries; every failure names the server.
 
 Failed connections, answers of 5xx and answers that are not JSON are retried after a wait that doubles, except where a
-repeated request does harm; answers of 4xx never. Generation and control have separate connections, so that a pause
-never queues behind 4,096 generations.
+repeated request does harm. A server or balancer that is busy is asked again until the deadline, after `Retry-After` if
+it says so; other answers of 4xx are final. Generation and control have separate connections, so that a pause never
+queues behind 4,096 generations.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import json
 import random
 import resource
@@ -22,12 +24,13 @@ from typing import Any, ClassVar, Literal
 
 import aiohttp
 
-from lightrl.concurrency.streams import body_of
+from lightrl.concurrency.streams import BUSY, body_of, retry_after_s
 from lightrl.engines.servers.addresses import TOKEN_VARIABLE
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 
 MAX_BACKOFF_S = 5.0
+_NOT_TAKEN = (408, 425, 429, 503)  # refused before it was read, so it does no harm again
 _SLICE_BYTES = 2**18  # a request's body is sent in slices
 _MAX_ANSWER_BYTES = 2**30
 MAX_CONNECTIONS = 4096  # concurrent generations at a server; more of them queue here
@@ -57,14 +60,20 @@ def is_out_of_files(error: BaseException | None) -> bool:
 class ServerRefused(EngineError):
     """A server answered with an HTTP error, or that it failed."""
 
-    def __init__(self, message: str, *, status: int) -> None:
+    def __init__(self, message: str, *, status: int, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
         self.status = status
+        self.retry_after_s = retry_after_s
 
     @property
-    def is_server_error(self) -> bool:
-        """Whether another server may accept the same request."""
-        return self.status >= 500
+    def is_busy(self) -> bool:
+        """Whether it, or a balancer before it, may accept the same request a little later."""
+        return self.status in BUSY
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether another server may accept the same request, or this one later."""
+        return self.status >= 500 or self.is_busy
 
 
 class OutOfFiles(EngineError):
@@ -129,7 +138,7 @@ class Connection:
 
         Puts the answer's headers into `headers`, names in lower case.
 
-        A retried generation gets a new random `rid`, also in `body`: the server may still hold the old one.
+        A retried generation, or batch, gets a new random `rid`, also in `body`: the server may still hold the old one.
 
         Raises:
             ServerRefused: if the server answers with an error.
@@ -141,17 +150,28 @@ class Connection:
         timeout_s = timeout_s or (self.timeouts.generate_s if kind == "generate" else self.timeouts.request_s)
         retries = self._num_retries if num_retries is None else num_retries
         num_closes = self._num_closes
-        for attempt in range(retries + 1):
+        start = time.monotonic()
+        for attempt in itertools.count():
+            wait_s = min(self._backoff_s * 2 ** min(attempt, 10), MAX_BACKOFF_S) * random.uniform(0.5, 1.0)
             try:
                 return await self._attempt(method, path, body, timeout_s, kind, read, headers)
             except EngineError as error:
                 # Not after a deadline: the caller has waited long enough, and the server may still be at work.
                 is_passing = isinstance(error, EngineUnreachable | OutOfFiles)
-                is_passing |= isinstance(error, ServerRefused) and error.is_server_error
-                if attempt == retries or self._num_closes != num_closes or not is_passing:
+                is_passing |= isinstance(error, ServerRefused) and error.is_passing
+                may_repeat = attempt < retries and is_passing
+                if isinstance(error, ServerRefused) and error.is_busy:
+                    wait_s = max(wait_s, error.retry_after_s)
+                    # A generation without retries has a caller who knows other servers.
+                    is_harmless = retries > 0 or (kind == "control" and error.status in _NOT_TAKEN)
+                    may_repeat = is_harmless and time.monotonic() - start + wait_s < timeout_s
+                if not may_repeat or self._num_closes != num_closes:
                     raise
-            await asyncio.sleep(min(self._backoff_s * 2**attempt, MAX_BACKOFF_S) * random.uniform(0.5, 1.0))
-            if kind == "generate" and isinstance(body, dict) and "rid" in body:
+            await asyncio.sleep(wait_s)
+            rid = body.get("rid") if isinstance(body, dict) else None
+            if isinstance(body, dict) and isinstance(rid, list):
+                body["rid"] = [secrets.token_hex(16) for _ in rid]
+            elif isinstance(body, dict) and rid is not None and kind == "generate":
                 body["rid"] = secrets.token_hex(16)
         raise AssertionError("unreachable")
 
@@ -233,7 +253,8 @@ class Connection:
         if status >= 400:
             text = _short(content.decode(errors="replace"))
             hint = self._hint(status, name)
-            raise ServerRefused(f"{self.name} answered {name} with HTTP {status}: {text}. {hint}", status=status)
+            problem = f"{self.name} answered {name} with HTTP {status}: {text}. {hint}"
+            raise ServerRefused(problem, status=status, retry_after_s=retry_after_s(response.headers))
         if read is None:
             return None
         try:
@@ -250,7 +271,7 @@ class Connection:
         if status in (401, 403):
             problem = "does not accept this token" if self._headers else "requires a token, and this run has none"
             return f"The server {problem}. Set {TOKEN_VARIABLE} to the API key that it was started with."
-        return "Check the server's log." if status >= 500 else "Fix the request."
+        return "Check the server's log." if status >= 500 or status in BUSY else "Fix the request."
 
     def _session(self, kind: str) -> aiohttp.ClientSession:
         session = self._sessions.get(kind)

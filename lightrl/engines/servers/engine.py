@@ -238,6 +238,9 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         if self.router == "smg":
             check_smg()
 
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Raises ValueError if these servers cannot sample so."""
+
     def start_args(self) -> dict[str, Any]:
         """Arguments of started servers that follow from this engine's settings."""
         return {}

@@ -33,6 +33,7 @@ class ServerFleet:
     salt: str = field(default_factory=lambda: secrets.token_hex(8))  # part of cache keys: two runs share no key-values
     servers: dict[str, Server] = field(default_factory=dict)  # address to server
     weight_version: int = -1  # all routable servers have it
+    newest_version: int = -1  # that a server may have: of the load in progress, or the last
     is_loading: bool = False  # servers may report either version
     sessions: dict[str, str] = field(default_factory=dict)  # session to the address that has its prefix, until a load
 

@@ -93,6 +93,7 @@ class Follower:
         if state.weight_version != self.weight_version:
             self._fleet.sessions.clear()  # the load has emptied the caches
         self.weight_version = self._fleet.weight_version = state.weight_version
+        self._fleet.newest_version = state.newest_version
         self._members.follow(state, self._client)
         self._traffic.is_held = not state.is_open
         self._home.wake()

@@ -45,7 +45,6 @@ _ARGUMENTS = [
 
 _SERVER_HEADER = "x-smg-routed-worker-id"
 _NOT_FOUND, _CONFLICT = 404, 409
-_TRY_AGAIN = (_NOT_FOUND, 408, 429)  # statuses of /generate: no worker now, waited too long, too many requests
 _SETTLING_S, _SETTLED_S = 0.1, 1.0  # between two checks of its workers
 
 
@@ -92,7 +91,7 @@ class Gateway(Connection):
                 "POST", self.generate_path, body, timeout_s=timeout_s, num_retries=0, read=read, headers=headers
             )
         except ServerRefused as error:
-            if error.status in _TRY_AGAIN:
+            if error.status == _NOT_FOUND:  # it has no worker now
                 raise EngineUnreachable(str(error)) from error
             raise
         url = headers.get(_SERVER_HEADER, "a server that it does not name")

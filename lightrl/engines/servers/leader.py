@@ -40,6 +40,7 @@ class FleetState:
     """State that followers need; it is pickled."""
 
     weight_version: int
+    newest_version: int
     is_open: bool  # requests may begin
     may_grow: bool  # servers may join
     servers: list[ServerStatus]
@@ -98,7 +99,8 @@ class Leader:
         fleet, gateway = self.members.fleet, self.members.gateway
         servers = [server.status() for server in fleet.in_state()]
         gateway_state = None if gateway is None else gateway.state
-        return FleetState(fleet.weight_version, self.traffic.is_open, fleet.may_grow, servers, gateway_state)
+        versions = fleet.weight_version, fleet.newest_version
+        return FleetState(*versions, self.traffic.is_open, fleet.may_grow, servers, gateway_state)
 
     def on_follower_states(self, states: Sequence[FollowerState]) -> None:
         """Counts the requests of all followers, given the latest state of each."""

@@ -148,6 +148,7 @@ class Members:
             await server.client.model_info(timeout_s=self.probe_s, num_retries=1)
         except EngineError as error:
             is_busy = isinstance(error, EngineTimeout) and server.silent_s < self.timeouts.hang_s
+            is_busy |= isinstance(error, ServerRefused) and error.is_busy and error.status < 500  # it is alive
             if not is_busy and not isinstance(error, OutOfFiles):
                 self.lose(server, str(error))
 
@@ -193,7 +194,7 @@ class Members:
 def _is_other_program(error: EngineError) -> bool:
     """Whether what answered is not our server: it refuses the request or the token, or speaks no JSON."""
     if isinstance(error, ServerRefused):
-        return not error.is_server_error
+        return not error.is_passing
     return isinstance(error.__cause__, (TypeError, ValueError, aiohttp.ClientResponseError))
 
 

@@ -47,7 +47,18 @@ class Answer:
     # int32 [tokens of prompt and completion but the last * layers * k], expert ids; None if it did not send them.
     experts: Any = None
     full_support: int | None = None  # least size of a support with all tokens returned: it may lack some
+    rid: object = None  # the request that it answers
+    num_read: object = None  # tokens that the server read
     problem: str = ""  # why it is unusable
+
+
+def check_answers(rid: str, num_sent: int | None, answer_rid: object, num_read: object, server: str) -> None:
+    """Raises MalformedAnswer unless this answers the request `rid` of `num_sent` tokens; None counts none."""
+    if answer_rid != rid or num_sent not in (None, num_read):
+        raise MalformedAnswer(
+            f"{server} answered request {rid} of {num_sent} tokens as if it were {answer_rid} of {num_read}. Look "
+            "for a proxy or balancer that mixes connections up, changes requests, or names them (X-Request-Id)."
+        )
 
 
 @dataclass(frozen=True)
@@ -175,6 +186,25 @@ class CompletionDraft:
             self.finish_reason = "length"
         # else it continues: aborted, or stopped at an end token of the model's config that the sampling does not have
 
+    def check(self, answer: Answer, server: str, rid: str, oldest: int, newest: int) -> None:
+        """Raises MalformedAnswer for the answer to another request than `rid`, or weights the server has not had since.
+
+        Args:
+            oldest, newest: weight versions that it may have had; of its base, if it has the adapters.
+        """
+        if answer.problem:  # `add` says which
+            return
+        # A server counts an image's tokens itself, and none of what it aborts unread.
+        is_counted = self.images is None and (answer.num_read is not None or answer.finish != "abort")
+        num_sent = len(self.prompt) + len(self.token_ids) if is_counted else None
+        check_answers(rid, num_sent, answer.rid, answer.num_read, server)
+        versions = [version for version, _ in answer.weight_versions.runs()]
+        if wrong := [version for version in versions if not oldest <= version <= newest]:
+            raise MalformedAnswer(
+                f"{server} says that weight versions {wrong} generated its answer, but since the request it can only "
+                f"have had {oldest} to {newest}. Look for another run that loads weights there."
+            )
+
     def completion(self) -> Completion:
         """Completion so far; its finish reason is `abort` while more is to come."""
         supports = self.supports if self.sampling.is_truncated else None
@@ -236,6 +266,8 @@ class RawAnswer:
     supports: Sequence[Sequence[int]] | None  # ids of each token's support, in any order
     experts: str | None = None  # `Answer.experts` in base64
     full_support: int | None = None  # `Answer.full_support`
+    rid: object = None
+    num_read: object = None
 
 
 def parse_answer(content: bytes, parse: Callable[[Any], RawAnswer]) -> Answer:
@@ -272,7 +304,8 @@ def _checked(raw: RawAnswer) -> Answer:
             f"reason {raw.finish!r}; the numbers must be equal, the reason stop, length or abort"
         )
     experts = None if raw.experts is None else np.frombuffer(base64.b64decode(raw.experts), np.int32)
-    return Answer(token_ids, logprobs, versions, raw.finish, supports, experts, raw.full_support)
+    parts = (token_ids, logprobs, versions, raw.finish, supports, experts, raw.full_support)
+    return Answer(*parts, rid=raw.rid, num_read=raw.num_read)
 
 
 def _support_codes(supports: Sequence[Sequence[int]], token_ids: Sequence[int]) -> TokenArray[int]:
@@ -292,4 +325,11 @@ def _token_versions(spans: Sequence[Mapping[str, Any]], num_tokens: int) -> Toke
         if not end <= span["end"] <= num_tokens:
             raise ValueError(f"a span from {end} ends at {span['end']}; there are {num_tokens} tokens")
         end = span["end"]
-    return TokenArray.of_runs([(int(span["version"]), span["end"] - span["start"]) for span in spans], "i")
+    return TokenArray.of_runs([(_version(span["version"]), span["end"] - span["start"]) for span in spans], "i")
+
+
+def _version(value: object) -> int:
+    """Servers keep it as text; `int` alone would also take 1.5, True and 1_0."""
+    if type(value) is int or (isinstance(value, str) and value.isascii() and value.removeprefix("-").isdigit()):
+        return int(value)
+    raise ValueError(f"the weight version {value!r}")

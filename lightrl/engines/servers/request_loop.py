@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import secrets
 import time
 from collections.abc import Collection
@@ -47,6 +48,7 @@ class _Failures:
 
     num: int = 0
     servers: set[Server] = field(default_factory=set)
+    busy_since: float | None = None  # monotonic; servers that are busy do not count
 
 
 @dataclass(frozen=True)
@@ -240,24 +242,32 @@ class RequestLoop:
 
     async def _wait_to_retry(self, server: Server, error: EngineError, failures: _Failures) -> None:
         """Returns after a while if the request may be sent again; else raises."""
-        is_refused = isinstance(error, ServerRefused) and not error.is_server_error
+        is_refused = isinstance(error, ServerRefused) and not error.is_passing
         if is_refused and self.adapters is not None and server.client.is_unknown_adapter(error):
             self.members.lose(server, str(error))
             is_refused = False
         passing = (ServerRefused, EngineUnreachable, EngineTimeout, MalformedAnswer, OutOfFiles)
         if is_refused or not isinstance(error, passing):
             raise error
-        failures.num += 1
         if not isinstance(error, OutOfFiles):
             failures.servers.add(server)
         if isinstance(error, (EngineTimeout, EngineUnreachable)):  # it may have lost only this request
             self.home.spawn(self.members.check(server))
-        if failures.num > MAX_RETRIES:
+        if isinstance(error, ServerRefused) and error.is_busy:
+            failures.busy_since = failures.busy_since or time.monotonic()
+            busy_s = time.monotonic() - failures.busy_since
+            others = {*self.fleet.in_state("routable")} - failures.servers
+            wait_s = max(0.1, min(busy_s, MAX_BACKOFF_S), 0.0 if others else error.retry_after_s)
+            is_over, how_long = busy_s + wait_s > self.timeouts.generate_s, f"was refused for {busy_s:.0f} s"
+        else:
+            failures.num += 1
+            wait_s = min(0.05 * 2**failures.num, MAX_BACKOFF_S)
+            is_over, how_long = failures.num > MAX_RETRIES, f"failed {failures.num} times in a row"
+        if is_over:
             raise EngineError(
-                f"A request failed {failures.num} times in a row. Last failure: {error} Servers: "
-                f"{self.fleet.describe()}."
+                f"A request {how_long}. Last failure: {error} Servers: {self.fleet.describe()}."
             ) from error
-        await asyncio.sleep(min(0.05 * 2**failures.num, MAX_BACKOFF_S))
+        await asyncio.sleep(wait_s * random.uniform(1.0, 1.2))
 
     async def _request(self, server: Server, draft: CompletionDraft) -> None:
         rid = secrets.token_hex(16)
@@ -280,6 +290,7 @@ class RequestLoop:
                 used = self.adapters.used(draft.adapter.version, rid, server)
             with used:
                 body = server.client.request_of(draft, rid, fleet.cache_key(server.weight_version))
+                oldest = min(one.weight_version for one in (fleet.in_state("routable") if has_gateway else [server]))
                 since = time.monotonic()
                 with span("request", "server", server.url, prompt=len(draft.prompt)) as sent:
                     answer, url = await self._send(server, body, limit_s + ABORT_TIMEOUT_S)
@@ -294,6 +305,7 @@ class RequestLoop:
             traffic.num_running -= 1
             if not has_gateway:
                 fleet.end_request(server, draft.max_tokens)
+        draft.check(answer, url, rid, oldest, fleet.newest_version)
         draft.add(answer, url, route=server.client.generate_path, support_help=server.client.support_help)
 
     async def _send(self, server: Server, body: dict[str, Any], timeout_s: float) -> tuple[Answer, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ import torch
 
 from lightrl.engines.servers.client import GroupPlace, MemoryPart, ServerClient, TensorLayout
 from lightrl.engines.servers.connection import ServerRefused
+from lightrl.engines.servers.request import check_answers
 from lightrl.engines.servers.server_info import ServerInfo
 from lightrl.engines.sglang import generation
 from lightrl.errors import EngineError
@@ -51,7 +53,7 @@ class SGLangClient(ServerClient):
         body = {"input_ids": token_ids, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
         if adapter is not None:
             body["lora_path"] = adapter
-        answer = await self.generate(body, num_retries=0)
+        answer = await self.ask(body, num_retries=0)
         with self.reading(self.generate_path):
             logprobs = answer["meta_info"].get("input_token_logprobs") or []
             return [0.0, *(float(entry[0]) for entry in logprobs[1:])] if len(logprobs) == len(token_ids) else []
@@ -60,18 +62,31 @@ class SGLangClient(ServerClient):
         # Sampled as most requests are: a greedy request in a batch makes SGLang sample other tokens for all of it.
         params = {"max_new_tokens": 1, "temperature": 1.0}
         body = {"rid": rid, "input_ids": token_ids, "sampling_params": params, "extra_key": cache_key}
-        answer = await self.generate(body, num_retries=0, timeout_s=timeout_s)
+        answer = await self.ask(body, num_retries=0, timeout_s=timeout_s)
         with self.reading(self.generate_path):
             return int(answer["meta_info"].get("cached_tokens") or 0)
+
+    async def ask(self, body: dict[str, Any], **settings: Any) -> dict[str, Any]:
+        """`generate` of one request; raises MalformedAnswer for an answer that is not its own."""
+        body.setdefault("rid", secrets.token_hex(16))
+        answer: dict[str, Any] = await self.generate(body, **settings)
+        with self.reading(self.generate_path):
+            self._check(answer["meta_info"], body["rid"], body["input_ids"])
+        return answer
+
+    def _check(self, meta: Mapping[str, Any], rid: str, token_ids: Sequence[int]) -> None:
+        check_answers(rid, len(token_ids), meta.get("id"), meta.get("prompt_tokens"), self.name)
 
     async def classify(self, rows: Sequence[Sequence[int]], *, timeout_s: float = 0.0) -> list[list[float]]:
         """The numbers of a reward model's head at the last token of each row of token ids, usually one.
 
         The server needs `--is-embedding` and a `…ForSequenceClassification` model.
         """
-        body = {"input_ids": [list(row) for row in rows]}
+        body: dict[str, Any] = {"rid": [secrets.token_hex(16) for _ in rows], "input_ids": [list(row) for row in rows]}
         answer = await self.request("POST", "/classify", body, timeout_s=timeout_s)
         with self.reading("/classify"):
+            for entry, rid, row in zip(answer, body["rid"], rows, strict=True):
+                self._check(entry["meta_info"], rid, row)
             return [entry["embedding"] for entry in answer]
 
     async def abort(self, rid: str = "", *, abort_all: bool = False) -> None:

@@ -61,4 +61,6 @@ def _parse(answer: Any) -> RawAnswer:
         str(meta["finish_reason"]["type"]),
         None if chosen is None else meta["output_token_sampling_mask"],
         meta.get("routed_experts"),
+        rid=meta.get("id"),
+        num_read=meta.get("prompt_tokens"),
     )

@@ -82,7 +82,7 @@ class ServedScores:
 
     async def _score(self, rows: list[list[int]]) -> list[_Scores]:
         async def one(client: SGLangClient, token_ids: list[int]) -> _Scores:
-            answer = await client.generate(
+            answer = await client.ask(
                 {
                     "input_ids": token_ids,
                     "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},

@@ -17,11 +17,13 @@ vLLM asks for its key on the first route alone: whoever reaches the port may loa
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from lightrl.engines.servers.client import GroupPlace, ServerClient, TensorLayout
 from lightrl.engines.servers.connection import ServerRefused
+from lightrl.engines.servers.request import check_answers
 from lightrl.engines.servers.server_info import ServerInfo
 from lightrl.engines.vllm import generation
 from lightrl.errors import EngineError
@@ -50,7 +52,9 @@ class VLLMClient(ServerClient):
 
     async def logprobs(self, token_ids: list[int], *, adapter: str | None = None) -> list[float]:
         params = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
-        answer = await self.generate({"token_ids": token_ids, "sampling_params": params}, num_retries=0)
+        answer = await self._ask(
+            {"request_id": secrets.token_hex(16), "token_ids": token_ids, "sampling_params": params}
+        )
         self._num_cached_of(answer)  # refuses, at a run's first answer, a server that does not report it
         with self.reading(self.generate_path):
             candidates = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
@@ -59,11 +63,17 @@ class VLLMClient(ServerClient):
     async def num_cached(self, token_ids: list[int], rid: str, cache_key: str, *, timeout_s: float) -> int:
         params = {"max_tokens": 1, "detokenize": False}
         body = {"request_id": rid, "token_ids": token_ids, "sampling_params": params, "cache_salt": cache_key}
-        answer = await self.generate(body, num_retries=0, timeout_s=timeout_s)
-        return self._num_cached_of(answer)
+        return self._num_cached_of(await self._ask(body, timeout_s))
+
+    async def _ask(self, body: dict[str, Any], timeout_s: float = 0.0) -> dict[str, Any]:
+        answer: dict[str, Any] = await self.generate(body, num_retries=0, timeout_s=timeout_s)
+        with self.reading(self.generate_path):
+            rid, num_read = answer["request_id"].removeprefix(generation.PREFIX), answer["usage"]["prompt_tokens"]
+        check_answers(body["request_id"], len(body["token_ids"]), rid, num_read, self.name)
+        return answer
 
     async def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
-        body = {} if abort_all else {"request_ids": [f"generate-tokens-{rid}"]}  # vLLM adds the prefix to ours
+        body = {} if abort_all else {"request_ids": [generation.PREFIX + rid]}
         await self.request("POST", "/abort_requests", body, read=None)
 
     async def model_info(self, *, timeout_s: float = 0.0, num_retries: int | None = None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from lightrl.engines.servers.engine import ServerEngine
 from lightrl.engines.servers.sync.transports import BroadcastTransport
 from lightrl.engines.vllm.client import VLLMClient
 from lightrl.engines.vllm.command import VLLMProcess
+from lightrl.trajectory import Sampling
 from lightrl.weights import BroadcastGroup
 
 nccl: Any = torch.cuda.nccl  # untyped
@@ -96,6 +97,13 @@ class VLLMEngine(ServerEngine):
                 allowed = " or ".join(map(str, choices))
                 raise ValueError(f"{name} must be {allowed} for VLLMEngine, got {value!r}. Or use SGLangEngine.")
         self.python = vllm_python
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        if sampling.temperature and not 0.01 <= sampling.temperature <= 2:  # it samples at .01, or refuses
+            raise ValueError(
+                f"sampling.temperature must be 0 or from 0.01 to 2 for VLLMEngine, got {sampling.temperature:g}. "
+                "Change it, or use SGLangEngine."
+            )
 
     def start_args(self) -> dict[str, Any]:
         return {"weight_transfer_config": {"backend": "nccl"}} if self.transport == "distributed" else {}

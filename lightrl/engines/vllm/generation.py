@@ -15,6 +15,7 @@ from lightrl.trajectory import MAX_SUPPORT
 
 MAX_TIES = 8  # tokens of the support beyond `top_k`: they are as likely as the last one within
 MAX_LOGPROBS = MAX_SUPPORT + MAX_TIES  # a token's
+PREFIX = "generate-tokens-"  # vLLM adds it to a request's id
 _IMPOSSIBLE = -9999.0  # the logprob that vLLM sends for -inf
 
 
@@ -62,4 +63,6 @@ def _parse(answer: Any) -> RawAnswer:
         str(choice["finish_reason"]),
         supports if any(len(tokens) > 1 for tokens in top_tokens) else None,
         full_support=min(full_sizes, default=None),
+        rid=str(answer.get("request_id")).removeprefix(PREFIX),
+        num_read=(answer.get("usage") or {}).get("prompt_tokens"),
     )

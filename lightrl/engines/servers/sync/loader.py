@@ -72,6 +72,7 @@ class WeightLoader:
             limit_s = self.timeouts.server_wait_s + self.timeouts.sync_s + self.timeouts.request_s
             servers, absent = self.home.call(self._begin(), limit_s)
             previous = self.fleet.weight_version
+            self.fleet.newest_version = weight_version
             report: SyncReport | None = None
             try:
                 report = self.sync.load_from_thread(
