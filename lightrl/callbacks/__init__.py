@@ -4,6 +4,7 @@ Reading order:
     rl_callback.py      the hooks, and when each is called
     weight_sync.py      the trainer's weights to the engine, with a version; which ranks write them
       probe.py          a few sequences that both score after a load: within a bound? how far the policy moves
+      answer_check.py   sampled tokens against the trainer under the weights that sampled them
     staleness.py        how far behind a trajectory may be
     dynamic_sampling.py which groups are dropped and replaced; which prompts are run, by past success
     rollout_metrics.py  what is logged of each iteration; who waits for a metric that nobody logs

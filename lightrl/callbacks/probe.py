@@ -45,7 +45,7 @@ USUAL_NATS = 0.2
 PROBE_SEQUENCES, PROBE_TOKENS = 2, 32
 LEAST_NATS = 1e-5  # what does not shrink with the format, such as tables of rotary embeddings
 MISMATCH_NATS = 1e-3  # more for sampled tokens: they are further from the context's start, and may be few
-MIN_MISMATCH_TOKENS = 64
+MIN_MISMATCH_TOKENS = 64  # of fewer, one at its own bound may lift the mean
 LARGEST = 16.0  # × the bound of the mean: the largest of a million normal roundings is 6 means; real tails are longer
 
 
@@ -66,8 +66,28 @@ class Rounding:
 
 
 def mismatch_bound_nats(rounding: Rounding, entropy_nats: float) -> float:
-    """The bound of the mean difference on tokens that the present weights sampled."""
+    """The bound of the mean difference on tokens that the trainer scores under the weights that sampled them."""
     return bound_nats(max(rounding.training_eps, rounding.engine_eps), entropy_nats) + MISMATCH_NATS
+
+
+def check_mismatch(which: str, num_tokens: int, mean: float, largest: float, bound: float, dtypes: list[str]) -> None:
+    """Raises WeightSyncError if the engine's and the trainer's logprobs differ by more than rounding.
+
+    Args:
+        which: the weights that sampled the tokens.
+        mean, largest: differences in nats.
+        bound: of the mean of many tokens.
+    """
+    mean_bound = bound if num_tokens >= MIN_MISMATCH_TOKENS else bound * (1 + LARGEST / num_tokens)
+    if not (mean <= mean_bound and largest <= LARGEST * bound):
+        raise WeightSyncError(
+            f"The {num_tokens} tokens that the engine sampled with {which} differ by {mean:.3g} nats each from the "
+            f"trainer's logprobs, and one of them by {largest:.3g} (at most {mean_bound:.3g} and {LARGEST * bound:.3g} "
+            f"for {' and '.join(dtypes)}), although the probe agreed after the sync. Look for stale key-values (a "
+            "prefix cache that was not flushed), a server that restarted with older weights, a proxy that changes "
+            "answers, or sampling settings that trainer and engine apply differently; or set WeightSync.verify to "
+            "false."
+        )
 
 
 class Probe:
@@ -86,14 +106,15 @@ class Probe:
 
     def reset(self) -> None:
         self._dropped: set[str] = set()
-        self._rounding: Rounding | None = None  # set on every rank once an engine has computed logprobs
+        self.interval = 0  # loads from one probe to the next
+        self.rounding: Rounding | None = None  # set on every rank once an engine has computed logprobs
 
     def trainer_side(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> list[list[float]] | None:
         """The trainer's scores, [B, T]; None if the engine cannot score or it is not its turn, on every rank."""
         engine = trainer.rollout.engine
         interval = engine.probe_every_n_loads if self.num and isinstance(engine, ScoresTokens) else 0
-        interval = ranks_of(trainer.strategy).broadcast_json(interval)
-        if interval == 0 or weight_version % interval:
+        self.interval = interval = ranks_of(trainer.strategy).broadcast_json(interval)
+        if interval == 0 or (self.rounding is not None and weight_version % interval):
             return None
         return trainer_scores(trainer, module, self._sequences(module))
 
@@ -110,38 +131,29 @@ class Probe:
                 result["metrics"] = self._compare(trainer, module, scores)
             except LightRLError as error:
                 result["problem"] = str(error)
-            result["rounding"] = vars(self._rounding) if self._rounding is not None else None
+            result["rounding"] = vars(self.rounding) if self.rounding is not None else None
         result = ranks.broadcast_json(result)
         if result["problem"] is not None:
             raise WeightSyncError(result["problem"])
-        self._rounding = Rounding(**result["rounding"]) if result["rounding"] is not None else None
+        self.rounding = Rounding(**result["rounding"]) if result["rounding"] is not None else None
         metrics: dict[str, float] = result["metrics"]
         return metrics
 
-    def check_mismatch(self, metrics: dict[str, float]) -> None:
+    def check_mismatch(self, metrics: dict[str, float], least_tokens: int) -> None:
         """Checks the sampled tokens of an iteration's first minibatch: the same weights gave both logprobs.
 
         Args:
             metrics: of the minibatch, over all ranks.
+            least_tokens: fewer are not checked.
 
         Raises:
             WeightSyncError: on every rank, if they differ by more than rounding.
         """
-        difference = metrics.get("sync/mismatch_present_abs_dlogp_nats")
-        num_tokens = metrics.get("sync/num_present_tokens", 0)
-        if self._rounding is None or difference is None or num_tokens < MIN_MISMATCH_TOKENS:
-            return
-        bound = mismatch_bound_nats(self._rounding, metrics["entropy_nats"])
-        largest = metrics["sync/max_mismatch_present_abs_dlogp_nats"]
-        if difference > bound or largest > LARGEST * bound:
-            raise WeightSyncError(
-                f"The {num_tokens:.0f} tokens that the engine sampled with the present weights differ by "
-                f"{difference:.3g} nats each from the trainer's logprobs, and one of them by {largest:.3g} (at most "
-                f"{bound:.3g} and {LARGEST * bound:.3g} for "
-                f"{' and '.join(self._rounding.dtypes)}), although the probe agreed after the sync. Look for stale "
-                "key-values (a prefix cache that was not flushed), a server that restarted with older weights, or "
-                "sampling settings that trainer and engine apply differently; or set WeightSync.verify to false."
-            )
+        num_tokens = int(metrics.get("sync/num_present_tokens", 0))
+        if self.rounding is not None and num_tokens >= least_tokens:
+            mean, largest = (metrics[f"sync/{name}mismatch_present_abs_dlogp_nats"] for name in ("", "max_"))
+            bound = mismatch_bound_nats(self.rounding, metrics["entropy_nats"])
+            check_mismatch("the present weights", num_tokens, mean, largest, bound, self.rounding.dtypes)
 
     def _sequences(self, module: RLModule) -> list[list[int]]:
         longest = (context_tokens(module.policy_config) or 2**31) - 1
@@ -163,14 +175,14 @@ class Probe:
             scored = {name: rows for name, rows in answers.items() if all(rows)}
         metrics = {}
         if scored and scores is not None:
-            self._rounding = self._rounding or rounding(trainer, module)
+            self.rounding = self.rounding or rounding(trainer, module)
             trainer_rows, engine_rows = as_rows(scores), {name: as_rows(rows) for name, rows in scored.items()}
             differences = {name: float((rows - trainer_rows).abs().mean()) for name, rows in engine_rows.items()}
-            eps = max(self._rounding.trainer_eps, self._rounding.engine_eps)
+            eps = max(self.rounding.trainer_eps, self.rounding.engine_eps)
             bound = bound_nats(eps, float(trainer_rows.abs().mean()))
             wrong = {
                 name: f"its probe differs by {difference:.3g} nats per token (at most {bound:.3g} for "
-                f"{' and '.join(self._rounding.dtypes)}): the mean logprob of its tokens is "
+                f"{' and '.join(self.rounding.dtypes)}): the mean logprob of its tokens is "
                 f"{float(trainer_rows.mean()):.4f} in the trainer and {float(engine_rows[name].mean()):.4f} in the "
                 "engine"
                 for name, difference in differences.items()
@@ -359,9 +371,9 @@ class LagProbe:
         return metrics if due is None else metrics | _lag(*due.flat(of_due)[1:])
 
 
-def kept_places(num_trajectories: int, num_tokens: int) -> range:
+def kept_places(num_trajectories: int, num_tokens: int, least_tokens: int = NUM_TOKENS) -> range:
     """Chooses the trajectories of an iteration to keep, from all groups alike; `num_tokens` are their completions'."""
-    num = max(MIN_ROWS, math.ceil(NUM_TOKENS * num_trajectories / max(1, num_tokens)))
+    num = max(MIN_ROWS, math.ceil(least_tokens * num_trajectories / max(1, num_tokens)))
     num = max(1, min(num, round(MAX_FRACTION * num_trajectories)))
     return range(0, num_trajectories, max(1, num_trajectories // num))[:num]
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from lightrl.callbacks.probe import STEP
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds, check_positive
+from lightrl.errors import EngineError
 from lightrl.rollout import RolloutSettings
 
 if TYPE_CHECKING:
@@ -134,12 +135,17 @@ class StalenessControl(RLCallback):
         if trainer.rollout.is_recorded:
             return  # their versions are those of the run that wrote them
         local = experience.local
-        versions = local.weight_versions[local.loss_mask]
-        oldest = int(versions.min()) if versions.numel() else trainer.weight_version
-        staleness = trainer.weight_version - oldest
-        bound = trainer.rollout.settings.max_staleness
-        if staleness > bound or (versions < 0).any():
-            raise AssertionError(f"A token has staleness {staleness}, above the bound of {bound}.")
+        newest = trainer.weight_version
+        oldest = max(0, newest - trainer.rollout.settings.max_staleness)
+        is_wrong = local.loss_mask & ((local.weight_versions < oldest) | (local.weight_versions > newest))
+        if is_wrong.any():
+            row, token = is_wrong.nonzero()[0].tolist()
+            raise EngineError(
+                f"{type(trainer.rollout.engine).__name__} says that weight version "
+                f"{int(local.weight_versions[row, token])} sampled token {token} of a trajectory of group "
+                f"{int(local.group_ids[row])}, which must be from {oldest} to {newest} (max_staleness="
+                f"{trainer.rollout.settings.max_staleness}). Fix the versions of the engine's completions."
+            )
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int

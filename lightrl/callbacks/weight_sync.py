@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from lightrl.callbacks.probe import PROBE_SEQUENCES, LagProbe, Probe
+from lightrl.callbacks.answer_check import AnswerCheck
+from lightrl.callbacks.probe import MIN_MISMATCH_TOKENS, PROBE_SEQUENCES, LagProbe, Probe
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
 from lightrl.engines import ServerEngine
@@ -29,6 +30,8 @@ from lightrl.weights.disk import ShareWriter, files_of
 if TYPE_CHECKING:
     import lightning as L
 
+    from lightrl.experience import Experience
+    from lightrl.strategies import ShardedExperience
     from lightrl.trajectory import Group
 
 log = logging.getLogger(__name__)
@@ -104,7 +107,8 @@ class WeightSync(RLCallback):
     Args:
         every_n_iterations: above 1 the engine lags behind on purpose; `StalenessControl.max_staleness` must be at least
             `every_n_iterations - 1`.
-        verify: False trusts the engine: no probe, no digests, no bound on the mismatch.
+        verify: False trusts the engine: no probe, no digests, no bound on the mismatch, and with `max_staleness` no
+            copies of η + 1 versions of the trained parameters in host memory (see answer_check.py).
     """
 
     def __init__(self, every_n_iterations: int = 1, verify: bool = True) -> None:
@@ -113,6 +117,7 @@ class WeightSync(RLCallback):
         self._shares = RankShares()
         self._probe = Probe(PROBE_SEQUENCES if verify else 0)
         self._lag = LagProbe()
+        self._answers = AnswerCheck()
         self._metrics: dict[str, float] = {}  # the last sync's metrics, until they are logged
         self.every_n_iterations = every_n_iterations
 
@@ -143,15 +148,24 @@ class WeightSync(RLCallback):
         to_trainer(trainer)
         self._lag.offer(trainer, groups)
 
+    def on_minibatch_start(
+        self, trainer: RLTrainer, module: RLModule, minibatch: Experience, index: int, total: int
+    ) -> None:
+        rounding, is_async = self._probe.rounding, trainer.rollout.settings.max_staleness > 0
+        is_due = rounding is not None and (is_async or trainer.weight_version % self._probe.interval == 0)
+        if index == 0 and rounding is not None and is_due:
+            self._answers.check(trainer, module, cast("ShardedExperience", minibatch), rounding)
+
     def on_minibatch_end(
         self, trainer: RLTrainer, module: RLModule, metrics: dict[str, float], index: int, total: int
     ) -> None:
         if index == 0:
-            self._probe.check_mismatch(metrics)
+            least_tokens = 1 if self._answers.has_sampled(trainer.weight_version) else MIN_MISMATCH_TOKENS
+            self._probe.check_mismatch(metrics, least_tokens)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._probe.reset()
-        self._lag = LagProbe()
+        self._lag, self._answers = LagProbe(), AnswerCheck()
 
     def _ensure(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Loads the present version unless the engine has it: validation measures the policy as it is now."""
@@ -177,6 +191,8 @@ class WeightSync(RLCallback):
                 log.warning("Trying the same weight sync once more: %s", error)
                 load()
             self._metrics = self._probe.compare(trainer, module, logprobs)
+            if self._probe.rounding is not None:
+                self._answers.keep(trainer, module, weight_version, self._probe.rounding)
             trainer.call_rl_hook("on_weights_synced", weight_version)
 
 

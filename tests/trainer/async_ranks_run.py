@@ -1,6 +1,7 @@
 """Script of test_async_ranks.py: an asynchronous run on one, two and four ranks. Its engine's tokens follow from seed
 and position alone, so the runs draw the same ones although their syncs come at other moments."""
 
+import contextlib
 import random
 import sys
 from dataclasses import replace
@@ -12,7 +13,16 @@ from rank_scripts import fork_runs, gathered_tensors, leave
 from resharded_run import SPEC, weights_of
 from tiny_run import Digits, TinyGRPO, make_trainer
 
-from lightrl import FakeEngine, FSDP2Strategy, Parallel3DStrategy, Sampling, StalenessControl
+from lightrl import (
+    FakeEngine,
+    FSDP2Strategy,
+    LocalEngine,
+    Parallel3DStrategy,
+    RolloutEngine,
+    Sampling,
+    StalenessControl,
+)
+from lightrl.errors import LightRLError
 
 POLICY = replace(SPEC, config={**SPEC.config, "max_position_embeddings": 256})  # type: ignore[dict-item]
 ITERATIONS = 6
@@ -56,10 +66,31 @@ def run_ranks(size: int, folder: Path) -> None:
     )
 
 
+class Lying(LocalEngine):
+    """From version 3 on, its logprobs are off."""
+
+    async def generate(self, *args: Any, **settings: Any) -> Any:
+        off = 0.05 * (self.weight_version >= 3)
+        completions = await super().generate(*args, **settings)
+        return [replace(item, logprobs=[value - off for value in item.logprobs]) for item in completions]
+
+    def generate_group(self, *args: Any, **settings: Any) -> Any:
+        return RolloutEngine.generate_group(self, *args, **settings)
+
+
+def run_lies(size: int, folder: Path) -> None:
+    module = TinyGRPO(POLICY, num_minibatches=2, lr=1e-2, sampling=Sampling(max_new_tokens=20))
+    trainer = make_trainer(folder, engine=Lying(), max_steps=9, callbacks=[StalenessControl(2)], **SPREAD[size])
+    with contextlib.suppress(LightRLError):
+        trainer.fit(module, datamodule=Digits())
+    leave(trainer.global_step, folder / f"lies-{size}")
+
+
 def main() -> int:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    return fork_runs([1, 2, 4], lambda size: run_ranks(size, folder))
+    failed = fork_runs([1, 2, 4], lambda size: run_ranks(size, folder))
+    return failed or fork_runs([2, 4], lambda size: run_lies(size, folder))
 
 
 if __name__ == "__main__":

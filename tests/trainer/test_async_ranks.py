@@ -32,3 +32,10 @@ def test_ranks_train_on_the_tokens_of_one_process(size: int, runs: Any) -> None:
     assert several["losses"] == pytest.approx(one["losses"], rel=ROUNDING, abs=ROUNDING)
     for name, weight in one["weights"].items():
         assert (several["weights"][name] - weight).abs().max() <= ROUNDING * weight.abs().max(), name
+
+
+@pytest.mark.parametrize("size", [2, 4], ids=["FSDP2 on 2", "3D on 4"])
+def test_ranks_end_together_before_they_train_on_wrong_logprobs(size: int, runs: Any, tmp_path_factory: Any) -> None:
+    steps = left_by(size, run_once(SCRIPT, tmp_path_factory) / f"lies-{size}")
+    assert 3 <= steps[0] <= 5  # at iteration 5 all tokens are of version 3 or later
+    assert len(set(steps)) == 1

@@ -14,10 +14,11 @@ from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 from waits import Deadlines, until
 
-from lightrl import LocalEngine, ModelSpec, Role, SGLangEngine
+from lightrl import LocalEngine, ModelSpec, Role, SGLangEngine, StalenessControl
 from lightrl.callbacks.probe import MIN_MISMATCH_TOKENS, MISMATCH_NATS, bound_nats
 from lightrl.engines.abilities import HasReplicas
-from lightrl.errors import WeightSyncError
+from lightrl.engines.engine import RolloutEngine
+from lightrl.errors import EngineError, WeightSyncError
 from lightrl.models import LoRA
 from lightrl.weights import Bucket
 
@@ -152,6 +153,65 @@ def test_one_answer_with_other_logprobs_ends_the_run_although_the_mean_is_within
     with pytest.raises(WeightSyncError, match=r"e-05 nats each .* one of them by 0\.05 \(at most 0\.001\d+ and 0\.016"):
         fit(tmp_path, engine, lr=1e-5, group_size=256)
     assert engine.num_wrong == 1
+
+
+class Lying(LocalEngine):
+    """From the load of version 1 on, answers as `lie` changes them; `first` is the version at which one was given."""
+
+    def __init__(self, lie: Any) -> None:
+        super().__init__()
+        self.lie, self.first = lie, 10**9
+
+    def generate_group(self, *args, **settings):
+        return RolloutEngine.generate_group(self, *args, **settings)
+
+    async def generate(self, token_ids, sampling, **settings):
+        if self.weight_version < 1:
+            return await super().generate(token_ids, sampling, **settings)
+        self.first = min(self.first, self.weight_version)
+        asked, change = self.lie
+        completions = await super().generate(token_ids, replace(sampling, **asked), **settings)
+        return [replace(item, **change(item)) for item in completions]
+
+
+LIES: dict[str, Any] = {
+    "exchanged": ({}, lambda item: {"logprobs": item.logprobs[::-1]}),
+    "shifted": ({}, lambda item: {"logprobs": item.logprobs[1:] + item.logprobs[:1]}),
+    "constant": ({}, lambda item: {"logprobs": [-1.0] * len(item.logprobs)}),
+    "a little off": ({}, lambda item: {"logprobs": [value - 0.02 for value in item.logprobs]}),
+    "one is wrong": ({}, lambda item: {"logprobs": [*item.logprobs[:-1], item.logprobs[-1] - 0.1]}),
+    "at another temperature": ({"temperature": 0.7}, lambda item: {}),
+    "a version from the future": ({}, lambda item: {"weight_versions": [1000] * len(item.logprobs)}),
+    "a version below 0": ({}, lambda item: {"weight_versions": [-1] * len(item.logprobs)}),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_asynchronous_run_ends_before_it_trains_on_a_lie(lie, tmp_path):
+    engine, module = Lying(LIES[lie]), TinyGRPO(lr=3e-2, group_size=8)
+    trainer = make_trainer(tmp_path, engine=engine, callbacks=[StalenessControl(2)], max_steps=12)
+    error = r"weight version (1000|-1) sampled token \d+ of a trajectory of group \d+, which must be from \d to \d "
+    words = r"engine sampled with (the present weights|weight version \d) differ by" if "version" not in lie else error
+    with pytest.raises(EngineError, match=words):
+        trainer.fit(module, Digits())
+    assert trainer.global_step <= engine.first + 2  # what was sampled then is trained on 2 iterations later
+
+
+class Greedy(Lying):
+    """Tokens of temperature 0, with the logprobs that are theirs at temperature 1."""
+
+    async def generate(self, token_ids, sampling, **settings):
+        (found,) = await LocalEngine.generate(self, token_ids, replace(sampling, temperature=0.0), **settings)
+        scores = self.score([[*token_ids, *found.token_ids]])["engine"][0][len(token_ids) :]
+        return [replace(found, logprobs=scores)]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_server_that_samples_otherwise_than_asked_ends_the_run(max_staleness, tmp_path):
+    trainer = make_trainer(tmp_path, engine=Greedy(None), callbacks=[StalenessControl(max_staleness)], max_steps=12)
+    with pytest.raises(EngineError, match=r"sampled are too likely for temperature=1, .* a chance of e\^-\d\d"):
+        trainer.fit(TinyGRPO(lr=0.0, group_size=32), Digits())
+    assert trainer.global_step <= 3
 
 
 class TwoReplicas(LocalEngine):

@@ -1,0 +1,201 @@
+"""AnswerCheck: what the engine sampled, against the trainer under the weights that sampled it, before it is trained on.
+
+Each iteration a few trajectories are scored once more. The newest tokens of each are of one weight version, of which
+the trainer has a copy in host memory while they may be stale. The engine's logprobs must be the trainer's, to rounding.
+And the tokens must be as likely as their distribution says, which finds a server that samples otherwise than asked.
+
+For a function f of a token, exp(λ f) / E[exp(λ f)] has the mean 1, whatever came before; so the product over all
+tokens exceeds e^35 with a chance of e^-35. f is the logprob: λ > 0 collects what is too likely (temperature 0, a
+smaller top-k), λ < 0 what is too unlikely. The sum of the logarithms starts again at 0 when it is below. Shapes: N
+tokens, their K most likely alternatives.
+
+Source: Ville's inequality; Page, Continuous inspection schemes (CUSUM).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrl.callbacks.probe import Rounding, check_mismatch, kept_places, mismatch_bound_nats
+from lightrl.engines.abilities import HasReplicas
+from lightrl.errors import EngineError
+from lightrl.module import RLModule
+from lightrl.rollout.rl_trainer import RLTrainer
+from lightrl.strategies import Microbatches, ShardedExperience, ranks_of
+from lightrl.strategies.sharded_experience.placement import microbatch_rows
+from lightrl.strategies.tensor_parallel import local
+from lightrl.trajectory import Sampling
+
+TOP = 64  # K
+LIMIT_NATS = 35.0
+OUTSIDE_CHANCES = 0.01, 0.05  # of a token beyond the border of a truncated distribution: by rounding; suspect
+NUM_TOKENS = 256  # that train and are scored once more
+
+
+class AnswerCheck:
+    """Checks an iteration's first minibatch, without tokens of versions before this run's second load.
+
+    Of the first one it may have taken over tokens that other weights sampled, after a failure within an iteration.
+    """
+
+    def __init__(self) -> None:
+        self._evidence_nats = torch.zeros(2)  # that tokens are too likely, too unlikely
+        self._weights: dict[int, list[Tensor]] = {}  # version → the policy's trained parameters on this rank
+        self._first_version: int | None = None  # that this run has loaded
+
+    def keep(self, trainer: RLTrainer, module: RLModule, weight_version: int, rounding: Rounding) -> None:
+        """Copies the present weights, of this version; forgets versions whose tokens can no longer be trained on."""
+        staleness = trainer.rollout.settings.max_staleness
+        self._first_version = weight_version if self._first_version is None else self._first_version
+        self._weights = {old: kept for old, kept in self._weights.items() if old >= weight_version - staleness}
+        if staleness > 0:
+            is_coarse = rounding.engine_eps >= torch.finfo(torch.bfloat16).eps  # the engine has rounded them too
+            values = _trained(module) if ranks_of(trainer.strategy).of_role("policy").is_here else []
+            dtypes = [torch.bfloat16 if is_coarse else value.dtype for value in values]
+            copies = (value.to("cpu", dtype, copy=True) for value, dtype in zip(values, dtypes, strict=True))
+            self._weights[weight_version] = list(copies)
+
+    def has_sampled(self, version: int) -> bool:
+        """Whether all tokens of this version are of the weights that this run has loaded."""
+        return version > (self._first_version or -1)
+
+    def check(self, trainer: RLTrainer, module: RLModule, minibatch: ShardedExperience, rounding: Rounding) -> None:
+        """Raises WeightSyncError or EngineError, the same on every rank; collective."""
+        ranks, present = ranks_of(trainer.strategy), trainer.weight_version
+        places = kept_places(len(minibatch), minibatch.num_loss_tokens, NUM_TOKENS)
+        newest = minibatch.version_bounds[1].tolist()
+        rows_of: dict[int, list[int]] = {}
+        for row in sorted((place + present) % len(minibatch) for place in places):
+            if self.has_sampled(newest[row]) and (newest[row] == present or newest[row] in self._weights):
+                rows_of.setdefault(newest[row], []).append(row)
+        evidence = torch.zeros(2)
+        for version, rows in rows_of.items():
+            sums, largest = torch.zeros(5), torch.zeros(1)
+            if ranks.of_role("policy").is_here:
+                weights = [] if version == present else self._weights[version]
+                with torch.no_grad(), _under(weights, _trained(module)):
+                    sums, largest = _measure(trainer, module, minibatch.select(rows), version, rounding)
+            sums, largest = ranks.total(sums), ranks.total(largest, "max")
+            evidence += sums[3:]
+            if num := int(sums[0]):
+                difference, entropy = (sums[1:3] / num).tolist()
+                which = "the present weights" if version == present else f"weight version {version}"
+                bound = mismatch_bound_nats(rounding, entropy)
+                check_mismatch(which + _by(trainer), num, difference, float(largest), bound, rounding.dtypes)
+        if _has_all_that_was_sampled(trainer, module, minibatch):
+            self._evidence_nats = (self._evidence_nats + evidence).clamp(min=0)
+        if (total := float(self._evidence_nats.max())) > LIMIT_NATS:
+            what, sampling = ("likely", "unlikely")[int(self._evidence_nats.argmax())], module.sampling
+            raise EngineError(
+                f"The tokens that the engine sampled{_by(trainer)} are too {what} for temperature="
+                f"{sampling.temperature:g}, top_p={sampling.top_p:g} and top_k={sampling.top_k}: a chance of "
+                f"e^-{total:.0f}. Look for a proxy or a server's argument that changes these settings; or set "
+                "WeightSync.verify to false."
+            )
+
+
+def _has_all_that_was_sampled(trainer: RLTrainer, module: RLModule, minibatch: ShardedExperience) -> bool:
+    """Whether nothing was left out, which might be more likely than the rest, or less."""
+    settings = trainer.rollout.settings
+    num_rows = settings.groups_per_iteration * settings.group_size // module.num_minibatches
+    is_whole = (len(minibatch), minibatch.num_loss_tokens) == (num_rows, int(minibatch.generated_token_counts.sum()))
+    selects = settings.passes_over_stragglers or settings.group_filter or settings.incomplete_groups != "train"
+    return is_whole and not selects and module.sampling.temperature > 0
+
+
+def _measure(
+    trainer: RLTrainer, module: RLModule, part: ShardedExperience, version: int, rounding: Rounding
+) -> tuple[Tensor, Tensor]:
+    """Number, differences, entropies and evidence of this rank's tokens, summed; the largest difference."""
+    rated, own = part.rollout_part(), set(part.local_rows.tolist())
+    rows = microbatch_rows(rated, ranks_of(trainer.strategy).of_role("policy"), module.microbatch_tokens)
+    topk = min(TOP, module.policy_config.get_text_config().vocab_size)
+    whole = replace(rated, tokens={name: it for name, it in rated.tokens.items() if name != "supports"})
+    is_truncated = "supports" in rated.tokens  # then the alternatives are those before truncation
+    sums, largest = torch.zeros(5), torch.zeros(1)
+    for experience, num in [(rated, 0), (whole, topk)] if is_truncated else [(rated, topk)]:
+        batches = list(Microbatches(experience, rows, module.device))
+        with trainer.precision_plugin.forward_context():
+            results: Any = list(module.parallel_models["policy"].forward(batches, topk=num))
+        for index, batch, outputs in zip(rows, batches, results, strict=True):
+            is_own = torch.tensor([row in own for row in index] or [False], device=module.device)
+            mask = batch.loss_mask & (batch.weight_versions == version) & is_own[:, None]
+            if not mask.any():
+                continue
+            if num == 0 or not is_truncated:
+                differences = (outputs.logprobs - batch.behavior_logprobs)[mask].abs().float()
+                numbers = [float(mask.sum()), float(differences.sum()), float(outputs.entropy[mask].sum())]
+                sums[:3] += torch.tensor(numbers)
+                largest = largest.maximum(differences.amax().cpu())
+            if num:
+                is_sampled = outputs.teacher_topk_ids[mask] == batch.token_ids[mask][:, None]
+                margin_nats = mismatch_bound_nats(rounding, float(outputs.entropy[mask].mean()))
+                top = outputs.teacher_topk[mask].float()
+                sums[3:] += evidence_nats(top, is_sampled, module.sampling, margin_nats).sum(0).cpu()
+    return sums, largest
+
+
+def evidence_nats(top: Tensor, is_sampled: Tensor, sampling: Sampling, margin_nats: float) -> Tensor:
+    """log(exp(λ f) / E[exp(λ f)]) of each token, for a λ > 0 and for -λ, [N, 2].
+
+    Args:
+        top: [N, K], logprobs of the most likely tokens before truncation, in order; all others are one outcome.
+        is_sampled: bool [N, K], which of them was sampled, if any.
+        margin_nats: by which rounding may move a logprob.
+    """
+    chances = top.exp()
+    is_kept = chances.cumsum(1) - chances < sampling.top_p
+    if sampling.top_k > 0:
+        is_kept[:, sampling.top_k :] = False
+    mass = (chances * is_kept).sum(1, keepdim=True)
+    chance, suspect = OUTSIDE_CHANCES
+    other = torch.full_like(mass, chance) if sampling.is_truncated else (1 - mass).clamp(min=1e-6)
+    chances = torch.cat([chances * is_kept / mass * (1 - other), other], 1)
+    border = torch.where(is_kept, top, 0.0).amin(1, keepdim=True)
+    lowest = border - 1
+    values = torch.cat([torch.where(is_kept, top, lowest), lowest], 1).clamp(min=-20)
+    mean = (chances * values).sum(1, keepdim=True)
+    spread = (chances * (values - mean) ** 2).sum(1, keepdim=True).sqrt().clamp(min=0.05)
+    values = values.maximum(mean - 4 * spread)  # what hardly ever comes must not rule E
+    is_outcome = torch.cat([is_sampled & is_kept, ~(is_sampled & is_kept).any(1, keepdim=True)], 1)
+    tilts = torch.tensor([0.5, -0.5], device=top.device) / spread
+    expected = (chances.log()[:, :, None] + tilts[:, None] * values[:, :, None]).logsumexp(1)
+    evidence = tilts * values[is_outcome][:, None] - expected
+    if sampling.is_truncated:  # what is beyond the border tells more than how unlikely the rest is
+        sampled = torch.where(is_sampled.any(1), torch.where(is_sampled, top, 0.0).sum(1), top[:, -1])
+        is_beyond = sampled < border[:, 0] - margin_nats
+        evidence[:, 1] = torch.where(is_beyond, suspect / chance, (1 - suspect) / (1 - chance)).log()
+    is_known = ~is_kept[:, -1:] | (not sampling.is_truncated)  # else the distribution has tokens beyond K
+    return torch.where(is_known, evidence, 0.0)
+
+
+def _trained(module: RLModule) -> list[Tensor]:
+    policy: Any = module.policy
+    return [local(parameter.detach()) for parameter in policy.parameters() if parameter.requires_grad]
+
+
+@contextlib.contextmanager
+def _under(weights: Sequence[Tensor], parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, the parameters have these values; no weights leave them as they are."""
+    changed = parameters[: len(weights)]
+    present = [parameter.to("cpu", copy=True) for parameter in changed]
+    try:
+        for parameter, value in zip(changed, weights, strict=True):
+            parameter.copy_(value)
+        yield
+    finally:
+        for parameter, value in zip(changed, present, strict=True):
+            parameter.copy_(value)
+
+
+def _by(trainer: RLTrainer) -> str:
+    """The servers that may have sampled, in words; on rank 0, which has them."""
+    engine: object = trainer.rollout.engine
+    servers = engine.verified_by() if trainer.is_global_zero and isinstance(engine, HasReplicas) else ()
+    return f" at {', '.join(servers)}" if servers else ""

@@ -1,0 +1,49 @@
+"""Evidence that tokens are too likely or too unlikely; tests/trainer/test_sync_checks.py has AnswerCheck in runs."""
+
+import pytest
+import torch
+
+from lightrl import Sampling
+from lightrl.callbacks.answer_check import LIMIT_NATS, TOP, evidence_nats
+
+
+def sampled(logits: torch.Tensor, asked: Sampling, actual: Sampling) -> list[float]:
+    """The most evidence at any time for too likely and too unlikely tokens, one of each row of logits."""
+    top, ids = torch.log_softmax(logits / asked.temperature, -1).topk(min(TOP, logits.shape[1]))
+    chances, order = torch.softmax(logits / max(actual.temperature, 1e-3), -1).sort(descending=True)
+    is_kept = chances.cumsum(1) - chances < actual.top_p
+    is_kept &= torch.arange(logits.shape[1]) < (actual.top_k if actual.top_k > 0 else logits.shape[1])
+    tokens = order.gather(1, torch.multinomial(chances * is_kept, 1))
+    most = []
+    for column in evidence_nats(top, ids == tokens, asked, 1e-3).T.tolist():
+        total, largest = 0.0, 0.0
+        for value in column:
+            total = max(0.0, total + value)
+            largest = max(largest, total)
+        most.append(largest)
+    return most
+
+
+ASKED = [Sampling(), Sampling(temperature=0.6), Sampling(top_p=0.9), Sampling(top_k=20), Sampling(top_p=0.9, top_k=5)]
+IDS = ["plain", "cooler", "top-p", "top-k", "both"]
+OTHERS = [
+    Sampling(temperature=0.0),
+    Sampling(temperature=0.6, top_k=3),
+    Sampling(),
+    Sampling(),
+    Sampling(top_p=1.0, top_k=20),
+]
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=IDS)
+@pytest.mark.parametrize(("vocab_size", "spread"), [(14, 0.1), (61, 0.1), (61, 3.0), (500, 2.0)])
+def test_tokens_that_are_sampled_as_asked_are_no_evidence(asked, vocab_size, spread):
+    torch.manual_seed(0)
+    assert max(sampled(spread * torch.randn(2000, vocab_size), asked, asked)) < LIMIT_NATS / 2
+
+
+@pytest.mark.parametrize(("asked", "actual", "index"), [*zip(ASKED, OTHERS, [0, 0, 1, 1, 1], strict=True)], ids=IDS)
+@pytest.mark.parametrize("spread", [0.1, 1.5])
+def test_tokens_that_are_sampled_otherwise_are_evidence_after_some_hundred(asked, actual, index, spread):
+    torch.manual_seed(0)
+    assert sampled(spread * torch.randn(600, 61), asked, actual)[index] > LIMIT_NATS
