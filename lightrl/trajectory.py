@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 import struct
 from array import array
 from bisect import bisect_right
@@ -89,6 +90,72 @@ def chat_as_text(value: object) -> object:
     if all("type" in item and "text" in item for item in items):
         return content_text(items)
     return plain_text(items) if all("role" in item and "content" in item for item in items) else value
+
+
+# How models mark the beginning and the end of their thinking.
+_XML = ("think", "thinking", "thought", "reasoning", "seed:think")
+_THINKING_TAGS = {f"<{name}>": f"</{name}>" for name in _XML} | {
+    "[THINK]": "[/THINK]",
+    "<|channel>thought": "<channel|>",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|begin_of_thought|>": "<|end_of_thought|>",
+    "◁think▷": "◁/think▷",
+}
+THINKING_OPENS, THINKING_CLOSES = ("|".join(map(re.escape, tags)) for tags in (_THINKING_TAGS, _THINKING_TAGS.values()))
+_QUOTE = "[\"'`]"  # around a tag that is spoken of
+_THOUGHT = "|".join(
+    rf"(?<!{_QUOTE}){re.escape(opens)}.*?(?:{re.escape(closes)}|\Z)"
+    for opens, closes in [*_THINKING_TAGS.items(), ("<|channel|>analysis<|message|>", "<|end|>")]
+)
+_PARTS = re.compile(
+    # the prompt opened it
+    rf"\A(?:(?!{THINKING_OPENS}).)*?(?!(?<={_QUOTE})(?:{THINKING_CLOSES}){_QUOTE})(?:{THINKING_CLOSES})"
+    r"|(?P<kept><tool_call>.*?</tool_call>|^[ \t>]*(?P<fence>`{3,}|~{3,}).*?(?:^[ \t>]*(?P=fence)|\Z))"
+    rf"|{_THOUGHT}"
+    # what gpt-oss and others write before and after an answer
+    r"|(?P<mark><\|start\|>assistant|<\|channel\|>final(?: <\|constrain\|>\w+)?<\|message\|>"
+    r"|<\|(?:START|END)_RESPONSE\|>|<\|(?:begin|end)_of_solution\|>)",
+    re.DOTALL | re.MULTILINE,
+)
+_TAG = re.compile(rf"\A\s*(?:{THINKING_OPENS}|<\|channel\|>analysis<\|message\|>)|(?:{THINKING_CLOSES}|<\|end\|>)\Z")
+_UNCLOSED = re.compile(rf"(?:{THINKING_OPENS})(?:(?!{THINKING_CLOSES}).)*\Z", re.DOTALL)
+
+
+def split_thinking(completion: str) -> tuple[str, str]:
+    """The thinking of a completion, without its tags, and the rest, the answer; all is thinking if it never ends.
+
+    Thinking may begin before the completion. What a call, a fenced block or quotes have of its tags is the rest's.
+    """
+    thoughts: list[str] = []
+
+    def take(part: re.Match[str]) -> str:
+        if part["kept"]:
+            return part[0]
+        if not part["mark"]:
+            thoughts.append(_TAG.sub("", part[0]).strip())
+        return ""
+
+    rest = _PARTS.sub(take, completion)
+    return "\n".join(thoughts), completion if rest == completion else rest.strip()
+
+
+def without_thinking(completion: str) -> str:
+    """The completion with spaces in place of its thinking, so that what is left stays where it is."""
+    return _PARTS.sub(lambda part: part["kept"] or " " * len(part[0]), completion)
+
+
+def unclosed_thinking(text: str) -> str:
+    """The thinking that a text opens and does not close; empty if there is none."""
+    match = _UNCLOSED.search(text)
+    return match[0] if match else ""
+
+
+def names_thinking(pattern: str) -> bool:
+    """Whether a regular expression has a tag of thinking in it, such as `</?think>`."""
+    return (
+        re.search(rf"[<\[◁][^\w\s]*(?:channel|START_THINK|begin_of_thought|THINK|{'|'.join(_XML)})", pattern)
+        is not None
+    )
 
 
 # The most tokens that a truncated distribution keeps: SGLang returns 4,096 ids, some of which ties may take.
@@ -411,6 +478,12 @@ class Trajectory:
     def __eq__(self, other: object) -> bool:
         return self.to_json() == other.to_json() if isinstance(other, Trajectory) else NotImplemented
 
+    @classmethod
+    def of_text(cls, prompt: Prompt, completion: str, **fields: Any) -> Trajectory:
+        """One without tokens, for rewards of the text alone; `fields` are others of its fields."""
+        tokens: dict[str, Any] = {"token_ids": (), "loss_mask": (), "behavior_logprobs": (), "weight_versions": ()}
+        return cls(prompt, -1, -1, **tokens, completion_ids=(), completion=completion, **fields)
+
     @property
     def oldest_version(self) -> int:
         """The lowest weight version of the tokens that the policy generated; -1 if it generated none."""
@@ -438,6 +511,16 @@ class Trajectory:
     @property
     def num_loss_tokens(self) -> int:
         return sum(length for trains, length in token_array("loss_mask", self.loss_mask).runs() if trains)
+
+    @property
+    def answer(self) -> str:
+        """The completion without its thinking; empty if it was cut off, or ended, while thinking."""
+        return split_thinking(self.completion)[1]
+
+    @property
+    def thinking(self) -> str:
+        """The thinking of the completion, without its tags."""
+        return split_thinking(self.completion)[0]
 
     @property
     def accuracy(self) -> float:

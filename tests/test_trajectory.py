@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tiny import random_trajectories
 
+from lightrl.testing import make_trajectory
 from lightrl.trajectory import (
     MAX_SUPPORT,
     Group,
@@ -22,6 +23,8 @@ from lightrl.trajectory import (
     Turn,
     encode_json,
     sampling_seed,
+    split_thinking,
+    without_thinking,
 )
 
 
@@ -287,3 +290,42 @@ def test_a_token_takes_eight_bytes_in_memory(num_tokens: int, most: float) -> No
 def test_records_need_neither_torch_nor_numpy() -> None:
     code = "import sys, lightrl.trajectory; print(bool({'torch', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "answer"),
+    [
+        pytest.param("no thought", "", "no thought", id="none"),
+        pytest.param("<think>a</think>b", "a", "b", id="at the start"),
+        pytest.param("a</think>\n\nb", "a", "b", id="opened by the prompt"),
+        pytest.param("<think>a</think>b<think>c</think>d", "a\nc", "bd", id="twice"),
+        pytest.param("<think>never ends", "never ends", "", id="open"),
+        pytest.param(
+            'a<tool_call>"<think>"</tool_call>', "", 'a<tool_call>"<think>"</tool_call>', id="quoted by a call"
+        ),
+        *[
+            pytest.param(f"{opens}\na\n{closes}\n\nb", "a", "b", id=opens)
+            for opens, closes in [
+                *[("<thinking>", "</thinking>"), ("<reasoning>", "</reasoning>"), ("[THINK]", "[/THINK]")],
+                *[("<seed:think>", "</seed:think>"), ("<|channel>thought", "<channel|>"), ("◁think▷", "◁/think▷")],
+            ]
+        ],
+        pytest.param("a[/THINK]b", "a", "b", id="Mistral's, opened by the prompt"),
+        pytest.param("<|channel|>analysis<|message|>a", "a", "", id="of gpt-oss, open"),
+        pytest.param(
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>{}",
+            *("a", "{}"),
+            id="of gpt-oss",
+        ),
+        pytest.param('<think>say "yes"</think>yes', 'say "yes"', "yes", id="ends in a quotation"),
+        pytest.param('{"tag": "<think>"}', "", '{"tag": "<think>"}', id="quoted"),
+        pytest.param("`</think>` ends it", "", "`</think>` ends it", id="an end that is quoted"),
+        pytest.param("<think>a</think>```\nx = <think>\n```", "a", "```\nx = <think>\n```", id="after a fence"),
+        pytest.param("<think>a</think>\n```\n<think>\n```", "a", "```\n<think>\n```", id="in a fence"),
+        pytest.param("<think>\n```\na</think>b", "```\na", "b", id="a fence that the thinking leaves open"),
+    ],
+)
+def test_thinking_is_told_from_the_answer(text: str, thinking: str, answer: str):
+    trajectory = make_trajectory(text)
+    assert (trajectory.thinking, trajectory.answer) == split_thinking(text) == (thinking, answer)
+    assert len(without_thinking(text)) == len(text)

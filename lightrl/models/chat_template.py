@@ -15,7 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightrl.trajectory import Prompt, Sampling, content_text, plain_text
+from lightrl.trajectory import (
+    THINKING_CLOSES,
+    THINKING_OPENS,
+    Prompt,
+    Sampling,
+    content_text,
+    plain_text,
+    unclosed_thinking,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,8 +33,8 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, Any]]
 Template = str | Mapping[str, str] | None  # Jinja text, or several by name
 
-_OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
-_TAIL_TOKENS = 24  # a prompt's last tokens: enough for `<think>` and white space, in bytes too
+_OPENED = re.compile(rf"(?:{THINKING_OPENS})\s*(?:(?:{THINKING_CLOSES})\s*)?\Z")
+_TAIL_TOKENS = 32  # a prompt's last tokens: enough for `<think>` and white space, in bytes too
 _ANSWER = "lightrl"
 
 KEEP_HISTORY = (
@@ -176,9 +184,7 @@ class ChatTemplate:
         """The thinking that the prompt of these tokens opens and does not close; empty if there is none."""
         is_first = len(token_ids) == len(prompt.token_ids or [])
         started = _started_message(prompt.messages) if prompt.messages and is_first else ""
-        text = started or opened(self.decode(token_ids[-_TAIL_TOKENS:]))
-        start = text.rfind("<think>")
-        return text[start:] if start > text.rfind("</think>") else ""
+        return unclosed_thinking(started or opened(self.decode(token_ids[-_TAIL_TOKENS:])))
 
     def turn_end(self) -> int | None:
         """The special token that the template writes after the assistant's message."""

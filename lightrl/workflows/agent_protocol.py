@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from lightrl.engines.engine import Completion
-from lightrl.trajectory import JsonMapping, JsonObject
-from lightrl.workflows.tools import split_thinking
+from lightrl.trajectory import JsonMapping, JsonObject, split_thinking
 
 _MAX_DEPTH = 100
 MODEL = "policy"

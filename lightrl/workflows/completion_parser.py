@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lightrl.trajectory import JsonMapping
-from lightrl.workflows.tools import ToolCall, ToolParser, parse_hermes, split_thinking, without_thinking
+from lightrl.trajectory import JsonMapping, split_thinking, without_thinking
+from lightrl.workflows.tools import ToolCall, ToolParser, parse_hermes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,7 +18,7 @@ from contextlib import suppress
 import aiohttp
 
 from lightrl.errors import RolloutError
-from lightrl.trajectory import JsonMapping, JsonObject, Prompt
+from lightrl.trajectory import JsonMapping, JsonObject, Prompt, split_thinking
 from lightrl.workflows.environment import Environment, Step
 from lightrl.workflows.tools import ToolEnvironment, ToolParser, ToolServer, parse_hermes, read_parts, run_apart
 
@@ -127,7 +127,7 @@ class OpenEnv(Environment):
 
     Args:
         url: of the server, such as `http://127.0.0.1:8000`.
-        action: the action's field that takes the completion.
+        action: the action's field that takes the completion, without its thinking.
         observation: the observation's field that the policy reads; None for all fields, as JSON.
         reset_fields: columns of the prompt's row that `reset` gets as arguments.
 
@@ -151,7 +151,7 @@ class OpenEnv(Environment):
         return _text_of(await _reset(self.session, prompt, self.reset_fields), self.observation)
 
     async def step(self, completion: str) -> Step:
-        observation = await self.session.act({self.action: completion})
+        observation = await self.session.act({self.action: split_thinking(completion)[1]})
         return _text_of(observation, self.observation), *self.session.take()
 
     async def close(self) -> None:

@@ -36,12 +36,11 @@ from lightrl.checks.user_code import function_of, user_code
 from lightrl.concurrency.in_thread import CallTimeout, call_within
 from lightrl.errors import LightRLError, RolloutError
 from lightrl.rewards.sandbox import Limits, LocalSandbox
-from lightrl.trajectory import JsonMapping, JsonObject, Prompt
+from lightrl.trajectory import JsonMapping, JsonObject, Prompt, without_thinking
 from lightrl.workflows.environment import CheckedStep, Environment, Observation, Step, call_environment
 
 _T = TypeVar("_T")
 _HERMES_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_THOUGHT = re.compile(r"\A(?:(?!<think>).)*?</think>|(<tool_call>.*?</tool_call>)|<think>.*?(?:</think>|\Z)", re.DOTALL)
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -62,25 +61,6 @@ class ToolCall:
 
 
 ToolParser = Callable[[str], list[ToolCall]]
-
-
-def without_thinking(completion: str) -> str:
-    """The completion with spaces in place of its thinking, which may begin before it; what a call quotes stays."""
-    return _THOUGHT.sub(lambda part: part[1] or " " * len(part[0]), completion)
-
-
-def split_thinking(completion: str) -> tuple[str, str]:
-    """The thinking of a completion, without its tags, and the rest; what a call quotes is the rest's."""
-    thoughts: list[str] = []
-
-    def take(part: re.Match[str]) -> str:
-        if part[1]:
-            return part[1]
-        thoughts.append(part[0].removeprefix("<think>").removesuffix("</think>").strip())
-        return ""
-
-    rest = _THOUGHT.sub(take, completion)
-    return "\n".join(thoughts), rest.strip() if thoughts else completion
 
 
 def parse_hermes(completion: str) -> list[ToolCall]:

@@ -119,6 +119,7 @@ def test_an_end_of_a_turn_is_that_of_a_template_that_was_set_later():
     ("text", "messages", "opening"),
     [
         pytest.param("So.\n<think>\n", None, "<think>\n", id="a prompt of a base model"),
+        pytest.param("So.\n[THINK]\n", None, "[THINK]\n", id="with another tag"),
         pytest.param("<think>\n\n</think>\n\n", None, "", id="closed at once"),
         pytest.param("Think in <think> tags.", None, "", id="only named"),
         pytest.param("…", [*HI, {"role": "assistant", "content": "<think>\nFirst"}], "<think>\nFirst", id="begun"),

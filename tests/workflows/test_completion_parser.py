@@ -8,7 +8,7 @@ import pytest
 from chat_texts import CHATML, chat_tokenizer, ids
 
 from lightrl.workflows.completion_parser import ParsedCompletion, completion_parser
-from lightrl.workflows.tools import ToolCall, parse_hermes, split_thinking
+from lightrl.workflows.tools import ToolCall, parse_hermes
 
 QWEN_XML = {
     "defaults": {"role": "assistant"},
@@ -93,22 +93,6 @@ def test_a_parser_of_the_users_own_goes_before_the_template() -> None:
     parsed = parse("<think>no</think>add", QWEN_XML, tool_parser=lambda text: [ToolCall(text.strip())])
     assert parsed.calls == [ToolCall("add")]
     assert parsed.reasoning == "no"
-
-
-@pytest.mark.parametrize(
-    ("text", "thinking", "rest"),
-    [
-        ("no thought", "", "no thought"),
-        ("<think>a</think>b", "a", "b"),
-        ("a</think>\n\nb", "a", "b"),
-        ("<think>a</think>b<think>c</think>d", "a\nc", "bd"),
-        ("<think>never ends", "never ends", ""),
-        ('a<tool_call>"<think>x</think>"</tool_call>', "", 'a<tool_call>"<think>x</think>"</tool_call>'),
-    ],
-    ids=["none", "at the start", "opened by the prompt", "twice", "open", "quoted by a call"],
-)
-def test_thinking_is_split_from_the_rest(text: str, thinking: str, rest: str) -> None:
-    assert split_thinking(text) == (thinking, rest)
 
 
 def test_a_renderer_that_is_not_there_or_comes_with_a_parser_is_refused() -> None:
