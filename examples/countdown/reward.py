@@ -35,7 +35,7 @@ def countdown(trajectory: Trajectory, *, format_reward: float = 0.1) -> dict[str
         ValueError: if the prompt has no such fields.
     """
     numbers, target = _game(trajectory)
-    expression = extracted_expression(trajectory.completion)
+    expression = extracted_expression(trajectory.answer)
     value = value_of(expression) if trajectory.finish_reason == "stop" else None
     has_format = value is not None and Counter(map(int, re.findall(r"\d+", expression))) == Counter(numbers)
     is_accurate = has_format and value == target

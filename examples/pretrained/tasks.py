@@ -30,7 +30,7 @@ def questions(split: str = "train") -> list[dict[str, str]]:
 
 def last_number(trajectory: Trajectory) -> dict[str, float]:
     """1 if the last number that the completion writes is the answer. An expression is not evaluated."""
-    is_right = trajectory.finish_reason == "stop" and ends_in(trajectory.completion, trajectory.prompt.fields["answer"])
+    is_right = trajectory.finish_reason == "stop" and ends_in(trajectory.answer, trajectory.prompt.fields["answer"])
     return {"reward": float(is_right), "accuracy": float(is_right)}
 
 
@@ -41,7 +41,7 @@ def ends_in(completion: str, answer: str) -> bool:
 
 def one_question(trajectory: Trajectory) -> dict[str, float]:
     """1 if the completion is a single sentence that ends in a question mark and names the thing."""
-    text = trajectory.completion.strip()
+    text = trajectory.answer.strip()
     is_one = re.fullmatch(r"[A-Z][\w ,'’-]+\?", text) is not None
     has_noun = re.search(rf"\b{trajectory.prompt.fields['answer']}", text, re.IGNORECASE) is not None
     is_right = trajectory.finish_reason == "stop" and is_one and has_noun

@@ -35,4 +35,4 @@ def rows(split: str = "train", num_rows: int = 2000) -> list[dict[str, str]]:
 
 def reward(trajectory: Trajectory) -> float:
     """Whether the last number of the completion is the answer, which CLEVR has in brackets."""
-    return float(re.findall(r"\d+", trajectory.completion)[-1:] == [trajectory.prompt.fields["answer"].strip("[] ")])
+    return float(re.findall(r"\d+", trajectory.answer)[-1:] == [trajectory.prompt.fields["answer"].strip("[] ")])

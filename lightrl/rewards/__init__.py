@@ -9,9 +9,11 @@ Reading order:
     hook.py          RewardHook: callables of this process, in a thread; RewardWorker, the protocol of both
     evaluation.py    reward, accuracy and pass@k of groups
     replay.py        FailureLog, failed trajectories; replay, which computes their rewards again
+    references.py    what rewards compare with, checked before the run; several accepted answers
 Reward functions:
     math_answer.py   GSM8K-like answers, checked by math-verify
     code_tests.py    programs against tests, in a sandbox (sandbox.py; its processes are in sandbox_guard/)
+    fences.py        blocks of Markdown
     text_rewards.py  pattern, tags, length, repetition, JSON
     llm_judge.py     LLMJudge: a model with a rubric
     reasoning_gym.py rows and reward of reasoning-gym's data sets

@@ -1,10 +1,15 @@
 """code_tests: whether the Python program in a completion passes its prompt's tests, each run in a Sandbox.
 
-The prompt's field `tests` is a list with three kinds of entries:
+The prompt's field `tests`, a list or its JSON text, has three kinds of entries:
 
-    {"stdin": "1 2\\n", "stdout": "3\\n"}                              the program reads and prints
-    {"function": "add", "arguments": [1, 2], "expected": 3}          a call; the value is compared outside the sandbox
+    {"stdin": "1 2\\n", "stdout": "3\\n"}                              the program reads and prints; also lists of lines
+    {"function": "add", "arguments": [1, 2], "expected": 3}          a call, with arguments in order or by name; the
+                                                                     value is compared outside the sandbox
     "assert add(1, 2) == 3"                                          statements after the program, as in MBPP
+
+It may also be what data sets publish: APPS and TACO (`input_output`), LiveCodeBench (`public_test_cases`, and
+`private_test_cases`, which are compressed; the function's name is in the column `metadata`). Tests call a function of
+the program or a method of its class `Solution`; what stands under `if __name__ == "__main__":` runs only for `stdin`.
 
 Each test runs in a process of its own, so none sees what another left. A program never sees an expected output or
 value. Statements run in the program's process, where a program written for that can fake their success; the tricks that
@@ -14,30 +19,42 @@ policies discover (`sys.exit(0)`, printing what a success prints) do not work.
 from __future__ import annotations
 
 import ast
+import base64
 import functools
+import io
 import json
 import math
+import pickle
 import re
 import secrets
 import time
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Literal, get_args
 
 from lightrl.checks.user_code import function_of
+from lightrl.rewards.fences import fenced_blocks
 from lightrl.rewards.sandbox import Limits, Run, Sandbox
-from lightrl.trajectory import Trajectory
+from lightrl.trajectory import JsonMapping, Trajectory
 
 TestResult = Literal[
     "accepted", "wrong_answer", "runtime_error", "time_limit", "memory_limit", "output_limit", "no_program"
 ]
 
 _FAILURES: tuple[TestResult, ...] = get_args(TestResult)[1:]  # without accepted
-Test = Mapping[str, Any] | str  # a dict with stdin and stdout or function, arguments and expected; or code
-_FENCE = re.compile(r"[ \t]*```[ \t]*([\w+-]*)")
-_MAX_FENCES_INSIDE = 4  # fences in the docstrings of one program
+Test = JsonMapping | str  # a dict with stdin and stdout or function, arguments and accepted values; or code
+_FENCE = re.compile(r"^([ \t>]*(?:```|~~~).*)$", re.MULTILINE)
+_MAX_TEST_BYTES = 1 << 30  # of compressed tests
 _DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+# A module, whose main part does not run. Its classes find their names: it is the main module under another name.
+_IMPORTED = """
+__import__("sys").modules["solution"] = __import__("sys").modules[__name__]
+__name__ = "solution"
+exec(compile({program!a}, "solution.py", "exec"))
+__name__ = "__main__"
+"""
 # The program's own output is discarded; its return value is printed after a word that it has not seen.
 _CALL = """
 
@@ -47,11 +64,16 @@ _os.dup2(_os.open(_os.devnull, _os.O_WRONLY), 1)
 _word, _name, _arguments = _json.loads(_sys.stdin.read())
 def _plain(value):
     if isinstance(value, dict):
-        return {{_plain(key): _plain(item) for key, item in value.items()}}
+        return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value.tolist() if hasattr(value, "tolist") else value  # of numpy
-_value = _plain({function})
+def _called(name):
+    owner, _, last = name.rpartition(".")
+    if owner or last in globals():
+        return eval(name)
+    return getattr(Solution(), last)
+_value = not _name or _plain(_called(_name)(*_arguments[0], **_arguments[1]))
 _os.write(_out, (_word + _json.dumps(_value)).encode())
 """
 
@@ -91,7 +113,7 @@ def code_tests(
         RewardError: if the sandbox does not work here.
     """
     tests = _tests_of(trajectory)
-    program = extracted_program(trajectory.completion)
+    program = extracted_program(trajectory.answer)
     deadline = time.monotonic() + total_s
     limits = Limits(cpu_s=cpu_s, wall_s=wall_s, memory_mib=memory_mib)
     results: list[TestResult] = []
@@ -114,23 +136,14 @@ def code_tests(
     }
 
 
-def extracted_program(completion: str) -> str:
+def extracted_program(answer: str) -> str:
     """The program that `code_tests` tests; "" if all blocks are of other languages."""
-    lines = completion.splitlines(keepends=True)
-    fences = {number: match[1].lower() for number, line in enumerate(lines) if (match := _FENCE.match(line))}
-    if not fences:
-        return completion
-    first = min(fences)
-    if len(fences) % 2 and not fences[first] and _has_effect(_tree("".join(lines[:first]))):
-        return extracted_program(f"```python\n{completion}")  # the prompt ended with it
-    blocks: list[tuple[str, str]] = []
-    last = -1
-    for start in sorted(fences):
-        ends = [number for number in fences if number > start][: 1 + _MAX_FENCES_INSIDE]
-        if start <= last or not ends:
-            continue
-        last = next((end for end in ends if _tree("".join(lines[start + 1 : end]))), ends[0])  # others are in strings
-        blocks.append((fences[start], "".join(lines[start + 1 : last])))
+    before, fence, _ = _FENCE.split(answer, maxsplit=1) if _FENCE.search(answer) else (answer, "", "")
+    if fence.strip() in ("```", "~~~") and _has_effect(_tree(before)):
+        return extracted_program(f"{fence.strip()}python\n{answer}")  # the prompt ended with it
+    blocks = fenced_blocks(answer, lambda text: _tree(text) is not None)
+    if not blocks:
+        return "" if fence else answer
     python = [text for language, text in blocks if language in ("python", "py", "python3")]
     program, defined, is_real = "", set[str](), False
     for text in python or [text for language, text in blocks if not language]:
@@ -171,16 +184,16 @@ def _from_json(text: str) -> object:
 
 def run_test(program: str, test: Test, sandbox: Sandbox, limits: Limits, tolerance: float = 0.0) -> TestResult:
     if isinstance(test, Mapping) and "stdin" in test:
-        run = sandbox.run(program, str(test["stdin"]), limits)
-        is_right = run.exit_code == 0 and same_output(run.stdout, str(test["stdout"]), tolerance)
+        run = sandbox.run(program, test["stdin"], limits)
+        is_right = run.exit_code == 0 and same_output(run.stdout, test["stdout"], tolerance)
         return _of_run(run) or ("accepted" if is_right else "wrong_answer")
     word = secrets.token_hex(8)
+    source = _IMPORTED.format(program=program)
     if isinstance(test, str):
-        source, request = f"{program}\n\n{test}\n{_CALL.format(function='True')}", [word, "", []]
+        source, request = f"{source}\n{test}\n", [word, "", []]
     else:
-        source = program + _CALL.format(function=f"{test['function']}(*_arguments)")
         request = [word, test["function"], test["arguments"]]
-    run = sandbox.run(source, json.dumps(request), limits)
+    run = sandbox.run(source + _CALL, json.dumps(request), limits)
     failure = _of_run(run)
     if failure == "runtime_error" and isinstance(test, str) and "\nAssertionError" in run.stderr:
         return "wrong_answer"
@@ -189,9 +202,10 @@ def run_test(program: str, test: Test, sandbox: Sandbox, limits: Limits, toleran
     before, _, text = run.stdout.rpartition(word)
     if before == text == "":  # it exited early
         return "wrong_answer"
-    expected = True if isinstance(test, str) else test["expected"]
+    accepted = [True] if isinstance(test, str) else test["accepted"]
     try:
-        is_same = _same_value(_from_json(text), expected, tolerance)
+        value = _from_json(text)
+        is_same = any(_same_value(value, expected, tolerance) for expected in accepted)
     except (ValueError, RecursionError, OverflowError):  # what a program prints is data: no JSON, too deep, too large
         is_same = False
     return "accepted" if is_same else "wrong_answer"
@@ -242,23 +256,77 @@ def _of_run(run: Run) -> TestResult | None:
 
 
 def _tests_of(trajectory: Trajectory) -> Sequence[Test]:
-    tests = trajectory.prompt.fields.get("tests")
-    if isinstance(tests, str):  # a column of JSON text
+    fields = trajectory.prompt.fields
+    tests = fields.get("tests")
+    try:
+        return _read_tests(tests, fields)
+    except (ValueError, TypeError, LookupError, AttributeError, EOFError, pickle.PickleError, zlib.error) as error:
+        raise ValueError(
+            f"Prompt {trajectory.prompt.id!r} needs tests in its field 'tests', got {tests!r:.99}: {error}. Its fields "
+            f"are {sorted(fields)}. lightrl/rewards/code_tests.py lists the forms."
+        ) from error
+
+
+def _read_tests(tests: object, fields: JsonMapping) -> list[Test]:
+    """The tests in their plain form: text, `stdin` and `stdout`, or `function`, `arguments` and `accepted` values."""
+    if isinstance(tests, str):
+        if not tests.lstrip().startswith(("[", "{")):  # LiveCodeBench's private ones
+            data = zlib.decompressobj().decompress(base64.b64decode(tests), _MAX_TEST_BYTES)
+            tests = _TextOnly(io.BytesIO(data)).load()
         tests = _from_json(tests)
+    if isinstance(tests, Mapping):
+        inputs, outputs = (tests.get(f"{name}s", tests.get(name)) for name in ("input", "output"))
+        pairs = zip(inputs, outputs, strict=True)
+        if name := tests.get("fn_name"):  # the value may stand in a list
+            return [_call(name, given, [out, *(out[:1] if isinstance(out, list) else ())]) for given, out in pairs]
+        tests = [{"input": given, "output": out} for given, out in pairs]
     if not isinstance(tests, list | tuple) or not tests:
+        raise ValueError("it must be a list that is not empty")
+    return [_read_test(test, fields) for test in tests]
+
+
+def _read_test(test: Any, fields: JsonMapping) -> Test:
+    if isinstance(test, str):
+        return test
+    given = {key: value for key, value in test.items() if value is not None} if isinstance(test, Mapping) else {}
+    name, output = given.get("function", given.get("fn_name")), given.get("output")
+    if output is not None and (name or given.get("testtype") == "functional"):
+        metadata = fields.get("metadata")
+        name = name or (json.loads(metadata) if isinstance(metadata, str) else metadata or {}).get("func_name")
+        if name is None:
+            raise ValueError("a functional test needs the name of its function: func_name in the column 'metadata'")
+        return _call(name, [_from_json(line) for line in given.get("input", "").splitlines()], [_from_json(output)])
+    if name is not None and "expected" in test:  # which may be null
+        return _call(name, given.get("arguments", []), [test["expected"]])
+    stdout = given.get("stdout", output)
+    if name is not None or stdout is None:
         raise ValueError(
-            f"Prompt {trajectory.prompt.id!r} needs a list of tests in its field 'tests', got {tests!r:.99}. Its "
-            f"fields are {sorted(trajectory.prompt.fields)}."
+            f"a test of an unknown kind: {test!r:.200}. A test is text with statements, a dict with stdin and stdout, "
+            "or one with function, arguments and expected"
         )
-    for test in tests:
-        kinds = ({"stdin", "stdout"}, {"function", "arguments", "expected"})
-        if isinstance(test, str) or (isinstance(test, Mapping) and any(kind <= test.keys() for kind in kinds)):
-            continue
-        raise ValueError(
-            f"Prompt {trajectory.prompt.id!r} has a test of an unknown kind: {test!r:.200}. A test is text with "
-            "statements, a dict with stdin and stdout, or one with function, arguments and expected."
-        )
-    return tests
+    return {"stdin": _lines(given.get("stdin", given.get("input", ""))), "stdout": _lines(stdout)}
+
+
+def _call(function: str, arguments: Any, accepted: Sequence[object]) -> Test:
+    if not isinstance(arguments, list | tuple | Mapping):
+        raise ValueError(f"the arguments of {function} must be a list, or an object by name, got {arguments!r:.99}")
+    pair = [[], arguments] if isinstance(arguments, Mapping) else [arguments, {}]
+    return {"function": function, "arguments": pair, "accepted": accepted}
+
+
+def _lines(value: object) -> str:
+    """Text or a number as text; a list of them as lines."""
+    items = value if isinstance(value, list) else [value]
+    if not all(isinstance(item, str | int | float) for item in items):
+        raise ValueError(f"input and output must be text or a list of lines, got {value!r:.99}")
+    return "\n".join(str(item).removesuffix("\n") for item in items) if isinstance(value, list) else str(value)
+
+
+class _TextOnly(pickle.Unpickler):
+    """Reads a pickled text; a stranger's pickle that names anything to call is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise ValueError(f"its pickle calls {module}.{name}")
 
 
 @functools.lru_cache(maxsize=8)

@@ -74,7 +74,7 @@ def reward(trajectory: Trajectory) -> dict[str, float]:
             "lightrl.rewards.reasoning_gym.rows."
         )
     *source, index = trajectory.prompt.fields[_FIELD]
-    text = trajectory.completion.rpartition("</think>")[2]
+    text = trajectory.answer
     answer = (_ANSWER_TAG.findall(text) or [text])[-1].strip()
     dataset = dataset_of(*source)
     entry = dataset[index]

@@ -14,25 +14,28 @@ from typing import TYPE_CHECKING, Any, overload
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import count_text
-from lightrl.trajectory import Trajectory
+from lightrl.rewards.fences import fenced_blocks
+from lightrl.trajectory import Trajectory, names_thinking
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _NO_SPACES = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3001-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _WORD = re.compile(rf"[{_NO_SPACES}]|[^\s{_NO_SPACES}]+")
-_FENCE = re.compile(r"```[ \t]*(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 def regex_match(trajectory: Trajectory, *, pattern: str, is_full: bool = True) -> float:
-    """1 if the completion, stripped, matches the pattern, else 0; all of it if `is_full`. `.` also matches newlines."""
+    """1 if the answer, stripped, matches the pattern, else 0; all of it if `is_full`. `.` also matches newlines.
+
+    A pattern that names a tag of thinking, such as `<think>.*</think>.*`, is matched with the whole completion.
+    """
     compiled = _compiled(pattern)
-    text = trajectory.completion.strip()
+    text = (trajectory.completion if names_thinking(pattern) else trajectory.answer).strip()
     return float((compiled.fullmatch(text) if is_full else compiled.search(text)) is not None)
 
 
 def tag_format(trajectory: Trajectory, *, tags: Sequence[str] = ("think", "answer")) -> float:
-    """1 if the completion is `<tag>...</tag>` for each tag, in order, exactly once, and nothing else; else 0.
+    """1 if the completion, thinking included, is `<tag>...</tag>` for each tag, in order, once, and no more; else 0.
 
     The first opening tag may be missing: many chat templates end the prompt with it.
 
@@ -102,7 +105,8 @@ def overlong_penalty(trajectory: Trajectory, *, max_tokens: int, buffer_tokens: 
 def repetition_penalty(trajectory: Trajectory, *, ngram_words: int = 4) -> float:
     """Minus the fraction of n-grams of words that occurred before in the completion, in (-1, 0].
 
-    In scripts without spaces, such as Chinese, Japanese and Thai, each character is a word.
+    Thinking counts, as in the source: loops are most frequent there. In scripts without spaces, such as Chinese,
+    Japanese and Thai, each character is a word.
 
     Source: "Demystifying Long Chain-of-Thought", https://arxiv.org/abs/2502.03373, section 4.3.
 
@@ -116,7 +120,7 @@ def repetition_penalty(trajectory: Trajectory, *, ngram_words: int = 4) -> float
 
 
 def json_schema(trajectory: Trajectory, *, schema: Mapping[str, object] | None = None) -> dict[str, float | str]:
-    """Whether the completion, or its last fenced block, is JSON that fits a schema.
+    """Whether the answer, or its last fenced block, is JSON that fits a schema.
 
     Args:
         schema: a JSON Schema for all prompts, of draft 2020-12 unless its `$schema` names another; `$ref` reaches
@@ -136,13 +140,20 @@ def json_schema(trajectory: Trajectory, *, schema: Mapping[str, object] | None =
             "add a field 'schema' to the data."
         )
     fits = _schema_check(source if isinstance(source, str) else json.dumps(source))
-    blocks = _FENCE.findall(trajectory.completion)
-    text = blocks[-1] if blocks else trajectory.completion
+    answer = trajectory.answer
+    blocks = fenced_blocks(answer, lambda text: _value_of(text) is not None)
+    text = next((text for language, text in reversed(blocks) if language in ("", "json")), answer)
+    value = _value_of(text)
+    fit = value is not None and fits(value[0])
+    return {"reward": float(fit), "is_json": float(value is not None), "extracted": text}
+
+
+def _value_of(text: str) -> tuple[object] | None:
+    """The value that is all of this text as JSON, in a tuple since it may be null; None if there is none."""
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        return (json.loads(text, parse_constant=_refuse_constant),)
     except (ValueError, RecursionError):
-        return {"reward": 0.0, "is_json": 0.0, "extracted": text}
-    return {"reward": float(fits(value)), "is_json": 1.0, "extracted": text}
+        return None
 
 
 def _refuse_constant(name: str) -> None:

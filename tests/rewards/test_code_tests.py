@@ -1,5 +1,10 @@
 """code_tests: results of the three kinds of tests, what is extracted, and programs that only look right."""
 
+import base64
+import json
+import pickle
+import zlib
+
 import pytest
 from reward_functions import trajectory_that
 
@@ -136,6 +141,14 @@ def test_tests_that_would_begin_too_late_count_as_time_limit():
         ("Here it is.\n```python\nprint(1)\n```\n```", "print(1)\n"),
         ('```python\n"""\n```\n1 2\n```\n"""\nprint(1)\n```\n', '"""\n```\n1 2\n```\n"""\nprint(1)\n'),
         (r"```python" "\nre.compile('\\d')\n```", "re.compile('\\d')\n"),
+        ("```python\nfor i in range(\nNo:\n```python\nprint(1)\n```", "print(1)\n"),
+        ("```\nno code\n```python\nprint(1)\n```", "print(1)\n"),
+        ("So:\n```python\nprint(1)\n", "print(1)\n"),
+        ("~~~python\nprint('```')\n~~~", "print('```')\n"),
+        ("````py\nprint(1)\n````", "print(1)\n"),
+        ("1. So:\n\n   ```py\n   if 1:\n     f()\n   ```\n", "if 1:\n  f()\n"),
+        ("- So: ```py\n\tf()\n\t```\n", "f()\n"),
+        ("> ```py\n> f()\n>  g()\n> ```\n> So.", "f()\n g()\n"),
     ],
 )
 def test_the_program_is_the_last_block_that_is_no_output_and_no_example_of_its_use(completion, program):
@@ -182,9 +195,68 @@ def test_outputs_are_compared_line_by_line(found, expected, tolerance, is_same):
     assert same_output(found, expected, tolerance) is is_same
 
 
-@pytest.mark.parametrize("tests", [None, [], "[]", [{"input": "1"}], [3]])
-def test_a_prompt_without_tests_is_refused(tests):
-    with pytest.raises(ValueError, match=r"in its field 'tests'|a test of an unknown kind"):
+MAIN = "\nif __name__ == '__main__':\n    print(add(*map(int, input().split())))\n    raise SystemExit(3)\n"
+METHOD = "class Solution:\n    def add(self, a, b):\n        return a + b\n"
+FUNCTIONAL = [{"input": "1\n2", "output": "3", "testtype": "functional"}]
+NULLS = dict.fromkeys(["stdin", "stdout", "function", "arguments", "expected"])
+
+
+def packed(value: object) -> str:
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        pytest.param(RIGHT_ADD + MAIN, ADD, id="a main part that reads, and a call"),
+        pytest.param(RIGHT_ADD + MAIN, ASSERT, id="a main part that reads, and statements"),
+        pytest.param(RIGHT_ADD + MAIN.replace("raise", "#"), SUM, id="a main part and standard input"),
+        pytest.param(RIGHT_SUM, [{"stdin": ["1 2\n", "3"], "stdout": ["3"]}], id="lines"),
+        pytest.param("import sys; print(len(sys.stdin.read()))", [{**NULLS, "stdout": 0}], id="no input"),
+        pytest.param(RIGHT_ADD, [{**NULLS, **ADD[0]}], id="keys that Parquet adds"),
+        pytest.param(RIGHT_ADD, [{**ADD[0], "arguments": {"b": 2, "a": 1}}], id="names"),
+        pytest.param(METHOD, ADD, id="a method of Solution"),
+        pytest.param(RIGHT_SUM, '{"inputs": ["1 2", ["5 5"]], "outputs": ["3\\n", ["10"]]}', id="APPS"),
+        pytest.param(METHOD, '{"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], 7]}', id="TACO"),
+        pytest.param(RIGHT_SUM, {"input": ["1 2"], "output": ["3"]}, id="code_contests"),
+        pytest.param(RIGHT_SUM, [{"input": "1 2", "output": "3", "testtype": "stdin"}], id="LiveCodeBench"),
+        pytest.param(METHOD, json.dumps(FUNCTIONAL), id="LiveCodeBench, a function"),
+        pytest.param(METHOD, packed(json.dumps(FUNCTIONAL)), id="LiveCodeBench, compressed"),
+        pytest.param(
+            "from __future__ import annotations\nimport dataclasses, pickle\n@dataclasses.dataclass\nclass A:\n"
+            "    a: B\nclass B: pass\ndef add(a, b):\n    return pickle.loads(pickle.dumps(A(a))).a + b",
+            *[ADD],
+            id="classes that are looked up",
+        ),
+    ],
+)
+def test_a_right_program_is_accepted_by_every_form_of_tests(program, tests):
+    trajectory = trajectory_that(f"```python\n{program}\n```", tests=tests, metadata='{"func_name": "add"}')
+    assert code_tests(trajectory)["reward"] == 1.0
+    wrong = trajectory_that("def add(a, b): return -1\nprint(-1)", tests=tests, metadata={"func_name": "add"})
+    assert code_tests(wrong)["reward"] == 0.0
+
+
+def test_a_program_that_is_only_thought_is_none():
+    thought = f"<think>```python\n{RIGHT_SUM}\n```"
+    assert result_of(code_tests(trajectory_that(thought, tests=SUM))) == "no_program"
+    assert result_of(code_tests(trajectory_that(f"{thought}</think>I give up.", tests=SUM))) != "accepted"
+
+
+@pytest.mark.parametrize(
+    ("tests", "says"),
+    [
+        *[(tests, "in its field 'tests'") for tests in (None, [], "[]", [3], "assert True", {"inputs": [""]})],
+        ([{"input": "1"}], "a test of an unknown kind"),
+        ([{"stdin": "", "stdout": None}], "a test of an unknown kind"),
+        ([{"stdin": "", "stdout": {"a": 1}}], "must be text or a list of lines"),
+        ([{"function": "twice", "arguments": "ab", "expected": "abab"}], "arguments of twice must be a list"),
+        (FUNCTIONAL, "func_name in the column 'metadata'"),
+        (packed(print), "its pickle calls builtins.print"),
+    ],
+)
+def test_tests_of_another_form_are_refused(tests, says):
+    with pytest.raises(ValueError, match=says):
         numbers_of(RIGHT_SUM, tests)
 
 

@@ -69,6 +69,34 @@ def test_repeated_pairs_of_words_cost_their_fraction(completion, reward):
     assert repetition_penalty(trajectory_that(completion), ngram_words=2) == pytest.approx(reward)
 
 
+def test_text_rewards_read_the_answer_and_rewards_of_format_the_whole_completion():
+    thinks = "<think>yes yes yes yes yes</think>\n\nno"
+    assert regex_match(trajectory_that(thinks), pattern="yes|no") == 1.0
+    assert regex_match(trajectory_that(thinks), pattern="yes", is_full=False) == 0.0
+    assert regex_match(trajectory_that("<think>yes"), pattern="yes", is_full=False) == 0.0
+    for pattern in (r"<think>.*</think>\s*no", r"</?think>.*no", r"<(think|x)>.*no"):
+        assert regex_match(trajectory_that(thinks), pattern=pattern) == 1.0
+    assert regex_match(trajectory_that("I think"), pattern="I think") == 1.0
+    assert tag_format(trajectory_that("<think>a</think><answer>b</answer>")) == 1.0
+    assert repetition_penalty(trajectory_that(thinks), ngram_words=1) < -0.4
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("The age is 7.\n</think>\n3", 1.0),
+        ('<think>```json\n"x"\n```</think>3', 1.0),
+        ("<think>```json\n3\n```</think>No.", 0.0),
+        ("<think>3", 0.0),
+        ("So:\n~~~json\n3\n~~~", 1.0),
+        ("- So:\n\n  ```json\n  3\n  ```\n", 1.0),
+        ("```python\nx\n```\n```JSON\n3\n", 1.0),
+    ],
+)
+def test_json_is_read_from_the_last_block_of_the_answer(completion, reward):
+    assert json_schema(trajectory_that(completion), schema={"const": 3})["reward"] == reward
+
+
 SCHEMA = {
     "type": "object",
     "properties": {

@@ -1,0 +1,47 @@
+"""Fenced blocks of an answer, as models write them: with backticks or tildes, in lists and quotes, some not closed."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable
+
+_FENCE = re.compile(r"(?P<before>[^`~\n]*)(?P<marks>`{3,}|~{3,})[ \t]*\{?\.?(?P<language>[\w+#-]*)(?P<rest>[^`\n]*)$")
+_INDENT = re.compile(r"[ \t>]*(?:(?:[-*+]|\d+[.)])[ \t]+)*")
+_QUOTE = re.compile(r"^[ \t]*>[ \t]?", re.MULTILINE)
+_MAX_FENCES_INSIDE = 4  # fences in the docstrings of one program
+
+
+def fenced_blocks(text: str, is_content: Callable[[str], bool]) -> list[tuple[str, str]]:
+    """The language of each block, "" for none, and its text, without the indentation or the quote that it stands in.
+
+    Args:
+        is_content: whether a text is all that a block should be. It decides which of several fences ends a block, and
+            whether one that no fence ends is a block.
+    """
+    lines = text.splitlines(keepends=True)
+    fences: dict[int, re.Match[str]] = {}
+    for number, line in enumerate(lines):
+        match = _FENCE.match(line.rstrip())
+        if match and (_INDENT.fullmatch(match["before"]) or match["language"]):
+            fences[number] = match
+    blocks: list[tuple[str, str]] = []
+    resume = 0
+    for start, fence in fences.items():
+        if start < resume:
+            continue
+
+        def inside(end: int, start: int = start, fence: re.Match[str] = fence) -> str:
+            content = "".join(lines[start + 1 : end])
+            content = _QUOTE.sub("", content) if fence["before"].lstrip().startswith(">") else content
+            return content if is_content(content) else textwrap.dedent(content)
+
+        ends = [n for n, other in fences.items() if n > start and other["marks"].startswith(fence["marks"])]
+        ends = ends[: 1 + _MAX_FENCES_INSIDE] or [len(lines)]
+        end = next((each for each in ends if is_content(inside(each))), ends[0])
+        if end == len(lines) and not is_content(inside(end)):
+            continue
+        is_another = end in fences and (fences[end]["language"] != "" or not _INDENT.fullmatch(fences[end]["before"]))
+        resume = end if is_another else end + 1
+        blocks.append((fence["language"].lower(), inside(end)))
+    return blocks
