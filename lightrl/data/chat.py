@@ -9,14 +9,15 @@ from __future__ import annotations
 import difflib
 import itertools
 import logging
-import string
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from lightrl.checks.templates import names_of
 from lightrl.checks.user_code import user_code
-from lightrl.data.rows import Made, Row
+from lightrl.data.rows import Made, Row, is_missing
 from lightrl.models import CONTEXT
 from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, opened, with_turn
 from lightrl.models.images import ImageReader, refusal
@@ -101,10 +102,12 @@ def row_messages(
             )
         messages = read_messages(prompt, "user", column=prompt_column, where=where)
     else:
+        values = {**row, "prompt": prompt}
+        for name in columns_shown(prompt_template) & values.keys():
+            if is_missing(values[name]):
+                raise ValueError(f"{where} has no value in {name!r}, which prompt_template shows. Fix the row.")
         try:
-            content = prompt_template.format_map(
-                {name: chat_as_text(value) for name, value in row.items()} | {"prompt": prompt}
-            )
+            content = prompt_template.format_map({name: chat_as_text(value) for name, value in values.items()})
         except KeyError as error:
             raise ValueError(
                 f"prompt_template uses {error.args[0]!r}, but {where} only has 'prompt' and "
@@ -145,18 +148,15 @@ def _checked_message(message: object, where: str) -> JsonObject:
     return dict(message)
 
 
-def check_template(prompt_template: str) -> None:
-    """Raises ValueError for a template that cannot be filled, or that uses nothing of a row."""
-    try:
-        fields = [name for _, name, _, _ in string.Formatter().parse(prompt_template) if name is not None]
-    except ValueError as error:
+def columns_shown(prompt_template: str) -> set[str]:
+    """The names that a template fills in; raises ValueError for one that cannot be filled in, or uses nothing."""
+    names = {re.split(r"[.\[]", name)[0] for name in names_of(prompt_template, "prompt_template")}
+    if not names:
         raise ValueError(
-            f"prompt_template must be a format string, got {prompt_template!r}: {error}. Double any braces that are "
-            "literal text."
-        ) from error
-    if not fields or not all(fields):
-        problem = "has a field without a name" if fields else "uses no column, so all prompts would be equal"
-        raise ValueError(f"prompt_template={prompt_template!r} {problem}. Use {{prompt}}, or a column by its name.")
+            f"prompt_template={prompt_template!r} uses no column, so all prompts would be equal. Use {{prompt}}, or a "
+            "column by its name."
+        )
+    return names
 
 
 @dataclass(eq=False)

@@ -15,6 +15,7 @@ import importlib
 import io
 import json
 import logging
+import math
 import mmap
 import shutil
 import tempfile
@@ -139,7 +140,7 @@ def column_of(row: Row, column: str) -> object:
 
 
 def require_column(row: Row, column: str, setting: str, *, where: str) -> object:
-    """The row's value in a column, or at a dotted path; raises ValueError if it is missing, None or blank.
+    """The row's value in a column, or at a dotted path; raises ValueError if it is missing, None, NaN or blank.
 
     Args:
         setting: names the column.
@@ -148,7 +149,7 @@ def require_column(row: Row, column: str, setting: str, *, where: str) -> object
     problem = f"has an empty column {column!r}"
     try:
         value = column_of(row, column)
-        if value is not None and value != [] and not (isinstance(value, str) and not value.strip()):
+        if not is_missing(value) and value != [] and not (isinstance(value, str) and not value.strip()):
             return value
     except KeyError:
         problem = f"has no column {column!r}"
@@ -157,6 +158,11 @@ def require_column(row: Row, column: str, setting: str, *, where: str) -> object
         f"{where} {problem} (its columns: {columns}). Fix the row, or set {setting} to another column, or to the "
         "dotted path of a value in one."
     )
+
+
+def is_missing(value: object) -> bool:
+    """Whether a table has no value here: None, or a NaN of pandas."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def renamed(row: Row, columns: Mapping[str, str], *, where: str) -> Row:

@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import count_text
+from lightrl.checks.templates import names_of
 from lightrl.concurrency.streams import BUSY, body_of, retry_after_s
 from lightrl.errors import RewardError
 from lightrl.rewards.reward_result import label
-from lightrl.trajectory import Trajectory, chat_as_text
+from lightrl.trajectory import Trajectory, chat_as_text, split_thinking
 
 if TYPE_CHECKING:
     import aiohttp
@@ -40,10 +41,15 @@ _MAX_ANSWER_BYTES = 64 * 2**20
 
 
 # After "score", the number behind a colon or equals sign (`Score (0 to 10): **8**/10`, `score = 3 + 4 = 7`), or at
-# once; a sign or point that could be part of it is never skipped, and of `7-8` or `7,5` nothing is read.
+# once; a sign or point that could be part of it is never skipped.
 _SCORE = (
     r"(?i)score(?![a-z])(?:[^:=\n]{0,40}[:=](?:[\d\s.+*()-]*=)?)?[^\w.,+\-−–]{0,5}"
-    r"([-+−]?(?:\d+(?:\.\d+)?|\.\d+)(?:e-?\d+)?)(?![\w,.]*\d|\s*[-–—]\s*\d)"
+    r"([-+−]?(?:\d++(?:\.\d++)?|\.\d++)(?:e-?\d++)?)"
+)
+# After a score: it may have been another number, as in `7-8`, `7,5` and `8 or maybe 9`.
+_OR_ANOTHER = re.compile(
+    r"(?i)[\w,.]*\d|[ \t*]*(?:[-–—~±,;|&]|\+/-|\(?(?:or|to|and|through|maybe|perhaps|possibly)\b)"
+    r"[ \t*]*(?:(?:maybe|perhaps|possibly|even|an?)\s+)?[-+−]?\.?\d"
 )
 
 
@@ -57,14 +63,16 @@ class LLMJudge:
     Args:
         url: of the endpoint, up to and without `/chat/completions`.
         model: its name at the endpoint.
-        rubric: the user message; {completion}, {prompt} (the last message) and the prompt's fields are filled in.
+        rubric: the user message; {completion}, without its {thinking}, {prompt} (the last message) and the prompt's
+            fields are filled in. A completion that only thinks is not sent and has the lowest score.
         system: the system message, if any.
         score_pattern: a regular expression whose first group is the score; its last match counts.
         score_range: scores that become the rewards 0 and 1; a score outside is an error.
         api_key_variable: the environment variable with the key, which is sent if it is set.
         max_concurrent: requests at the same time, per process.
         deadline_s: for one trajectory, all attempts together; keep it below the reward's timeout.
-        temperature, max_tokens: of the LLM judge's answer.
+        temperature, max_tokens: of the LLM judge's answer; None sends none, for models that refuse them.
+        request: further arguments of the request, such as `{max_completion_tokens: 2048, reasoning_effort: low}`.
         cache_size: scores to keep in memory.
         first_wait_s: pause before the second attempt; it doubles each time.
     """
@@ -81,8 +89,9 @@ class LLMJudge:
         api_key_variable: str = "OPENAI_API_KEY",
         max_concurrent: int = 16,
         deadline_s: float = 25.0,
-        temperature: float = 0.0,
-        max_tokens: int = 512,
+        temperature: float | None = 0.0,
+        max_tokens: int | None = 512,
+        request: Mapping[str, object] | None = None,
         cache_size: int = 10_000,
         first_wait_s: float = _FIRST_WAIT_S,
     ) -> None:
@@ -90,7 +99,10 @@ class LLMJudge:
             raise ValueError(f"score_range must be two increasing numbers, got {list(score_range)}.")
         if re.compile(score_pattern).groups < 1:
             raise ValueError(f"score_pattern={score_pattern!r} must have a group around the score.")
-        check_bounds(1, max_concurrent=max_concurrent)
+        check_bounds(1, max_concurrent=max_concurrent, max_tokens=max_tokens)
+        self._names = names_of(rubric, "rubric")
+        if taken := {"model", "messages", "stream", "n"} & {*(request or {})}:
+            raise ValueError(f"request must not have {sorted(taken)}, which LLMJudge sets itself. Remove them.")
         self._url = url.rstrip("/") + "/chat/completions"
         self._rubric = rubric
         self._pattern = re.compile(score_pattern)
@@ -98,7 +110,8 @@ class LLMJudge:
         self._api_key_variable = api_key_variable
         self._deadline_s = deadline_s
         self._first_wait_s = first_wait_s
-        self._request = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
+        arguments = {"model": model, "temperature": temperature, "max_tokens": max_tokens, **(request or {})}
+        self._request = {name: value for name, value in arguments.items() if value is not None}
         self._messages = [{"role": "system", "content": system}] if system is not None else []
         self._max_concurrent = max_concurrent
         self._slots: asyncio.Semaphore | None = None
@@ -106,12 +119,14 @@ class LLMJudge:
         self._cache: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
         self._cache_size = cache_size
 
-    async def __call__(self, trajectory: Trajectory) -> dict[str, float | str]:
+    async def __call__(self, trajectory: Trajectory) -> dict[str, float | str | None]:
         """The reward in [0, 1], the `score` itself, and the LLM judge's answer as `extracted`.
 
         Waits for a free slot and for the endpoint; on cancellation the request is abandoned.
         """
         question = self._filled_in(trajectory)
+        if trajectory.completion and not trajectory.answer:
+            return {"reward": 0.0, "score": self._low, "extracted": None}
         key = hashlib.sha256(question.encode(errors="surrogatepass")).digest()
         if key not in self._cache:
             if self._slots is None:
@@ -130,14 +145,15 @@ class LLMJudge:
 
     def _filled_in(self, trajectory: Trajectory) -> str:
         prompt = trajectory.prompt
-        fields = {name: chat_as_text(value) for name, value in prompt.fields.items()}
-        values = {**fields, "prompt": prompt.text() if prompt.messages else "", "completion": trajectory.completion}
+        values = {name: chat_as_text(prompt.fields[name]) for name in self._names if name in prompt.fields}
+        values |= {"completion": trajectory.answer, "thinking": trajectory.thinking}
+        values |= {"prompt": prompt.text() if prompt.messages else ""}
         try:
             return _Formatter().format(self._rubric, **values)
-        except (KeyError, IndexError) as error:
+        except (KeyError, ValueError, TypeError) as error:
             raise ValueError(
-                f"The rubric uses {error}, but the prompt only has {sorted(values)}. Change it, or write {{{{ and }}}} "
-                "for literal braces."
+                f"The rubric uses {error}, but the prompt only has {sorted({*values, *prompt.fields})}. Change it, or "
+                "write {{ and }} for literal braces."
             ) from error
 
     async def _answer(self, question: str, trajectory: Trajectory) -> str:
@@ -157,7 +173,8 @@ class LLMJudge:
             if 400 <= status < 500 and status not in BUSY:
                 raise RewardError(
                     f"The LLM judge at {self._url} answered {label(trajectory)} with {last}. Check url, model, key and "
-                    "rubric."
+                    "rubric. If it refuses an argument, set max_tokens=None or temperature=None, and give others in "
+                    "request."
                 )
             pause_s = max(least_s, wait_s * random.uniform(0.8, 1.2))
             await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
@@ -199,15 +216,17 @@ class LLMJudge:
             ) from error
 
     def _score(self, answer: str, trajectory: Trajectory) -> tuple[float, str]:
-        match = next(iter(deque(self._pattern.finditer(answer), maxlen=1)), None)
-        if match is None:
+        said = split_thinking(answer)[1]
+        match = next(iter(deque(self._pattern.finditer(said), maxlen=1)), None)
+        if match is None or _OR_ANOTHER.match(said, match.end()):
             raise RewardError(
-                f"The LLM judge's answer for {label(trajectory)} has no score that matches {self._pattern.pattern!r}: "
+                f"The LLM judge's answer for {label(trajectory)} has no single score that matches "
+                f"{self._pattern.pattern!r}: "
                 f"{answer[-_MAX_SHOWN:]!r}. Ask for that form in the rubric, change score_pattern, or increase "
                 "max_tokens."
             )
         score = float(match[1].replace("−", "-"))
-        of = re.match(r"\W{0,5}(?:/|out of)\s*(\d+)", answer[match.end(1) :])
+        of = re.match(r"\W{0,5}(?:/|out of)\s*(\d+)", said[match.end(1) :])
         if not self._low <= score <= self._high or (of is not None and float(of[1]) != self._high):
             raise RewardError(
                 f"The LLM judge gave {label(trajectory)} the score {match[1]}{of[0] if of else ''}, which is outside "

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from lightrl.checks.bounds import finite_number
+from lightrl.checks.templates import names_of
 from lightrl.checks.user_code import function_of
 from lightrl.concurrency.in_thread import call_within
 from lightrl.errors import RolloutError
@@ -167,6 +168,18 @@ async def call_environment(environment: Environment, method: str, *arguments: ob
     return await call_within(function, *arguments, timeout_s=timeout_s, name=name)
 
 
+class _Values(dict[str, Any]):
+    """Values of a format string; a name without one stays as it is."""
+
+    def __missing__(self, name: str) -> object:
+        return _Literal(name)
+
+
+class _Literal(str):
+    def __format__(self, spec: str) -> str:
+        return f"{{{self!s}{spec and f':{spec}'}}}"
+
+
 class RetryWithFeedback(Environment):
     """Answers that the completion is wrong and lets the policy try again, until the reward is high enough.
 
@@ -177,7 +190,7 @@ class RetryWithFeedback(Environment):
         reward: of each completion: a sync function of a Trajectory or its dotted path. It sees `prompt` and
             `completion`, no token ids, and runs in a thread of this process, with the deadline of a step.
         feedback: what the policy reads after a wrong completion; a format string that may use the reward function's
-            metrics, such as `{format}`.
+            metrics, such as `{format}`. A name that is no metric stays as it is, as in `End with {answer}`.
         solved_reward: a completion with at least this reward ends the trajectory.
     """
 
@@ -191,6 +204,7 @@ class RetryWithFeedback(Environment):
         self.reward = function_of(reward, "reward")
         if inspect.iscoroutinefunction(self.reward):
             raise ValueError(f"reward={reward!r} must be a sync function. Write an Environment to await an async one.")
+        names_of(feedback, "feedback")
         self.feedback = feedback
         self.solved_reward = solved_reward
         self.best: float | None = None
@@ -205,7 +219,7 @@ class RetryWithFeedback(Environment):
         self.best = result.reward if self.best is None else max(self.best, result.reward)
         solved = result.reward >= self.solved_reward
         self.accuracies.append(result.metrics.get("accuracy", float(solved)))
-        return self.feedback.format_map({**result.metrics, "reward": result.reward}), earned, solved
+        return self.feedback.format_map(_Values(result.metrics, reward=result.reward)), earned, solved
 
     def state_dict(self) -> JsonObject:
         return {"best": self.best, "accuracies": self.accuracies}
@@ -218,15 +232,5 @@ class RetryWithFeedback(Environment):
         return {"accuracy": max(self.accuracies, default=0.0), "first_turn_accuracy": first}
 
     def _compute_reward(self, completion: str) -> RewardResult:
-        trajectory = Trajectory(
-            self.prompt,
-            group_id=-1,
-            sample=-1,
-            token_ids=[],
-            loss_mask=[],
-            behavior_logprobs=[],
-            weight_versions=[],
-            completion_ids=[],
-            completion=completion,
-        )
+        trajectory = Trajectory.of_text(self.prompt, completion)
         return RewardResult.of(self.reward(trajectory), trajectory)

@@ -84,6 +84,20 @@ def test_the_score_is_read_from_the_answer_and_scaled():
     assert server.requests[0]["model"] == "m"
 
 
+def test_a_judge_that_knows_other_arguments_gets_those():
+    server = Server()
+    request = {"max_completion_tokens": 64, "reasoning_effort": None}
+    server.judge(ask(), temperature=None, max_tokens=None, request=request)
+    assert set(server.requests[0]) == {"model", "messages", "max_completion_tokens"}
+
+
+def test_the_judge_reads_the_answer_and_a_completion_without_one_is_not_sent():
+    server = Server()
+    results = server.judge(*map(ask, ["<think>Hm.</think>42", "<think>Score: 10"]), rubric="{completion}|{thinking}")
+    assert [result["reward"] for result in results] == [0.7, 0.0]
+    assert [request["messages"][0]["content"] for request in server.requests] == ["42|Hm."]
+
+
 @pytest.mark.parametrize("trouble", [500, 503, 429, 408, "cut"])
 def test_troubles_that_pass_are_tried_again(trouble):
     server = Server(trouble, trouble)
@@ -115,7 +129,11 @@ def test_nobody_at_the_address_is_a_timeout():
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"), [("Good.", "has no score that matches"), ("Score: 11", "outside score_range=[0.0, 10.0]")]
+    ("answer", "message"),
+    [
+        *[("Good.", "has no single score that matches"), ("<think>Score: 3", "has no single score")],
+        ("Score: 11", "outside score_range=[0.0, 10.0]"),
+    ],
 )
 def test_an_answer_without_a_good_score_is_an_error(answer, message):
     (error,) = Server(answer).judge(ask())
@@ -142,6 +160,12 @@ def test_an_answer_without_a_good_score_is_an_error(answer, message):
             ("score 7", 7.0),
             ("Score: 1e-1", 0.1),
         ],
+        *[
+            ("Score: 8, fine", 8.0),
+            ("Score: 8 or so", 8.0),
+            ("Score: 8\n- 2 mistakes", 8.0),
+            ("<think>Score: 2</think>Score: 8", 8.0),
+        ],
         *[("Score: 3 for style. Score: -4", -4.0), ("Score -7", -7.0)],
     ],
 )
@@ -164,7 +188,26 @@ def test_every_form_of_a_number_in_the_range_is_read(score, form):
 
 
 @pytest.mark.parametrize(
-    "answer", ["Score: 7-8", "Score: 7,5", "Score: 4/5", "Score - 7", "Score: - 7", "Score: 3 out of 5"]
+    "answer",
+    [
+        *[
+            "Score: 7-8",
+            "Score: 7,5",
+            "Score: 4/5",
+            "Score - 7",
+            "Score: - 7",
+            "Score: 3 out of 5",
+            "Score: 3. Score: 7-8",
+        ],
+        *[
+            "Score: 8 or 9",
+            "Score: **8** or **9**",
+            "Score: 8 (maybe 9)",
+            "Score: 8 to 9",
+            "Score: 8 ± 1",
+            "Score: 8~9",
+        ],
+    ],
 )
 def test_a_score_that_may_mean_two_numbers_is_an_error(answer):
     (error,) = Server(answer).judge(ask())
@@ -219,6 +262,8 @@ def test_in_a_pool_it_is_a_class_with_arguments():
         ({"score_range": (1, 1)}, "must be two increasing numbers"),
         ({"score_pattern": "score"}, "must have a group"),
         ({"max_concurrent": 0}, "max_concurrent must be >= 1, got 0"),
+        ({"request": {"model": "x"}}, r"request must not have \['model'\]"),
+        *[({"rubric": rubric}, "Double any braces") for rubric in ('{"score": 1}', r"\boxed{}", "{completion} {")],
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):

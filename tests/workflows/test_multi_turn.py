@@ -215,6 +215,11 @@ def test_feedback_names_what_the_reward_function_says():
     environment = RetryWithFeedback(lambda trajectory: {"reward": 0.5, "digits": 2.0}, feedback="{digits}, {reward}")
     environment.reset(chat_prompt())
     assert environment.step("12") == ("2.0, 0.5", 0.5, False)
+    environment.feedback = r"\boxed{answer}, {{}}, {a:.2f}, {digits:.2f}"
+    assert environment.step("12")[0] == r"\boxed{answer}, {}, {a:.2f}, 2.00"
+    for feedback in (r"End with \boxed{}.", 'Write {"value": 3}.', "Wrong: { is none.", "{0}"):
+        with pytest.raises(ValueError, match="Double any braces"):
+            RetryWithFeedback(feedback=feedback)
 
 
 def test_the_last_turn_is_max_turns_and_no_truncation():

@@ -1,0 +1,23 @@
+"""Format strings that a configuration gives, such as `{prompt} Think first.`, checked before they are filled in."""
+
+from __future__ import annotations
+
+import re
+import string
+
+
+def names_of(template: str, setting: str) -> list[str]:
+    """What a format string has in braces.
+
+    Raises:
+        ValueError: if its braces do not match, or have no name between them, as those of JSON and LaTeX.
+    """
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+        bad = next((name for name in names if not re.match(r"[^\W\d][^\"'\\{}\n]*$", name)), None)
+        if bad is None:
+            return names
+        problem = f"has a field without a name, {{{bad}}}"
+    except ValueError as error:
+        problem = f"must be a format string: {error}"
+    raise ValueError(f"{setting}={template!r} {problem}. Double any braces that are literal text: {{{{ and }}}}.")
