@@ -13,7 +13,7 @@ import lightning as L
 
 from lightrl.checks.bounds import check_bounds, check_choice, check_effect
 from lightrl.checks.user_code import function_of, user_code
-from lightrl.data.chat import ChatRenderer, Messages, check_template, row_messages
+from lightrl.data.chat import ChatRenderer, Messages, columns_shown, row_messages
 from lightrl.data.mixture import DataSource, Source, sources_of
 from lightrl.data.rows import LocatedRow, Row, check_source, json_able, read_rows, require_column
 from lightrl.data.stream import (
@@ -29,6 +29,7 @@ from lightrl.data.stream import (
 from lightrl.data.streamed import ROWS_AT_ONCE, StreamedRows, open_stream
 from lightrl.models.chat_template import set_chat_template
 from lightrl.models.images import ImageReader, take_images
+from lightrl.rewards.references import ReferenceCheck
 from lightrl.trajectory import JsonObject, Prompt
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class PromptDataModule(L.LightningDataModule):
             min_prompt_tokens=min_prompt_tokens,
         )
         check_choice(("error", "drop"), prompt_overflow=prompt_overflow)
-        check_template(prompt_template)
+        self._columns_shown = columns_shown(prompt_template) - {"prompt", prompt_column}
         given: dict[Split, Source | None] = {"train": train, "validation": validation, "test": test}
         self.sources = {split: sources_of(source) for split, source in given.items()}
         for split, sources in self.sources.items():
@@ -298,7 +299,25 @@ class PromptDataModule(L.LightningDataModule):
         return self._prompts_of(rows, lambda located: self._prompt(located) if keep(located) else None)
 
     def _prompts_of(self, rows: SplitRows, prompt_of: Callable[[LocatedRow], Prompt | None]) -> RowPrompts:
-        return RowPrompts(rows, prompt_of, self._renderer().rendered, self.order_seed, self.shuffle)
+        module = self.trainer.lightning_module if self.trainer is not None else None
+        check = ReferenceCheck(getattr(module, "reward_source", None))
+
+        def checked(located: LocatedRow) -> Prompt | None:
+            if (prompt := prompt_of(located)) is None:
+                return None
+            try:
+                check(prompt)
+            except ValueError as error:
+                raise ValueError(f"{located.where}: {error}") from error
+            read = {*check.columns, str(self.answer_column).partition(".")[0]}
+            read |= {old.partition(".")[0] for new, old in located.source.columns.items() if new in read}
+            for column in self._columns_shown & read:
+                self._columns_shown.discard(column)  # said once
+                problem = "prompt_template shows the policy the column %r, which the reward reads, so it can copy it. "
+                logger.warning(f"{problem}If it is meant as text, double the braces: {{{{%s}}}}.", column, column)
+            return prompt
+
+        return RowPrompts(rows, checked, self._renderer().rendered, self.order_seed, self.shuffle)
 
     def _checked(self, split: Split) -> RowPrompts:
         """The prompts of a split; raises ValueError for a bad row among those that are checked at the start."""

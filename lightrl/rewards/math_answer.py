@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from lightrl.rewards.references import any_answer
 from lightrl.trajectory import Trajectory, chat_as_text
 
 _MAX_NUMBER_CHARS = 100
@@ -92,6 +93,7 @@ _BRACKET = re.compile(r"^\s*\\?[(\[{]|\\?[)\]}]\s*$")
 _UNEVALUATED = re.compile(r"[0-9]\s*(?:[-+*/]\s*[0-9]+\s*[-+*/]|[-+*]|\\cdot|\\times(?!\s*10\s*\^))\s*[0-9]")
 
 
+@any_answer
 def math_answer(
     trajectory: Trajectory, *, format_reward: float = 0.1, require_format: bool = False
 ) -> dict[str, float | str | None]:
@@ -115,7 +117,7 @@ def math_answer(
         ValueError: if the prompt has no reference.
     """
     reference = reference_answer(trajectory)
-    completion = _normalized(trajectory.completion)
+    completion = _normalized(trajectory.answer)
     answer = final_answer(completion) or _spoken_answer(completion)
     is_equal = answer is not None and equals(answer.text, reference, is_marked_by=answer.marker)
     has_format = answer is not None and answer.is_final and trajectory.finish_reason == "stop"

@@ -1,6 +1,7 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from data_cases import set_up, write_rows
@@ -143,3 +144,32 @@ def test_columns_of_a_row_are_arguments_of_the_chat_template(tmp_path: Path, cha
     first, second = (chat_tokenizer.decode(prompt.token_ids) for prompt in data.prompts["train"])
     assert first == "1 tools <|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\nbrief"
     assert second == "<|im_start|>user\n2<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "shown"),
+    [
+        (r"{prompt} \boxed{answer}", {}, ["answer"]),
+        (r"{prompt} \boxed{{answer}}", {}, []),
+        ("{question}", {"answer_column": "question"}, []),
+        ("{reward_model[truth]}", {"columns": {"answer": "reward_model.truth"}}, ["reward_model"]),
+        ("{reward_model[truth]}", {"answer_column": "reward_model.truth"}, ["reward_model"]),
+    ],
+)
+def test_a_template_that_shows_what_the_reward_reads_is_warned_of_once(
+    template: str, settings: dict[str, Any], shown: list[str], plain_tokenizer, tmp_path: Path, caplog
+):
+    row = {"question": "1+1?", "answer": "2", "reward_model": {"truth": 2}}
+    settings = dict(settings)
+    columns = settings.pop("columns", {})
+    source = DataSource(write_rows(tmp_path / "a.jsonl", [row, row]), columns=columns)
+    set_up(PromptDataModule(source, batch_size=1, prompt_template=template, **settings), plain_tokenizer)
+    warnings = [record.message for record in caplog.records if "shows the policy" in record.message]
+    assert [warning.split("'")[1] for warning in warnings] == shown
+
+
+@pytest.mark.parametrize("value", [None, float("nan")])
+def test_a_column_without_a_value_is_not_shown_as_a_word(value: object, plain_tokenizer, tmp_path: Path):
+    path = write_rows(tmp_path / "a.jsonl", [{"question": "1+1?", "answer": "2", "context": value}])
+    with pytest.raises(ValueError, match=r"Row 1 of .*a.jsonl' has no value in 'context'"):
+        set_up(PromptDataModule(path, batch_size=1, prompt_template="{context} {prompt}"), plain_tokenizer)

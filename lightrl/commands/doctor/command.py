@@ -147,7 +147,8 @@ def _references(prompts: Sequence[Prompt], column: str, module: RLModule) -> lis
                 f"Prompt {prompt.id!r} has no column {column!r}, only {', '.join(prompt.fields) or 'none at all'}. Set "
                 "data.answer_column."
             )
-        answer = {"role": "assistant", "content": str(chat_as_text(prompt.fields[column]))}
+        value = chat_as_text(prompt.fields[column])  # or a list of accepted ones
+        answer = {"role": "assistant", "content": str(value[0] if isinstance(value, list) and value else value)}
         token_ids, _ = renderer.completion_ids(None, [answer])
         zeros = [0] * len(token_ids)
         trajectories.append(workflow.trajectory_of(prompt, Completion(token_ids, zeros, zeros, "stop")))

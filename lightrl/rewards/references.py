@@ -1,0 +1,90 @@
+"""References: what rewards compare a completion with; several accepted answers, and a check of all before the run."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightrl.checks.user_code import function_of
+from lightrl.rewards.parts import RewardPart, bound, parts_of
+from lightrl.rewards.reward_result import is_async
+from lightrl.trajectory import Prompt, Trajectory, chat_as_text
+
+Compared = dict[str, float | str | None]
+
+
+def any_answer(function: Callable[..., Compared]) -> Callable[..., Compared]:
+    """The reward function with a reference, the prompt's field `answer`, that may be a list: the best result counts.
+
+    Raises:
+        ValueError: if a completion cannot equal the reference: it is an object, an empty list, or not a number (NaN).
+    """
+
+    @functools.wraps(function)
+    def best(trajectory: Trajectory, **arguments: Any) -> Compared:
+        prompt = trajectory.prompt
+        reference = chat_as_text(prompt.fields.get("answer"))
+        answers = [*map(chat_as_text, reference)] if isinstance(reference, list) else [reference]
+        if not answers or any(isinstance(each, list | dict) or str(each).strip().lower() == "nan" for each in answers):
+            raise ValueError(
+                f"Prompt {prompt.id!r} has a reference that no completion can equal: {reference!r:.200}. Its field "
+                "'answer' must be text, a number, or a list of accepted ones. A value in an object has a dotted path: "
+                "columns: {answer: reward_model.ground_truth}."
+            )
+        if answers == [reference]:
+            return function(trajectory, **arguments)
+        results = []
+        for answer in answers:
+            one = copy.copy(trajectory)
+            one.prompt = replace(prompt, fields={**prompt.fields, "answer": answer})
+            results.append(function(one, **arguments))
+        return max(results, key=lambda result: (result["reward"], result["lenient_accuracy"]))
+
+    return best
+
+
+class ReferenceCheck:
+    """Calls a reward's functions, if they are this package's, on a completion without an answer, which is no work.
+
+    So a prompt that lacks what they need is refused at the start, and not dropped in each iteration. Functions of users
+    are not called: they may take long, or have effects.
+    """
+
+    def __init__(self, reward: object) -> None:
+        self.columns: set[str] = set()  # that the functions have read
+        is_own = callable(reward) and str(getattr(reward, "__module__", "")).startswith("lightrl.")
+        self._functions = [reward] if is_own else []
+        if isinstance(reward, str | RewardPart | Sequence):
+            own = [part for part in parts_of(reward) if part.path.startswith("lightrl.")]
+            self._functions = [bound(part, function_of(part.path, "reward")) for part in own]
+
+    def __call__(self, prompt: Prompt) -> None:
+        """Raises ValueError if a function cannot compute rewards of this prompt."""
+        for function in self._functions:
+            row = _ReadFields(prompt.fields)
+            unanswered = replace(prompt, fields=row)
+            called = function(Trajectory.of_text(unanswered, "<think>", finish_reason="length", rewards=[]))
+            if is_async(function):
+                with contextlib.suppress(StopIteration):  # it has nothing to wait for
+                    called.send(None)
+            self.columns |= row.read
+
+
+class _ReadFields(dict[str, Any]):
+    """A row that remembers which columns were read."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        super().__init__(row)
+        self.read: set[str] = set()
+
+    def __getitem__(self, column: str) -> Any:
+        self.read.add(column)
+        return super().__getitem__(column)
+
+    def get(self, column: str, default: Any = None) -> Any:
+        self.read.add(column)
+        return super().get(column, default)
