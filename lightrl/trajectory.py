@@ -110,7 +110,7 @@ _THOUGHT = "|".join(
 _PARTS = re.compile(
     # the prompt opened it
     rf"\A(?:(?!{THINKING_OPENS}).)*?(?!(?<={_QUOTE})(?:{THINKING_CLOSES}){_QUOTE})(?:{THINKING_CLOSES})"
-    r"|(?P<kept><tool_call>.*?</tool_call>|^[ \t>]*(?P<fence>`{3,}|~{3,}).*?(?:^[ \t>]*(?P=fence)|\Z))"
+    r"|(?P<kept><tool_call>.*?</tool_call>|(?:^|(?<=[>\]]))[ \t>]*(?P<fence>`{3,}|~{3,}).*?(?:^[ \t>]*(?P=fence)|\Z))"
     rf"|{_THOUGHT}"
     # what gpt-oss and others write before and after an answer
     r"|(?P<mark><\|start\|>assistant|<\|channel\|>final(?: <\|constrain\|>\w+)?<\|message\|>"

@@ -78,7 +78,7 @@ def test_text_rewards_read_the_answer_and_rewards_of_format_the_whole_completion
         assert regex_match(trajectory_that(thinks), pattern=pattern) == 1.0
     assert regex_match(trajectory_that("I think"), pattern="I think") == 1.0
     assert tag_format(trajectory_that("<think>a</think><answer>b</answer>")) == 1.0
-    assert repetition_penalty(trajectory_that(thinks), ngram_words=1) < -0.4
+    assert repetition_penalty(trajectory_that(thinks), ngram_words=1) == pytest.approx(4 / 6 - 1)
 
 
 @pytest.mark.parametrize(
