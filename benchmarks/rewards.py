@@ -4,7 +4,7 @@
 
 Measurements:
     math_direct      math_answer on GSM8K-like answers, called in this process, on one core
-    math_expressions the same on LaTeX answers, which math-verify compares
+    math_expressions the same on LaTeX answers, whose values are compared
     overhead         a no-op function through RewardPool and RewardHook, against a direct call; all trajectories are
                      submitted at once, as in a rollout, and one by one
     kill             from the deadline of a hung call until the next call of the same worker returns

@@ -28,8 +28,8 @@ IS_CPU = os.environ.get("LIGHTRL_GPU_DEVICE") == "cpu"
 # What a machine with CUDA's torch, transformers and lightning lacks, or has in an older release (the second half);
 # versions are those of constraints.txt.
 PACKAGES = (
-    "antlr4-python3-runtime", "datasets", "dill", "docstring-parser", "jsonargparse", "jsonschema",
-    "jsonschema-specifications", "latex2sympy2-extended", "math-verify", "multiprocess", "referencing", "rpds-py",
+    "datasets", "dill", "docstring-parser", "jsonargparse", "jsonschema",
+    "jsonschema-specifications", "multiprocess", "referencing", "rpds-py",
     "typeshed-client",
     "transformers", "tokenizers", "safetensors", "regex", "huggingface-hub", "hf-xet", "httpx2", "httpcore2", "click",
     "truststore", "idna", "anyio", "h11",

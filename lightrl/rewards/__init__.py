@@ -11,7 +11,7 @@ Reading order:
     replay.py        FailureLog, failed trajectories; replay, which computes their rewards again
     references.py    what rewards compare with, checked before the run; several accepted answers
 Reward functions:
-    math_answer.py   GSM8K-like answers, checked by math-verify
+    math_answer.py   GSM8K-like answers (math_expressions.py: LaTeX, token by token; math_units.py)
     code_tests.py    programs against tests, in a sandbox (sandbox.py; its processes are in sandbox_guard/)
     fences.py        blocks of Markdown
     text_rewards.py  pattern, tags, length, repetition, JSON

@@ -193,4 +193,177 @@ BOXED: dict[str, list[tuple[str, str, int]]] = {
         *[("0<x<12.5", "(0,12.5)", 1), ("(0,12.5)", "0<x<12.5", 1), ("x>1", r"(1,\infty)", 1), ("0<x<2", "[0,2]", 0)],
         (r"x < \infty", r"x < +\infty", 1),
     ],
+    "what differs in a symbol differs": [
+        *[
+            (r"\triangle ABC", r"\triangle DEF", 0),
+            (r"\triangle", r"\triangle ABC", 0),
+            (r"\square PQRS", r"\square PQRT", 0),
+        ],
+        *[(r"\angle XYZ", r"\angle YXZ", 0), (r"\overrightarrow{AB}", r"\overrightarrow{BA}", 0), ("AB-BA", "0", 0)],
+        *[
+            ("f''(x)", "f'(x)", 0),
+            ("y", "y'", 0),
+            (r"A^\top B", "AB", 0),
+            ("MN^T", "N^TM", 0),
+            (r"A^{-1}B", "BA^{-1}", 0),
+        ],
+        *[
+            (r"\nabla\cdot F", r"\nabla\times F", 0),
+            (r"\frac{df}{dx}", r"\frac{df}{dy}", 0),
+            (r"\frac{dy}{dx}", r"\frac yx", 0),
+        ],
+        *[
+            (r"\vec a\times\vec b", r"\vec b\times\vec a", 0),
+            (r"A\times B", r"B\times A", 0),
+            (r"\bar z", "z", 0),
+            ("z^*", "z", 0),
+        ],
+        *[
+            ("CH_2ClBr", "CH_2BrCl", 0),
+            ("CO", "Co", 0),
+            (r"\ce{SO4^2-}", r"\ce{SO3^2-}", 0),
+            ("[0,1]", r"[0,\infty]", 0),
+        ],
+        *[("(1 2)(3 4)", "(1 3)(2 4)", 0), (r"p\Rightarrow q", r"q\Rightarrow p", 0), (r"5\mid n", r"5\nmid n", 0)],
+        *[(r"\sin 30^\circ", r"\sin 30", 0), (r"\Gamma(n)", r"\gamma(n)", 0), ("x^2+C", "x^2+c", 0), ("~p", "p", 0)],
+        *[
+            (r"2^{1000}+\sqrt2", r"2^{1000}+\sqrt3", 0),
+            ("|z|", "z", 0),
+            (r"\lfloor x\rfloor", "x", 0),
+            ("x/2y", "xy/2", 0),
+        ],
+    ],
+    "dates, scores and times are no differences": [
+        *[("2024-01-05", "2024-05-01", 0), ("2016", "2023-03-04", 0), ("3-1", "4-2", 0), ("6", "21 - 15", 0)],
+        *[
+            ("10:20", "12:24", 0),
+            ("9:15 a.m.", "9:15 AM", 1),
+            (r"9{:}15", "9:15", 1),
+            ("10:4", "5:2", 1),
+            ("1:2:3", "1:3:2", 0),
+        ],
+        *[("7/8/2024", "8/7/2024", 0), ("192.168.0.1", "192.168.0.2", 0), ("3–1", "3-1", 1)],
+    ],
+    "an equation says what it names, or nothing": [
+        *[
+            ("x+1=x+2", "x+2", 0),
+            ("x=x+1=x+2", "x+2", 0),
+            ("4=5=6", "6", 0),
+            ("x=5=6", "6", 0),
+            (r"\pi=2\pi", r"2\pi", 0),
+        ],
+        *[(r"\pi\not=2\pi", r"2\pi", 0), (r"x\approx\pi", r"\pi", 0), (r"x+1\Rightarrow y=x+2", "x+2", 0)],
+        *[
+            ("2+6=8", "8", 1),
+            (r"\binom52=10", "10", 1),
+            ("a=b=5", "5", 1),
+            (r"m\angle A=40^\circ", "40", 1),
+            ("x+y=5", "5", 1),
+        ],
+        *[(r"\frac{dy}{dx}=\frac1x", r"\frac1x", 1), ("f(x)=x^2", "x^2", 1), (r"\text{Area}=2\pi", r"2\pi", 1)],
+        *[
+            ("y=2, x=1", "(1,2)", 1),
+            ("x=1 or x=2", "2, 1", 1),
+            ("n=2,3", "n=1,2", 0),
+            ("2x+4y=6", "x+2y=3", 1),
+            ("xy=1", r"y=\frac1x", 1),
+        ],
+    ],
+    "an answer that names several is none of them": [
+        *[
+            (rf"x+1 {between} x+2", "x+2", 0)
+            for between in (r"\text{ or }", ",", r"\quad", r"\mid", r"\ne", r"\to", r"\\")
+        ],
+        *[
+            (r"x+2\ \heartsuit", "x+2", 0),
+            (r"x+2\text{ is wrong}", "x+2", 0),
+            (r"\pm\sqrt3", r"\sqrt3", 0),
+            (r"\cancel{\pi}", r"\pi", 0),
+        ],
+        *[
+            (r"\frac{1\pm\sqrt5}{2}", r"\frac{1-\sqrt5}{2},\frac{1+\sqrt5}{2}", 1),
+            ("5 wrong", "5", 0),
+            ("y+1!", "y+1", 0),
+        ],
+    ],
+    "another unit is another answer": [
+        *[
+            ("9 m/s", "9 km/s", 0),
+            ("5 hours", "5 minutes", 0),
+            (r"12\text{ cm}^2", r"12\text{ cm}", 0),
+            ("€12", "$12", 0),
+        ],
+        *[
+            (r"5^\circ", r"5\text{ rad}", 0),
+            (r"10\pi\text{ m}", r"10\pi\text{ cm}", 0),
+            (r"25^\circ C", r"25^\circ\text{F}", 0),
+        ],
+        *[
+            (r"9.8\,\mathrm{m\,s^{-2}}", r"9.8\text{ m/s}^2", 1),
+            (r"5\ \mathrm{J/(mol\cdot K)}", r"5\ \mathrm{J\,K^{-1}\,mol^{-1}}", 1),
+        ],
+        *[
+            (r"5\,\text{k}\Omega", "5", 1),
+            (r"5\ \mu\mathrm{m}", "5", 1),
+            ("5 hours", "5 hr", 1),
+            ("8 meters per second", "8 m/s", 1),
+        ],
+        *[
+            ("12 square centimeters", r"12\text{ cm}^2", 1),
+            (r"3\pi\text{ square units}", r"3\pi", 1),
+            ("4 apples", "4 pears", 1),
+        ],
+    ],
+    "other ways to write it": [
+        *[
+            ("1,00,000", "100000", 1),
+            ("৪২", "42", 1),
+            ("٤٢", "42", 1),
+            ("22nd", "22", 1),
+            ("2st", "2", 0),
+            (r"4^{\text{th}}", "4", 1),
+        ],
+        *[
+            (r"0.\dot{4}5\dot{1}", r"\frac{451}{999}", 1),
+            ("0.(3)", r"\frac13", 1),
+            ("1.2*10^(-3)", "0.0012", 1),
+            ("3,14", "3.14", 0),
+        ],
+        *[
+            (r"\nicefrac34", "0.75", 1),
+            ("3pi/4", r"\frac{3\pi}{4}", 1),
+            (r"4\sqrt(2)", r"4\sqrt2", 1),
+            ("2sqrt(3)", r"\sqrt{12}", 1),
+        ],
+        *[
+            (r"\langle 1,2\rangle", "(1,2)", 1),
+            ("]0,1[", "(0,1)", 1),
+            (r"\varnothing", r"\{\}", 1),
+            (r"\ce{H2O}", "H_2O", 1),
+        ],
+        *[
+            (r"\mathrm{Fe}^{3+}", "Fe^{3+}", 1),
+            (r"p\implies q", r"p\Rightarrow q", 1),
+            (r"\overline{AB}", r"\overline{BA}", 1),
+        ],
+        *[
+            ("option B", "B", 1),
+            ("AC", "C, A", 1),
+            ("A", "A, C", 0),
+            ("A and C", "AC", 1),
+            ("101_{two}", "101_2", 1),
+            ("2x>6", "x>3", 1),
+        ],
+        *[
+            (r"\sin^{-1}x", r"\arcsin x", 1),
+            (r"\cos 2x", r"1-2\sin^2x", 1),
+            (r"\frac{n!}{(n-1)!}", "n", 1),
+            (r"\frac1i", "-i", 1),
+        ],
+        *[
+            (r"x<0\text{ or }x>2", r"(-\infty,0)\cup(2,\infty)", 1),
+            (r"\mathbb{R}\setminus\{1\}", r"x\ne1", 1),
+            ("y>1", "x>1", 0),
+        ],
+    ],
 }

@@ -110,6 +110,74 @@ def test_what_has_to_be_calculated_is_never_equal_to_its_value(first, second, op
             assert not equals(expression, str(value), is_marked_by=marker)
 
 
+SYMBOLS = st.sampled_from(["x", "y", "n", r"\pi", r"\alpha", "2", "7", "0.5"])
+OPERATORS = [
+    "{}+{}",
+    "{}-({})",
+    r"\frac{{{}}}{{{}}}",
+    "({})({})",
+    r"\sqrt{{{}+{}^2}}",
+    r"\sin({}) + {}",
+    r"\left|{}\right|-{}",
+]
+EXPRESSIONS = st.recursive(
+    SYMBOLS, lambda inner: st.builds(str.format, st.sampled_from(OPERATORS), inner, inner), max_leaves=4
+)
+EQUAL_WRITING = [
+    lambda text: text.replace(r"\frac", r"\dfrac"),
+    lambda text: text.replace("(", r"\left(").replace(")", r"\right)"),
+    lambda text: rf"\!{text}\,",
+    lambda text: text.replace("+", " + ").replace("{", " { "),
+    lambda text: rf"\displaystyle {text}",
+    lambda text: rf"{{{text}}}",
+    lambda text: rf"{text}\text{{ cm}}",
+    lambda text: f"q = {text}",
+    lambda text: text.replace(r"\pi", "π").replace(r"\alpha", "α"),
+]
+LOST = [
+    r"\vec{{{}}}",
+    "({})'",
+    r"\nabla {}",
+    r"\heartsuit {}",
+    r"\neg {}",
+    "{}^*",
+    "({})^T",
+    r"{} \text{{ is wrong}}",
+    r"\pm({})",
+    "q', {}",
+]
+LOST += [
+    r"{} \text{{ or }} {}+1",
+    "{}, {}+1",
+    "{}+1 = {}",
+    r"\frac{{d}}{{dx}} ({})",
+    r"\int {}",
+    r"\overline{{{}}}",
+    "-2 < {}",
+    r"\lfloor {}",
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(expression=EXPRESSIONS, writing=st.sampled_from(EQUAL_WRITING), other=st.sampled_from(EQUAL_WRITING))
+def test_an_expression_is_equal_to_itself_in_other_writing(expression, writing, other):
+    assert equals(writing(expression), other(f"{expression}"), is_marked_by="answer is")
+
+
+@settings(max_examples=60, deadline=None)
+@given(expression=EXPRESSIONS, around=st.sampled_from(LOST))
+def test_an_expression_is_never_equal_to_one_with_a_symbol_more(expression, around):
+    assert not equals(around.format(expression, expression), expression)
+    assert not equals(expression, around.format(expression, expression)) or "= " in around
+
+
+@settings(max_examples=60, deadline=None)
+@given(expression=EXPRESSIONS, other=EXPRESSIONS, factor=st.integers(2, 9))
+def test_another_value_is_not_equal(expression, other, factor):
+    assert not equals(f"{expression}+{factor}", expression)
+    assert equals(f"({expression})+({other})", f"({other})+({expression})")
+
+
 @pytest.mark.parametrize(
     "text", [r"so \fbox{42}", r"so \boxed 42.", r"so $\boxed 42$", r"\boxed{\fbox{42}}", r"\boxed\frac{84}{2}"]
 )
@@ -144,6 +212,15 @@ ADVERSARIAL = {
     "unicode": r"\boxed{𝟜𝟚 \u202e ４１ \ud800}",
     "exponent": "#### 1e99",
     "phrases": "the answer is " * 20_000,
+    "powers of powers": r"\boxed{9^{9^{9^{9}}}+x}",
+    "a power of a number that is one": "#### (1e999**999)**999",
+    "a tower": r"\boxed{" + "x^{" * 25 + "x" + "}" * 26,
+    "factorials": r"\boxed{100000!!! + (10^9)!}",
+    "a sum": r"\boxed{\sum_{n=1}^{10^{10}} \frac{1}{n}}",
+    "a binomial": r"\boxed{\binom{10^9}{5\cdot 10^8}}",
+    "parentheses": r"\boxed{" + "(" * 300 + "x" + ")" * 300 + "}",
+    "roots": r"\boxed{" + r"\sqrt{" * 29 + "x" + "}" * 30,
+    "digits in a box": r"\boxed{" + "9" * 900 + "x}",
     "spaces": "the answer is" + " " * 100_000,
     "texts": r"\boxed{" + r"\text{" * 20_000 + "}" * 20_001,
 }
@@ -152,6 +229,7 @@ ADVERSARIAL = {
 @pytest.mark.parametrize("completion", ADVERSARIAL.values(), ids=ADVERSARIAL)
 def test_adversarial_texts_return(completion):
     assert result_of(completion, "42")["accuracy"] == 0.0
+    assert result_of(completion, "x^2+1")["accuracy"] == 0.0
 
 
 @pytest.mark.parametrize(
