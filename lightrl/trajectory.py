@@ -103,10 +103,10 @@ _THINKING_TAGS = {f"<{name}>": f"</{name}>" for name in _XML} | {
 }
 THINKING_OPENS, THINKING_CLOSES = ("|".join(map(re.escape, tags)) for tags in (_THINKING_TAGS, _THINKING_TAGS.values()))
 _QUOTE = "[\"'`]"  # around a tag that is spoken of
-_THOUGHT = "|".join(
-    rf"(?<!{_QUOTE}){re.escape(opens)}.*?(?:{re.escape(closes)}|\Z)"
-    for opens, closes in [*_THINKING_TAGS.items(), ("<|channel|>analysis<|message|>", "<|end|>")]
-)
+_PAIRS = [*_THINKING_TAGS.items(), ("<|channel|>analysis<|message|>", "<|end|>")]
+CLOSED_THOUGHT = "|".join(rf"{re.escape(opens)}.*?{re.escape(closes)}" for opens, closes in _PAIRS)
+_THOUGHT = "|".join(rf"(?<!{_QUOTE}){re.escape(opens)}.*?(?:{re.escape(closes)}|\Z)" for opens, closes in _PAIRS)
+LEADING_THOUGHTS = re.compile(rf"\A(?:\s*(?:{_THOUGHT}))+", re.DOTALL)
 _PARTS = re.compile(
     # the prompt opened it
     rf"\A(?:(?!{THINKING_OPENS}).)*?(?!(?<={_QUOTE})(?:{THINKING_CLOSES}){_QUOTE})(?:{THINKING_CLOSES})"
@@ -121,12 +121,23 @@ _TAG = re.compile(rf"\A\s*(?:{THINKING_OPENS}|<\|channel\|>analysis<\|message\|>
 _UNCLOSED = re.compile(rf"(?:{THINKING_OPENS})(?:(?!{THINKING_CLOSES}).)*\Z", re.DOTALL)
 
 
-def split_thinking(completion: str) -> tuple[str, str]:
+def split_thinking(completion: str, *, has_opening: bool = False) -> tuple[str, str]:
     """The thinking of a completion, without its tags, and the rest, the answer; all is thinking if it never ends.
 
-    Thinking may begin before the completion. What a call, a fenced block or quotes have of its tags is the rest's.
+    What a call, a fenced block or quotes have of its tags is the rest's.
+
+    Args:
+        completion: the policy's text.
+        has_opening: it has what the prompt opened, so only thinking at its start counts, and later tags are quoted.
+            Otherwise thinking may begin before the completion, and again within it.
     """
-    thoughts: list[str] = []
+    if has_opening:
+        part = LEADING_THOUGHTS.match(completion)
+        if part is None:
+            return "", completion
+        thoughts = [_TAG.sub("", thought[0]).strip() for thought in re.finditer(_THOUGHT, part[0], re.DOTALL)]
+        return "\n".join(filter(None, thoughts)), completion[part.end() :].strip()
+    thoughts = []
 
     def take(part: re.Match[str]) -> str:
         if part["kept"]:
@@ -137,11 +148,6 @@ def split_thinking(completion: str) -> tuple[str, str]:
 
     rest = _PARTS.sub(take, completion)
     return "\n".join(thoughts), completion if rest == completion else rest.strip()
-
-
-def without_thinking(completion: str) -> str:
-    """The completion with spaces in place of its thinking, so that what is left stays where it is."""
-    return _PARTS.sub(lambda part: part["kept"] or " " * len(part[0]), completion)
 
 
 def unclosed_thinking(text: str) -> str:

@@ -24,7 +24,6 @@ from lightrl.trajectory import (
     encode_json,
     sampling_seed,
     split_thinking,
-    without_thinking,
 )
 
 
@@ -328,4 +327,17 @@ def test_records_need_neither_torch_nor_numpy() -> None:
 def test_thinking_is_told_from_the_answer(text: str, thinking: str, answer: str):
     trajectory = make_trajectory(text)
     assert (trajectory.thinking, trajectory.answer) == split_thinking(text) == (thinking, answer)
-    assert len(without_thinking(text)) == len(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "rest"),
+    [
+        ("<think>a</think>\n<think>b</think>c<think>d</think>", "a\nb", "c<think>d</think>"),
+        ("a</think>b", "", "a</think>b"),
+        ("[THINK]a[/THINK] b", "a", "b"),
+        ("<think>never ends", "never ends", ""),
+    ],
+    ids=["twice, then quoted", "a tag of no thinking", "Mistral's", "open"],
+)
+def test_with_what_the_prompt_opened_thinking_is_at_the_start(text: str, thinking: str, rest: str):
+    assert split_thinking(text, has_opening=True) == (thinking, rest)

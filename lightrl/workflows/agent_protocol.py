@@ -177,7 +177,7 @@ def message_key(message: JsonMapping) -> MessageKey:
     )
     content = str(message["content"])
     if message["role"] == "assistant":
-        content = split_thinking(content)[1].strip()
+        content = split_thinking(content, has_opening=True)[1].strip()
     return str(message["role"]), content, calls
 
 

@@ -4,7 +4,8 @@
     a `renderer`         of the package `renderers`, by name, or `auto` by the tokenizer's name
     a response template  of the tokenizer: `tokenizer.parse_response` of transformers
 
-A malformed call is a `ToolCall` with an error, whichever of them parses.
+A malformed call is a `ToolCall` with an error, whichever of them parses. A library that looks for tags by text may take
+one that is quoted for its own: where the text is plain about its thinking and calls, the text decides.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lightrl.trajectory import JsonMapping, split_thinking, without_thinking
-from lightrl.workflows.tools import ToolCall, ToolParser, parse_hermes
+from lightrl.trajectory import JsonMapping, split_thinking
+from lightrl.workflows.tools import ToolCall, ToolParser, parse_hermes, without_thinking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,7 +48,7 @@ def completion_parser(
 
 def parse_text(text: str, tool_parser: ToolParser | None = None) -> ParsedCompletion:
     """The thinking and the rest of a text; without a parser of calls, they stay in the text."""
-    reasoning, content = split_thinking(text)
+    reasoning, content = split_thinking(text, has_opening=True)
     calls = tool_parser(without_thinking(text)) if tool_parser is not None else []
     return ParsedCompletion(content.partition("<tool_call>")[0].strip() if calls else content, reasoning, calls)
 
@@ -64,11 +65,12 @@ def _parse_with_template(
     try:
         message = tokenizer.parse_response(list(token_ids), prefix=list(prompt_ids), tools=list(tools))
     except ValueError as error:  # the template's content parsers raise it
-        return replace(parse_text(text), calls=[ToolCall(error=f"the call cannot be read: {error}")])
+        failed = replace(parse_text(text), calls=[ToolCall(error=f"the call cannot be read: {error}")])
+        return _without_misread_tags(failed, text)
     reasoning = message.get("reasoning_content") or message.get("thinking") or ""
     functions = [call.get("function", call) for call in message.get("tool_calls") or []]
     calls = [_call_of(each.get("name"), each.get("arguments", {})) for each in functions]
-    return ParsedCompletion(message.get("content") or "", reasoning, calls)
+    return _without_misread_tags(ParsedCompletion(message.get("content") or "", reasoning, calls), text)
 
 
 def _parse_with_renderer(
@@ -81,7 +83,21 @@ def _parse_with_renderer(
         else ToolCall(error=f"the call is malformed ({call.status}): {call.raw:.200}")
         for call in parsed.tool_calls
     ]
-    return ParsedCompletion(parsed.content, parsed.reasoning_content or "", calls)
+    return _without_misread_tags(ParsedCompletion(parsed.content, parsed.reasoning_content or "", calls), text)
+
+
+def _without_misread_tags(parsed: ParsedCompletion, text: str) -> ParsedCompletion:
+    """What a library parsed, without mistaking tags that arguments or answers quote for those of the format."""
+    hermes = parse_text(text, parse_hermes)
+    is_failed = any(call.error is not None for call in parsed.calls)
+    if is_failed and hermes.calls and all(call.error is None for call in hermes.calls):
+        return hermes
+    if "</tool_call>" in parsed.content and parsed.calls and not is_failed:
+        error = "the call's arguments quote </tool_call>, which ends a call in this format; write it differently"
+        return replace(parsed, calls=[ToolCall(error=error)])
+    if "<think>" in text and parsed.reasoning.strip() != hermes.reasoning:
+        return replace(parsed, content=hermes.content, reasoning=hermes.reasoning)
+    return parsed
 
 
 def _renderer(tokenizer: PreTrainedTokenizerBase, name: str) -> Any:

@@ -36,11 +36,13 @@ from lightrl.checks.user_code import function_of, user_code
 from lightrl.concurrency.in_thread import CallTimeout, call_within
 from lightrl.errors import LightRLError, RolloutError
 from lightrl.rewards.sandbox import Limits, LocalSandbox
-from lightrl.trajectory import JsonMapping, JsonObject, Prompt, without_thinking
+from lightrl.trajectory import CLOSED_THOUGHT, LEADING_THOUGHTS, JsonMapping, JsonObject, Prompt
 from lightrl.workflows.environment import CheckedStep, Environment, Observation, Step, call_environment
 
 _T = TypeVar("_T")
-_HERMES_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_CALL_OR_THOUGHT = re.compile(rf"<tool_call>\s*|{CLOSED_THOUGHT}", re.DOTALL)
+_CALL_END = re.compile(r"\s*(?:</tool_call>|\Z)")
+_JSON = json.JSONDecoder()
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -63,26 +65,57 @@ class ToolCall:
 ToolParser = Callable[[str], list[ToolCall]]
 
 
+def without_thinking(completion: str) -> str:
+    """The completion with spaces in place of thinking: that at its start, and later that has calls.
+
+    What else is in tags is quoted.
+    """
+    return _read_calls(completion)[0]
+
+
 def parse_hermes(completion: str) -> list[ToolCall]:
     """The calls in a completion, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` each, in order.
 
-    Thinking is not acting: a call inside `<think>` does not count.
+    A call ends where its JSON does, so it may quote any tag. Thinking is not acting: a call inside `<think>` does not
+    count.
 
     Source: https://github.com/NousResearch/Hermes-Function-Calling, the format of Qwen 2.5 and 3 too.
     """
-    calls = []
-    for text in _HERMES_CALL.findall(without_thinking(completion)):
-        try:
-            record = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            calls.append(ToolCall(error=f"the call is not valid JSON: {error}"))
-            continue
-        arguments = record.get("arguments", {}) if isinstance(record, dict) else None
-        if not isinstance(arguments, dict) or not isinstance(record.get("name"), str):
-            calls.append(ToolCall(error='the call is not of the form {"name": "...", "arguments": {...}}'))
-        else:
-            calls.append(ToolCall(record["name"], arguments))
-    return calls
+    return _read_calls(completion)[1]
+
+
+def _read_calls(completion: str) -> tuple[str, list[ToolCall]]:
+    """The completion without its thinking, of the same length, and its calls in Hermes' form."""
+    calls, position = [], 0
+    text = LEADING_THOUGHTS.sub(_blank, completion)
+    while (start := _CALL_OR_THOUGHT.search(text, position)) is not None:
+        position = start.end()
+        if start[0].startswith("<tool_call>"):
+            call, position = _hermes_call(text, position)
+            calls.append(call)
+        elif "<tool_call>" in start[0]:
+            text = text[: start.start()] + _blank(start) + text[position:]
+    return text, calls
+
+
+def _blank(part: re.Match[str]) -> str:
+    return " " * len(part[0])
+
+
+def _hermes_call(text: str, start: int) -> tuple[ToolCall, int]:
+    """The call whose JSON starts here, and where it ends; a malformed one ends with the next tag."""
+    end = len(text) if (closing := text.find("</tool_call>", start)) < 0 else closing
+    try:
+        record, position = _JSON.raw_decode(text, start)
+        after = _CALL_END.match(text, position)
+        if after is None:
+            raise ValueError(f"Extra data: {text[position : max(end, position + 1)]!r:.40}")
+    except (ValueError, RecursionError) as error:
+        return ToolCall(error=f"the call is not valid JSON: {error}"), end
+    arguments = record.get("arguments", {}) if isinstance(record, dict) else None
+    if not isinstance(arguments, dict) or not isinstance(record.get("name"), str):
+        return ToolCall(error='the call is not of the form {"name": "...", "arguments": {...}}'), after.end()
+    return ToolCall(record["name"], arguments), after.end()
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,20 @@ def test_without_a_template_thinking_and_calls_are_read_in_hermes_form() -> None
     assert parse(text) == ParsedCompletion("I add.", "Two.", [ToolCall("add", {"a": 2})])
 
 
+@pytest.mark.parametrize("text", ["</tool_call>", "<tool_call>{}</tool_call>", "<think>x</think>", "</think>"])
+@pytest.mark.parametrize("template", [HERMES, QWEN_XML], ids=["JSON", "XML"])
+def test_a_quoted_tag_is_an_argument_or_an_error_but_never_cuts_it_for_a_response_template(text: str, template: Any):
+    as_json = f'<tool_call>{{"name": "add", "arguments": {{"b": "{text}"}}}}</tool_call>'
+    as_xml = f"<tool_call>\n<function=add>\n<parameter=b>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    (called,) = parse(f"So.\n{as_json if template is HERMES else as_xml}<|im_end|>", template).calls
+    if called.error is None:
+        assert called.arguments == {"b": text}
+    else:
+        assert (template, "</tool_call>" in text, "quote </tool_call>" in called.error) == (QWEN_XML, True, True)
+    answer = f"Write {text.replace('tool_call', 'b')} now."
+    assert parse(f"<think>a</think>{answer}<|im_end|>", template) == ParsedCompletion(answer, "a", [])
+
+
 def test_a_parser_of_the_users_own_goes_before_the_template() -> None:
     parsed = parse("<think>no</think>add", QWEN_XML, tool_parser=lambda text: [ToolCall(text.strip())])
     assert parsed.calls == [ToolCall("add")]

@@ -11,9 +11,16 @@ import pytest
 from chat_texts import END, WITH_TOOLS, Scripted, chat_prompt, chat_tokenizer, ids, letters, played, writes
 
 from lightrl.errors import RewardError, RolloutError
-from lightrl.trajectory import Prompt
+from lightrl.trajectory import Prompt, split_thinking
 from lightrl.workflows import MultiTurn, ToolEnvironment
-from lightrl.workflows.tools import Tool, ToolCall, calculator, parse_hermes, python
+from lightrl.workflows.tools import (
+    Tool,
+    ToolCall,
+    calculator,
+    parse_hermes,
+    python,
+    without_thinking,
+)
 
 PATH = "lightrl.workflows.tools.calculator"
 
@@ -86,7 +93,7 @@ CALL = '<tool_call>{"name": "halve", "arguments": {"number": 4}}</tool_call>'
     ("completion", "num_calls"),
     [
         pytest.param(f"<think>I could {CALL}, but no.</think>I will not.", 0, id="only considered"),
-        pytest.param(f"I could {CALL}, but no.</think>I will not.", 0, id="in thinking that the prompt opened"),
+        pytest.param(f"{CALL}Then I close with </think>.", 1, id="a closing tag of no thinking"),
         pytest.param(f"<think>still thinking {CALL}", 0, id="thinking that never ends"),
         pytest.param(f"<think>a</think>b<think>{CALL}</think>", 0, id="thinking again"),
         pytest.param(f"<think>like <tool_call>…</tool_call></think>{CALL}", 1, id="a form that is quoted"),
@@ -105,9 +112,18 @@ def test_thinking_is_not_acting(completion: str, num_calls: int):
     assert heard[0].count(CALL) == num_calls
 
 
-def test_thinking_that_a_call_quotes_is_its_argument():
-    (called,) = parse_hermes(call(text="<think>x</think>"))
-    assert called.arguments == {"text": "<think>x</think>"}
+QUOTES = ["<think>x</think>", "</think>", "<think>", "a </tool_call> b", '"</tool_call>\\', f"<think>{CALL}</think>"]
+
+
+@pytest.mark.parametrize("text", QUOTES)
+def test_a_tag_that_a_call_quotes_is_its_argument_and_one_that_an_answer_quotes_is_its_text(text: str):
+    quoted = call(text=text)
+    called = ToolCall("calculator", {"text": text})
+    assert parse_hermes(quoted) == [called]
+    assert parse_hermes(f"<think>So {CALL}?</think>\n{quoted}\n{quoted} done") == [called, called]
+    assert without_thinking(quoted) == quoted
+    assert split_thinking(f"<think>So.</think>Write {text} now.", has_opening=True) == ("So.", f"Write {text} now.")
+    assert split_thinking(f"Write {text} now.", has_opening=True) == ("", f"Write {text} now.")
 
 
 def test_a_call_in_thinking_that_the_template_opened_does_not_run():
