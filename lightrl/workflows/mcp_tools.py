@@ -60,7 +60,7 @@ class MCPServer(ToolServer):
             parts = [part.model_dump() for part in result.content]
         except Exception as error:  # noqa: BLE001  # the package has errors of many kinds
             raise RolloutError(f"The MCP server {self.name!r} failed in {name}: {_first(error)}.") from None
-        return read_parts(parts, is_error=bool(result.is_error))
+        return read_parts(parts, is_error=bool(result.is_error), structured=result.structured_content)
 
     async def close(self) -> None:
         if self._owner is not None:

@@ -110,7 +110,7 @@ class _Session(ToolServer):
         content = result.get("content") if isinstance(result, dict) else None
         if content is None:
             return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-        return read_parts(content, is_error=bool(observation["result"]["is_error"]))
+        return read_parts(content, is_error=bool(result.get("is_error")), structured=result.get("structured_content"))
 
     async def close(self) -> None:
         if self._http is not None:

@@ -27,7 +27,7 @@ import operator
 import queue
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -50,6 +50,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
     "array": (list,),
     "object": (dict,),
+    "null": (type(None),),
 }
 
 
@@ -149,20 +150,50 @@ class Tool:
             schema = get_json_schema(function)
         return cls(schema["function"]["name"], function, schema)
 
-    def mismatch(self, arguments: JsonMapping) -> str | None:
-        """Says what is wrong with the arguments of a call, for the policy to read; None if they are right."""
+    def fitted(self, arguments: JsonMapping) -> JsonObject:
+        """The arguments of a call as the schema describes them: an optional one that is null is left out.
+
+        Raises:
+            ValueError: for the policy to read.
+        """
+        parameters = self.schema["function"]["parameters"]
+        schemas, required = parameters.get("properties", {}), parameters.get("required", ())
+        fitted = {
+            name: _fitted(value, schemas.get(name), name)
+            for name, value in arguments.items()
+            if value is not None or name in required or "null" in _types_of(schemas.get(name))
+        }
         try:
-            inspect.signature(self.function).bind(**arguments)
+            inspect.signature(self.function).bind(**fitted)
         except TypeError as error:
-            return f"{error}"
-        properties = self.schema["function"]["parameters"].get("properties", {})
-        for name, value in arguments.items():
-            expected = properties.get(name, {}).get("type")
-            allowed = _TYPES.get(expected, ()) if isinstance(expected, str) else ()
-            is_wrong_bool = isinstance(value, bool) and expected in ("integer", "number")
-            if allowed and (not isinstance(value, allowed) or is_wrong_bool):
-                return f"argument {name!r} is {value!r:.80}, expected {expected}"
-        return None
+            raise ValueError(str(error)) from error
+        return fitted
+
+
+def _types_of(schema: Any) -> set[str]:
+    """The types that a JSON schema allows; all if it does not say."""
+    fields = schema if isinstance(schema, Mapping) else {}
+    choices = [choice for name in ("anyOf", "oneOf") for choice in fields.get(name, ())]
+    given = fields.get("type") or ([kind for choice in choices for kind in _types_of(choice)] or list(_TYPES))
+    types = {given} if isinstance(given, str) else set(given)
+    return types | {"null"} if fields.get("nullable") else types
+
+
+def _fitted(value: Any, schema: Any, name: str) -> Any:
+    """The value, with 5 for 5.0 where the schema has integers; ValueError if its type is wrong."""
+    types = _types_of(schema)
+    if isinstance(value, float) and value.is_integer() and "integer" in types and "number" not in types:
+        return int(value)
+    allowed = types - {"integer", "number"} if isinstance(value, bool) else types
+    if types <= _TYPES.keys() and not any(isinstance(value, _TYPES[kind]) for kind in allowed):
+        raise ValueError(f"argument {name!r} is {value!r:.80}, expected {' or '.join(sorted(types))}")
+    inner = schema if isinstance(schema, Mapping) else {}
+    if isinstance(value, list):
+        return [_fitted(item, inner.get("items"), name) for item in value]
+    if isinstance(value, dict):
+        fields = inner.get("properties", {})
+        return {field: _fitted(item, fields.get(field), field) for field, item in value.items()}
+    return value
 
 
 class ToolServer(ABC):
@@ -190,14 +221,20 @@ class ToolServer(ABC):
         """Ends the session; called once, also if there was no call."""
 
 
-def read_parts(content: Sequence[JsonMapping], *, is_error: bool) -> str | list[JsonObject]:
+def read_parts(content: Sequence[JsonMapping], *, is_error: bool, structured: object = None) -> str | list[JsonObject]:
     """A tool's result in MCP's form as a message's content; raises ValueError with its text for an error.
 
-    The policy reads of a sound only that there is one.
+    The policy reads of a sound or a binary file only that there is one.
+
+    Args:
+        structured: the result as JSON, which is shown if there is no text.
     """
-    texts = [part["text"] if part["type"] == "text" else f"({part['type']}, not shown)" for part in content]
+    texts = [_part_text(part) for part in content]
+    if structured is not None and not any("text" in part.get("resource", part) for part in content):
+        content = [*content, {"type": "text"}]
+        texts.append(json.dumps(structured, ensure_ascii=False))
     if is_error:
-        raise ValueError("\n".join(texts))
+        raise ValueError("\n".join(texts) or "the tool gave no reason")
     if all(part["type"] != "image" for part in content):
         return "\n".join(texts)
     return [
@@ -206,6 +243,15 @@ def read_parts(content: Sequence[JsonMapping], *, is_error: bool) -> str | list[
         else {"type": "text", "text": f"{text}\n"}
         for text, part in zip(texts, content, strict=True)
     ]
+
+
+def _part_text(part: JsonMapping) -> str:
+    """The text of a part, an embedded resource or a link to one; of others what they are."""
+    inner = part.get("resource", part)
+    if isinstance(inner.get("text"), str):
+        return str(inner["text"])
+    names = [str(inner[key]) for key in ("name", "uri", "description") if inner.get(key)]
+    return " ".join(names) if part["type"] == "resource_link" else f"({', '.join([part['type'], *names])}, not shown)"
 
 
 def run_apart(work: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
@@ -304,7 +350,12 @@ class ToolEnvironment(Environment):
         result: str | list[JsonObject] = ""
         if error is None:
             try:
-                result = await self._run(call)
+                arguments = self.tools[call.name].fitted(call.arguments)
+            except ValueError as raised:
+                error = str(raised)
+        if error is None:
+            try:
+                result = await self._run(call.name, arguments)
             except CallTimeout:
                 error = f"no result in {self.tool_timeout_s:g} s"
             except RolloutError as raised:
@@ -332,11 +383,11 @@ class ToolEnvironment(Environment):
             return call.error
         if call.name not in self.tools:
             return f"there is no tool {call.name!r:.80}, only {', '.join(self.tools)}"
-        return self.tools[call.name].mismatch(call.arguments)
+        return None
 
-    async def _run(self, call: ToolCall) -> str | list[JsonObject]:
-        function = functools.partial(self.tools[call.name].function, **call.arguments)
-        result = await call_within(function, timeout_s=self.tool_timeout_s, name=call.name)
+    async def _run(self, name: str, arguments: JsonObject) -> str | list[JsonObject]:
+        function = functools.partial(self.tools[name].function, **arguments)
+        result = await call_within(function, timeout_s=self.tool_timeout_s, name=name)
         kinds = [isinstance(part, dict) and part.get("type") for part in result] if isinstance(result, list) else []
         has_images = "image" in kinds and all(kind in ("text", "image") for kind in kinds)
         is_content = isinstance(result, str) or has_images

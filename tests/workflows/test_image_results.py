@@ -244,6 +244,20 @@ def test_mcps_content_is_text_or_parts():
     assert shown == [{"type": "text", "text": "a\n"}, {"type": "image", "image": RED}]
     with pytest.raises(ValueError, match=r"a\n\(image, not shown\)"):
         read_parts([text, image], is_error=True)
+    file = {"type": "resource", "resource": {"uri": "file:///a", "text": "body"}}
+    assert read_parts([text, file], is_error=False, structured={"a": 1}) == "a\nbody"
+    with pytest.raises(ValueError, match=r"^body$"):
+        read_parts([file], is_error=True)
+    link = {"type": "resource_link", "name": "b", "uri": "file:///b"}
+    assert read_parts([link], is_error=False) == "b file:///b"
+    scan = {"type": "resource", "resource": {"uri": "file:///c", "blob": "AA=="}}
+    assert read_parts([scan, image], is_error=False, structured={"n": "ä"}) == [
+        {"type": "text", "text": "(resource, file:///c, not shown)\n"},
+        {"type": "image", "image": RED},
+        {"type": "text", "text": '{"n": "ä"}\n'},
+    ]
+    with pytest.raises(ValueError, match="gave no reason"):
+        read_parts([], is_error=True)
 
 
 def test_a_long_text_beside_an_image_is_cut():

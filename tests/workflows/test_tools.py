@@ -112,6 +112,40 @@ def test_thinking_is_not_acting(completion: str, num_calls: int):
     assert heard[0].count(CALL) == num_calls
 
 
+def pages(first: int, last: int | None = None, marks: list[int] | None = None, step: int = 1, at: float = 0) -> str:
+    """Shows pages.
+
+    Args:
+        first: page
+        last: page
+        marks: pages
+        step: between pages
+        at: place
+    """
+    return json.dumps([first, last, marks, step, at])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ({"first": 1, "last": None, "marks": None, "step": None}, "[1, null, null, 1, 0]"),
+        ({"first": 5.0, "marks": [2.0, 3], "at": 2.0}, "[5, null, [2, 3], 1, 2.0]"),
+        ({"first": None}, "Error: argument 'first' is None, expected integer"),
+        ({"first": 1.5}, "Error: argument 'first' is 1.5, expected integer"),
+        ({"first": 1, "last": "2"}, "Error: argument 'last' is '2', expected integer or null"),
+        ({"first": 1, "marks": ["2"]}, "Error: argument 'marks' is '2', expected integer"),
+    ],
+)
+def test_null_and_integral_numbers_reach_a_tool_as_its_schema_has_them(arguments: dict[str, Any], shown: str):
+    assert answers(ToolEnvironment([pages]), call("pages", **arguments)) == [shown]
+
+
+@pytest.mark.parametrize("schema", [None, True, {"$ref": "#/a"}, {"anyOf": [{"type": "integer"}, {"$ref": "#/a"}]}])
+def test_an_argument_of_a_servers_tool_may_have_any_schema(schema: Any):
+    tool = Tool("f", lambda **given: "", {"function": {"parameters": {"properties": {"a": schema}}}})
+    assert tool.fitted({"a": {"b": [1.0, None]}, "c": None}) == {"a": {"b": [1.0, None]}, "c": None}
+
+
 QUOTES = ["<think>x</think>", "</think>", "<think>", "a </tool_call> b", '"</tool_call>\\', f"<think>{CALL}</think>"]
 
 
