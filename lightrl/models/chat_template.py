@@ -36,6 +36,10 @@ Template = str | Mapping[str, str] | None  # Jinja text, or several by name
 _OPENED = re.compile(rf"(?:{THINKING_OPENS})\s*(?:(?:{THINKING_CLOSES})\s*)?\Z")
 _TAIL_TOKENS = 32  # a prompt's last tokens: enough for `<think>` and white space, in bytes too
 _ANSWER = "lightrl"
+# Byte-level tokenizers write a byte as a letter: itself if it is printable, else one after U+00FF.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE}
+_BYTES |= {chr(256 + n): byte for n, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))}
 
 KEEP_HISTORY = (
     "Set data.chat_template to a Jinja file that renders each message the same way at every position: the model's own "
@@ -166,6 +170,25 @@ class ChatTemplate:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+
+    def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        """The bytes that each token writes: joined they are the text, of which a token may be part of a character."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        added, is_byte_level = self.tokenizer.added_tokens_decoder, "ByteLevel" in str(getattr(backend, "decoder", ""))
+
+        def bytes_of(token_id: int) -> bytes:
+            if token_id in added:
+                return str(added[token_id].content).encode()
+            token = str(self.tokenizer.convert_ids_to_tokens(token_id) or "")
+            if is_byte_level and set(token) <= _BYTES.keys():
+                return bytes(_BYTES[letter] for letter in token)
+            byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
+            return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
+
+        parts = [bytes_of(token_id) for token_id in token_ids]
+        if parts and not self.decode(token_ids).startswith(" "):  # which SentencePiece writes, but not at the start
+            parts[0] = parts[0].removeprefix(b" ")
+        return parts
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """The text of the policy's tokens, less those that end a turn or pad it; other special tokens are text."""

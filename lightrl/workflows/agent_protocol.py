@@ -63,6 +63,7 @@ class AgentRequest:
     tools: list[JsonObject] = field(default_factory=list)  # functions with JSON schemas, which may be called
     max_new_tokens: int | None = None
     wants_logprobs: bool = False
+    has_parallel_calls: bool = True  # otherwise an answer has the policy's first call alone
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Answer:
     reasoning: str
     calls: list[JsonObject]  # each with an id of its own
     num_prompt_tokens: int
-    token_texts: list[str]  # one for each token; empty unless logprobs are requested
+    num_reasoning_tokens: int = 0
+    token_bytes: Sequence[bytes] = ()  # of each token; empty unless logprobs are requested
 
     @property
     def message(self) -> JsonObject:
@@ -159,6 +161,12 @@ class Exchange(ABC):
         if any(not isinstance(value, int) or isinstance(value, bool) or value < 1 for value in limits):
             raise RequestRefused(f"{names[0]} must be an integer >= 1, got {limits[0]!r:.80}.")
         return min(limits, default=None)
+
+    def has_parallel_calls(self) -> bool:
+        """Whether an answer may have several calls."""
+        choice = self.fields.get("tool_choice")
+        is_disabled = isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use")
+        return bool(self.fields.get("parallel_tool_calls", True)) and not is_disabled
 
     def may_call(self) -> bool:
         """Whether `tool_choice` lets the policy call tools; a call that is forced is refused."""

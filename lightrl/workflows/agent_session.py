@@ -88,9 +88,10 @@ class AgentSession:
         """Encodes a request.
 
         Raises:
-            RequestRefused: if the session is over, or the chat template fails, which sets `failure`.
+            RequestRefused: if the session is over, the chat template fails on the request, or it rewrites history,
+                which sets `failure`.
         """
-        with self._failing():
+        with self._failing(), user_code(_template_failed, RequestRefused, LightRLError):
             keys = [self._keys.get(_identity(message), message_key(message)) for message in request.messages]
             parent = self._find_parent(keys, request)
             if parent is None:
@@ -147,8 +148,7 @@ class AgentSession:
     def _failing(self) -> Iterator[None]:
         def failed(error: BaseException) -> RolloutError:
             return RolloutError(
-                f"A request of prompt {self.prompt.id!r} raised {type(error).__name__}: {error}. Fix the messages, the "
-                "chat template or the tool parser."
+                f"A request of prompt {self.prompt.id!r} raised {type(error).__name__}: {error}. Fix the tool parser."
             )
 
         if self._is_closed:
@@ -170,20 +170,28 @@ class AgentSession:
             parsed = self.parser(prompt_ids, completion.token_ids, text, request.tools)
             if parsed.calls and not (request.tools and completion.finish_reason == "stop"):
                 parsed = parse_text(text)
+            if not request.has_parallel_calls:
+                parsed = replace(parsed, calls=parsed.calls[:1])
             errors = [call.error for call in parsed.calls if call.error is not None]
             if not errors:
                 break
             parsed = parse_text(text)
             corrected = conversation.copy()
             observation = [{"role": "tool", "content": f"Error: {error}; no call was run"} for error in errors]
-            corrected.add_observation(corrected.encode_observation(observation))
+            try:
+                with user_code(_template_failed, LightRLError):
+                    corrected.add_observation(corrected.encode_observation(observation))
+            except RequestRefused:  # the template has no messages of tools
+                break
             if num_corrections == _MAX_CORRECTIONS or len(corrected.token_ids) >= self.max_tokens:
                 break
             conversation = corrected
-        shown = completion.token_ids if request.wants_logprobs else []
-        token_texts = [self.renderer.decode([token_id]) for token_id in shown]
+        token_bytes = self.renderer.token_bytes(completion.token_ids) if request.wants_logprobs else []
+        num_reasoning = min(len(self.renderer.encode(parsed.reasoning)), len(completion.token_ids))
         calls = [tool_call(f"call_{uuid.uuid4().hex[:24]}", call.name, dict(call.arguments)) for call in parsed.calls]
-        answer = Answer(completion, parsed.content, parsed.reasoning, calls, prepared.num_prompt_tokens, token_texts)
+        answer = Answer(
+            completion, parsed.content, parsed.reasoning, calls, prepared.num_prompt_tokens, num_reasoning, token_bytes
+        )
         key, identity = message_key(answer.message), _identity(answer.message)
         if calls:
             self._keys[identity] = key
@@ -217,6 +225,7 @@ class AgentSession:
         if longest < 1:
             self.exceeds_max_tokens = True
             raise RequestRefused(
+                f"prompt is too long: {len(token_ids)} tokens > {self.max_tokens - 1} maximum. "  # Anthropic's words
                 f"The messages have {len(token_ids)} tokens, but must have fewer than the workflow's "
                 f"max_tokens={self.max_tokens}.",
                 code="context_length_exceeded",
@@ -267,6 +276,12 @@ def _num_equal(left: _Ids, right: _Ids) -> int:
     num = min(len(left), len(right))
     differ = left[:num] != right[:num]
     return int(differ.argmax()) if differ.any() else num
+
+
+def _template_failed(error: BaseException) -> RequestRefused:
+    return RequestRefused(
+        f"The chat template raised {type(error).__name__}: {error}. Send messages that it takes, in its order of roles."
+    )
 
 
 def _over() -> RequestRefused:

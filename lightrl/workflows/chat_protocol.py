@@ -21,6 +21,7 @@ from lightrl.workflows.agent_protocol import (
     text_of,
     tool_call,
     tool_of,
+    with_one_system_message,
 )
 
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -31,8 +32,8 @@ class ChatExchange(Exchange):
 
     last_line = "data: [DONE]\n\n"
     served = (
-        "messages tools tool_choice max_tokens max_completion_tokens stream_options logprobs user metadata "
-        "store safety_identifier prompt_cache_key service_tier"
+        "messages tools tool_choice parallel_tool_calls max_tokens max_completion_tokens stream_options logprobs user "
+        "metadata store safety_identifier prompt_cache_key service_tier"
     )
     refused: ClassVar[Refusals] = {
         "n": ((1,), "Send several requests."),
@@ -51,10 +52,11 @@ class ChatExchange(Exchange):
             raise RequestRefused(f"messages must be a list with at least one message, got {messages!r:.80}.")
         tools = [_read_tool(tool) for tool in objects_of(self.fields.get("tools", []), "tools", "JSON schemas")]
         return AgentRequest(
-            [_read_message(message) for message in messages],
+            with_one_system_message([_read_message(message) for message in messages]),
             tools if may_call else [],
             self.limit_of("max_tokens", "max_completion_tokens"),
             wants_logprobs=bool(self.fields.get("logprobs", False)),
+            has_parallel_calls=self.has_parallel_calls(),
         )
 
     def whole(self, answer: Answer) -> JsonObject:
@@ -95,10 +97,10 @@ class ChatExchange(Exchange):
     def _logprobs(self, answer: Answer) -> JsonObject | None:
         if not self.request.wants_logprobs:
             return None
-        sampled = zip(answer.token_texts, answer.completion.logprobs, strict=True)
+        sampled = zip(answer.token_bytes, answer.completion.logprobs, strict=True)
         content = [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, logprob in sampled
+            {"token": part.decode(errors="replace"), "logprob": logprob, "bytes": list(part), "top_logprobs": []}
+            for part, logprob in sampled
         ]
         return {"content": content, "refusal": None}
 
@@ -143,10 +145,11 @@ def _finish_reason(answer: Answer) -> str:
     return "tool_calls" if answer.calls else answer.completion.finish_reason
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(answer: Answer) -> JsonObject:
     num_generated = len(answer.completion.token_ids)
     return {
         "prompt_tokens": answer.num_prompt_tokens,
         "completion_tokens": num_generated,
+        "completion_tokens_details": {"reasoning_tokens": answer.num_reasoning_tokens},
         "total_tokens": answer.num_prompt_tokens + num_generated,
     }

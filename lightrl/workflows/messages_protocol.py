@@ -59,7 +59,12 @@ class MessagesExchange(Exchange):
         self.ignored += [f"the tool {tool['type']}" for tool in listed if tool.get("type", "custom") != "custom"]
         deferred = {tool.get("name") for tool in listed if tool.get("defer_loading")}
         shown = [tool for name, tool in tools.items() if name not in deferred]
-        return AgentRequest(with_one_system_message(read), shown if may_call else [], self.limit_of("max_tokens"))
+        return AgentRequest(
+            with_one_system_message(read),
+            shown if may_call else [],
+            self.limit_of("max_tokens"),
+            has_parallel_calls=self.has_parallel_calls(),
+        )
 
     def whole(self, answer: Answer) -> JsonObject:
         usage = {"input_tokens": answer.num_prompt_tokens, "output_tokens": len(answer.completion.token_ids)}

@@ -65,7 +65,10 @@ class ResponsesExchange(Exchange):
         if not messages:
             raise RequestRefused("input must be a text, or a list with at least one item.")
         return AgentRequest(
-            with_one_system_message(messages), tools if may_call else [], self.limit_of("max_output_tokens")
+            with_one_system_message(messages),
+            tools if may_call else [],
+            self.limit_of("max_output_tokens"),
+            has_parallel_calls=self.has_parallel_calls(),
         )
 
     def whole(self, answer: Answer) -> JsonObject:
@@ -74,7 +77,7 @@ class ResponsesExchange(Exchange):
             "input_tokens": answer.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": num_generated,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": answer.num_reasoning_tokens},
             "total_tokens": answer.num_prompt_tokens + num_generated,
         }
         end: JsonObject = {"status": "completed"}
@@ -133,7 +136,7 @@ class ResponsesExchange(Exchange):
             "model": MODEL,
             "status": "in_progress",
             "output": [],
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": self.has_parallel_calls(),
             "tool_choice": "auto",
             "tools": self.fields.get("tools", []),
             **dict.fromkeys(("error", "incomplete_details", "instructions", "temperature", "top_p", "usage")),

@@ -7,6 +7,7 @@ from typing import Any
 
 import byte_tokens
 import pytest
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from lightrl.models.chat_template import ChatTemplate, set_chat_template
@@ -52,6 +53,18 @@ def test_a_template_with_set_arguments_renders_what_it_does_when_they_are_given(
     tokenizer = byte_tokenizer(template)
     set_chat_template(tokenizer, None, {"style": value})
     assert ChatTemplate(tokenizer).render(HI, {}) == given
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text_though_a_token_is_a_part_of_a_character():
+    template, text = ChatTemplate(byte_tokenizer()), "naïve 你好 😊\n<|im_end|>"
+    parts = template.token_bytes(ids(template.tokenizer, text))
+    assert (b"".join(parts), len(parts)) == (text.encode(), len(text.removesuffix("<|im_end|>").encode()) + 1)
+    pieces = {piece: n for n, piece in enumerate(["<unk>", "▁two", "▁words", "<0xC3>", "<0xAF>", "▁"])}
+    backend = Tokenizer(models.BPE(vocab=pieces, merges=[], byte_fallback=True, unk_token="<unk>"))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    template = ChatTemplate(PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert template.token_bytes([1, 2, 5, 3, 4]) == [b"two", b" words", b" ", b"\xc3", b"\xaf"]
 
 
 def test_templates_by_name_all_get_the_arguments_and_tools_choose_theirs():

@@ -213,10 +213,61 @@ def test_what_the_system_says_later_is_a_users_message_for_strict_templates() ->
             client, [user("hi"), {"role": "system", "content": "Be brief."}], system=[{"type": "text", "text": "A"}]
         )
 
-    trajectory = play(with_anthropic(talk), scripted("one"), template=strict + REASONING)
+    async def chat(client: AsyncOpenAI) -> None:
+        first = [{"role": "system", "content": "A"}, user("hi"), {"role": "developer", "content": "Be brief."}]
+        assert (await ask(client, first)).content == "one"
+
+    trajectory = play(with_client(chat), scripted("one"), template=strict + REASONING)
+    assert trajectory.token_ids == play(with_anthropic(talk), scripted("one"), template=strict + REASONING).token_ids
     assert "system\nA<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>user\nBe brief." in decode(
         trajectory.token_ids
     )
+
+
+def test_each_protocol_gives_one_call_alone_if_the_agent_asks_for_it_and_counts_the_thinking() -> None:
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
+        async with client_of(base_url, api_key) as client, anthropic_client_of(base_url, api_key) as other:
+            for is_one in (True, False):
+                single: dict[str, Any] = {"parallel_tool_calls": False} if is_one else {}
+                ask_for: dict[str, Any] = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": is_one}}
+                answer = await messages(other, [user("a")], tools=[MESSAGES_TOOL], max_tokens=200, **ask_for)
+                assert sum(block.type == "tool_use" for block in answer.content) == 2 - is_one
+                answer = await responses(client, "a", tools=[RESPONSES_TOOL], **single)
+                assert sum(item.type == "function_call" for item in answer.output) == 2 - is_one
+                assert answer.parallel_tool_calls is not is_one
+                assert answer.usage.output_tokens_details.reasoning_tokens == len("Hm.")
+                chat = {"model": "policy", "messages": [user("a")], "tools": [CHAT_TOOL]}
+                answer = await client.chat.completions.create(**chat, **single)
+                assert len(answer.choices[0].message.tool_calls) == 2 - is_one
+                assert answer.usage.completion_tokens_details.reasoning_tokens == len("Hm.")
+
+    play(agent, scripted(*[f"<think>Hm.</think>{CALL}{CALL}"] * 6), max_tokens=1000)
+
+
+def test_what_a_template_refuses_is_refused_in_each_protocol_and_the_agent_goes_on() -> None:
+    no_double = (
+        "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('no bad') }}{% endif %}{% endfor %}"
+    )
+
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
+        async with client_of(base_url, api_key) as client, anthropic_client_of(base_url, api_key) as other:
+            sent: list[Any] = [user("hi")]
+            sent += [{"role": "assistant", "content": (await ask(client, sent)).content}, user("bad")]
+            for send in (ask(client, sent), responses(client, sent), messages(other, sent)):
+                with pytest.raises((openai.BadRequestError, anthropic.BadRequestError), match="no bad"):
+                    await send
+            assert (await ask(client, [*sent[:2], user("good")])).content == "two"
+
+    assert play(agent, scripted("one", "two"), template=no_double + REASONING).metrics["rows"] == 1
+
+
+def test_a_malformed_call_reaches_the_agent_as_text_if_the_template_has_no_messages_of_tools() -> None:
+    strict = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+
+    async def talk(client: AsyncOpenAI) -> None:
+        assert (await ask(client, [user("hi")], tools=[CHAT_TOOL])).content == "<tool_call>{oh</tool_call>"
+
+    play(with_client(talk), scripted("<tool_call>{oh</tool_call>"), template=strict + REASONING)
 
 
 def test_a_completion_that_is_cut_off_says_so_in_each_protocol() -> None:
