@@ -6,12 +6,15 @@ samples the first new one. What stands between its turns is read: tokens that th
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
+import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -33,10 +36,16 @@ Messages = list[JsonObject]
 ROLES = ("user", "system", "assistant", "tool", "developer")  # a chat template may know others
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: role for role in ROLES}
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_LIKE_CHAT = re.compile(r"\s*(\[\s*)?\{\s*[\"'](role|from|content|value|tool_calls)[\"']\s*:.*\}\s*\]?\s*", re.DOTALL)
+_THINKING = ("reasoning_content", "thinking", "reasoning")
 
 
 def read_messages(value: object, role: str, *, column: str, where: str) -> Messages:
-    """The messages in a column: chat messages or one of them as they are; of text or parts, a message of this role."""
+    """The messages in a column: chat messages or one of them as they are; of text or parts, a message of this role.
+
+    A chat may be stored as JSON text.
+    """
+    value = chat_of_text(value, f"{where}: {column!r}")
     if isinstance(value, str | int | float):
         return [{"role": role, "content": str(value)}]
     if isinstance(value, dict) and value.keys() & {"role", "from"}:
@@ -46,6 +55,23 @@ def read_messages(value: object, role: str, *, column: str, where: str) -> Messa
     if all(isinstance(item, dict) and "type" in item and not item.keys() & {"role", "from"} for item in value):
         value = [{"role": role, "content": value}]
     return [_checked_message(message, f"{where}: message {n}") for n, message in enumerate(value, start=1)]
+
+
+def chat_of_text(value: object, where: str) -> object:
+    """The chat in a JSON text, if it is one; another value as it is. Raises ValueError for a chat in Python's form."""
+    if not isinstance(value, str) or not _LIKE_CHAT.fullmatch(value):
+        return value
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        if re.match(r"[\s\[]*\{\s*'", value):
+            raise ValueError(
+                f"{where} holds a chat as Python prints it. Store a list, or JSON text, got {value!r:.100}."
+            ) from None
+        return value
+    items = parsed if isinstance(parsed, list) else [parsed]
+    is_chat = all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in items)
+    return parsed if is_chat and all(item.keys() & {"content", "value", "tool_calls"} for item in items) else value
 
 
 def is_whole_chat(chat: Messages) -> bool:
@@ -94,6 +120,7 @@ def row_messages(
         prompt_template: a format string with `{prompt}` for the prompt and any other column by name.
         where: names the row in error messages.
     """
+    prompt = chat_of_text(prompt, f"{where}: {prompt_column!r}")
     if isinstance(prompt, list | dict):
         if prompt_template != "{prompt}":
             raise ValueError(
@@ -130,6 +157,10 @@ def _checked_message(message: object, where: str) -> JsonObject:
                 f"{where} must be from one of {', '.join(_SHAREGPT)}, got {message!r:.100}. Convert it to a role."
             )
         message = {"role": _SHAREGPT[message["from"]], "content": message.get("value")}
+    for call in message.get("tool_calls") or ():
+        arguments = call.get("function", call).get("arguments") if isinstance(call, dict) else None
+        if isinstance(arguments, str) and arguments and not isinstance(_json_of(arguments), dict):
+            raise ValueError(f"{where} must have calls whose arguments are an object or its JSON, got {call!r:.200}.")
     role, content = message.get("role"), message.get("content")
     near = [] if role in ROLES else difflib.get_close_matches(str(role), ROLES, n=1)
     if not isinstance(role, str) or near:
@@ -146,6 +177,14 @@ def _checked_message(message: object, where: str) -> JsonObject:
         content = [part if part["type"] == "image" else {"type": "text", "text": part["text"]} for part in content]
         return {**message, "content": content}
     return dict(message)
+
+
+def _json_of(text: str) -> object:
+    """The value of a JSON text; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def columns_shown(prompt_template: str) -> set[str]:
@@ -169,6 +208,7 @@ class ChatRenderer:
     max_tokens: int | None = None  # the longest prompt allowed; None for no limit
     min_tokens: int | None = None  # shorter prompts are dropped; None for no limit
     overflow: Literal["error", "drop"] = "error"  # what to do with longer prompts
+    unread: Counter[str] = field(default_factory=Counter)  # a field of trained turns that no template reads → turns
 
     def __post_init__(self) -> None:
         self.template = ChatTemplate(self.tokenizer, self.image_reader)
@@ -183,7 +223,7 @@ class ChatRenderer:
         if not texts:
             return []
         if self.template.chat_template is not None:
-            return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids]
+            return self.template.encode_all(texts)
         end = self.tokenizer.eos_token_id
         encoded = [list(ids) for ids in self.tokenizer(texts, verbose=False).input_ids]
         return [ids[:-1] if ids and ids[-1] == end else ids for ids in encoded]  # some tokenizers end every text
@@ -265,6 +305,9 @@ class ChatRenderer:
         for is_turn, group in itertools.groupby(completion, lambda message: message["role"] == "assistant"):
             following = list(group)
             if is_turn and is_plain:
+                if any(turn.get("tool_calls") for turn in following):
+                    raise ValueError(f"Without a chat template nothing writes the tool_calls of {following!r:.200}.")
+                self.unread.update(name for turn in following for name in _THINKING if turn.get(name))
                 added = [*self.template.encode(plain_text(following)), end]
             elif is_turn:
                 chat, before, added = self._turn(chat, before, following[0], arguments)
@@ -295,6 +338,9 @@ class ChatRenderer:
                 f"The chat template renders the prompt as {before[-80:]!r} but the whole chat as {text[:160]!r}. The "
                 "chat must start with the prompt: set chat_template to a template that only appends to it."
             )
+        thinking = [name for name in _THINKING if turn.get(name)]
+        if thinking and text == self._render([*form[:-1], _without(form[-1], *thinking)], arguments, is_whole=True):
+            self.unread.update(thinking)
         token_ids, ends = self.template.encode(text[len(before) :]), self.template.ends()
         last = max((index for index, token_id in enumerate(token_ids) if token_id in ends), default=None)
         if last is None:
@@ -309,4 +355,16 @@ class ChatRenderer:
             )
 
         with user_code(failed):
-            return self.template.render(messages, arguments, is_whole=is_whole)
+            text = self.template.render(messages, arguments, is_whole=is_whole)
+        if any(message.get("tool_calls") for message in messages):
+            plain = [{"content": "", **_without(message, "tool_calls")} for message in messages]
+            with contextlib.suppress(Exception):  # the template reads calls: it cannot do without
+                if text == self.template.render(plain, arguments, is_whole=is_whole):
+                    text = ""
+            if not text:
+                raise ValueError(f"The chat template does not write the tool_calls of {messages!r:.200}. Set another.")
+        return text
+
+
+def _without(message: JsonMapping, *names: str) -> JsonObject:
+    return {name: value for name, value in message.items() if name not in names}

@@ -7,7 +7,9 @@ Of B pairs, rows 2i and 2i + 1 are pair i, chosen first.
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -29,6 +31,8 @@ from lightrl.experience import Experience
 from lightrl.models import CONTEXT
 from lightrl.models.images import ImageTable
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt, content_text
+
+logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
@@ -193,6 +197,7 @@ class CompletionDataModule(PromptDataModule):
         self._windows: Windows | None = None
         self._ahead: ReadAhead[Any] | None = None
         self._restored: JsonMapping = {}  # from a checkpoint
+        self._unread: Counter[str] = Counter()  # a field of turns that the template does not read → turns
 
     def completions(self, prompt: Prompt) -> list[Messages]:
         """The messages of a prompt's completions."""
@@ -230,12 +235,22 @@ class CompletionDataModule(PromptDataModule):
     def _prompts_of(self, rows: SplitRows, prompt_of: Callable[[LocatedRow], Prompt | None]) -> RowPrompts:
         prompts = super()._prompts_of(rows, prompt_of)
         tokenizer, _, image_reader = self.policy_inputs()
-        renderer = ChatRenderer(tokenizer, image_reader=image_reader, max_tokens=self._most_tokens)
+        renderer = ChatRenderer(tokenizer, image_reader=image_reader, max_tokens=self._most_tokens, unread=self._unread)
 
         def render(made: Sequence[Made], where: Callable[[int], str]) -> list[Made]:
             return [self._completed(item, renderer) for item in prompts.render(made, where)]
 
         return replace(prompts, render=render)
+
+    def _checked(self, split: Split) -> RowPrompts:
+        self._unread.clear()
+        checked = super()._checked(split)
+        for name, num in self._unread.items():
+            logger.warning(
+                "%d turns of %s have %s, which the chat template does not read, so it is not trained. Set "
+                "data.chat_template to one that reads it, or remove it.", num, split, name,
+            )  # fmt: skip
+        return checked
 
     def _completed(self, prompt: Made, renderer: ChatRenderer) -> Made:
         """The prompt with its completions; None if they are dropped, ValueError if they are bad."""
@@ -270,7 +285,7 @@ class CompletionDataModule(PromptDataModule):
             return self._epochs(prompts, prompts.checked.num_tokens)
         check_run_length(stream, self.trainer)
         windows = Windows(prompts.many, self.batch_size, seed=prompts.seed, sorts=self.sorts_by_length and self.shuffle)
-        if self._restored:
+        if "windows" in self._restored:
             windows.load_state_dict(self._restored["windows"])
             stream.load_state_dict(self._restored["stream"] or {})
         self._windows = windows
@@ -312,13 +327,14 @@ class CompletionDataModule(PromptDataModule):
         )
 
     def state_dict(self) -> JsonObject:
-        """The position from which rows that are made when read continue; else empty."""
+        """The position from which rows that are made when read continue, besides PromptDataModule's state."""
         if self._windows is None:
-            return {}
+            return super().state_dict()
         stream = self.prompt_stream.state_dict(self._windows.first_position)
-        return {"windows": self._windows.state_dict(), "stream": stream}
+        return {**super().state_dict(), "windows": self._windows.state_dict(), "stream": stream}
 
     def load_state_dict(self, state_dict: JsonObject) -> None:
+        super().load_state_dict(state_dict)
         self._restored = state_dict
 
     def teardown(self, stage: str) -> None:

@@ -27,7 +27,7 @@ from lightrl.data.stream import (
     prompt_batches,
 )
 from lightrl.data.streamed import ROWS_AT_ONCE, StreamedRows, open_stream
-from lightrl.models.chat_template import set_chat_template
+from lightrl.models.chat_template import ChatTemplate, run_start, set_chat_template
 from lightrl.models.images import ImageReader, take_images
 from lightrl.rewards.references import ReferenceCheck
 from lightrl.trajectory import JsonObject, Prompt
@@ -150,6 +150,7 @@ class PromptDataModule(L.LightningDataModule):
         self._attached: PolicyInputs | None = None
         self._stream: PromptStream | None = None
         self._rows: dict[Split, SplitRows] = {}
+        self._stage = ""  # the last that was set up
 
     def attach(
         self,
@@ -347,6 +348,7 @@ class PromptDataModule(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Makes each prompt of a stage once, so problems in the data show up before training."""
+        self._stage = stage
         for split in _SPLITS_OF_STAGE[stage]:
             self.prompts[split] = self._checked(split)
         required = _SPLITS_OF_STAGE[stage][0]
@@ -375,6 +377,17 @@ class PromptDataModule(L.LightningDataModule):
                 self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
             self._stream = PromptStream(prompts, batch_size=self.batch_size)
             self._stream.fingerprint  # noqa: B018  # reads a sample of the rows: a bad one is refused now
+
+    def state_dict(self) -> JsonObject:
+        """When the run started, if the chat template writes the date; else empty."""
+        is_dated = bool(self.prompts) and ChatTemplate(self.policy_inputs()[0]).is_dated
+        return {"run_start": run_start().isoformat()} if is_dated else {}
+
+    def load_state_dict(self, state_dict: JsonObject) -> None:
+        restored = state_dict.get("run_start")
+        if restored is not None and restored != run_start().isoformat():
+            run_start(restored)
+            self.setup(self._stage)  # prompts with that date
 
     @property
     def prompt_stream(self) -> PromptStream:

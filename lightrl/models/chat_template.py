@@ -2,16 +2,22 @@
 and `set_chat_template` changes it there.
 
 A chat that ends with an assistant's message continues in that message. What the prompt opens of the policy's turn, such
-as `<think>`, belongs to that turn.
+as `<think>`, belongs to that turn. A template that writes the date writes that of the run's start.
+
+Special tokens that somebody typed into a message, a tool's result or a schema are text: rendered texts have a mark
+inside of each, at which they are cut before they are encoded, so that only the template's own become tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +36,17 @@ if TYPE_CHECKING:
 
     from lightrl.models.images import ImageReader
 
+log = logging.getLogger(__name__)
+
 Messages = Sequence[Mapping[str, Any]]
 Template = str | Mapping[str, str] | None  # Jinja text, or several by name
 
 _OPENED = re.compile(rf"(?:{THINKING_OPENS})\s*(?:(?:{THINKING_CLOSES})\s*)?\Z")
 _TAIL_TOKENS = 32  # a prompt's last tokens: enough for `<think>` and white space, in bytes too
 _ANSWER = "lightrl"
+_MARK = "\ufdd0"  # a noncharacter, inside of a special token that is text
+_CALL = {"type": "function", "id": "call_0", "function": {"name": "f", "arguments": {"x": _ANSWER}}}
+_RUN_START = "LIGHTRL_RUN_START"
 # Byte-level tokenizers write a byte as a letter: itself if it is printable, else one after U+00FF.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE}
@@ -84,6 +95,17 @@ def _check_arguments(arguments: Mapping[str, object], template: Template) -> Non
             )
 
 
+def run_start(restored: str | None = None) -> datetime:
+    """When the run started, so that a prompt is the same after midnight; child processes inherit it.
+
+    Args:
+        restored: sets it to that of the run that is resumed, in ISO format.
+    """
+    if restored is not None:
+        os.environ[_RUN_START] = restored
+    return datetime.fromisoformat(os.environ.setdefault(_RUN_START, datetime.now().isoformat()))
+
+
 class ChatTemplate:
     """Renders chats with the policy's tokenizer, and reads back what the policy generated."""
 
@@ -91,13 +113,22 @@ class ChatTemplate:
         self.tokenizer, self.image_reader = tokenizer, image_reader  # None if the policy takes no images
         self.end_token_ids: set[int] = set()  # further ends of a turn, besides the tokenizer's and the template's own
         self._ends: tuple[Template, set[int | None]] | None = None  # the template, and the ends of its turns
-        self._reads_text: tuple[Template, bool] = None, True  # a template, and whether it reads text, not only parts
+        # A template, whether it reads text, not only parts, and calls' arguments as objects, not only as JSON text.
+        self._reads: tuple[Template, bool, bool] = None, True, True
+        # A template, and what is text where others typed it, and where the assistant did.
+        self._typed: tuple[object, re.Pattern[str], re.Pattern[str]] = self, _one_of([]), _one_of([])
+        self._has_warned = False
 
     @property
     def chat_template(self) -> Template:
         """The tokenizer's."""
         template: Template = getattr(self.tokenizer, "chat_template", None)
         return template
+
+    @property
+    def is_dated(self) -> bool:
+        """Whether the template may write the date."""
+        return "strftime_now" in str(self.chat_template)
 
     def row_arguments(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """The template's arguments in a row's columns `chat_template_kwargs` and `tools`, or of these `tools`."""
@@ -121,16 +152,56 @@ class ChatTemplate:
         return {**arguments, "tools": list(tools)} if tools else arguments
 
     def render(self, messages: Messages, arguments: Mapping[str, object], *, is_whole: bool = False) -> str:
-        """Return the text of these messages, up to where the policy continues; with `is_whole`, to their end."""
+        """Return the text of these messages, up to where the policy continues; with `is_whole`, to their end.
+
+        It is for `encode`: it has marks in what only looks like a special token.
+        """
+        text = self._rendered(messages, arguments, is_whole=is_whole)
+        others, own = self._typed_tokens()
+        marked = [_marked(message, own if message.get("role") == "assistant" else others) for message in messages]
+        schemas = {name: _marked(arguments[name], others) for name in ("tools", "documents") if name in arguments}
+        if marked != list(messages) or any(arguments[name] != schemas[name] for name in schemas):
+            shown = self._rendered(marked, {**arguments, **schemas}, is_whole=is_whole)
+            if shown.replace(_MARK, "") == text.replace(_MARK, ""):
+                text = shown
+            else:
+                self._warn_of_typed(shown.count(_MARK), "the chat template reads them itself, so")
+        return self._framed(text)
+
+    def _rendered(self, messages: Messages, arguments: Mapping[str, object], *, is_whole: bool) -> str:
         continues = not is_whole and messages[-1].get("role") == "assistant"
         text = self.tokenizer.apply_chat_template(
             [self._as_read(message) for message in messages],
             tokenize=False,
             add_generation_prompt=not (is_whole or continues),
             continue_final_message=continues,
+            **({"strftime_now": run_start().strftime} if self.is_dated else {}),
             **arguments,
         )
-        return self._framed(str(text))
+        return str(text)
+
+    def _typed_tokens(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        """What looks like a token but is text: special tokens and the template's; for the assistant those of turns."""
+        if self._typed[0] is not self.chat_template:
+            self._typed = self.chat_template, _one_of([]), _one_of([])  # for the probe
+            added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
+            written = [name for name in added if name in self._probe(2)]
+            of_turns = [name for name in written if "think" not in name.lower()]
+            self._typed = self.chat_template, _one_of([*self._special_tokens(), *written]), _one_of(of_turns)
+        return self._typed[1:]
+
+    def _special_tokens(self) -> list[str]:
+        """The longest first."""
+        added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return sorted({*map(str, self.tokenizer.all_special_tokens), *added}, key=len, reverse=True)
+
+    def _warn_of_typed(self, num: int, reason: str) -> None:
+        if num and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "A text of a prompt, an observation or a tool has %d special tokens typed out; %s they and later ones "
+                "are read as tokens. Remove them from the data if they are not meant.", num, reason,
+            )  # fmt: skip
 
     def _framed(self, text: str) -> str:
         """The text with what Gemma 3 reads of an image, of which its template writes the first token."""
@@ -141,13 +212,24 @@ class ChatTemplate:
         return text.replace(self.decode([before]), f"\n\n{self.decode([before, reader.image_token_id, after])}\n\n")
 
     def _as_read(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The message with text as the template reads it: most print or drop lists of parts, some drop all else."""
-        if self._reads_text[0] is not self.chat_template:
+        """The message with text and calls as the template reads them.
+
+        Most print or drop lists of parts, some drop all else; most write arguments as JSON, some want it.
+        """
+        if self._reads[0] is not self.chat_template:
             for reads_text in (True, False, True):
-                self._reads_text = self.chat_template, reads_text
+                self._reads = self.chat_template, reads_text, True
                 if _ANSWER in self._probe(1, question=_ANSWER):
                     break
-        content, reads_text = message.get("content"), self._reads_text[1]
+            for reads_objects in (True, False, True):
+                self._reads = self.chat_template, reads_text, reads_objects
+                if _ANSWER in self._probe(2, answer="", tool_calls=[_CALL]):
+                    break
+        _, reads_text, reads_objects = self._reads
+        if message.get("tool_calls"):
+            calls = [_call_as_read(call, as_object=reads_objects) for call in message["tool_calls"]]
+            message = {**message, "tool_calls": calls}
+        content = message.get("content")
         if not reads_text and isinstance(content, str):
             return {**message, "content": [{"type": "text", "text": content}]}
         if reads_text and isinstance(content, list) and all(part.get("type") == "text" for part in content):
@@ -158,10 +240,23 @@ class ChatTemplate:
         """The text of these messages without a template, with an image token for each image."""
         reader = self.image_reader
         first = "" if reader is None else self.decode([(reader.frame or (reader.image_token_id,))[0]])
+        typed = self._typed_tokens()[0].findall(plain_text(messages))
+        self._warn_of_typed(len(typed), "without a chat template")
         return self._framed(plain_text(messages, first))
 
     def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        """The tokens of a text, which may be a rendered one."""
+        text, *others = text.split(_MARK)
+        token_ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        for other in others:  # after a line's end: SentencePiece writes a space at the start of a text
+            end, after = self.encode("\n"), self.encode("\n" + other)
+            token_ids += after[len(end) :] if after[: len(end)] == end else self.encode(other)
+        return token_ids
+
+    def encode_all(self, texts: list[str]) -> list[list[int]]:
+        """The tokens of texts, which is faster than one by one."""
+        encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
+        return [self.encode(text) if _MARK in text else list(ids) for text, ids in zip(texts, encoded, strict=True)]
 
     def encode_after(self, token_id: int, text: str) -> list[int]:
         """The tokens of a text after this token: some tokenizers encode the start of a text differently."""
@@ -214,9 +309,7 @@ class ChatTemplate:
         _, _, after = self._probe(2).partition(_ANSWER)
         if not after:
             return None
-        added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        special = sorted({*map(str, self.tokenizer.all_special_tokens), *added}, key=len, reverse=True)
-        end = next((token for token in special if after.lstrip().startswith(token)), None)
+        end = next((token for token in self._special_tokens() if after.lstrip().startswith(token)), None)
         return None if end is None else int(self.tokenizer.convert_tokens_to_ids(end))
 
     def check_generation_prompt(self) -> None:
@@ -230,13 +323,49 @@ class ChatTemplate:
                 "add_generation_prompt is true."
             )
 
-    def _probe(self, num_messages: int, *, question: str = "?", is_whole: bool = True) -> str:
+    def _probe(
+        self, num_messages: int, *, question: str = "?", answer: str = _ANSWER, is_whole: bool = True, **fields: Any
+    ) -> str:
         """A question, and an answer with 2 messages; empty if the template cannot render them."""
-        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": _ANSWER}][:num_messages]
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **fields}]
         try:
-            return self.render(messages, {}, is_whole=is_whole)
+            return self.render(messages[:num_messages], {}, is_whole=is_whole)
         except Exception:  # noqa: BLE001 - the template raises on what it does not expect, or there is none
             return ""
+
+
+def _call_as_read(call: Mapping[str, Any], *, as_object: bool) -> Mapping[str, Any]:
+    """The call with its arguments as an object or as JSON text; what is no JSON stays as it is."""
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if as_object and isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments or "{}")
+    elif not as_object and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {
+        **call,
+        **({"function": {**function, "arguments": arguments}} if "function" in call else {"arguments": arguments}),
+    }
+
+
+def is_mark(character: str) -> bool:
+    return character == _MARK
+
+
+def _one_of(tokens: Sequence[str]) -> re.Pattern[str]:
+    """A pattern that finds each of these, the longest first."""
+    names = sorted({name for name in tokens if len(name) > 1}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names)) or "(?!)")
+
+
+def _marked(value: Any, typed: re.Pattern[str]) -> Any:
+    """The value with a mark in each of these tokens that a text in it has."""
+    if isinstance(value, str):
+        return typed.sub(lambda name: name[0][0] + _MARK + name[0][1:], value)
+    if isinstance(value, Mapping):
+        return {_marked(key, typed): _marked(item, typed) for key, item in value.items()}
+    return [_marked(item, typed) for item in value] if isinstance(value, list) else value
 
 
 def opened(text: str) -> str:

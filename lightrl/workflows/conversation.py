@@ -22,7 +22,7 @@ from lightrl.checks.user_code import user_code
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
 from lightrl.functional import joined_supports, support_ends
-from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, Messages, opened, with_turn
+from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, Messages, is_mark, opened, with_turn
 from lightrl.models.images import data_url, read_image, refusal, take_images
 from lightrl.models.routes import joined_routes, spliced_routes
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt, TokenArray, Trajectory, Turn
@@ -346,14 +346,14 @@ class Conversation:
 
 
 def _end_of_prefix(text: str, prefix: str) -> int | None:
-    """Finds where `prefix` ends in a text that starts with it, ignoring white space; None if it does not."""
+    """Finds where `prefix` ends in a text that starts with it, ignoring white space and marks; None if it does not."""
     if text.startswith(prefix):
         return len(prefix)
     end = 0
     for character in prefix:
-        if character.isspace():
+        if character.isspace() or is_mark(character):
             continue
-        while end < len(text) and text[end].isspace():
+        while end < len(text) and (text[end].isspace() or is_mark(text[end])):
             end += 1
         if end == len(text) or text[end] != character:
             return None
