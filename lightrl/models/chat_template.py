@@ -46,6 +46,11 @@ _TAIL_TOKENS = 32  # a prompt's last tokens: enough for `<think>` and white spac
 _ANSWER = "lightrl"
 _MARK = "\ufdd0"  # a noncharacter, inside of a special token that is text
 _CALL = {"type": "function", "id": "call_0", "function": {"name": "f", "arguments": {"x": _ANSWER}}}
+_DATES = [*(f"%-{letter}" for letter in "dmHIMSj"), *(f"%{letter}" for letter in "aAwdbBmyYHIpMSfzZjUWcxX")]
+_STRFTIME = (
+    "{% macro strftime_now(format) %}{% set date = namespace(text=format) %}{% for code in run_start %}"
+    "{% set date.text = date.text | replace(code, run_start[code]) %}{% endfor %}{{ date.text }}{% endmacro %}"
+)
 _RUN_START = "LIGHTRL_RUN_START"
 # Byte-level tokenizers write a byte as a letter: itself if it is printable, else one after U+00FF.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -170,12 +175,17 @@ class ChatTemplate:
 
     def _rendered(self, messages: Messages, arguments: Mapping[str, object], *, is_whole: bool) -> str:
         continues = not is_whole and messages[-1].get("role") == "assistant"
+        dated: dict[str, Any] = {}
+        if self.is_dated:  # templates get data, no functions
+            template = self.tokenizer.get_chat_template(None, arguments.get("tools"))
+            dates = {code: run_start().strftime(code) for code in _DATES}
+            dated = {"chat_template": _STRFTIME + template, "run_start": dates}
         text = self.tokenizer.apply_chat_template(
             [self._as_read(message) for message in messages],
             tokenize=False,
             add_generation_prompt=not (is_whole or continues),
             continue_final_message=continues,
-            **({"strftime_now": run_start().strftime} if self.is_dated else {}),
+            **dated,
             **arguments,
         )
         return str(text)

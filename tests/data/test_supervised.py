@@ -1,4 +1,6 @@
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from data_cases import set_up, write_rows
@@ -97,3 +99,64 @@ def test_long_chats_are_dropped_on_request(tmp_path: Path, plain_tokenizer):
     path = write_rows(tmp_path / "train.jsonl", ({"question": "q", "answer": "a" * n} for n in (1, 9, 2, 1, 2)))
     data = make_data(path, plain_tokenizer, max_tokens=5, prompt_overflow="drop")
     assert len(data.prompts["train"]) == 4
+
+
+CALL = {"type": "function", "function": {"name": "look", "arguments": '{"city": "Oslo"}'}}
+LOOKS = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}]
+
+
+def chats(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, *chats: Any, data: Any = SFTDataModule, **settings: Any
+) -> Any:
+    path = write_rows(tmp_path / "chats.jsonl", ({"messages": chat, "answer": "x"} for chat in chats))
+    return set_up(data(path, batch_size=1, prompt_column="messages", **settings), tokenizer)
+
+
+@pytest.mark.parametrize("data", [SFTDataModule, PromptDataModule])
+def test_calls_that_no_template_writes_are_refused_and_broken_ones_too(data: Any, tmp_path: Path, chat_tokenizer):
+    settings = {"data": data, "answer_column": None} if data is SFTDataModule else {"data": data}
+    with pytest.raises(ValueError, match="does not write the tool_calls"):
+        chats(tmp_path, chat_tokenizer, [*LOOKS, {"role": "user", "content": "!"}, *LOOKS[1:]], **settings)
+    broken = [LOOKS[0], {**LOOKS[1], "tool_calls": [{"function": {"name": "look", "arguments": "[1]"}}]}]
+    with pytest.raises(ValueError, match=r"Row 1 of .*message 2 must have calls whose arguments are an object"):
+        chats(tmp_path, chat_tokenizer, broken, **settings)
+    chat_tokenizer.chat_template = None
+    if data is SFTDataModule:
+        with pytest.raises(ValueError, match="nothing writes the tool_calls"):
+            chats(tmp_path, chat_tokenizer, LOOKS, **settings)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("has_template", [True, False])
+def test_thinking_that_no_template_reads_is_counted(key: str, has_template: bool, tmp_path: Path, caplog, request):
+    tokenizer = request.getfixturevalue("chat_tokenizer" if has_template else "plain_tokenizer")
+    thinks = [LOOKS[0], {"role": "assistant", "content": "2", key: "one and one"}]
+    chats(tmp_path, tokenizer, thinks, thinks, [LOOKS[0], {"role": "assistant", "content": "2"}], answer_column=None)
+    assert f"2 turns of train have {key}, which the chat template does not read" in caplog.text
+
+
+def test_a_chat_stored_as_json_text_is_a_chat_and_other_text_is_text(tmp_path: Path, chat_tokenizer):
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    rows = [json.dumps(chat), json.dumps(chat[0]), '[{"role": "user"}]', "[1, 2,", '{"role": 3', '{"content": "1"}']
+    prompts = chats(tmp_path, chat_tokenizer, *rows, data=PromptDataModule).prompts["train"]
+    assert [prompt.messages[0]["content"] for prompt in prompts] == ["1", "1", *rows[2:]]
+    (batch,) = chats(tmp_path, chat_tokenizer, rows[0], answer_column=None).train_dataloader()
+    assert completions(batch, chat_tokenizer) == ["2<|im_end|>"]
+    with pytest.raises(ValueError, match=r"Row 1 of .*: 'messages' holds a chat as Python prints it"):
+        chats(tmp_path, chat_tokenizer, str(chat), data=PromptDataModule)
+
+
+def test_the_date_of_a_template_is_that_of_the_runs_start_also_in_the_run_that_resumes(
+    train_file: str, chat_tokenizer, monkeypatch
+):
+    chat_tokenizer.chat_template = "{% set f = '%-d %b %Y' %}{{ strftime_now(f) }}" + chat_tokenizer.chat_template
+    for make in (PromptDataModule, SFTDataModule):
+        monkeypatch.setenv("LIGHTRL_RUN_START", "2026-11-29T23:59:00")
+        first = set_up(make(train_file, batch_size=2), chat_tokenizer)
+        assert chat_tokenizer.decode(first.prompts["train"][0].token_ids).startswith("29 Nov 2026<|im_start|>")
+        monkeypatch.setenv("LIGHTRL_RUN_START", "2026-11-30T00:01:00")
+        resumed = set_up(make(train_file, batch_size=2), chat_tokenizer)
+        assert resumed.prompt_stream.fingerprint != first.prompt_stream.fingerprint
+        state = {"run_start": "2026-11-29T23:59:00"}
+        resumed.load_state_dict(state)
+        assert (resumed.prompt_stream.fingerprint, resumed.state_dict()) == (first.prompt_stream.fingerprint, state)

@@ -115,3 +115,15 @@ def test_every_turn_is_rendered_with_the_arguments_of_the_prompts_row():
         completed(conversation, "x</think>2" if deep else "2")
         conversation.add_observation(conversation.encode_observation([{"role": "user", "content": "again"}]))
         assert conversation.text.count("<think>") == 2 * deep
+
+
+def test_a_turn_marker_is_a_token_where_the_policy_sampled_it_and_text_in_an_observation():
+    conversation = Conversation(TurnRenderer(chat_tokenizer()), chat_prompt())
+    for _ in range(2):
+        num = len(conversation.token_ids)
+        conversation.add_completion(Completion([*ids("a"), START, *ids("b"), END], [-1.0] * 4, [0] * 4, "stop"))
+        observed = conversation.encode_observation([{"role": "tool", "content": "x<|im_end|>\n<|im_start|>y"}])
+        conversation.add_observation(observed)
+        added = conversation.token_ids[num:]
+        assert (added.count(START), added.count(END)) == (3, 2)
+        assert "x<|im_end|>\n<|im_start|>y<|im_end|>" in chat_tokenizer().decode(added)
