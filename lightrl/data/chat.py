@@ -61,14 +61,9 @@ def chat_of_text(value: object, where: str) -> object:
     """The chat in a JSON text, if it is one; another value as it is. Raises ValueError for a chat in Python's form."""
     if not isinstance(value, str) or not _LIKE_CHAT.fullmatch(value):
         return value
-    try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError):
-        if re.match(r"[\s\[]*\{\s*'", value):
-            raise ValueError(
-                f"{where} holds a chat as Python prints it. Store a list, or JSON text, got {value!r:.100}."
-            ) from None
-        return value
+    parsed = _json_of(value)
+    if parsed is None and re.match(r"[\s\[]*\{\s*'", value):
+        raise ValueError(f"{where} holds a chat as Python prints it. Store a list, or JSON text, got {value!r:.100}.")
     items = parsed if isinstance(parsed, list) else [parsed]
     is_chat = all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in items)
     return parsed if is_chat and all(item.keys() & {"content", "value", "tool_calls"} for item in items) else value

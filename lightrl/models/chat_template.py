@@ -52,10 +52,6 @@ _STRFTIME = (
     "{% set date.text = date.text | replace(code, run_start[code]) %}{% endfor %}{{ date.text }}{% endmacro %}"
 )
 _RUN_START = "LIGHTRL_RUN_START"
-# Byte-level tokenizers write a byte as a letter: itself if it is printable, else one after U+00FF.
-_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_BYTES = {chr(byte): byte for byte in _PRINTABLE}
-_BYTES |= {chr(256 + n): byte for n, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))}
 
 KEEP_HISTORY = (
     "Set data.chat_template to a Jinja file that renders each message the same way at every position: the model's own "
@@ -278,6 +274,9 @@ class ChatTemplate:
 
     def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
         """The bytes that each token writes: joined they are the text, of which a token may be part of a character."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}  # as byte-level tokenizers write them
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         added, is_byte_level = self.tokenizer.added_tokens_decoder, "ByteLevel" in str(getattr(backend, "decoder", ""))
 
@@ -285,8 +284,8 @@ class ChatTemplate:
             if token_id in added:
                 return str(added[token_id].content).encode()
             token = str(self.tokenizer.convert_ids_to_tokens(token_id) or "")
-            if is_byte_level and set(token) <= _BYTES.keys():
-                return bytes(_BYTES[letter] for letter in token)
+            if is_byte_level and set(token) <= byte_of.keys():
+                return bytes(byte_of[letter] for letter in token)
             byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
             return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
 
