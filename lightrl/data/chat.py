@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.checks.templates import names_of
 from lightrl.checks.user_code import user_code
@@ -174,7 +174,7 @@ def _checked_message(message: object, where: str) -> JsonObject:
     return dict(message)
 
 
-def _json_of(text: str) -> object:
+def _json_of(text: str) -> Any:
     """The value of a JSON text; None if it is none."""
     try:
         return json.loads(text)

@@ -107,10 +107,10 @@ class _Session(ToolServer):
         if (error := observation.get("error")) is not None:
             raise ValueError(error["message"])
         result = observation.get("result")
-        content = result.get("content") if isinstance(result, dict) else None
-        if content is None:
+        if not isinstance(result, dict) or result.get("content") is None:
             return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-        return read_parts(content, is_error=bool(result.get("is_error")), structured=result.get("structured_content"))
+        structured = result.get("structured_content")
+        return read_parts(result["content"], is_error=bool(result.get("is_error")), structured=structured)
 
     async def close(self) -> None:
         if self._http is not None:
