@@ -82,7 +82,7 @@ def _apply_unrounded(module: torch.nn.Module, change: Callable[[Tensor], Tensor]
         changed = change(tensor)
         return changed if changed.element_size() >= tensor.element_size() else tensor.to(changed.device)
 
-    return type(module)._apply(module, unrounded, recurse)
+    return type(module)._apply(module, unrounded, recurse)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
