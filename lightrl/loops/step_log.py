@@ -104,8 +104,8 @@ class StepLog(_LoggerConnector):
 
 def keep_rows(loggers: Iterable[Logger]) -> None:
     """Lets CSVLogger continue the file that its folder has, of the run that is resumed; Lightning would delete it."""
-    for logger in loggers:
-        path = Path(logger.log_dir or "", "metrics.csv") if isinstance(logger, CSVLogger) else Path()
+    for logger in [one for one in loggers if isinstance(one, CSVLogger)]:
+        path = Path(logger.log_dir, "metrics.csv")
         if not path.is_file():
             continue
         kept = path.with_name(f"{path.name}.kept")

@@ -144,7 +144,7 @@ class OpenAIEndpoint:
                 session.close()
             await runner.cleanup()
 
-    async def _accept(self, listener: socket.socket, server: web.Server[web.Request]) -> None:
+    async def _accept(self, listener: socket.socket, server: web.Server) -> None:
         """Accepts connections with at most an eighth of this process's files, or three quarters with a key.
 
         Others wait in the kernel's queue: anything on this machine can connect, and send nothing.

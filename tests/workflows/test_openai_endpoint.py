@@ -425,9 +425,9 @@ def test_a_request_that_is_nested_too_deeply_is_refused_and_the_trajectory_goes_
     body = {"tools": [tool]} if part == "tools" else {"messages": [user("hi") | {"more": deep}]}
 
     async def agent(prompt: Prompt, base_url: str, api_key: str) -> float:
-        client = client_of(base_url, api_key)
-        with pytest.raises(openai.BadRequestError, match="nested too deeply"):
-            await client.chat.completions.create(model="policy", **{"messages": [user("hi")], **body})
+        async with client_of(base_url, api_key) as client:
+            with pytest.raises(openai.BadRequestError, match="nested too deeply"):
+                await client.chat.completions.create(model="policy", **{"messages": [user("hi")], **body})
         await say_hi(prompt, base_url, api_key)
         return 1.0
 
