@@ -34,7 +34,8 @@ LEAVES = {
     "compiled kernels": Leaf(720, "lightrl.LocalEngine", "engines", "performance.md",
         "engines/local/fast_decoder.py engines/local/kernels.py"),
     "vLLM": Leaf(436, "lightrl.VLLMEngine", "engines", "serve-with-sglang.md", "engines/vllm"),
-    "math": Leaf(390, "lightrl.rewards.math_answer", "rewards", "write-a-reward.md", "rewards/math_answer.py"),
+    "math": Leaf(390, "lightrl.rewards.math_answer", "rewards", "write-a-reward.md",
+        "rewards/math_answer.py rewards/math_expressions.py rewards/math_units.py"),
     "code": Leaf(1298, "lightrl.rewards.code_tests", "rewards", "write-a-reward.md",
         "rewards/code_tests.py rewards/sandbox.py rewards/sandbox_guard"),
     "judge": Leaf(230, "lightrl.rewards.LLMJudge", "rewards", "write-a-reward.md", "rewards/llm_judge.py"),
@@ -67,7 +68,7 @@ OPTIONS = """functional/supports.py functional/branches.py strategies/branches.p
     engines/servers/sync/receivers.py engines/servers/sync/transports/delta.py weights/delta.py weights/delta_folder.py
     engines/servers/sync/transports/broadcast.py weights/broadcast.py weights/shared_memory.py
     engines/servers/sync/adapter_versions.py engines/servers/sync/served_adapters.py callbacks/probe.py
-    engines/servers/sync/cache_canary.py weights/block_fp8.py strategies/halves.py models/images.py models/lora.py
+    callbacks/answer_check.py     engines/servers/sync/cache_canary.py weights/block_fp8.py strategies/halves.py models/images.py models/lora.py
     models/expert_parallel.py models/moe.py models/routes.py models/hybrids.py callbacks/dynamic_sampling.py
     data/curriculum.py data/mixture.py data/streamed.py callbacks/trace.py trace"""
 

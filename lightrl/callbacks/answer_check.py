@@ -105,7 +105,7 @@ def _has_all_that_was_sampled(trainer: RLTrainer, module: RLModule, minibatch: S
     settings = trainer.rollout.settings
     num_rows = settings.groups_per_iteration * settings.group_size // module.num_minibatches
     is_whole = (len(minibatch), minibatch.num_loss_tokens) == (num_rows, int(minibatch.generated_token_counts.sum()))
-    selects = settings.passes_over_stragglers or settings.group_filter or settings.incomplete_groups != "train"
+    selects = settings.num_oversampled or settings.group_filter or settings.incomplete_groups != "train"
     return is_whole and not selects and module.sampling.temperature > 0
 
 

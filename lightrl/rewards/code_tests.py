@@ -270,10 +270,11 @@ def _tests_of(trajectory: Trajectory) -> Sequence[Test]:
 def _read_tests(tests: object, fields: JsonMapping) -> list[Test]:
     """The tests in their plain form: text, `stdin` and `stdout`, or `function`, `arguments` and `accepted` values."""
     if isinstance(tests, str):
-        if not tests.lstrip().startswith(("[", "{")):  # LiveCodeBench's private ones
-            data = zlib.decompressobj().decompress(base64.b64decode(tests), _MAX_TEST_BYTES)
-            tests = _TextOnly(io.BytesIO(data)).load()
-        tests = _from_json(tests)
+        text = tests
+        if not text.lstrip().startswith(("[", "{")):  # LiveCodeBench's private ones
+            data = zlib.decompressobj().decompress(base64.b64decode(text), _MAX_TEST_BYTES)
+            text = str(_TextOnly(io.BytesIO(data)).load())
+        tests = _from_json(text)
     if isinstance(tests, Mapping):
         inputs, outputs = (tests.get(f"{name}s", tests.get(name)) for name in ("input", "output"))
         pairs = zip(inputs, outputs, strict=True)

@@ -56,8 +56,8 @@ class ReferenceCheck:
 
     def __init__(self, reward: object) -> None:
         self.columns: set[str] = set()  # that the functions have read
-        is_own = callable(reward) and str(getattr(reward, "__module__", "")).startswith("lightrl.")
-        self._functions = [reward] if is_own else []
+        is_own = str(getattr(reward, "__module__", "")).startswith("lightrl.")
+        self._functions: list[Callable[..., Any]] = [reward] if is_own and callable(reward) else []
         if isinstance(reward, str | RewardPart | Sequence):
             own = [part for part in parts_of(reward) if part.path.startswith("lightrl.")]
             self._functions = [bound(part, function_of(part.path, "reward")) for part in own]
