@@ -122,6 +122,7 @@ class WeightSync(RLCallback):
         self.every_n_iterations = every_n_iterations
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._answers = AnswerCheck()  # a run that failed has torn nothing down
         engine = getattr(trainer, "engine", None)
         if isinstance(engine, ServerEngine):
             engine.should_verify = self.verify
@@ -165,7 +166,7 @@ class WeightSync(RLCallback):
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._probe.reset()
-        self._lag, self._answers = LagProbe(), AnswerCheck()
+        self._lag, self._answers = LagProbe(), AnswerCheck()  # frees the copies of weights
 
     def _ensure(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Loads the present version unless the engine has it: validation measures the policy as it is now."""
