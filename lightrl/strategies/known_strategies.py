@@ -26,9 +26,6 @@ _ALONE = Ranks()
 
 def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) -> None:
     """Raises ValueError for anything but a single device or FSDP2Strategy, and for models that do not fit."""
-    for name, role in planned_roles(module).items():
-        if role.spec.url is None:
-            check_outputs(role.spec.load_config(), f"The {name}", role.spec.options)
     if isinstance(strategy, SingleDeviceStrategy):
         check_meshes(module, 1)
     elif isinstance(strategy, FSDP2Strategy):
@@ -39,6 +36,9 @@ def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) 
             "the same gradients (if num_replicas is the number of processes, each has a whole copy, as in DDP), or set "
             "trainer.devices to 1."
         )
+    for name, role in planned_roles(module).items():
+        if role.spec.url is None:
+            check_outputs(role.spec.load_config(), f"The {name}", role.spec.options)
 
 
 def named_strategy(strategy: Strategy | str) -> Strategy | str:

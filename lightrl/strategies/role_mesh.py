@@ -52,10 +52,10 @@ def role_meshes(module: object) -> dict[str, RoleMesh]:
 def check_meshes(module: L.LightningModule | None, world_size: int) -> None:
     """Raises ValueError for a mesh outside the world, and for a policy without rank 0."""
     meshes = role_meshes(module)
-    own = [] if module is None else [name for name, item in own_parameters(module).items() if item.requires_grad]
-    if meshes and own:
+    own = own_parameters(module) if meshes and module is not None else {}
+    if names := [name for name, item in own.items() if item.requires_grad]:
         raise ValueError(
-            f"{type(module).__name__} has parameters of its own ({', '.join(own[:3])}), which all ranks train, so no "
+            f"{type(module).__name__} has parameters of its own ({', '.join(names[:3])}), which all ranks train, so no "
             f"role may have a mesh, but {' and '.join(meshes)} has one. Remove the mesh."
         )
     for role, mesh in meshes.items():

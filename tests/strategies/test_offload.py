@@ -66,7 +66,7 @@ def test_what_several_operations_save_is_copied_once_and_freed_with_the_last(mon
 
 def test_offloaded_parameters_stay_on_the_host_of_a_module_on_the_device():
     module, strategy = LightningModule(), FSDP2Strategy(offload_to_cpu=["parameters"])
-    module.norm = torch.nn.BatchNorm1d(2)
+    module.value_head = torch.nn.BatchNorm1d(2)  # a part of a model; the module's own parameters are on the device
     strategy.connect(module)
     strategy.parallel_devices = [torch.device("meta")]
     strategy.model_to_device()
