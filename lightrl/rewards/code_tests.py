@@ -267,7 +267,7 @@ def _tests_of(trajectory: Trajectory) -> Sequence[Test]:
         ) from error
 
 
-def _read_tests(tests: object, fields: JsonMapping) -> list[Test]:
+def _read_tests(tests: Any, fields: JsonMapping) -> list[Test]:
     """The tests in their plain form: text, `stdin` and `stdout`, or `function`, `arguments` and `accepted` values."""
     if isinstance(tests, str):
         text = tests

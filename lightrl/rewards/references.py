@@ -11,7 +11,7 @@ from typing import Any
 
 from lightrl.checks.user_code import function_of
 from lightrl.rewards.parts import RewardPart, bound, parts_of
-from lightrl.rewards.reward_result import is_async
+from lightrl.rewards.reward_result import RewardFunction, is_async
 from lightrl.trajectory import Prompt, Trajectory, chat_as_text
 
 Compared = dict[str, float | str | None]
@@ -57,7 +57,7 @@ class ReferenceCheck:
     def __init__(self, reward: object) -> None:
         self.columns: set[str] = set()  # that the functions have read
         is_own = str(getattr(reward, "__module__", "")).startswith("lightrl.")
-        self._functions: list[Callable[..., Any]] = [reward] if is_own and callable(reward) else []
+        self._functions: list[RewardFunction] = [reward] if callable(reward) and is_own else []
         if isinstance(reward, str | RewardPart | Sequence):
             own = [part for part in parts_of(reward) if part.path.startswith("lightrl.")]
             self._functions = [bound(part, function_of(part.path, "reward")) for part in own]
@@ -67,7 +67,7 @@ class ReferenceCheck:
         for function in self._functions:
             row = _ReadFields(prompt.fields)
             unanswered = replace(prompt, fields=row)
-            called = function(Trajectory.of_text(unanswered, "<think>", finish_reason="length", rewards=[]))
+            called: Any = function(Trajectory.of_text(unanswered, "<think>", finish_reason="length", rewards=[]))
             if is_async(function):
                 with contextlib.suppress(StopIteration):  # it has nothing to wait for
                     called.send(None)
