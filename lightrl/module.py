@@ -19,7 +19,6 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightrl.checks.bounds import check_bounds, check_choice, check_effect, check_positive
-from lightrl.checks.fixed_settings import FixedSettings
 from lightrl.dataflow import DataFlowGraph, ModelCall, iteration_graph
 from lightrl.errors import RewardError
 from lightrl.experience import Experience, LossUnit
@@ -50,7 +49,34 @@ ESS_WEIGHTS = "ess_weights"  # a name in what `loss` returns
 CRITIC_KEYS = ("values", "bootstrap_values")  # outputs of a model call that only the critic's loss reads
 
 
-class RLModule(FixedSettings, L.LightningModule):
+class TrainedModule(L.LightningModule):
+    """A module whose models `lightrl.Trainer` builds, shards, trains and saves.
+
+    Setting one of `fixed_settings` while a trainer fits it is an error: it would reach only a part of the run.
+    """
+
+    fixed_settings: frozenset[str] = frozenset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.fixed_settings and self._is_fitted():
+            raise ValueError(
+                f"{type(self).__name__}.{name} cannot be set during a run, which has read it: its parts would have "
+                "different values. Resume its checkpoint with the new value; for a learning rate, set the optimizer's."
+            )
+        super().__setattr__(name, value)
+
+    def _is_fitted(self) -> bool:
+        try:
+            return bool(self.trainer.state.status == "running" and self.trainer.optimizers)
+        except (AttributeError, RuntimeError):  # in the constructor, or not attached
+            return False
+
+    def add_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+        """What `configure_optimizers` returns for an optimizer: with the settings' warm-up and decay, if any."""
+        raise NotImplementedError(f"{type(self).__name__} must define add_schedule.")
+
+
+class RLModule(TrainedModule):
     """A policy, its reward and its loss. Subclass it and write `reward` and `loss`; everything else has a default.
 
     The framework packs, masks, sums and divides: `loss` gets [B, T] tensors and returns [B, T] tensors, calls no model
@@ -345,7 +371,6 @@ class RLModule(FixedSettings, L.LightningModule):
         return self.add_schedule(optimizer)
 
     def add_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
-        """What `configure_optimizers` returns for an optimizer: with the settings' warm-up and decay, if any."""
         if not self.warmup_iterations and self.lr_decay == "constant":
             return optimizer
         num_iterations = self.trainer.estimated_stepping_batches

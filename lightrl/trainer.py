@@ -26,7 +26,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightrl.algorithms import AdaptiveKL, EarlyStop, ReferenceKL
-from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks import (
     DynamicSampling,
     PromptCurriculum,
@@ -55,8 +54,8 @@ from lightrl.loops import (
 from lightrl.models import LoRA, ModelSpec, Role, RoleMesh
 from lightrl.models.optimizer import rounding_warning
 from lightrl.models.routes import NOT_COMPILED, RouteLayout
-from lightrl.module import RLModule
-from lightrl.rewards import OverlongPenalty
+from lightrl.module import RLModule, TrainedModule
+from lightrl.rewards.length_penalty import OverlongPenalty
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import AtomicCheckpointIO, FSDP2Strategy, check_strategy, named_strategy, ranks_of
 from lightrl.strategies.atomic_write import logged_behind_failure
@@ -266,7 +265,7 @@ class Trainer(RLTrainer):
                 warn_of_monitors(self)
                 # Lightning would give each rank other prompts, shuffled: here all ranks count the same iterations.
                 self._accelerator_connector.use_distributed_sampler = False
-            if isinstance(module, RLModule | SupervisedModule):
+            if isinstance(module, TrainedModule):
                 check_strategy(self.strategy, module)
                 if vars(rank_zero_only)["rank"] == 0:
                     self._check_folders()
@@ -310,7 +309,7 @@ class Trainer(RLTrainer):
         while self._muted:
             self._muted.pop().save_on_exception = True
         module = self.lightning_module
-        if self.state.fn == TrainerFn.FITTING and isinstance(module, RLModule | SupervisedModule):
+        if self.state.fn == TrainerFn.FITTING and isinstance(module, TrainedModule):
             self.rollout_loop.resume.apply_settings()
             if (warning := rounding_warning(self.optimizers, self.rollout_loop.ranks.total)) and self.is_global_zero:
                 log.warning("%s", warning)

@@ -24,7 +24,7 @@ from lightrl.functional import (
 )
 from lightrl.models import ModelSpec, Outputs, Role
 from lightrl.module import ESS_WEIGHTS, RLModule
-from lightrl.rewards import OverlongPenalty
+from lightrl.rewards.length_penalty import OverlongPenalty
 
 
 class GRPO(RLModule):

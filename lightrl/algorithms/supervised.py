@@ -10,18 +10,17 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, Literal
 
-import lightning as L
 import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_bounds, check_choice
-from lightrl.checks.fixed_settings import FixedSettings
 from lightrl.data import ChatBatch, PairBatch
 from lightrl.models import ModelSpec, ParallelModel, Role, check_adamw, context_tokens
 from lightrl.models.images import ImageReader
 from lightrl.models.model_folder import fill_in, keep_trained
 from lightrl.models.optimizer import own_parameters, with_schedule
 from lightrl.models.role import load_role
+from lightrl.module import TrainedModule
 from lightrl.strategies import LogprobSettings, check_strategy, parallel_model, ranks_of
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 _MADE_BY = {ChatBatch: "SFTDataModule", PairBatch: "PreferenceDataModule"}
 
 
-class SupervisedModule(FixedSettings, L.LightningModule):
+class SupervisedModule(TrainedModule):
     """A plain LightningModule with one trained model, AdamW, linear warm-up and decay.
 
     With `accumulate_grad_batches` an update equals that of one batch of all their rows: a batch is weighted by its
@@ -154,7 +153,6 @@ class SupervisedModule(FixedSettings, L.LightningModule):
         return self.add_schedule(optimizer)
 
     def add_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
-        """What `configure_optimizers` returns for an optimizer: with the settings' warm-up and decay, if any."""
         if not self.warmup_steps and self.lr_decay == "constant":
             return optimizer
         num_steps, warmup = self.trainer.estimated_stepping_batches, self.warmup_steps

@@ -2,7 +2,6 @@
 
 Reading order:
     bounds.py       numbers within bounds, words from a list, settings without effect; equal shapes
-    fixed_settings.py   settings that a run has read, and does not let change
     user_code.py    functions that a configuration names; exceptions of user code become ours
     templates.py    format strings
     files.py        why one could not be written; names that appear when a file is complete; those of `lightrl status`

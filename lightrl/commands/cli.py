@@ -37,7 +37,6 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import lightrl
-from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks.loggers import log_settings
 from lightrl.callbacks.run_files import ProblemLog, RunFiles, StatusFile, contents
 from lightrl.checks.secret_settings import without_secrets
@@ -56,7 +55,7 @@ from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwra
 from lightrl.launch import Launch
 from lightrl.loops.resume import by_path
 from lightrl.models.optimizer import parameter_groups
-from lightrl.module import RLModule
+from lightrl.module import RLModule, TrainedModule
 from lightrl.trainer import Trainer
 from lightrl.trajectory import Group, encode_json
 
@@ -221,7 +220,7 @@ class LightRLCLI(LightningCLI):
 
     def _check_replaced(self, optimizer: Any, scheduler: Any) -> None:
         """Raises UsageError for a setting of the model's own optimizer or schedule that a section replaces."""
-        kinds = [kind for kind in reversed(type(self.model).__mro__) if issubclass(kind, RLModule | SupervisedModule)]
+        kinds = [kind for kind in reversed(type(self.model).__mro__) if issubclass(kind, TrainedModule)]
         defaults = {item.name: item.default for kind in kinds for item in inspect.signature(kind).parameters.values()}
         of_schedule = ("warmup_iterations", "warmup_steps", "lr_decay", "min_lr_ratio") if scheduler else ()
         for name in ("lr", "betas", "eps", "weight_decay", *of_schedule):
@@ -355,7 +354,7 @@ def _configured_optimizers(module: L.LightningModule, optimizer: Any, scheduler:
         trained = parameter_groups(module, {name: roles[name] for name in module.trained_roles()})
     made = instantiate_class((trained,), optimizer)
     if scheduler is None:
-        return module.add_schedule(made) if isinstance(module, RLModule | SupervisedModule) else made
+        return module.add_schedule(made) if isinstance(module, TrainedModule) else made
     rates = [group["lr"] for group in made.param_groups]
     made_scheduler = instantiate_class(made, scheduler)
     if len(set(rates)) > 1 and rates != [group.get("initial_lr", group["lr"]) for group in made.param_groups]:

@@ -15,6 +15,7 @@ Reward functions:
     code_tests.py    programs against tests, in a sandbox (sandbox.py; its processes are in sandbox_guard/)
     fences.py        blocks of Markdown
     text_rewards.py  pattern, tags, length, repetition, JSON
+    length_penalty.py OverlongPenalty, on numbers of tokens
     llm_judge.py     LLMJudge: a model with a rubric
     reasoning_gym.py rows and reward of reasoning-gym's data sets
     environment_reward.py  the rewards that a workflow's environment gave
@@ -27,6 +28,7 @@ dotted path in YAML.
 from lightrl.rewards.code_tests import code_tests
 from lightrl.rewards.environment_reward import environment_reward
 from lightrl.rewards.hook import RewardHook, RewardWorker, make_reward_worker
+from lightrl.rewards.length_penalty import OverlongPenalty
 from lightrl.rewards.llm_judge import LLMJudge
 from lightrl.rewards.math_answer import math_answer
 from lightrl.rewards.parts import RewardPart
@@ -35,7 +37,6 @@ from lightrl.rewards.replay import FailureLog, ReplayRow, replay
 from lightrl.rewards.reward_result import RewardResult
 from lightrl.rewards.sandbox import Limits, LocalSandbox, Run, Sandbox
 from lightrl.rewards.text_rewards import (
-    OverlongPenalty,
     json_schema,
     overlong_penalty,
     regex_match,

@@ -9,16 +9,11 @@ import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
 
 from lightrl.checks.bounds import check_bounds
-from lightrl.checks.printable import count_text
 from lightrl.rewards.fences import fenced_blocks
+from lightrl.rewards.length_penalty import OverlongPenalty
 from lightrl.trajectory import Trajectory, names_thinking
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _NO_SPACES = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3001-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _WORD = re.compile(rf"[{_NO_SPACES}]|[^\s{_NO_SPACES}]+")
@@ -49,52 +44,6 @@ def tag_format(trajectory: Trajectory, *, tags: Sequence[str] = ("think", "answe
             return 0.0
         text = text[text.index(closing) + len(closing) :].lstrip()
     return float(text == "")
-
-
-@dataclass(frozen=True)
-class OverlongPenalty:
-    """DAPO's soft overlong punishment: 0 up to `max_tokens - buffer_tokens`, then linear, -factor from `max_tokens` on.
-
-    Source: DAPO, equation 13, https://arxiv.org/abs/2503.14476.
-
-    Args:
-        buffer_tokens: the penalty starts this many tokens before the length limit.
-        factor: the penalty at the limit and beyond.
-    """
-
-    buffer_tokens: int
-    factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_bounds(1, **{"buffer_tokens of the overlong penalty": self.buffer_tokens})
-        if not self.factor >= 0:
-            raise ValueError(
-                f"factor of the overlong penalty must be >= 0, got {self.factor}: the penalty is subtracted already."
-            )
-
-    @overload
-    def __call__(self, num_tokens: int, max_tokens: int) -> float: ...
-    @overload
-    def __call__(self, num_tokens: Tensor, max_tokens: int) -> Tensor: ...
-
-    def __call__(self, num_tokens: Any, max_tokens: int) -> Any:
-        """Computes the penalty, from -factor to 0: for one trajectory or, given an integer tensor [B], for each.
-
-        Args:
-            num_tokens: tokens that the policy wrote.
-            max_tokens: their limit.
-
-        Raises:
-            ValueError: if the buffer is larger than the limit.
-        """
-        if self.buffer_tokens > max_tokens:
-            raise ValueError(
-                f"buffer_tokens={self.buffer_tokens} of the overlong penalty must be at most the length limit of "
-                f"{count_text(max_tokens, 'token')}."
-            )
-        over = num_tokens - (max_tokens - self.buffer_tokens)
-        clamped_twice = abs(over) - abs(over - self.buffer_tokens) + self.buffer_tokens  # 2 · min(max(over, 0), buffer)
-        return -self.factor * (clamped_twice / (2 * self.buffer_tokens))
 
 
 def overlong_penalty(trajectory: Trajectory, *, max_tokens: int, buffer_tokens: int) -> float:
