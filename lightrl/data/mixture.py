@@ -59,6 +59,8 @@ class DataSource:
     shuffle_buffer: int = 10_000
 
     def __post_init__(self) -> None:
+        if not self.source.strip():
+            raise ValueError(f"The source of data must be a file, a hub name or a function, got {self.source!r}.")
         check_bounds(1, max_rows=self.max_rows, shuffle_buffer=self.shuffle_buffer)
         if not self.streaming:
             check_effect("without streaming", shuffle_buffer=(self.shuffle_buffer, 10_000))

@@ -178,6 +178,8 @@ class ModelSpec:
                 f"it), got path={self.path!r}, config={self.config!r} and url={self.url!r}. Set one from an earlier "
                 "configuration file to null to remove it."
             )
+        if "" in (self.path, self.url, self.tokenizer):
+            raise ValueError(f"A model's path, url or tokenizer must not be empty, got {self!r:.200}.")
         if self.config is not None and self.tokenizer is None:
             raise ValueError("A model with config needs a tokenizer too. Set tokenizer.")
         if self.config is not None and "model_type" not in self.config:

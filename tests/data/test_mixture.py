@@ -169,3 +169,9 @@ def test_the_weight_of_a_source_that_is_not_mixed_is_refused(split: str):
     sources = {"train": source(3), split: source(3, weight=2)}
     with pytest.raises(ValueError, match=rf"weight=2 has no effect on {split} data 'test_mixture.made_rows'"):
         PromptDataModule(**sources, batch_size=1)
+
+
+@pytest.mark.parametrize("source", ["", " \n"])
+def test_an_empty_source_is_refused_before_it_is_looked_up(source: str) -> None:
+    with pytest.raises(ValueError, match="source of data must be a file, a hub name or a function"):
+        PromptDataModule(train=source, batch_size=1)

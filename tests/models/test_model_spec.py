@@ -152,3 +152,9 @@ def test_longrope_ends_at_its_original_length_whose_factors_all_rows_have(
 ) -> None:
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0}
     assert context_tokens(kind(vocab_size=32, **sizes, **changes)) == expected
+
+
+@pytest.mark.parametrize("settings", [{"path": ""}, {"url": ""}, {"config": {"model_type": "qwen3"}, "tokenizer": ""}])
+def test_an_empty_name_is_no_model_and_no_tokenizer(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must not be empty"):
+        ModelSpec(**settings)
