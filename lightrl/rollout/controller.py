@@ -35,7 +35,6 @@ from lightrl.rollout.workflow_pool import WorkflowPool
 from lightrl.trace import span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
-from lightrl.workflows.agent_command import delete_workspace
 from lightrl.workflows.workflow import Workflow
 
 
@@ -111,7 +110,7 @@ class RolloutController:
         self._scheduler = GroupScheduler(settings)
         self._cursor = PromptCursor(prompts, settings.curriculum)
         self._tasks = Tasks()
-        self._rewards = Rewards(reward_worker, self._scheduler.counter, self._tasks)
+        self._rewards = Rewards(reward_worker, self._scheduler.counter, self._tasks, workflow)
         self._runner: TrajectoryRunner | WorkflowPool
         if settings.workflow_workers:
             self._runner = WorkflowPool(
@@ -372,7 +371,8 @@ class RolloutController:
             async with contextlib.aclosing(run) as results:
                 async for sample, result in results:
                     if is_abandoned(asyncio.current_task()):  # the workflow did not let itself be cancelled
-                        delete_workspace(getattr(result, "workspace", None))
+                        if isinstance(result, Trajectory):
+                            self.workflow.clean_up(result)
                         return
                     if not isinstance(result, Trajectory):
                         self._scheduler.counter.drop_failed(result, group.prompt)

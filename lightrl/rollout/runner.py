@@ -26,7 +26,6 @@ from lightrl.rollout.resume import InFlightCompletions
 from lightrl.rollout.tasks import Tasks
 from lightrl.trace import record, span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
-from lightrl.workflows.agent_command import delete_workspace
 from lightrl.workflows.turn_log import TurnLog
 from lightrl.workflows.workflow import GroupResult, RunResult, SingleTurn, Workflow, check_trajectory, own_cancellation
 
@@ -220,6 +219,7 @@ class Rewards:
     reward_worker: RewardWorker  # has been started
     drops: DropCounter  # counts the trajectories whose reward failed
     tasks: Tasks  # an error of the worker ends the run there
+    workflow: Workflow  # cleans up after each trajectory
     _unsent: list[tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=list, init=False)
     _deferred: dict[int, tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=dict, init=False)  # ids
     _results: dict[asyncio.Future[bool], asyncio.Future[RewardResult]] = field(default_factory=dict, init=False)
@@ -232,7 +232,7 @@ class Rewards:
         loop = asyncio.get_running_loop()
         is_kept: asyncio.Future[bool] = loop.create_future()
         if trajectory.workspace is not None:
-            is_kept.add_done_callback(functools.partial(_end_workspace, trajectory))
+            is_kept.add_done_callback(lambda _: self.workflow.clean_up(trajectory))
         if not self._unsent:
             loop.call_soon(self._send)  # after all that arrived together
         self._unsent.append((trajectory, is_kept))
@@ -318,9 +318,3 @@ class Rewards:
             is_kept.set_exception(error)
             return
         is_kept.set_result(error is None)
-
-
-def _end_workspace(trajectory: Trajectory, _: object) -> None:
-    """Deletes what the reward has read, or will not read any more."""
-    delete_workspace(trajectory.workspace)
-    trajectory.workspace = None

@@ -38,7 +38,6 @@ from lightrl.rollout.resume import InFlightCompletions
 from lightrl.rollout.tasks import Tasks
 from lightrl.trace import record
 from lightrl.trajectory import Prompt, Sampling, Trajectory
-from lightrl.workflows.agent_command import delete_workspace
 from lightrl.workflows.workflow import GroupResult, Workflow, check_trajectory
 
 log = logging.getLogger(__name__)
@@ -62,6 +61,7 @@ _Results = asyncio.Queue[tuple[int, Any]]  # samples, and what came of each: see
 @dataclass(eq=False)
 class _Worker:
     name: str
+    workflow: Workflow  # the controller's copy
     guard: str  # its name among the guards
     channel: Channel
     pid: int
@@ -86,7 +86,7 @@ class _Worker:
         """A trajectory of this run, or its error; None for all samples: the engine has failed."""
         if key not in self.runs:  # given up
             if isinstance(result, Trajectory):
-                delete_workspace(result.workspace)
+                self.workflow.clean_up(result)
             return
         _, samples, results = self.runs[key]
         for each in [sample] if sample is not None else list(samples):
@@ -259,7 +259,7 @@ class WorkflowPool:
             if ready is None:
                 return None
             undo.pop_all()
-        return _Worker(name, guard, channel, *ready)
+        return _Worker(name, self.workflow, guard, channel, *ready)
 
     async def _serve(self, worker: _Worker) -> int:
         """Takes what a worker sends until it ends, then fails what waits for it; the number of its trajectories."""

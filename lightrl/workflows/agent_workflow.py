@@ -143,6 +143,10 @@ class AgentWorkflow(Workflow):
         trajectory.workspace, trajectory.agent_output = result.workspace, result.output
         return trajectory
 
+    def clean_up(self, trajectory: Trajectory) -> None:
+        delete_workspace(trajectory.workspace)
+        trajectory.workspace = None
+
     async def _run_agent(self, session: AgentSession, base_url: str, api_key: str) -> AgentResult:
         name = f"The agent {self.agent_name}"
         # A copy of its own: `prompt.messages.append(...)` must not reach the other trajectories of the group.

@@ -119,6 +119,9 @@ class Workflow(ABC):
             async for sample, run in done:
                 yield sample, run.result()
 
+    def clean_up(self, trajectory: Trajectory) -> None:  # noqa: B027 - there may be nothing
+        """Deletes what `run` left for the reward; called once the reward is known, or will not be computed."""
+
     @abstractmethod
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         """Runs one interaction.

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from chat_texts import chat_tokenizer
 from local_rewards import LocalRewards
 from test_controller import CONFIG, Numbers, iterate, load_version
 from waits import comes_true, until
@@ -23,6 +24,7 @@ from lightrl.rollout.controller import RolloutController
 from lightrl.rollout.runner import Rewards
 from lightrl.rollout.tasks import Tasks
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
+from lightrl.workflows import AgentWorkflow
 from lightrl.workflows.agent_command import root_of
 from lightrl.workflows.workflow import Generate, GroupGenerate, SingleTurn
 
@@ -248,7 +250,7 @@ def test_a_reward_that_comes_after_its_trajectory_was_given_up_sets_nothing() ->
         computing: list[asyncio.Future[RewardResult]] = [loop.create_future()]
         worker: Any = SimpleNamespace(compute_rewards=lambda trajectories: computing)
         drops: Any = SimpleNamespace()
-        rewards = Rewards(worker, drops, Tasks())
+        rewards = Rewards(worker, drops, Tasks(), SingleTurn(Words()))
         prompt = Prompt("a", token_ids=[1])
         trajectory = Trajectory(prompt, 0, 0, [1, 2], [False, True], [0.0, -1.0], [-1, 0], [2], "2")
         is_kept = rewards.compute(trajectory)
@@ -269,7 +271,8 @@ def test_a_workspace_lasts_until_its_reward_is_there_or_given_up(tmp_path: Path)
         computing: list[asyncio.Future[RewardResult]] = [asyncio.get_running_loop().create_future() for _ in range(4)]
         worker: Any = SimpleNamespace(compute_rewards=lambda trajectories: computing[: len(trajectories)])
         drops: Any = SimpleNamespace(drop_failed=lambda error, prompt: reasons.append(str(error)))
-        rewards = Rewards(worker, drops, Tasks())
+        workflow = AgentWorkflow(chat_tokenizer(), len)  # type: ignore[arg-type]
+        rewards = Rewards(worker, drops, Tasks(), workflow)
         made = []
         for name in ("set", "failed", "of another", "given up", "given up at once"):
             one = Trajectory(Prompt(name, token_ids=[1]), 0, 0, [1, 2], [False, True], [0.0, -1.0], [-1, 0], [2], "2")
