@@ -261,6 +261,8 @@ def _memory(run: PlannedRun, ranks: range, costs: dict[str, RoleCost]) -> RankMe
     if run.batches_per_update is None:
         host["experience"] = experience_bytes(run.num_scores) * tokens / min((role.dp for role in here), default=1)
         host |= {"trajectories, rank 0 alone": float(TRAJECTORY_BYTES * tokens)} if ranks.start == 0 else {}
+    if run.max_staleness and any(role.name == "policy" for role in here):  # WeightSync.verify
+        host["weights of older versions, to check answers"] = (run.max_staleness + 1) * costs["policy"].gradients
     return RankMemory(ranks, device, host)
 
 

@@ -128,6 +128,12 @@ def test_experience_is_that_of_an_iteration() -> None:
     assert kept <= held <= 1.1 * kept  # masks and versions are kept as runs
 
 
+def test_an_asynchronous_run_keeps_the_weights_that_sampled(ppo: PlannedRun) -> None:
+    (on_policy,), (late,) = rank_memories(ppo), rank_memories(replace(ppo, max_staleness=2))
+    assert sum(late.host.values()) - sum(on_policy.host.values()) == 3 * role_cost(ppo, ppo.roles[0]).gradients
+    assert ppo.roles[0].name == "policy"
+
+
 def test_the_scores_of_an_iteration_are_counted(ppo: PlannedRun) -> None:
     assert ppo.num_scores == 3  # values, advantages, returns
     assert plan_of(PPO(tiny_spec(config=CONFIG), reward=len, num_minibatches=2, decoupled=True)).num_scores == 4
