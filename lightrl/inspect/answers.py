@@ -78,9 +78,9 @@ class Curves:
         for row in csv.reader(text.splitlines()):
             for index, (steps, values) in columns:
                 if index < len(row) and row[index]:
-                    value = finite_number(row[index])
-                    if value is not None:
-                        steps.append(float(row[step]))
+                    at, value = finite_number(row[step]), finite_number(row[index])
+                    if at is not None and value is not None:
+                        steps.append(at)
                         values.append(value)
 
 

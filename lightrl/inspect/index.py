@@ -65,7 +65,7 @@ class TrajectoryIndex:
             indexed_files = {
                 name: (size, time, number) for name, size, time, number in database.execute("SELECT * FROM files")
             }
-            here = {f"{Path(entry.path).parent.name}/{entry.name}": entry.stat() for entry in _entries(self._folder)}
+            here = dict(_entries(self._folder))
             changed = [
                 name for name in sorted(here, reverse=True) if indexed_files.get(name, (0, 0))[:2] != _stamp(here[name])
             ]
@@ -204,11 +204,12 @@ def _note(word: str, name: str, text: str) -> str:
     return f"{word} is searched as text. {reason}"
 
 
-def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+def _entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
     for name, start in (("trajectories", "iteration-"), ("problems", "rank-")):
-        if (folder / name).is_dir():
-            with os.scandir(folder / name) as entries:
-                yield from (one for one in entries if one.name.startswith(start) and one.name.endswith(".jsonl"))
+        for path in (folder / name).glob(f"{start}*.jsonl"):
+            with contextlib.suppress(OSError):  # the run has removed it
+                if path.name.isprintable():  # else it is not the run's, and may be no text for SQLite
+                    yield f"{name}/{path.name}", path.lstat()
 
 
 def _stamp(stat: os.stat_result) -> tuple[int, int]:

@@ -342,10 +342,11 @@ def test_an_image_that_is_no_file_is_neither_waited_for_nor_read(image: str, fol
 
 FILES = ["status.json", "config.yaml", "metrics.csv", "traceback.txt", "trace/rank-00009.json", "trace/summary.json"]
 FILES += ["problems/rank-00009.jsonl", "trajectories/iteration-000009.jsonl", "trajectories/tokens.jsonl"]
+FILES += ["trajectories/iteration-\udcff.jsonl"]  # not UTF-8
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("kind", ["pipe", "link", "device", "deep", "huge", "other"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "dangling", "device", "deep", "huge", "other"])
 def test_a_strangers_file_is_an_error_at_most(kind: str, name: str, folder: Path, tmp_path: Path) -> None:
     file = folder / name
     file.parent.mkdir(exist_ok=True)
@@ -353,8 +354,8 @@ def test_a_strangers_file_is_an_error_at_most(kind: str, name: str, folder: Path
     (tmp_path / "secret").write_text("MY-SECRET: 1\n")
     if kind == "pipe":
         os.mkfifo(file)
-    elif kind in ("link", "device"):
-        file.symlink_to("/dev/zero" if kind == "device" else tmp_path / "secret")
+    elif kind in ("link", "dangling", "device"):
+        file.symlink_to({"link": tmp_path / "secret", "dangling": "nowhere", "device": "/dev/zero"}[kind])
     else:
         file.write_text({"deep": DEEP + "\n", "huge": "", "other": '[1]\n{"iteration": 1e99, "ts": {}}\n'}[kind])
         if kind == "huge":
