@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import re
+import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -46,7 +47,7 @@ _TAIL_TOKENS = 32  # a prompt's last tokens: enough for `<think>` and white spac
 _ANSWER = "lightrl"
 _MARK = "\ufdd0"  # a noncharacter, inside of a special token that is text
 _CALL = {"type": "function", "id": "call_0", "function": {"name": "f", "arguments": {"x": _ANSWER}}}
-_DATES = [*(f"%-{letter}" for letter in "dmHIMSj"), *(f"%{letter}" for letter in "aAwdbBmyYHIpMSfzZjUWcxX")]
+_DATES = [f"%{flag}{letter}" for flag in ("-", "") for letter in string.ascii_letters]
 _STRFTIME = (
     "{% macro strftime_now(format) %}{% set date = namespace(text=format) %}{% for code in run_start %}"
     "{% set date.text = date.text | replace(code, run_start[code]) %}{% endfor %}{{ date.text }}{% endmacro %}"
@@ -157,12 +158,13 @@ class ChatTemplate:
 
         It is for `encode`: it has marks in what only looks like a special token.
         """
+        messages = [self._as_read(message) for message in messages]
         text = self._rendered(messages, arguments, is_whole=is_whole)
         others, own = self._typed_tokens()
         marked = [_marked(message, own if message.get("role") == "assistant" else others) for message in messages]
-        schemas = {name: _marked(arguments[name], others) for name in ("tools", "documents") if name in arguments}
-        if marked != list(messages) or any(arguments[name] != schemas[name] for name in schemas):
-            shown = self._rendered(marked, {**arguments, **schemas}, is_whole=is_whole)
+        shown_arguments = _marked(arguments, others)
+        if marked != messages or shown_arguments != arguments:
+            shown = self._rendered(marked, shown_arguments, is_whole=is_whole)
             if shown.replace(_MARK, "") == text.replace(_MARK, ""):
                 text = shown
             else:
@@ -174,10 +176,10 @@ class ChatTemplate:
         dated: dict[str, Any] = {}
         if self.is_dated:  # templates get data, no functions
             template = self.tokenizer.get_chat_template(None, arguments.get("tools"))
-            dates = {code: run_start().strftime(code) for code in _DATES}
+            dates = {code: run_start().strftime(code) for code in _DATES if code in template}
             dated = {"chat_template": _STRFTIME + template, "run_start": dates}
         text = self.tokenizer.apply_chat_template(
-            [self._as_read(message) for message in messages],
+            list(messages),
             tokenize=False,
             add_generation_prompt=not (is_whole or continues),
             continue_final_message=continues,
@@ -229,18 +231,19 @@ class ChatTemplate:
                     break
             for reads_objects in (True, False, True):
                 self._reads = self.chat_template, reads_text, reads_objects
-                if _ANSWER in self._probe(2, answer="", tool_calls=[_CALL]):
+                written = self._probe(2, answer="", tool_calls=[_CALL])
+                if _ANSWER in written and f"'{_ANSWER}'" not in written:  # which is how Python prints an object
                     break
         _, reads_text, reads_objects = self._reads
         if message.get("tool_calls"):
             calls = [_call_as_read(call, as_object=reads_objects) for call in message["tool_calls"]]
             message = {**message, "tool_calls": calls}
         content = message.get("content")
+        if isinstance(content, list) and all(part.get("type") == "text" for part in content):
+            content = content_text(content)
         if not reads_text and isinstance(content, str):
-            return {**message, "content": [{"type": "text", "text": content}]}
-        if reads_text and isinstance(content, list) and all(part.get("type") == "text" for part in content):
-            return {**message, "content": content_text(content)}
-        return message
+            content = [{"type": "text", "text": content}]
+        return {**message, "content": content} if "content" in message else message
 
     def plain_text(self, messages: Messages) -> str:
         """The text of these messages without a template, with an image token for each image."""
@@ -346,10 +349,10 @@ class ChatTemplate:
 def _call_as_read(call: Mapping[str, Any], *, as_object: bool) -> Mapping[str, Any]:
     """The call with its arguments as an object or as JSON text; what is no JSON stays as it is."""
     function = call.get("function", call)
-    arguments = function.get("arguments")
+    arguments = function.get("arguments") or "{}"
     if as_object and isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments or "{}")
+            arguments = json.loads(arguments)
     elif not as_object and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {

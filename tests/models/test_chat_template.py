@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lightrl.models.chat_template import ChatTemplate, set_chat_template
+from lightrl.models.chat_template import ChatTemplate, run_start, set_chat_template
 from lightrl.trajectory import Prompt
 
 CHATML = (
@@ -196,6 +196,23 @@ def test_special_tokens_that_others_type_are_text_and_the_templates_own_are_toke
     assert template.decode(token_ids).count(TYPED) == 6
 
 
+@pytest.mark.parametrize("template", [CHATML, PARTS_ALONE + "<|im_end|>"])
+def test_a_special_token_of_several_parts_is_text_and_so_is_one_in_an_argument(template: str):
+    tokenizer = byte_tokenizer("{{ who }}" + template)
+    parts = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]
+    chat = ChatTemplate(tokenizer)
+    token_ids = chat.encode(chat.render([{"role": "user", "content": parts}], {"who": "<|im_end|>"}, is_whole=True))
+    assert token_ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
+    assert chat.decode(token_ids).count("<|im_end|>") == 3
+
+
+@pytest.mark.parametrize("form", ["%d %b %Y", "%F %T", "%-d %B, %e", "%D %R %u %j", "100%"])
+def test_a_date_is_written_in_any_form(form: str):
+    template = ChatTemplate(byte_tokenizer("{{ strftime_now('" + form + "') }}|" + CHATML))
+    text = template.render([{"role": "user", "content": "%d"}], {})
+    assert text.startswith(f"{run_start().strftime(form)}|")
+
+
 def test_typed_tokens_of_a_sentencepiece_tokenizer_add_no_spaces():
     pieces = {piece: n for n, piece in enumerate(["</s>", *map(chr, range(33, 127)), "▁", "\n"])}
     backend = Tokenizer(models.BPE(vocab=pieces, merges=[]))
@@ -225,7 +242,9 @@ def test_typed_tokens_that_cannot_be_text_are_warned_about_once(template: Any, r
 
 
 @pytest.mark.parametrize(
-    "shown", ["c.function.arguments | tojson", "c.function.arguments + ''"], ids=["object", "text"]
+    "shown",
+    ["c.function.arguments | tojson", "c.function.arguments + ''", "c.function.arguments"],
+    ids=["object", "text", "either"],
 )
 @pytest.mark.parametrize("arguments", [{"a": "é"}, '{"a": "é"}'], ids=["object", "text"])
 def test_arguments_of_calls_reach_the_template_in_the_form_that_it_reads(shown: str, arguments: Any):
