@@ -36,7 +36,8 @@ Messages = list[JsonObject]
 ROLES = ("user", "system", "assistant", "tool", "developer")  # a chat template may know others
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: role for role in ROLES}
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_LIKE_CHAT = re.compile(r"\s*(\[\s*)?\{\s*[\"'](role|from|content|value|tool_calls)[\"']\s*:.*\}\s*\]?\s*", re.DOTALL)
+_KEYS = r"(?=.*[\"'](role|from)[\"']\s*:)(?=.*[\"'](content|value|tool_calls)[\"']\s*:)"
+_LIKE_CHAT = re.compile(rf"\s*(\[\s*)?\{{{_KEYS}.*\}}\s*\]?\s*", re.DOTALL)
 _THINKING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -62,6 +63,8 @@ def chat_of_text(value: object, where: str) -> object:
     if not isinstance(value, str) or not _LIKE_CHAT.fullmatch(value):
         return value
     parsed = _json_of(value)
+    if isinstance(parsed, dict):
+        parsed = parsed.get("messages") or parsed.get("conversations") or parsed
     if parsed is None and re.match(r"[\s\[]*\{\s*'", value):
         raise ValueError(f"{where} holds a chat as Python prints it. Store a list, or JSON text, got {value!r:.100}.")
     items = parsed if isinstance(parsed, list) else [parsed]
@@ -151,11 +154,10 @@ def _checked_message(message: object, where: str) -> JsonObject:
             raise ValueError(
                 f"{where} must be from one of {', '.join(_SHAREGPT)}, got {message!r:.100}. Convert it to a role."
             )
-        message = {"role": _SHAREGPT[message["from"]], "content": message.get("value")}
-    for call in message.get("tool_calls") or ():
-        arguments = call.get("function", call).get("arguments") if isinstance(call, dict) else None
-        if isinstance(arguments, str) and arguments and not isinstance(_json_of(arguments), dict):
-            raise ValueError(f"{where} must have calls whose arguments are an object or its JSON, got {call!r:.200}.")
+        others = _without(message, "from", "value")
+        message = {**others, "role": _SHAREGPT[message["from"]], "content": message.get("value")}
+    if message.get("tool_calls") or message.get("function_call"):
+        message = {**_without(message, "function_call"), "tool_calls": _calls_of(message, where)}
     role, content = message.get("role"), message.get("content")
     near = [] if role in ROLES else difflib.get_close_matches(str(role), ROLES, n=1)
     if not isinstance(role, str) or near:
@@ -172,6 +174,21 @@ def _checked_message(message: object, where: str) -> JsonObject:
         content = [part if part["type"] == "image" else {"type": "text", "text": part["text"]} for part in content]
         return {**message, "content": content}
     return dict(message)
+
+
+def _calls_of(message: JsonMapping, where: str) -> list[JsonMapping]:
+    """The calls of a message, which may be JSON text, or one in OpenAI's older form."""
+    calls = message.get("tool_calls") or [{"function": message["function_call"]}]
+    calls = _json_of(calls) if isinstance(calls, str) else calls
+    calls = list(calls) if isinstance(calls, list | tuple) else [calls]
+    for call in calls:
+        function: Any = call.get("function", call) if isinstance(call, dict) else None
+        arguments = function.get("arguments") or {} if isinstance(function, dict) else None
+        arguments = _json_of(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
+            form = "calls whose arguments are an object or its JSON, each with a name"
+            raise ValueError(f"{where} must have {form}, got {call!r:.200}.")
+    return calls
 
 
 def _json_of(text: str) -> Any:

@@ -117,13 +117,29 @@ def test_calls_that_no_template_writes_are_refused_and_broken_ones_too(data: Any
     settings = {"data": data, "answer_column": None} if data is SFTDataModule else {"data": data}
     with pytest.raises(ValueError, match="does not write the tool_calls"):
         chats(tmp_path, chat_tokenizer, [*LOOKS, {"role": "user", "content": "!"}, *LOOKS[1:]], **settings)
-    broken = [LOOKS[0], {**LOOKS[1], "tool_calls": [{"function": {"name": "look", "arguments": "[1]"}}]}]
-    with pytest.raises(ValueError, match=r"Row 1 of .*message 2 must have calls whose arguments are an object"):
-        chats(tmp_path, chat_tokenizer, broken, **settings)
+    for call in ({"name": "look", "arguments": "[1]"}, {"name": "look", "arguments": [1]}, {"name": None}):
+        broken = [LOOKS[0], {**LOOKS[1], "tool_calls": [{"function": call}]}]
+        with pytest.raises(ValueError, match=r"Row 1 of .*message 2 must have calls whose arguments are an object"):
+            chats(tmp_path, chat_tokenizer, broken, **settings)
     chat_tokenizer.chat_template = None
     if data is SFTDataModule:
         with pytest.raises(ValueError, match="nothing writes the tool_calls"):
             chats(tmp_path, chat_tokenizer, LOOKS, **settings)
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "content": "", "tool_calls": json.dumps([CALL])},
+        {"role": "assistant", "content": "", "function_call": CALL["function"]},
+        {"from": "gpt", "value": "", "tool_calls": [CALL]},
+    ],
+)
+def test_calls_are_read_in_the_forms_of_data_sets(turn: Any, tmp_path: Path, chat_tokenizer):
+    shown = "{% for c in message.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+    chat_tokenizer.chat_template = chat_tokenizer.chat_template.replace("<|im_end|>", f"{shown}<|im_end|>")
+    data = chats(tmp_path, chat_tokenizer, [LOOKS[0], turn], answer_column=None)
+    assert completions(next(iter(data.train_dataloader())), chat_tokenizer) == ['{"city": "Oslo"}<|im_end|>']
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
@@ -137,9 +153,10 @@ def test_thinking_that_no_template_reads_is_counted(key: str, has_template: bool
 
 def test_a_chat_stored_as_json_text_is_a_chat_and_other_text_is_text(tmp_path: Path, chat_tokenizer):
     chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-    rows = [json.dumps(chat), json.dumps(chat[0]), '[{"role": "user"}]', "[1, 2,", '{"role": 3', '{"content": "1"}']
+    rows = [json.dumps(chat), json.dumps(chat[0]), json.dumps({"messages": chat}), json.dumps([{"id": 1, **chat[0]}])]
+    rows += ["{'from': 'Oslo'}", '[{"role": "user"}]', "[1, 2,", '{"role": 3', '{"content": "1"}']
     prompts = chats(tmp_path, chat_tokenizer, *rows, data=PromptDataModule).prompts["train"]
-    assert [prompt.messages[0]["content"] for prompt in prompts] == ["1", "1", *rows[2:]]
+    assert [prompt.messages[0]["content"] for prompt in prompts] == ["1", "1", "1", "1", *rows[4:]]
     (batch,) = chats(tmp_path, chat_tokenizer, rows[0], answer_column=None).train_dataloader()
     assert completions(batch, chat_tokenizer) == ["2<|im_end|>"]
     with pytest.raises(ValueError, match=r"Row 1 of .*: 'messages' holds a chat as Python prints it"):
