@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightrl.trajectory import JsonMapping, split_thinking
-from lightrl.workflows.tools import ToolCall, ToolParser, parse_hermes, without_thinking
+from lightrl.workflows.tools import CALL_START, ToolCall, ToolParser, parse_hermes, without_thinking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,7 +50,7 @@ def parse_text(text: str, tool_parser: ToolParser | None = None) -> ParsedComple
     """The thinking and the rest of a text; without a parser of calls, they stay in the text."""
     reasoning, content = split_thinking(text, has_opening=True)
     calls = tool_parser(without_thinking(text)) if tool_parser is not None else []
-    return ParsedCompletion(content.partition("<tool_call>")[0].strip() if calls else content, reasoning, calls)
+    return ParsedCompletion(CALL_START.split(content, 1)[0].strip() if calls else content, reasoning, calls)
 
 
 def _parse_with_function(
@@ -90,9 +90,10 @@ def _without_misread_tags(parsed: ParsedCompletion, text: str) -> ParsedCompleti
     """What a library parsed, without mistaking tags that arguments or answers quote for those of the format."""
     hermes = parse_text(text, parse_hermes)
     is_failed = any(call.error is not None for call in parsed.calls)
-    if is_failed and hermes.calls and all(call.error is None for call in hermes.calls):
+    is_cut = "</tool_call>" in parsed.content and bool(parsed.calls)
+    if (is_failed or is_cut) and hermes.calls and all(call.error is None for call in hermes.calls):
         return hermes
-    if "</tool_call>" in parsed.content and parsed.calls and not is_failed:
+    if is_cut and not is_failed:
         error = "the call's arguments quote </tool_call>, which ends a call in this format; write it differently"
         return replace(parsed, calls=[ToolCall(error=error)])
     if "<think>" in text and parsed.reasoning.strip() != hermes.reasoning:

@@ -13,6 +13,7 @@ from lightrl.trajectory import JsonObject
 from lightrl.workflows.tools import ToolServer, read_parts, run_apart
 
 _START_TIMEOUT_S = 60.0  # a program may import much before it answers
+_INVALID_PARAMS = -32602  # JSON-RPC's
 
 
 class MCPServer(ToolServer):
@@ -59,6 +60,8 @@ class MCPServer(ToolServer):
             result = await self._client.call_tool(name, arguments)
             parts = [part.model_dump() for part in result.content]
         except Exception as error:  # noqa: BLE001  # the package has errors of many kinds
+            if getattr(error, "code", None) == _INVALID_PARAMS:  # the policy's
+                raise ValueError(_first(error)) from None
             raise RolloutError(f"The MCP server {self.name!r} failed in {name}: {_first(error)}.") from None
         return read_parts(parts, is_error=bool(result.is_error), structured=result.structured_content)
 

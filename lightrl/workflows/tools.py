@@ -40,7 +40,9 @@ from lightrl.trajectory import CLOSED_THOUGHT, LEADING_THOUGHTS, JsonMapping, Js
 from lightrl.workflows.environment import CheckedStep, Environment, Observation, Step, call_environment
 
 _T = TypeVar("_T")
-_CALL_OR_THOUGHT = re.compile(rf"<tool_call>\s*|{CLOSED_THOUGHT}", re.DOTALL)
+# A tag in quotes is spoken of.
+CALL_START = re.compile("(?<![\"'`])<tool_call>|<tool_call>(?![\"'`])")
+_CALL_OR_THOUGHT = re.compile(rf"(?:{CALL_START.pattern})\s*|{CLOSED_THOUGHT}", re.DOTALL)
 _CALL_END = re.compile(r"\s*(?:</tool_call>|\Z)")
 _JSON = json.JSONDecoder()
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -108,6 +110,7 @@ def _hermes_call(text: str, start: int) -> tuple[ToolCall, int]:
     end = len(text) if (closing := text.find("</tool_call>", start)) < 0 else closing
     try:
         record, position = _JSON.raw_decode(text, start)
+        json.dumps(record, ensure_ascii=False, allow_nan=False).encode()  # no NaN, no half of a character
         after = _CALL_END.match(text, position)
         if after is None:
             raise ValueError(f"Extra data: {text[position : max(end, position + 1)]!r:.40}")
@@ -156,13 +159,7 @@ class Tool:
         Raises:
             ValueError: for the policy to read.
         """
-        parameters = self.schema["function"]["parameters"]
-        schemas, required = parameters.get("properties", {}), parameters.get("required", ())
-        fitted = {
-            name: _fitted(value, schemas.get(name), name)
-            for name, value in arguments.items()
-            if value is not None or name in required or "null" in _types_of(schemas.get(name))
-        }
+        fitted = _fitted_fields(arguments, self.schema["function"]["parameters"])
         try:
             inspect.signature(self.function).bind(**fitted)
         except TypeError as error:
@@ -179,6 +176,16 @@ def _types_of(schema: Any) -> set[str]:
     return types | {"null"} if fields.get("nullable") else types
 
 
+def _fitted_fields(values: JsonMapping, schema: JsonMapping) -> JsonObject:
+    """The values as this schema of an object has them, without an optional one that is null where none may be."""
+    schemas, required = schema.get("properties", {}), schema.get("required", ())
+    return {
+        name: _fitted(value, schemas.get(name), name)
+        for name, value in values.items()
+        if value is not None or name in required or "null" in _types_of(schemas.get(name))
+    }
+
+
 def _fitted(value: Any, schema: Any, name: str) -> Any:
     """The value, with 5 for 5.0 where the schema has integers; ValueError if its type is wrong."""
     types = _types_of(schema)
@@ -190,10 +197,7 @@ def _fitted(value: Any, schema: Any, name: str) -> Any:
     inner = schema if isinstance(schema, Mapping) else {}
     if isinstance(value, list):
         return [_fitted(item, inner.get("items"), name) for item in value]
-    if isinstance(value, dict):
-        fields = inner.get("properties", {})
-        return {field: _fitted(item, fields.get(field), field) for field, item in value.items()}
-    return value
+    return _fitted_fields(value, inner) if isinstance(value, dict) else value
 
 
 class ToolServer(ABC):

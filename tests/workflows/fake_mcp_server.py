@@ -35,6 +35,8 @@ for line in sys.stdin:
         if item == "tea":
             content.append({"type": "image", "data": "iVBORw0=", "mimeType": "image/png"})
         answer["result"] = {"content": content, "isError": item != "tea"}
+        if item == "?":
+            answer = {"error": {"code": -32602, "message": "an item is a word"}}
     else:
         answer["error"] = {"code": -32601, "message": "Method not found"}
     print(json.dumps({"jsonrpc": "2.0", "id": request["id"], **answer}), flush=True)  # noqa: T201

@@ -103,6 +103,11 @@ def test_a_quoted_tag_is_an_argument_or_an_error_but_never_cuts_it_for_a_respons
     assert parse(f"<think>a</think>{answer}<|im_end|>", template) == ParsedCompletion(answer, "a", [])
 
 
+def test_an_answer_that_quotes_the_end_of_a_call_keeps_its_call_for_a_response_template() -> None:
+    text = 'End with `</tool_call>`. <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call><|im_end|>'
+    assert parse(text, HERMES) == ParsedCompletion("End with `</tool_call>`.", "", [ToolCall("add", {"a": 2})])
+
+
 def test_a_parser_of_the_users_own_goes_before_the_template() -> None:
     parsed = parse("<think>no</think>add", QWEN_XML, tool_parser=lambda text: [ToolCall(text.strip())])
     assert parsed.calls == [ToolCall("add")]

@@ -49,11 +49,12 @@ async def answers(server: MCPServer, *items: str) -> list[Any]:
 
 def test_each_trajectory_has_a_session_and_reads_text_images_and_errors() -> None:
     async def two_trajectories() -> list[list[Any]]:
-        return await asyncio.gather(answers(MCPServer(FAKE), "tea", "tea"), answers(MCPServer(FAKE), "milk"))
+        return await asyncio.gather(answers(MCPServer(FAKE), "tea", "tea"), answers(MCPServer(FAKE), "milk", "?"))
 
     image = {"type": "image", "image": "data:image/png;base64,iVBORw0="}
     tea = [[{"type": "text", "text": f"3, call {number}\n"}, image] for number in (1, 2)]
-    assert asyncio.run(two_trajectories()) == [tea, ["Error: ValueError: no milk here"]]
+    errors = [f"Error: ValueError: {text}" for text in ("no milk here", "an item is a word")]
+    assert asyncio.run(two_trajectories()) == [tea, errors]
 
 
 def test_the_servers_tools_are_shown_next_to_functions() -> None:

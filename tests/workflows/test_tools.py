@@ -13,6 +13,7 @@ from chat_texts import END, WITH_TOOLS, Scripted, chat_prompt, chat_tokenizer, i
 from lightrl.errors import RewardError, RolloutError
 from lightrl.trajectory import Prompt, split_thinking
 from lightrl.workflows import MultiTurn, ToolEnvironment
+from lightrl.workflows.completion_parser import parse_text
 from lightrl.workflows.tools import (
     Tool,
     ToolCall,
@@ -144,6 +145,27 @@ def test_null_and_integral_numbers_reach_a_tool_as_its_schema_has_them(arguments
 def test_an_argument_of_a_servers_tool_may_have_any_schema(schema: Any):
     tool = Tool("f", lambda **given: "", {"function": {"parameters": {"properties": {"a": schema}}}})
     assert tool.fitted({"a": {"b": [1.0, None]}, "c": None}) == {"a": {"b": [1.0, None]}, "c": None}
+
+
+def test_an_optional_field_within_an_argument_may_be_null_too():
+    inner = {"type": "object", "properties": {"low": {"type": "integer"}, "high": {"type": "integer"}}}
+    schema = {"properties": {"range": inner | {"required": ["low"]}}}
+    tool = Tool("f", lambda **given: "", {"function": {"parameters": schema}})
+    assert tool.fitted({"range": {"low": 1.0, "high": None}}) == {"range": {"low": 1}}
+    with pytest.raises(ValueError, match="'low' is None, expected integer"):
+        tool.fitted({"range": {"low": None}})
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"'])
+def test_a_call_with_what_json_or_a_tokenizer_cannot_write_is_malformed(value: str):
+    (made,) = parse_hermes(CALL.replace("4", value))
+    assert made.error is not None
+
+
+def test_a_tag_in_quotes_begins_no_call():
+    text = "Write `<tool_call>` and `</tool_call>`. "
+    assert parse_hermes(text) == []
+    assert parse_text(text + CALL, parse_hermes).content == text.strip()
 
 
 QUOTES = ["<think>x</think>", "</think>", "<think>", "a </tool_call> b", '"</tool_call>\\', f"<think>{CALL}</think>"]
