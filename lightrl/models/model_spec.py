@@ -87,16 +87,15 @@ def check_family(config: PretrainedConfig, source: str) -> None:
         )
 
 
-def check_outputs(config: PretrainedConfig, source: str, options: Mapping[str, object] | None = None) -> None:
-    """Raises ValueError for a config that asks for a further loss or for outputs without names; `options` win."""
+def check_outputs(config: PretrainedConfig, source: str) -> None:
+    """Raises ValueError for a config that asks for a further loss or for outputs without names."""
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        chosen: Mapping[str, object] = (options or {}) if part is config else {}
-        if chosen.get("output_router_logits", getattr(part, "output_router_logits", False)):
+        if getattr(part, "output_router_logits", False):
             raise ValueError(
                 f"{source} has output_router_logits=true, which asks for the balancing loss of a mixture, but no "
                 "algorithm adds that loss yet. Set it to false in its config."
             )
-        if chosen.get("return_dict", getattr(part, "return_dict", True)) is False:
+        if getattr(part, "return_dict", True) is False:
             raise ValueError(f"{source} has return_dict=false, but outputs are read by name. Set it to true.")
 
 

@@ -38,7 +38,7 @@ def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) 
         )
     for name, role in planned_roles(module).items():
         if role.spec.url is None:
-            check_outputs(role.spec.load_config(), f"The {name}", role.spec.options)
+            check_outputs(role.spec.load_config(), f"The {name}")
 
 
 def named_strategy(strategy: Strategy | str) -> Strategy | str:

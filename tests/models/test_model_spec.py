@@ -31,12 +31,12 @@ def test_a_spec_that_cannot_load_is_refused(fields: dict[str, Any], message: str
 
 
 @pytest.mark.parametrize("settings", [{"output_router_logits": True}, {"return_dict": False}], ids=str)
-@pytest.mark.parametrize("where", ["config", "options", "the text model's config"])
+@pytest.mark.parametrize("where", ["config", "the text model's config"])
 def test_a_config_that_asks_for_other_outputs_is_refused_by_the_settings_name(where: str, settings: Any) -> None:
-    changes = {"config": settings, "options": {}}.get(where, {"model_type": "llama4", "text_config": settings})
-    spec = tiny_spec(config={"model_type": "qwen3_moe", **changes}, options=settings if where == "options" else {})
+    changes = settings if where == "config" else {"model_type": "llama4", "text_config": settings}
+    spec = tiny_spec(config={"model_type": "qwen3_moe", **changes})
     with pytest.raises(ValueError, match=r"has (output_router_logits=true|return_dict=false), (which asks|but)"):
-        check_outputs(spec.load_config(), "The policy", spec.options)
+        check_outputs(spec.load_config(), "The policy")
 
 
 def test_a_hub_name_is_not_taken_for_a_folder() -> None:
