@@ -53,6 +53,7 @@ class GRPO(RLModule):
         kwargs: those of RLModule.
     """
 
+    fixed_settings = RLModule.fixed_settings | {"reference_kl"}
     # Whether the KL term is taken off the rewards instead of added to the loss.
     kl_in_reward: bool = False
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import lightrl
 import lightrl.functional
-from lightrl import Experience, ModelCall, Outputs, RLCallback, RLModule, Sampling, Trajectory
+from lightrl import GRPO, Experience, ModelCall, Outputs, RLCallback, RLModule, Sampling, Trajectory
 from lightrl.trajectory import Group
 
 HOOKS = [
@@ -62,7 +62,7 @@ def test_a_setting_that_a_run_has_read_is_fixed_until_its_end(hook: str, tmp_pat
     module, refused = TinyGRPO(), set()
 
     def set_all(*_: Any) -> None:
-        for name in RLModule.fixed_settings:
+        for name in GRPO.fixed_settings:
             with pytest.raises(ValueError, match=rf"TinyGRPO\.{name} cannot be set during a run"):
                 setattr(module, name, getattr(module, name))
             refused.add(name)
@@ -70,7 +70,7 @@ def test_a_setting_that_a_run_has_read_is_fixed_until_its_end(hook: str, tmp_pat
 
     setattr(module, hook, set_all)
     train(tmp_path, module, max_steps=2, callbacks=[lightrl.StalenessControl(1)])
-    assert {"sampling", "group_size", "lr", "num_minibatches"} < refused == RLModule.fixed_settings
+    assert {"sampling", "group_size", "lr", "reference_kl"} < refused == GRPO.fixed_settings
     module.group_size = 2  # the run has ended
     setattr(module, hook, lambda *_: None)
     train(tmp_path, module, max_steps=1)
