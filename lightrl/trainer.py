@@ -292,8 +292,8 @@ class Trainer(RLTrainer):
             self._restoring = kwargs.get("ckpt_path")
             self.strategy.optimizers = []  # an earlier fit's: until this one has its own, settings may change
         try:
-            if self.is_global_zero:
-                keep_rows(self.loggers)
+            if self.is_global_zero and (self._restoring or self.state.fn != TrainerFn.FITTING):
+                keep_rows(self.loggers)  # a new run has its own: Lightning warns, and removes those of another
             return super()._run(*args, **kwargs)
         except Exception as error:  # any error may follow from that of another rank
             ranks = ranks_of(self.strategy)

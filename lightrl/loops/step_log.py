@@ -8,6 +8,7 @@ Everything that reads metrics (loggers, callbacks, progress bar) gets both kinds
 from __future__ import annotations
 
 import csv
+import os
 import traceback
 import warnings
 from collections.abc import Iterable, Mapping
@@ -116,6 +117,7 @@ def keep_rows(loggers: Iterable[Logger]) -> None:
                 writer = logger.experiment
         finally:
             kept.replace(path)
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # a killed process may have left a part of a row
         with path.open(newline="", encoding="utf-8") as file:
             writer.metrics_keys = next(csv.reader(file), [])
 

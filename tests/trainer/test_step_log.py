@@ -84,11 +84,16 @@ def test_a_resumed_run_continues_the_csv_file_of_its_fixed_folder(tmp_path: Path
         return train(tmp_path, module=Grumbling(), max_steps=steps, logger=logger, log_every_n_steps=1, **settings)
 
     fit(2).save_checkpoint(tmp_path / "two.ckpt")
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("1.0,")  # of a row, when its process was killed
     fit(3, ckpt_path=tmp_path / "two.ckpt")
     with (tmp_path / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows if row["own/\\ud800"]] == ["0", "1", "2"]
     assert not list(tmp_path.glob("*.kept"))
+    with pytest.warns(UserWarning, match="Previous log files in this directory will be deleted"):
+        fit(1)
+    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 2  # of the new run alone
 
 
 @pytest.mark.filterwarnings("ignore:Experiment logs directory")
