@@ -291,7 +291,8 @@ class RolloutLoop(_AutomaticOptimization):
                 norm = self.guard.check(parameters, zero_grad, max_in_a_row=bound, ranks=self.ranks)
                 for name, part in parts_of_roles.items() if math.isfinite(norm) else ():
                     key = "grad_norm" if name == "policy" else f"{name}/grad_norm"
-                    norms[key] = self.ranks.total_norm([item.grad for item in part if item.grad is not None])
+                    gradients = [item.grad for item in part if item.grad is not None]
+                    norms[key] = norm if len(part) == len(parameters) else self.ranks.total_norm(gradients)
             return losses[0].parts.get("loss", torch.zeros(2))[0]
 
         with trainer.profiler.profile("rl/optimizer_step"):
