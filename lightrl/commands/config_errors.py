@@ -149,14 +149,14 @@ def read_texts(parser: ArgumentParser, user_settings: UserSettings) -> None:
                 continue
         with contextlib.suppress(UsageError):  # which the parser raises too
             hint = type_of_setting(path.removesuffix("+"), Keys.of_parser(parser), user_settings.settings)
-            value = _text_value(typed, hint, is_item=path.endswith("+"))
+            value = value_of_text(typed, hint, is_item=path.endswith("+"))
             if value is not None:
                 values_of_texts[typed] = value
                 if not path.endswith("+"):
                     user_settings.set(path, value)
 
 
-def _text_value(typed: str, hint: object, *, is_item: bool) -> object:
+def value_of_text(typed: str, hint: object, *, is_item: bool) -> object:
     """`typed` as a text, or as a list or mapping of texts; None if this type takes anything else."""
     kinds = set(typing.get_args(hint) if _is_union(hint) else [hint]) - {type(None)}
     texts = {str, Path}

@@ -48,7 +48,7 @@ _SHUTDOWN_TIMEOUT_S = 1.0
 _KEEPALIVE_TIMEOUT_S = 3600.0  # longer than any client's, or one could write to a connection that is closing
 _BACKLOG = 1024  # connections that many agents open at once
 _HEADERS_S = 30.0  # within which a connection must send a request with a key
-_UNDER_PRESSURE_S = 1.0  # the same while more connections wait
+UNDER_PRESSURE_S = 1.0  # the same while more connections wait
 _BODY_S = 60.0
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -155,12 +155,12 @@ class OpenAIEndpoint:
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError:  # it is gone, or others have all files
-                await asyncio.sleep(_UNDER_PRESSURE_S)
+                await asyncio.sleep(UNDER_PRESSURE_S)
                 continue
             try:
                 while len(self._keyless) >= num_files // 8 or len(server.connections) >= num_files * 3 // 4:
-                    self._close_keyless(_UNDER_PRESSURE_S)
-                    await asyncio.sleep(_UNDER_PRESSURE_S / 10)
+                    self._close_keyless(UNDER_PRESSURE_S)
+                    await asyncio.sleep(UNDER_PRESSURE_S / 10)
                 transport, _ = await loop.connect_accepted_socket(server, connection)
             except BaseException:  # re-raised, such as the end of the endpoint
                 connection.close()

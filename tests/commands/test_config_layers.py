@@ -14,7 +14,7 @@ from jsonargparse import get_loader
 from parsed import parsed
 
 from lightrl.commands.cli import LightRLCLI
-from lightrl.commands.config_errors import _text_value
+from lightrl.commands.config_errors import value_of_text
 from lightrl.commands.config_layers import UsageError, UserSettings
 from lightrl.commands.main import main
 from lightrl.commands.serve import settings_of
@@ -176,4 +176,4 @@ def test_a_flag_for_a_text_is_what_was_typed_and_reads_back_from_the_saved_file(
     ],
 )
 def test_lists_and_mappings_of_texts_have_texts_alone(hint, typed, value):
-    assert _text_value(typed, hint, is_item=False) == value
+    assert value_of_text(typed, hint, is_item=False) == value

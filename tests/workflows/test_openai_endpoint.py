@@ -400,7 +400,7 @@ def test_connections_without_a_key_leave_most_files_to_the_trainer_and_others_st
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(openai_endpoint.resource, "getrlimit", lambda _: (80, 80))  # so 10 without a key
-    monkeypatch.setattr(openai_endpoint, "_UNDER_PRESSURE_S", 0.1)
+    monkeypatch.setattr(openai_endpoint, "UNDER_PRESSURE_S", 0.1)
 
     async def agent(prompt: Prompt, base_url: str, api_key: str) -> float:
         address = ("127.0.0.1", urlsplit(base_url).port)
