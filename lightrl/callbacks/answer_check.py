@@ -1,8 +1,9 @@
 """AnswerCheck: what the engine sampled, against the trainer under the weights that sampled it, before it is trained on.
 
-Each iteration a few trajectories are scored once more. The newest tokens of each are of one weight version, of which
-the trainer has a copy in host memory while they may be stale. The engine's logprobs must be the trainer's, to rounding.
-And the tokens must be as likely as their distribution says, which finds a server that samples otherwise than asked.
+Each iteration a few trajectories are scored once more: the tokens of each one's oldest and newest weight version, of
+which the trainer has a copy in host memory while they may be stale. The engine's logprobs must be the trainer's, to
+rounding. And the oldest tokens must be as likely as their distribution says, which finds a server that samples
+otherwise than asked; whether the newest ones are there to count depends on what came before, which was no end.
 
 For a function f of a token, exp(λ f) / E[exp(λ f)] has the mean 1, whatever came before; so the product over all
 tokens exceeds e^35 with a chance of e^-35. f is the logprob: λ > 0 collects what is too likely (temperature 0, a
@@ -69,11 +70,12 @@ class AnswerCheck:
         """Raises WeightSyncError or EngineError, the same on every rank; collective."""
         ranks, present = ranks_of(trainer.strategy), trainer.weight_version
         places = kept_places(len(minibatch), minibatch.num_loss_tokens, NUM_TOKENS)
-        newest = minibatch.version_bounds[1].tolist()
+        bounds = torch.stack(minibatch.version_bounds, 1).tolist()
         rows_of: dict[int, list[int]] = {}
         for row in sorted((place + present) % len(minibatch) for place in places):
-            if self.has_sampled(newest[row]) and (newest[row] == present or newest[row] in self._weights):
-                rows_of.setdefault(newest[row], []).append(row)
+            for version in {*bounds[row]}:
+                if self.has_sampled(version) and (version == present or version in self._weights):
+                    rows_of.setdefault(version, []).append(row)
         evidence = torch.zeros(2)
         for version, rows in rows_of.items():
             sums, largest = torch.zeros(5), torch.zeros(1)
@@ -114,6 +116,7 @@ def _measure(
 ) -> tuple[Tensor, Tensor]:
     """Number, differences, entropies and evidence of this rank's tokens, summed; the largest difference."""
     rated, own = part.rollout_part(), set(part.local_rows.tolist())
+    oldest = part.version_bounds[0].to(module.device)
     rows = microbatch_rows(rated, ranks_of(trainer.strategy).of_role("policy"), module.microbatch_tokens)
     topk = min(TOP, module.policy_config.get_text_config().vocab_size)
     whole = replace(rated, tokens={name: it for name, it in rated.tokens.items() if name != "supports"})
@@ -133,7 +136,8 @@ def _measure(
                 numbers = [float(mask.sum()), float(differences.sum()), float(outputs.entropy[mask].sum())]
                 sums[:3] += torch.tensor(numbers)
                 largest = largest.maximum(differences.amax().cpu())
-            if num:
+            mask &= (oldest[index] == version)[:, None]
+            if num and mask.any():
                 is_sampled = outputs.teacher_topk_ids[mask] == batch.token_ids[mask][:, None]
                 margin_nats = mismatch_bound_nats(rounding, float(outputs.entropy[mask].mean()))
                 top = outputs.teacher_topk[mask].float()

@@ -14,7 +14,7 @@ from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 from waits import Deadlines, until
 
-from lightrl import LocalEngine, ModelSpec, Role, SGLangEngine, StalenessControl
+from lightrl import LocalEngine, ModelSpec, Role, Sampling, SGLangEngine, StalenessControl
 from lightrl.callbacks.probe import MIN_MISMATCH_TOKENS, MISMATCH_NATS, bound_nats
 from lightrl.engines.abilities import HasReplicas
 from lightrl.engines.engine import RolloutEngine
@@ -212,6 +212,24 @@ def test_a_server_that_samples_otherwise_than_asked_ends_the_run(max_staleness, 
     with pytest.raises(EngineError, match=r"sampled are too likely for temperature=1, .* a chance of e\^-\d\d"):
         trainer.fit(TinyGRPO(lr=0.0, group_size=32), Digits())
     assert trainer.global_step <= 3
+
+
+class LoadsBeforeTheEnd(Lying):
+    """Only the last token of a completion is of weights that came meanwhile."""
+
+    async def generate(self, token_ids, sampling, **settings):
+        version = self.weight_version
+        (found,) = await LocalEngine.generate(self, token_ids, sampling, **settings)
+        for _ in range(200 if version else 0):
+            await asyncio.sleep(0.01 if self.weight_version == version else 0)
+        return [replace(found, weight_versions=[*found.weight_versions[:-1], self.weight_version])]
+
+
+def test_ends_alone_after_a_load_are_no_evidence(tmp_path):
+    peaked = ModelSpec(config={**CONFIG, "initializer_range": 0.4}, tokenizer="tiny_run.tokenizer", seed=3)
+    trainer = make_trainer(tmp_path, engine=LoadsBeforeTheEnd(None), callbacks=[StalenessControl(2)], max_steps=12)
+    trainer.fit(TinyGRPO(peaked, lr=0.0, group_size=32, sampling=Sampling(max_new_tokens=12)), Digits(4))
+    assert trainer.global_step == 12
 
 
 class TwoReplicas(LocalEngine):
