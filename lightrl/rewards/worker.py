@@ -159,12 +159,17 @@ def _guard(worker: int, parent: int, requests: int) -> NoReturn:
     mirror = threading.Thread(target=_end_like, args=(worker,), daemon=True)
     mirror.start()
     signal.signal(signal.SIGTERM, lambda *_: parent_guard.kill_group(worker))
-    signal.signal(signal.SIGUSR1, lambda *_: os.kill(worker, signal.SIGUSR1))
+    signal.signal(signal.SIGUSR1, lambda *_: _show_stack(worker))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     parent_guard.wait_for_parent(parent, requests, until=lambda: parent_guard.reap_orphans(worker))
     parent_guard.kill_group(worker)
     mirror.join()
     raise AssertionError("the mirror ends this process")
+
+
+def _show_stack(worker: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended, and what is below it ends within the grace
+        os.kill(worker, signal.SIGUSR1)
 
 
 def _end_like(worker: int) -> NoReturn:
