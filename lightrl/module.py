@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightrl.checks.bounds import check_bounds, check_choice, check_effect, check_positive
+from lightrl.checks.bounds import check_adamw, check_bounds, check_choice, check_effect, check_positive
 from lightrl.dataflow import DataFlowGraph, ModelCall, iteration_graph
 from lightrl.errors import RewardError
 from lightrl.experience import Experience, LossUnit
 from lightrl.functional import group_advantages
-from lightrl.models import LONGROPE_LENGTH, ModelSpec, Outputs, ParallelModel, Role, check_adamw, context_tokens
+from lightrl.models import LONGROPE_LENGTH, ModelSpec, Outputs, ParallelModel, Role, context_tokens
 from lightrl.models import Metric as LossMetric
 from lightrl.models.chat_template import stop_token_ids
 from lightrl.models.images import ImageReader

@@ -52,7 +52,7 @@ from lightrl.loops import (
     logging_allowed,
 )
 from lightrl.models import LoRA, ModelSpec, Role, RoleMesh
-from lightrl.models.optimizer import rounding_warning
+from lightrl.models.precision import rounding_warning
 from lightrl.models.routes import NOT_COMPILED, RouteLayout
 from lightrl.module import RLModule, TrainedModule
 from lightrl.rewards.length_penalty import OverlongPenalty

@@ -27,7 +27,7 @@ from lightrl.functional import (
 )
 from lightrl.models import ModelSpec, Role
 from lightrl.models.model_folder import ModelDescription
-from lightrl.models.optimizer import keep_float32
+from lightrl.models.precision import keep_float32
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

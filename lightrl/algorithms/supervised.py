@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lightrl.checks.bounds import check_bounds, check_choice
+from lightrl.checks.bounds import check_adamw, check_bounds, check_choice
 from lightrl.data import ChatBatch, PairBatch
-from lightrl.models import ModelSpec, ParallelModel, Role, check_adamw, context_tokens
+from lightrl.models import ModelSpec, ParallelModel, Role, context_tokens
 from lightrl.models.images import ImageReader
 from lightrl.models.model_folder import fill_in, keep_trained
 from lightrl.models.optimizer import own_parameters, with_schedule

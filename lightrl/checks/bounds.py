@@ -76,3 +76,14 @@ def check_same_shape(**tensors: Tensor) -> None:
                 "equal. Align both to the tokens they describe; value[:, None].expand(B, T) turns a value per "
                 "trajectory into one per token."
             )
+
+
+def check_adamw(
+    *, lr: float | None = None, weight_decay: float | None = None, betas: Sequence[float] = (0.0, 0.0)
+) -> None:
+    """Raises ValueError if a setting of AdamW is out of its range, before there is a model."""
+    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be >= 0, got {value}.")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must be two numbers from 0 to below 1, such as (0.9, 0.95), got {betas}.")

@@ -12,6 +12,7 @@ Reading order:
     hybrids.py        layers that keep states of fixed size, next to key-values
     model_folder.py   models as Hugging Face folders, complete or absent
     optimizer.py      parameters by role, and the schedule of the learning rate
+    precision.py      what stays float32 in bfloat16 models, and a warning about the rest
     chat_template.py  chats as text, what the policy generated, and which ids end a completion
 
 May import: errors, checks, trajectory, experience, functional, weights. To support one more model family, nothing is
@@ -28,7 +29,6 @@ from lightrl.models.model_spec import (
     scalar_head,
     untrained_reward_model,
 )
-from lightrl.models.optimizer import check_adamw
 from lightrl.models.parallel_model import (
     Backward,
     Candidates,
@@ -42,6 +42,6 @@ from lightrl.models.role import Role, RoleMesh, models_made_by
 
 __all__ = ["LoRA"]
 __all__ += ["CONTEXT", "LONGROPE_LENGTH", "ModelSpec", "context_tokens", "is_silent", "scalar_head"]
-__all__ += ["untrained_reward_model", "check_adamw"]
+__all__ += ["untrained_reward_model"]
 __all__ += ["Backward", "Candidates", "LossFunction", "Metric", "Outputs", "ParallelModel", "teacher_candidates"]
 __all__ += ["Role", "RoleMesh", "models_made_by"]

@@ -23,7 +23,7 @@ from lightrl.checks.bounds import check_bounds, check_positive
 from lightrl.models.images import image_kind
 from lightrl.models.model_spec import check_files
 from lightrl.models.moe import moe_blocks, router_of
-from lightrl.models.optimizer import keep_float32
+from lightrl.models.precision import keep_float32
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,31 +1,15 @@
-"""The optimizer of an RLModule: parameters by role, their precision, a learning rate that follows the iterations."""
+"""The optimizer of an RLModule: parameters by role, a learning rate that follows the iterations."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
 
 if TYPE_CHECKING:
     from lightrl.models.role import Role
-
-_NUM_SAMPLED = 2**20  # weights of a parameter
-_MOST = 0.9  # of the weights must be able to change
-
-
-def check_adamw(
-    *, lr: float | None = None, weight_decay: float | None = None, betas: Sequence[float] = (0.0, 0.0)
-) -> None:
-    """Raises ValueError if a setting of AdamW is out of its range, before there is a model."""
-    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-        if value is not None and not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be >= 0, got {value}.")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas must be two numbers from 0 to below 1, such as (0.9, 0.95), got {betas}.")
 
 
 def model_children(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -66,54 +50,6 @@ def parameter_groups(
         settings = {"lr": lr if roles[name].lr is None else roles[name].lr, "weight_decay": roles[name].weight_decay}
         groups.append({"params": items, **{key: value for key, value in settings.items() if value is not None}})
     return groups
-
-
-def keep_float32(module: torch.nn.Module) -> None:
-    """Makes a module float32, which it stays when the model around it is rounded, as `bf16-true` does.
-
-    For what changes by less than bfloat16 resolves: adapters, heads and averages.
-    """
-    module.float()
-    module._apply = functools.partial(_apply_unrounded, module)  # type: ignore[method-assign]
-
-
-def _apply_unrounded(module: torch.nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    def unrounded(tensor: Tensor) -> Tensor:
-        changed = change(tensor)
-        return changed if changed.element_size() >= tensor.element_size() else tensor.to(changed.device)
-
-    return type(module)._apply(module, unrounded, recurse)  # type: ignore[no-untyped-call]
-
-
-@torch.no_grad()
-def rounding_warning(
-    optimizers: Iterable[torch.optim.Optimizer], total: Callable[[Tensor], Tensor] = lambda counts: counts
-) -> str | None:
-    """The warning about trained weights below float32 that steps of their `lr` cannot change; None if most can.
-
-    AdamW moves a weight by about `lr`, and less than half of the distance to the next number is rounded away.
-
-    Args:
-        total: sums counts over ranks.
-    """
-    counts, lrs = torch.zeros(2, dtype=torch.float64), set[float]()
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        lr = float(group.get("initial_lr", group["lr"]))
-        for parameter in group["params"] if lr else ():
-            part = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            if part.element_size() < 4 and part.numel():
-                some = part.flatten()[:: part.numel() // _NUM_SAMPLED + 1]
-                up, down = ((some.float() + step).to(some.dtype) != some for step in (lr, -lr))
-                lrs.add(lr)
-                counts += part.numel() * torch.tensor([1.0, float((up | down).double().mean())])
-    num, num_movable = total(counts).tolist()
-    if num_movable >= _MOST * num:
-        return None
-    return (
-        f"An update of {' or '.join(f'{lr:g}' for lr in sorted(lrs))} (lr) can change {num_movable / num:.1%} of the "
-        "trained weights that are below float32, bfloat16 for example: the others round it away. Use float32 weights "
-        "(no dtype, trainer.precision bf16-mixed), lora, whose adapters are float32, or a larger lr."
-    )
 
 
 def with_schedule(

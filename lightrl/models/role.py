@@ -9,10 +9,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from lightrl.checks.bounds import check_bounds
+from lightrl.checks.bounds import check_adamw, check_bounds
 from lightrl.models.lora import LoRA
 from lightrl.models.model_spec import ModelSpec, is_silent, untrained_reward_model
-from lightrl.models.optimizer import check_adamw
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

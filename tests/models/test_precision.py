@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightrl.models.optimizer import rounding_warning
+from lightrl.models.precision import rounding_warning
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
