@@ -35,6 +35,9 @@ _UNBRACED = re.compile(
 )
 _LATEX_SPACING = re.compile(r"\\[,!;:> ]|\\q?quad\b|~|\\(?:left|right|displaystyle)\b")
 _LATEX_UNIT = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|operatorname)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_UNIT_FRACTION = re.compile(
+    r"\\[dt]?frac\s*\{(\s*\\(?:text|mathrm)\s*\{[^{}]*\}[^{}]*)\}\s*\{(\s*\\(?:text|mathrm)(?:[^{}]|\{[^{}]*\})*)\}"
+)
 _SPOKEN = re.compile(r"\banswer(?:\s+is\b|\s*:)\s*:?", re.IGNORECASE)
 _END_OF_ANSWER = re.compile(r"[.!?](?=[\s*$]|$)|\s(?:because|since)\s")
 _CHOICE = re.compile(r"\(?([A-J])\)?")
@@ -50,8 +53,9 @@ _CHARACTERS = str.maketrans(
         **dict.fromkeys("‐‑‒–—―−﹣－", "-"),
         **{"。": ".", "、": ",", "⁄": "/", "∕": "/", "×": r"\times ", "·": r"\cdot ", "∙": r"\cdot ", "π": r"\pi "},
         **{"√": r"\sqrt ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "∈": r"\in ", "±": r"\pm "},
-        **{"°": r"^\circ ", "∅": r"\emptyset ", "→": r"\to ", "ℝ": r"\mathbb{R} ", "∠": r"\angle ", "≠": r"\ne "},
+        **{"°": r"^\circ ", "∅": r"\emptyset ", "→": r"\to ", "≡": r"\equiv ", "∠": r"\angle ", "≠": r"\ne "},
         **{"≥": r"\ge ", "∩": r"\cap ", "△": r"\triangle ", "¬": r"\neg ", "∧": r"\land ", "∨": r"\lor "},
+        **{letter: rf"\mathbb{{{name}}} " for letter, name in zip("ℝℕℤℚℂ", "RNZQC", strict=True)},
     }
 )
 _SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
@@ -79,7 +83,8 @@ _REPEATING = re.compile(
     r"|\\dot\s*\{?([0-9])\}?(?:([0-9]*)\\dot\s*\{?([0-9])\}?)?)"
 )
 _ORDINAL = re.compile(
-    r"(?<=1)st\b|(?<=2)nd\b|(?<=3)rd\b|(?<=[0-9])th\b|(?<=[0-9])\s*\^\s*\{?\s*\\(?:text|mathrm)\s*\{(?:st|nd|rd|th)\}\s*\}?"
+    r"(?<=1)st\b|(?<=2)nd\b|(?<=3)rd\b|(?<=[0-9])th\b|(?<=[0-9])\s*\^\s*\{\s*(?:st|nd|rd|th)\s*\}"
+    r"|(?<=[0-9])\s*(?:\^\s*)?\{?\s*\\(?:text|mathrm)\s*\{(?:st|nd|rd|th)\}\s*\}?"
 )
 _BASE_WORDS = {"two": 2, "three": 3, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "sixteen": 16}
 _VARIABLE = re.compile(r"(?:\$?\\?[A-Za-z]+(?:_\{?\w+\}?)?'?(?:\([^()]*\))?)?")
@@ -199,7 +204,10 @@ def equals(answer: str, reference: str, *, is_marked_by: str = _BOXED) -> bool:
         return words == expected_words
     if _ELLIPSIS.search(answer + reference) or (_TIME.fullmatch(words) and _TIME.fullmatch(expected_words)):
         return False
-    choices = [text.replace(" and ", ",").upper() if " and " in text else text for text in (words, expected_words)]
+    choices = [
+        text.replace(" and ", ",").upper() if " and " in text or text.isalpha() else text
+        for text in (words, expected_words)
+    ]
     if all(map(_CHOICES.fullmatch, choices)) and not "".join(choices).isalpha():  # `A, C` is `AC`
         return sorted(re.findall("[A-J]", choices[0])) == sorted(re.findall("[A-J]", choices[1]))
     left, expected = _stated(reference)
@@ -293,7 +301,9 @@ def _raised(base: Fraction, exponent: int) -> Fraction:
 def _plain(text: str) -> str:
     r"""Replaces LaTeX of units, powers and currencies by plain text: `m\cdot s^{-2}` by `m * s**-2`."""
     text = re.sub(r"\\mu(?![A-Za-z])\s*(\\(?:text|mathrm)\s*\{)?", lambda match: f"{match[1] or ''}u", text)
+    text = _UNIT_FRACTION.sub(r" \1/(\2)", text)
     text = _LATEX_UNIT.sub(r" \1 ", _LATEX_SPACING.sub(" ", text.replace(r"\$", "$").replace(r"\%", "%")))
+    text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)", "*", text)
     text = re.sub(r"\^\s*\{?\s*\\circ(?![A-Za-z])\s*\}?|\\degree(?![A-Za-z])", " deg ", text)
     text = re.sub(r"([kMm]?)\s*\\Omega(?![A-Za-z])|Ω", r" \1ohm", re.sub(r"\bdeg\s+([CF])\b", r"deg\1", text))
     text = re.sub(r"\^\s*[{(]?\s*([-+]?[0-9]+)\s*[})]?", r"**\1", text)

@@ -41,13 +41,16 @@ _FUNCTIONS |= {f"arc{name}": f"a{name}" for name in ("sin", "cos", "tan")}
 _CALLS = {*"fghFGHO", r"\max", r"\min", r"\gcd", r"\lcm", r"\Re", r"\Im", r"\arg", r"\det"}
 _CONSTANTS = {"e": sympy.E, "i": sympy.I, r"\pi": sympy.pi, r"\infty": sympy.oo}
 _FONT = re.compile(
-    r"\\(?:text|math|operatorname|mbox|boldsymbol)(?:rm|bf|it|sf|tt|normal|up)?\*?\s*\{([^{}]*)\}"
+    r"\\(?:text|math|operatorname|mbox|boldsymbol)(?:rm|bf|it|sf|tt|normal|up|cal)?\*?\s*\{([^{}]*)\}"
     r"|\\ce\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
+)
+_ARRAY = re.compile(
+    r"(?:\\left\s*)?[(\[]\s*\\begin\s*\{array\}\s*\{[clr]*\}((?:(?!\\begin).)*?)\\end\s*\{array\}\s*(?:\\right\s*)?[)\]]"
 )
 _SENTENCE = re.compile(r"(?<![A-Za-z\\])(?:[A-Za-z]{2,}\s+[A-Za-z]|[A-Za-z]\s+[A-Za-z]{2})")
 _TOKEN = re.compile(
     r"\\(?:begin|end)\s*\{[a-z]+\*?\}|\\[A-Za-z]+|\\.|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\*\*|<=>|[<>!]=|[-=]>"
-    r"|(?<![A-Za-z\\])(?:arc(?=sin|cos|tan))?(?:sqrt|pi|infty|or|and|sinh?|cosh?|tanh?|cot|sec|csc|ln|log|exp)"
+    r"|(?<![A-Za-z\\])(?:arc(?=sin|cos|tan))?(?:sqrt|pi|infty|or|and|mod|sinh?|cosh?|tanh?|cot|sec|csc|ln|log|exp)"
     r"(?![A-Za-z])|[A-Za-z]|\S",
     re.DOTALL,
 )
@@ -61,7 +64,7 @@ _SPELLINGS = {
         "(": r"\langle \lparen", ")": r"\rangle \rparen", r"\to": r"\rightarrow \longrightarrow ->", "^": "**",
         r"\land": r"\wedge ∧", r"\lor": r"\vee ∨", r"\neg": r"\lnot ¬", r"\Rightarrow": r"\implies \Longrightarrow =>",
         r"\Leftrightarrow": r"\iff <=>", ":": r"\colon", "/": r"\div", r"\setminus": r"\backslash \smallsetminus",
-        ",": r"\quad \qquad ;", "%": r"\%",
+        ",": r"\quad \qquad ;", "%": r"\%", "T": r"\top \intercal", r"\pmod": r"\mod \bmod",
     }.items()
     for spelling in spellings.split()
 } | {"\\ ": ""}  # fmt: skip
@@ -121,6 +124,7 @@ def tokens(text: str) -> Tokens:
     text = re.sub(r"\^\s*\{?\s*\\circ(?![A-Za-z])\s*\}?", r"\\degree ", text)
     text = re.sub(r"\^\s*\{?\s*\\prime\s*\}?|’", "'", text)
     text = re.sub(r"(\\\\)\s*\[[^\]]*\]", r"\1", text)  # `\\[2pt]`
+    text = _ARRAY.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", text)
     text = re.sub(r"(\\(?:[dtc]?frac|nicefrac|sfrac|sqrt|binom))\s*([0-9])", r"\1{\2}", text)
     text = re.sub(r"(\\(?:[dtc]?frac|nicefrac|sfrac|binom)\s*\{[^{}]*\})\s*([0-9])", r"\1{\2}", text)
     if _SENTENCE.search(text):  # its words are no products
@@ -139,6 +143,7 @@ def tokens(text: str) -> Tokens:
             result[-3:] = [result[-2]]
     joined = " ".join(result[:-1] if result[-1:] == [","] else result)
     joined = re.sub(r"(\\(?:triangle|angle|square)) \{ ([A-Z ]+) \}", r"\1 \2", joined)
+    joined = re.sub(r"\( (\\pmod [^()]+) \)", r"\1", joined)
     return tuple(_ENDS.sub(lambda match: min(match[0], f"{match[1]} {match[4]} {match[3]}{match[2]}"), joined).split())
 
 
@@ -197,7 +202,7 @@ def _without_names(items: Tokens, *, are_names: bool) -> tuple[str, Tokens] | No
     names = [name for name, _ in named]
     if len(named) < len(sides) or (any(names[1:]) and not all(names)):
         return None
-    is_mapping = len(set(names)) == len(names) > 1 and all(names)
+    is_mapping = len(set(names)) == len(names) > 1 and all(names) and len(split(items, r"\or")) == 1
     if not is_mapping and any(names[1:]) and len(set(names)) > 1:
         return None
     values = [value for _, value in (sorted(named) if is_mapping else named)]
@@ -244,7 +249,8 @@ class _Reader:
         names = {value.name if isinstance(value, _Named) else None for value in values}
         if r"\or" in separators and len(names) == 1 and None not in names:
             return _Named(names.pop(), sympy.Union(*(value.values for value in values)))
-        return frozenset(values)
+        is_choice = r"\or" in separators and any(isinstance(value, _Relation) for value in values)
+        return (r"\or", frozenset(values)) if is_choice else frozenset(values)
 
     def _take(self, *wanted: str) -> str | None:
         if self._tokens[self._at] not in wanted:
@@ -265,8 +271,8 @@ class _Reader:
             sides.append(self._ratio())
         if not relations:
             return sides[0]
-        if relations == [r"\in"] and isinstance(sides[0], sympy.Symbol) and isinstance(sides[1], sympy.Set):
-            return _Named(sides[0], sides[1])
+        if relations == [r"\in"] and isinstance(sides[0], sympy.Symbol):
+            return _Named(sides[0], _as_set(sides[1]))
         differences = [_number(left) - _number(right) for left, right in itertools.pairwise(sides)]
         symbols = set().union(*(side.free_symbols for side in sides))
         if len(symbols) == 1 and not {"=", r"\in"} & {*relations}:

@@ -126,6 +126,42 @@ BOXED: dict[str, list[tuple[str, str, int]]] = {
         *[("6 dozen", "6", 0), ("6 thirds", "6", 0), ("6 plus zero", "6", 0), ("3万", "3", 0), ("5个", "5", 1)],
         *[("42 fluid ounces", "42", 1), ("3 bags of rice", "3", 1), ("4 km", "4 cm", 0), ("4 cm", "4 cm", 1)],
     ],
+    "one thing in another spelling": [
+        *[(r"9.8\,\frac{\mathrm{m}}{\mathrm{s}^2}", r"9.8\text{ m/s}^2", 1)],
+        *[("4^{th}", "4", 1), (r"4\text{th}", "4", 1), ("1.2 x 10^3", "1200", 1), ("1.2x", "1.2", 0)],
+        *[
+            ("x ≡ 3 (mod 7)", rf"x \equiv 3{mod}", 1)
+            for mod in (r"\pmod 7", r"\pmod{7}", r" \mod 7", r"\ (\mathrm{mod}\ 7)")
+        ],
+        *[
+            ("x ≡ 3 (mod 7)", r"x \equiv 3 \pmod{17}", 0),
+            ("x ≡ 3 (mod 7)", r"x \equiv 3", 0),
+            ("7 mod 3", "7 mod 4", 0),
+        ],
+        *[
+            (
+                r"\left(\begin{array}{c}1\\2\end{array}\right)",
+                rf"\begin{{pmatrix}}1{row}2\end{{pmatrix}}",
+                int(row != "&"),
+            )
+            for row in (r"\\", "&")
+        ],
+        *[(r"\mathcal{O}(n)", "O(n)", 1), (r"A^\top", "A^T", 1), ("ℕ", r"\mathbb{N}", 1), ("ℕ", "N", 0), ("ℕ", "ℤ", 0)],
+        *[(r"x\in(1,2)", "1<x<2", 1), (r"x\in(1,2)", "(1,2)", 1), (r"x\in(1,2)", r"1<x\le 2", 0)],
+        *[
+            ("A,C,D", "ACD", 1),
+            ("ABD", "A, B, D", 1),
+            ("ABD", "A, B, C", 0),
+            ("A and C, D", "ACD", 1),
+            ("(a,b)", "(b,a)", 0),
+        ],
+        *[
+            (r"x=1 \text{ or } x=3", "1,3", 1),
+            (r"y=x \text{ or } y=2", r"y=2 \text{ or } y=x", 1),
+            ("1 or 2", "2, 1", 1),
+        ],
+        *[(r"x=1 \text{ and } y=2", "(1,2)", 1), (r"x=1 \text{ or } y=2", r"x=1 \text{ and } y=2", 0)],
+    ],
     "what is left to calculate is not the number": [
         *[(item, "6", 0) for item in ("2+4", "8-2", r"2\cdot3", r"2 \times 3", "2*3", "3!", r"\sqrt{36}", "12/2/1")],
         *[
