@@ -144,7 +144,7 @@ def extracted_program(answer: str) -> str:
     blocks = fenced_blocks(answer, lambda text: _tree(text) is not None)
     if not blocks:
         return "" if fence else answer
-    python = [text for language, text in blocks if language in ("python", "py", "python3")]
+    python = [text for language, text in blocks if language in ("python", "py", "python3", "py3")]
     program, defined, is_real = "", set[str](), False
     for text in python or [text for language, text in blocks if not language]:
         tree = _tree(text)

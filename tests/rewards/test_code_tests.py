@@ -145,7 +145,7 @@ def test_tests_that_would_begin_too_late_count_as_time_limit():
         ("```\nno code\n```python\nprint(1)\n```", "print(1)\n"),
         ("So:\n```python\nprint(1)\n", "print(1)\n"),
         ("~~~python\nprint('```')\n~~~", "print('```')\n"),
-        ("````py\nprint(1)\n````", "print(1)\n"),
+        ("````py3\nprint(1)\n````", "print(1)\n"),
         ("1. So:\n\n   ```py\n   if 1:\n     f()\n   ```\n", "if 1:\n  f()\n"),
         ("- So: ```py\n\tf()\n\t```\n", "f()\n"),
         ("> ```py\n> f()\n>  g()\n> ```\n> So.", "f()\n g()\n"),
