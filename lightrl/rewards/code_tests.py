@@ -272,7 +272,10 @@ def _read_tests(tests: Any, fields: JsonMapping) -> list[Test]:
     if isinstance(tests, str):
         text = tests
         if not text.lstrip().startswith(("[", "{")):  # LiveCodeBench's private ones
-            data = zlib.decompressobj().decompress(base64.b64decode(text), _MAX_TEST_BYTES)
+            try:
+                data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), _MAX_TEST_BYTES)
+            except (ValueError, zlib.error) as error:
+                raise ValueError("text must be a JSON list, or LiveCodeBench's compressed tests") from error
             text = str(_TextOnly(io.BytesIO(data)).load())
         tests = _from_json(text)
     if isinstance(tests, Mapping):
@@ -286,6 +289,9 @@ def _read_tests(tests: Any, fields: JsonMapping) -> list[Test]:
     return [_read_test(test, fields) for test in tests]
 
 
+_CALL_KEYS = {"function", "fn_name", "arguments", "expected"}
+
+
 def _read_test(test: Any, fields: JsonMapping) -> Test:
     if isinstance(test, str):
         return test
@@ -297,7 +303,7 @@ def _read_test(test: Any, fields: JsonMapping) -> Test:
         if name is None:
             raise ValueError("a functional test needs the name of its function: func_name in the column 'metadata'")
         return _call(name, [_from_json(line) for line in given.get("input", "").splitlines()], [_from_json(output)])
-    if name is not None and "expected" in test:  # which may be null
+    if name is not None and "expected" in test and not given.keys() - _CALL_KEYS:  # it may be null
         return _call(name, given.get("arguments", []), [test["expected"]])
     stdout = given.get("stdout", output)
     if name is not None or stdout is None:

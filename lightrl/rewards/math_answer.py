@@ -208,7 +208,8 @@ def equals(answer: str, reference: str, *, is_marked_by: str = _BOXED) -> bool:
         text.replace(" and ", ",").upper() if " and " in text or text.isalpha() else text
         for text in (words, expected_words)
     ]
-    if all(map(_CHOICES.fullmatch, choices)) and not "".join(choices).isalpha():  # `A, C` is `AC`
+    are_tuples = all(re.fullmatch(r"\([^()]*\)", text) for text in choices)
+    if all(map(_CHOICES.fullmatch, choices)) and not "".join(choices).isalpha() and not are_tuples:  # `A, C` is `AC`
         return sorted(re.findall("[A-J]", choices[0])) == sorted(re.findall("[A-J]", choices[1]))
     left, expected = _stated(reference)
     if expected is not None and _VARIABLE.fullmatch(left):

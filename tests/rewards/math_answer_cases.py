@@ -386,6 +386,7 @@ BOXED: dict[str, list[tuple[str, str, int]]] = {
             ("option B", "B", 1),
             ("AC", "C, A", 1),
             ("A", "A, C", 0),
+            ("(B,A)", "(A,B)", 0),
             ("A and C", "AC", 1),
             ("101_{two}", "101_2", 1),
             ("2x>6", "x>3", 1),

@@ -249,6 +249,8 @@ def test_a_program_that_is_only_thought_is_none():
         *[(tests, "in its field 'tests'") for tests in (None, [], "[]", [3], "assert True", {"inputs": [""]})],
         ([{"input": "1"}], "a test of an unknown kind"),
         ([{"stdin": "", "stdout": None}], "a test of an unknown kind"),
+        ([{"function": "twice", "kwargs": {"text": "ab"}, "expected": "abab"}], "a test of an unknown kind"),
+        ("def check(candidate): ...", "LiveCodeBench's compressed tests"),
         ([{"stdin": "", "stdout": {"a": 1}}], "must be text or a list of lines"),
         ([{"function": "twice", "arguments": "ab", "expected": "abab"}], "arguments of twice must be a list"),
         (FUNCTIONAL, "func_name in the column 'metadata'"),
