@@ -298,7 +298,7 @@ class Trainer(RLTrainer):
         except Exception as error:  # any error may follow from that of another rank
             ranks = ranks_of(self.strategy)
             ranks.fail(error)  # which waits until it is clear whether another rank is the cause
-            if ranks.failed_before is None:
+            if ranks.failed_before is None or str(error) in ranks.failed_before:  # all ranks refuse the same
                 raise
             raise OtherRankFailed(
                 f"Rank {self.global_rank} could not continue because another rank failed first. Fix that; its "
