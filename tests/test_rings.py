@@ -7,20 +7,15 @@ import pytest
 from lightrl.commands.main import COMMANDS
 from scripts import rings
 
-MAX_CORE_LINES = 36997
-MAX_CORE_AND_OPTION_LINES = 44333
-MAX_CORE_FILES_THAT_NAME = {"supports": 25, "routes": 33, "images": 39, "LoRA": 31}
+MAX_CORE_LINES = 38239
+MAX_CORE_AND_OPTION_LINES = 45833
+MAX_CORE_FILES_THAT_NAME = {"supports": 25, "routes": 34, "images": 39, "LoRA": 32}
 BACK_DOORS = [  # none may come, all are to go
-    "algorithms/grpo.py -> texts",
     "commands/cli.py -> launch",
     "commands/cli.py -> plan",
     "engines/local/local_engine.py -> compiled kernels",
-    "rollout/controller.py -> agents",
-    "rollout/runner.py -> agents",
-    "trainer.py -> supervised",
-    "trainer.py -> texts",
 ]
-MAX_CIRCLES = 5
+MAX_CIRCLES = 3
 
 
 def test_the_core_does_not_grow():
