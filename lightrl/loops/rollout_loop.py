@@ -292,7 +292,8 @@ class RolloutLoop(_AutomaticOptimization):
                 for name, part in parts_of_roles.items() if math.isfinite(norm) else ():
                     key = "grad_norm" if name == "policy" else f"{name}/grad_norm"
                     gradients = [item.grad for item in part if item.grad is not None]
-                    norms[key] = norm if len(part) == len(parameters) else self.ranks.total_norm(gradients)
+                    # By the roles, which all ranks know alike: the norm is a collective.
+                    norms[key] = norm if len(parts_of_roles) == 1 else self.ranks.total_norm(gradients)
             return losses[0].parts.get("loss", torch.zeros(2))[0]
 
         with trainer.profiler.profile("rl/optimizer_step"):
