@@ -6,10 +6,13 @@ import pickle
 import zlib
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from reward_functions import trajectory_that
 
 from lightrl.errors import RewardError
 from lightrl.rewards.code_tests import code_tests, extracted_program, same_output
+from lightrl.rewards.fences import fenced_blocks
 from lightrl.rewards.sandbox import Limits, LocalSandbox, Run
 
 SUM = [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "5 5", "stdout": "10"}]
@@ -271,3 +274,17 @@ class Oracle:
 
 def test_another_sandbox_can_be_named():
     assert numbers_of("whatever", SUM, sandbox="test_code_tests.Oracle", partial_credit=True)["reward"] == 0.5
+
+
+@settings(deadline=None)
+@given(
+    marks=st.sampled_from(["```", "~~~", "````"]),
+    before=st.sampled_from(["", "    ", "> ", "- "]),
+    lines=st.lists(st.sampled_from(["x = 1", "print('a')", "# ``", "y = [2]", ""]), min_size=1, max_size=5),
+    is_closed=st.booleans(),
+)
+def test_a_block_is_read_whatever_fence_it_stands_in(marks: str, before: str, lines: list[str], is_closed: bool):
+    inner, lines = before if before.strip() == ">" else " " * len(before), ["x = 1", *lines]
+    text = "\n".join([f"{before}{marks}python", *(inner + line for line in lines), *[inner + marks] * is_closed])
+    ((language, program),) = fenced_blocks(f"So:\n\n{text}", lambda content: content.startswith("x = 1\n"))
+    assert (language, program.split()) == ("python", "\n".join(lines).split())

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from chat_texts import END, WITH_TOOLS, Scripted, chat_prompt, chat_tokenizer, ids, letters, played, writes
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightrl.errors import RewardError, RolloutError
 from lightrl.trajectory import Prompt, split_thinking
@@ -359,3 +361,15 @@ def test_a_sandbox_that_fails_drops_the_trajectory_instead_of_being_told():
 
     with pytest.raises(RolloutError, match="no sandbox here"):
         asyncio.run(ToolEnvironment([broken]).step(call("broken", code="1")))
+
+
+TAGS = st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", '"', "\\", "{", "}", "\n", "a", " "])
+TEXTS = st.lists(TAGS, max_size=8).map("".join)
+
+
+@settings(deadline=None)
+@given(quoted=st.lists(st.one_of(TEXTS, st.lists(TEXTS), st.dictionaries(TEXTS, TEXTS)), max_size=3))
+def test_calls_are_read_whatever_tags_their_arguments_quote(quoted: list[object]):
+    assert parse_hermes("".join(call(value=each) for each in quoted)) == [
+        ToolCall("calculator", {"value": each}) for each in quoted
+    ]
