@@ -289,10 +289,9 @@ class RolloutLoop(_AutomaticOptimization):
             if getattr(plugin, "scaler", None) is None:  # a scaler skips such steps by itself
                 bound = module.max_skipped_updates
                 norm = self.guard.check(parameters, zero_grad, max_in_a_row=bound, ranks=self.ranks)
-                for name, part in parts_of_roles.items() if math.isfinite(norm) else ():
+                for name, part in parts_of_roles.items() if math.isfinite(norm) else ():  # alike on all ranks
                     key = "grad_norm" if name == "policy" else f"{name}/grad_norm"
                     gradients = [item.grad for item in part if item.grad is not None]
-                    # By the roles, which all ranks know alike: the norm is a collective.
                     norms[key] = norm if len(parts_of_roles) == 1 else self.ranks.total_norm(gradients)
             return losses[0].parts.get("loss", torch.zeros(2))[0]
 
