@@ -35,8 +35,8 @@ from lightrl.trajectory import Sampling
 
 TOP = 64  # K
 LIMIT_NATS = 35.0
-OUTSIDE_CHANCES = 0.01, 0.05  # of a token beyond the border of a truncated distribution: by rounding; suspect
-NUM_TOKENS = 256  # that train and are scored once more
+OUTSIDE_CHANCES = 0.01, 0.05  # a token beyond top-p or top-k: by rounding; suspect
+NUM_TOKENS = 256  # trained tokens that are scored once more
 
 
 class AnswerCheck:
@@ -171,7 +171,7 @@ def evidence_nats(top: Tensor, is_sampled: Tensor, sampling: Sampling, margin_na
     tilts = torch.tensor([0.5, -0.5], device=top.device) / spread
     expected = (chances.log()[:, :, None] + tilts[:, None] * values[:, :, None]).logsumexp(1)
     evidence = tilts * values[is_outcome][:, None] - expected
-    if sampling.is_truncated:  # what is beyond the border tells more than how unlikely the rest is
+    if sampling.is_truncated:  # tokens beyond the border are stronger evidence
         sampled = torch.where(is_sampled.any(1), torch.where(is_sampled, top, 0.0).sum(1), top[:, -1])
         is_beyond = sampled < border[:, 0] - margin_nats
         evidence[:, 1] = torch.where(is_beyond, suspect / chance, (1 - suspect) / (1 - chance)).log()

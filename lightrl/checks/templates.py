@@ -7,7 +7,7 @@ import string
 
 
 def names_of(template: str, setting: str) -> list[str]:
-    """What a format string has in braces.
+    """Return the names that a format string has in braces.
 
     Raises:
         ValueError: if its braces do not match, or have no name between them, as those of JSON and LaTeX.

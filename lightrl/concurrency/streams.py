@@ -23,7 +23,7 @@ _MAX_BYTES = 1 << 36
 
 
 class BadMessage(Exception):
-    """What came through a channel is none of the messages that its two ends exchange."""
+    """A channel received data that is not one of its messages."""
 
 
 class Channel:

@@ -379,7 +379,7 @@ class PromptDataModule(L.LightningDataModule):
             self._stream.fingerprint  # noqa: B018  # reads a sample of the rows: a bad one is refused now
 
     def state_dict(self) -> JsonObject:
-        """When the run started, if the chat template writes the date; else empty."""
+        """Return when the run started, if the chat template writes the date; otherwise nothing."""
         is_dated = bool(self.prompts) and ChatTemplate(self.policy_inputs()[0]).is_dated
         return {"run_start": run_start().isoformat()} if is_dated else {}
 
