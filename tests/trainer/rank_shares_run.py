@@ -18,7 +18,6 @@ from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from transformers import AutoConfig
 
 from lightrl import FSDP2Strategy, LoRA, Role, SGLangEngine
-from lightrl.engines import Timeouts
 from lightrl.models.lora import AdapterShape
 from lightrl.weights import Bucket
 from lightrl.weights.disk import ShareWriter
@@ -43,9 +42,8 @@ def train(folder: Path, *, lora: Any = None, adapters: Any = "merged") -> dict[s
     folder.mkdir(exist_ok=True)
     module = TinyGRPO(Role(POLICY, lora=lora))
     engine = SGLangEngine(
-        servers=1, sglang_python=server(folder), adapters=adapters, weight_folder=str(folder / "weights"),
-        timeouts=Timeouts(sync_s=20),
-    )  # fmt: skip
+        servers=1, sglang_python=server(folder), adapters=adapters, weight_folder=str(folder / "weights")
+    )
     trainer = make_trainer(
         folder, engine=engine, devices=2, strategy=FSDP2Strategy(),
     )  # fmt: skip

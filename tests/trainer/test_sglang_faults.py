@@ -11,7 +11,7 @@ import sglang_run
 import torch
 from tiny_run import are_equal, weights
 
-DEADLINE_S = 90.0  # on a loaded machine
+DEADLINE_S = 600.0  # on a loaded machine
 
 
 def test_a_trainer_killed_during_a_sync_leaves_no_server_and_continues_as_if_it_had_not_been(tmp_path: Path) -> None:
