@@ -73,8 +73,8 @@ class PPO(GRPO):
     Args:
         policy: the model to train.
         critic: the checkpoint that the critic starts from, of a language model or a reward model; the policy's if None.
-            `shared` is a head on the policy's body instead: one backward pass, no second model. The head starts at 0 and
-            is saved only in checkpoints.
+            `shared` is a head on the policy's body instead: one backward pass, no second model. The head starts at 0
+            and is saved only in checkpoints.
         gamma: discount per loss token.
         lam: 0 trusts the critic for everything that follows, 1 the rewards.
         bootstrap_truncated: after a truncated end, the critic's value replaces the missing rest. Set False if the

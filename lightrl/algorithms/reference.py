@@ -27,8 +27,8 @@ class ReferenceKL:
         coef: its weight, above 0.
         model: the reference policy, usually the checkpoint that training starts from. None with LoRA is the initial
             policy: the same model without its adapters, at no cost of memory, or a frozen copy with `lora.adapter`.
-        estimator: "k2", whose gradient is that of the KL on-policy, or "k3"; "k1" if the KL is subtracted from the reward,
-            since as a loss its gradient is 0 in expectation. None means k3 in the loss and k1 in the reward.
+        estimator: "k2", whose gradient is that of the KL on-policy, or "k3"; "k1" if the KL is subtracted from the
+            reward, since as a loss its gradient is 0 in expectation. None means k3 in the loss and k1 in the reward.
     """
 
     coef: float

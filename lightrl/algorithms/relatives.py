@@ -1,5 +1,6 @@
-"""GRPO's relatives: each fixes a few settings of GRPO, or replaces its loss, under the name of its paper. The last three
-are for stale trajectories, and no importance weight exceeds 1."""
+"""GRPO's relatives: each fixes a few settings of GRPO, or replaces its loss, under the name of its paper.
+
+The last three are for stale trajectories, and none of their importance weights exceeds 1."""
 
 from __future__ import annotations
 
@@ -161,7 +162,9 @@ class SAPO(GRPO):
             policy, clip_low=1.0, clip_high=math.inf, dual_clip=None, loss_reduction=loss_reduction, **kwargs
         )
         self.temperatures = {"temperature_positive": temperature_positive, "temperature_negative": temperature_negative}
-        sapo_loss(torch.ones(1), torch.ones(1), **self.temperatures)  # rejects invalid settings before anything is loaded
+        sapo_loss(
+            torch.ones(1), torch.ones(1), **self.temperatures
+        )  # rejects invalid settings before anything is loaded
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         return sapo_loss(ratio, experience["advantages"], **self.temperatures)

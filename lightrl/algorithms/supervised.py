@@ -220,7 +220,7 @@ class SupervisedModule(TrainedModule):
             return loss
         before = self._num_accumulated if batch_idx % num_batches else 0
         self._num_accumulated = before + number
-        # So far the gradients are the mean over `before` numbers. Between batches the module may hold gathered parameters.
+        # So far the gradients are the mean over `before` numbers. Between batches parameters may still be gathered.
         groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
         for parameter in (parameter for group in groups for parameter in group["params"]):
             if parameter.grad is not None and before:

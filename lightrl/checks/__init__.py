@@ -4,9 +4,9 @@ Reading order:
     bounds.py       numbers within bounds, choices from a list, settings without effect, equal shapes
     user_code.py    functions that a configuration names; translates the exceptions of user code
     templates.py    format strings
-    files.py        why a file could not be written; publishing complete files; the file names that `lightrl status` reads
+    files.py        why a file could not be written; publishing complete files; the names that `lightrl status` reads
     printable.py    output of programs without terminal control codes; durations
     secret_settings.py  which settings are secrets; settings without secrets
 
-May import: only lightrl.errors. To add a check, write a function that raises ValueError and says how to fix the setting.
+May import: only lightrl.errors. To add a check, write a function that raises ValueError and says how to fix it.
 """

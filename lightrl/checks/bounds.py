@@ -1,4 +1,4 @@
-"""Checks of settings: bounds, choices, settings without effect, equal shapes. Messages name settings as users type them."""
+"""Checks of settings: bounds, choices, settings without effect, equal shapes. Messages name settings as typed."""
 
 from __future__ import annotations
 

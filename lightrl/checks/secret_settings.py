@@ -1,4 +1,4 @@
-"""Finds secrets in settings by their names and by a few forms of text: a run's files are shared, its environment is not.
+"""Finds secrets in settings by name and by a few forms of text: a run's files are shared, its environment is not.
 
 A leak is worse than a lost setting, but `chosen_key` names a column: a key of an unknown owner is judged by its value.
 """
