@@ -494,7 +494,7 @@ class RLModule(TrainedModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clips each role separately, whatever the optimizer's groups: a critic's gradients do not shrink the policy's."""
+        """Clips each role alone, whatever the optimizer's groups: a critic's gradients do not shrink the policy's."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for part in by_role(self, self.trained_roles(), parameters).values():
             one: Any = SimpleNamespace(param_groups=[{"params": part}])
