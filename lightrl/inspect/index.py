@@ -101,8 +101,8 @@ class TrajectoryIndex:
             raise ValueError(f"sort must be one of {', '.join(COLUMNS)}, got {sort!r}.")
         where, values, notes = condition(query)
         direction = "DESC" if descending else "ASC"
-        tie = "ASC" if sort == "iteration" else direction  # by iteration in its own order; otherwise by the whole order
-        of an index with closing(self._connect()) as database:
+        tie = "ASC" if sort == "iteration" else direction  # the trajectories of an iteration in their order
+        with closing(self._connect()) as database:
             (total,) = database.execute(f"SELECT count(*) FROM rows {where}", values).fetchone()
             rows = database.execute(
                 f'SELECT rowid, {_COLUMNS} FROM rows {where} ORDER BY "{sort}" {direction}, rowid {tie} '
