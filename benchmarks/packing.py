@@ -36,7 +36,7 @@ from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
 from lightrl.experience import Experience
 from lightrl.models import Outputs
 from lightrl.strategies import LogprobSettings, SingleModel
-from lightrl.strategies.shared_prefix import Layout
+from lightrl.strategies.layouts.shared_prefix import Layout
 from lightrl.trajectory import Prompt, Trajectory
 
 GROUP_SIZE = 8

@@ -29,8 +29,9 @@ from benchmarks.gpu_update import flops, make_config, make_parts
 from benchmarks.packing import weighted_sum
 from benchmarks.report import Report
 from lightrl.functional import logprobs as head
-from lightrl.strategies import LogprobSettings, SingleModel, packed_attention, single
-from lightrl.strategies.shared_prefix import find_shared_prompts
+from lightrl.strategies import LogprobSettings, SingleModel, single
+from lightrl.strategies.layouts import packed_attention
+from lightrl.strategies.layouts.shared_prefix import find_shared_prompts
 
 BYTES_PER_S = 2.7e12  # of an H100's memory, as a copy reaches it
 FLOPS_PER_S = 989e12  # that MFU is the share of

@@ -19,10 +19,10 @@ from lightrl.models import Backward, Candidates, LossFunction, Outputs, teacher_
 from lightrl.models.conversion import Names, exported_tensors
 from lightrl.models.images import image_kind
 from lightrl.models.lora import Part, exported_parameters, held_tensors
-from lightrl.strategies.planned_gather import PlannedGather
-from lightrl.strategies.ranks import ProcessRanks, Ranks
+from lightrl.strategies.layouts.shared_prefix import CALL_OVERHEAD_TOKENS
+from lightrl.strategies.ranks.planned_gather import PlannedGather
+from lightrl.strategies.ranks.processes import ProcessRanks, Ranks
 from lightrl.strategies.sharded_experience.microbatches import lengths_of
-from lightrl.strategies.shared_prefix import CALL_OVERHEAD_TOKENS
 from lightrl.strategies.single import LogprobSettings, SingleModel, may_be_cut
 from lightrl.weights import Bucket
 

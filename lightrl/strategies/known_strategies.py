@@ -12,8 +12,8 @@ from lightrl.models import ParallelModel
 from lightrl.models.model_spec import check_outputs
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.parallel_3d import Parallel3DStrategy
-from lightrl.strategies.ranks import Ranks
-from lightrl.strategies.role_mesh import check_meshes, planned_roles
+from lightrl.strategies.ranks.processes import Ranks
+from lightrl.strategies.ranks.role_mesh import check_meshes, planned_roles
 from lightrl.strategies.single import LogprobSettings, SingleModel
 
 if TYPE_CHECKING:

@@ -25,14 +25,14 @@ from lightrl.functional import aligned_to_tokens, predicting_positions
 from lightrl.models import Backward, Candidates, LossFunction, Outputs, RoleMesh, teacher_candidates
 from lightrl.models.conversion import Names, exported_tensors
 from lightrl.models.lora import Part, exported_parameters, held_tensors
-from lightrl.strategies.branches import branch_rows
 from lightrl.strategies.empty_model import empty_model
 from lightrl.strategies.fsdp2 import FSDP2Strategy
-from lightrl.strategies.packed_attention import make_packable
+from lightrl.strategies.layouts.branches import branch_rows
+from lightrl.strategies.layouts.packed_attention import make_packable
 from lightrl.strategies.pipeline import HeldActivations
-from lightrl.strategies.planned_gather import PlannedGather
-from lightrl.strategies.ranks import ProcessRanks
-from lightrl.strategies.role_mesh import OtherRanksModel, Place, check_meshes, make_place, planned_roles
+from lightrl.strategies.ranks.planned_gather import PlannedGather
+from lightrl.strategies.ranks.processes import ProcessRanks
+from lightrl.strategies.ranks.role_mesh import OtherRanksModel, Place, check_meshes, make_place, planned_roles
 from lightrl.strategies.single import LogprobSettings
 from lightrl.strategies.stages import Feed, SplitModel, ends_group, split_model
 from lightrl.strategies.tensor_plans import check_adapters, check_model, check_schedule, check_sizes, check_world

@@ -52,11 +52,10 @@ from lightrl.models.lora import Part, exported_parameters, held_tensors
 from lightrl.models.model_spec import cache_argument
 from lightrl.models.moe import moe_blocks
 from lightrl.models.routes import NOT_COMPILED, Routes
-from lightrl.strategies.branches import branch_rows
-from lightrl.strategies.halves import cut_in_halves, forward_backward_halves, halves_pay
-from lightrl.strategies.packed_attention import TOLERANCE, PackedRows, Total, arguments, is_flash, make_packable
-from lightrl.strategies.precision import set_expert_precision
-from lightrl.strategies.shared_prefix import (
+from lightrl.strategies.layouts.branches import branch_rows
+from lightrl.strategies.layouts.halves import cut_in_halves, forward_backward_halves, halves_pay
+from lightrl.strategies.layouts.packed_attention import TOLERANCE, PackedRows, Total, arguments, is_flash, make_packable
+from lightrl.strategies.layouts.shared_prefix import (
     CALL_OVERHEAD_TOKENS,
     LAYOUTS,
     Layout,
@@ -71,6 +70,7 @@ from lightrl.strategies.shared_prefix import (
     shared_hidden,
     whole_rows,
 )
+from lightrl.strategies.precision import set_expert_precision
 from lightrl.weights import Bucket, bucketed
 
 if TYPE_CHECKING:

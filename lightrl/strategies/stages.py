@@ -39,10 +39,10 @@ from lightrl.models.lora import adapter_reader, base_name, held_tensors, is_adap
 from lightrl.models.model_spec import check_files
 from lightrl.strategies.empty_model import give_memory, take_role
 from lightrl.strategies.fsdp2_model import reshard
-from lightrl.strategies.packed_attention import PackedRows, no_mask
+from lightrl.strategies.layouts.packed_attention import PackedRows, no_mask
+from lightrl.strategies.layouts.shared_prefix import each_alone, packed
 from lightrl.strategies.pipeline import Pipeline
-from lightrl.strategies.role_mesh import empty_out
-from lightrl.strategies.shared_prefix import each_alone, packed
+from lightrl.strategies.ranks.role_mesh import empty_out
 from lightrl.strategies.single import LogprobSettings, ids_to_read, stops_are_masked, supports_at
 from lightrl.strategies.tensor_parallel import (
     local,

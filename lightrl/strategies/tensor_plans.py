@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightrl.models.images import new_model
 from lightrl.models.moe import moe_blocks
-from lightrl.strategies.ranks import divisors
+from lightrl.strategies.ranks.processes import divisors
 from lightrl.strategies.single import rope_depends_on_length
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lightrl.experience import Experience
 from lightrl.models import Outputs
-from lightrl.strategies import FSDP2Strategy, LogprobSettings, SingleModel, fsdp2, packed_attention
-from lightrl.strategies.packed_attention import PackedRows, arguments, attend, blocks, kernel_for, make_packable
+from lightrl.strategies import FSDP2Strategy, LogprobSettings, SingleModel, fsdp2
+from lightrl.strategies.layouts import packed_attention
+from lightrl.strategies.layouts.packed_attention import PackedRows, arguments, attend, blocks, kernel_for, make_packable
 
 CPU = torch.device("cpu")
 

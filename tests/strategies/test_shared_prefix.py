@@ -11,8 +11,16 @@ from torch.testing import assert_close
 
 from lightrl.experience import Experience
 from lightrl.functional import predicting_positions
-from lightrl.strategies import LogprobSettings, SingleModel, shared_prefix
-from lightrl.strategies.shared_prefix import LAYOUTS, Row, find_shared_prompts, packed, shared_hidden, shared_rows
+from lightrl.strategies import LogprobSettings, SingleModel
+from lightrl.strategies.layouts import shared_prefix
+from lightrl.strategies.layouts.shared_prefix import (
+    LAYOUTS,
+    Row,
+    find_shared_prompts,
+    packed,
+    shared_hidden,
+    shared_rows,
+)
 
 
 def experience(*rows: tuple[int, Sequence[int], Sequence[int]]) -> Experience:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from lightrl.checks.files import nearest_folder
-from lightrl.strategies.ranks import Ranks, mark_as_on_all_ranks
+from lightrl.strategies.ranks.processes import Ranks, mark_as_on_all_ranks
 
 VISIBLE_WITHIN_S = 10.0  # a new file on a network file system, on another host
 _LOOK_S = 0.1
