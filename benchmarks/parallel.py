@@ -241,7 +241,7 @@ class Contender:
         self.model: Any
         if topology.size == 1:
             self.model = SingleModel(model, settings)
-            self.model.layouts = {}  # as for the others
+            self.model.forms.layouts = {}  # as for the others
         else:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=topology.size)
         if topology.name == "fsdp2":

@@ -2,6 +2,7 @@
 
 Reading order:
     single.py            one process, one device: no padding, logprobs from hidden states
+    head.py              which tokens the output head reads, and what it returns
     layouts/             how a microbatch goes through a model without its padding
     checkpoints/         written whole or not at all, read without running code
     ranks/               the processes of a run, what they exchange, and who notices that one fails
@@ -24,12 +25,13 @@ from lightrl.strategies.checkpoints.one_file import AtomicCheckpointIO
 from lightrl.strategies.checkpoints.safe_reader import load_plain
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.fsdp2_model import whole
+from lightrl.strategies.head import LogprobSettings
 from lightrl.strategies.known_strategies import check_strategy, named_strategy, parallel_model, ranks_of
 from lightrl.strategies.layouts.packed_attention import NAME as PACKED_ATTENTION
 from lightrl.strategies.parallel_3d import Parallel3DStrategy
 from lightrl.strategies.ranks.processes import Message, ProcessRanks, Ranks, is_on_all_ranks, mark_as_on_all_ranks
 from lightrl.strategies.sharded_experience import Microbatches, ShardedExperience
-from lightrl.strategies.single import LogprobSettings, SingleModel
+from lightrl.strategies.single import SingleModel
 from lightrl.strategies.tensor_parallel import local
 
 __all__ = ["PACKED_ATTENTION", "AtomicCheckpointIO", "FSDP2Strategy", "LogprobSettings", "Message"]

@@ -42,6 +42,8 @@ from lightrl.strategies.checkpoints.atomic_write import BackgroundWrites, logged
 from lightrl.strategies.checkpoints.folder import folder_writer, load_folder, optimizer_state
 from lightrl.strategies.empty_model import empty_model, fill_model, take_role
 from lightrl.strategies.fsdp2_model import FSDP2Model, cp_refused
+from lightrl.strategies.head import LogprobSettings
+from lightrl.strategies.layouts.probes import LAYER_DTYPE, compiles, decoder_layers, may_be_cut
 from lightrl.strategies.offload import HOST, OFFLOADABLE, Offloadable, move_state, offload_activations
 from lightrl.strategies.precision import ClipsByStrategy, subclassed
 from lightrl.strategies.ranks.processes import (
@@ -62,7 +64,6 @@ from lightrl.strategies.ranks.role_mesh import (
     role_meshes,
 )
 from lightrl.strategies.ranks.shared_folder import check_all_see
-from lightrl.strategies.single import LAYER_DTYPE, LogprobSettings, compiles, decoder_layers, may_be_cut
 
 if TYPE_CHECKING:
     import lightning as L
@@ -390,7 +391,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             value_head=value_head,
             reduce_every_microbatch=self.reduce_every_microbatch,
             is_offloaded=self._offloads_parameters,
-            replays_routes=role == "policy",
+            is_policy=role == "policy",
             context_group=self._context_group,
         )
 
