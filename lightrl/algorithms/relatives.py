@@ -162,9 +162,7 @@ class SAPO(GRPO):
             policy, clip_low=1.0, clip_high=math.inf, dual_clip=None, loss_reduction=loss_reduction, **kwargs
         )
         self.temperatures = {"temperature_positive": temperature_positive, "temperature_negative": temperature_negative}
-        sapo_loss(
-            torch.ones(1), torch.ones(1), **self.temperatures
-        )  # rejects invalid settings before anything is loaded
+        sapo_loss(torch.ones(1), torch.ones(1), **self.temperatures)  # rejects invalid settings before a model loads
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         return sapo_loss(ratio, experience["advantages"], **self.temperatures)

@@ -46,9 +46,7 @@ class RewardModel(SupervisedModule):
 
     def configure_model(self) -> None:
         super().configure_model()
-        self.reward_model.config.pad_token_id = (
-            self.tokenizer.pad_token_id
-        )  # whoever loads the export needs it for batches
+        self.reward_model.config.pad_token_id = self.tokenizer.pad_token_id  # users of the export need it for batches
 
     def measure(self, batch: PairBatch) -> dict[str, Tensor]:
         # A trajectory's reward is the value at its last token, which the model returns for the token after it.
