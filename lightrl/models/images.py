@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from lightrl.checks.printable import count_text
 from lightrl.functional import on_host, to_device
@@ -302,6 +301,8 @@ def image_inputs(
     embeddings = model.get_input_embeddings()(token_ids)
     images, device = images.shown(), embeddings.device
     is_blank = not len(images.image_grids)
+    from torch.distributed.fsdp import FSDPModule  # a fifth of all imports, for processes that train nothing
+
     if is_blank and not isinstance(model, FSDPModule):
         return {"inputs_embeds": pick(embeddings)}
     if is_blank:

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from lightrl.models import Role
+from lightrl.models import Role, new_model
 from lightrl.models.conversion import checkpoint_files, keep_first_axis, load_parts
-from lightrl.models.images import new_model
 from lightrl.models.lora import adapter_reader, base_name, held_tensors, is_adapter
 from lightrl.models.model_spec import check_files
-from lightrl.strategies.planned_gather import box_of, part_at
-from lightrl.strategies.ranks import Ranks
+from lightrl.strategies.ranks.planned_gather import box_of, part_at
+from lightrl.strategies.ranks.processes import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -96,7 +96,7 @@ def test_ctrl_c_at_the_command_saves_a_checkpoint_and_leaves_no_process(launched
         launcher.send_signal(signal.SIGINT)
         output, _ = launcher.communicate()
         assert launcher.returncode == 130, output
-    _, alive = psutil.wait_procs(processes, 60)
+    _, alive = psutil.wait_procs(processes, 600)
     assert not alive
     assert list(Path("runs").glob("lightning_logs/version_0/checkpoints/*.ckpt"))
     launch_state = json.loads(Path("runs/launch-0/launch.json").read_text())

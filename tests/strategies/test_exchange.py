@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.strategies.ranks import Send
+from lightrl.strategies.ranks.processes import Send
 from lightrl.strategies.sharded_experience.exchange import plan_sends
 
 

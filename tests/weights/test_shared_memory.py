@@ -12,12 +12,13 @@ from weight_cases import SHAPES, buckets, parameters, read_shared
 from lightrl.weights import ServerForm, SharedBucket
 from lightrl.weights.shared_memory import payload_of, with_uuid
 
-SPAWN = multiprocessing.get_context("spawn")
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["lightrl.weights"])
 
 
 def test_another_process_reads_every_bucket_bit_for_bit():
-    payloads, answers = SPAWN.Queue(), SPAWN.Queue()
-    reader = SPAWN.Process(target=read_shared, args=(payloads, answers), daemon=True)
+    payloads, answers = CONTEXT.Queue(), CONTEXT.Queue()
+    reader = CONTEXT.Process(target=read_shared, args=(payloads, answers), daemon=True)
     reader.start()
     before = mp.get_sharing_strategy()
     sent = {**parameters(), "odd": torch.tensor([1, 2, 3], dtype=torch.int8), "after": torch.tensor([4.0])}

@@ -225,7 +225,7 @@ def test_children_that_a_program_leaves_are_killed() -> None:
 import subprocess
 ask("a")
 for _ in range(3):
-    subprocess.Popen(["sleep", "97535"], start_new_session=True)
+    subprocess.Popen(["sleep", "97536"], start_new_session=True)
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
@@ -233,7 +233,7 @@ if os.fork() == 0:
 """
     play(workflow_of(program))
     assert not running("97532")
-    assert not running("97535")
+    assert not running("97536")
 
 
 @pytest.mark.extra
