@@ -24,7 +24,6 @@ from benchmarks import (
     roofline,
     routing,
     same_update,
-    sync_faults,
     weight_sync,
 )
 from benchmarks.lengths import lognormal_lengths, skewed_lengths
@@ -128,19 +127,6 @@ def test_weight_sync_measures_each_transport_and_delta_sends_little(capfd):
     (delta,) = [line for line in lines if line.get("measurement") == "delta"]
     assert delta["bit_equal"] is True
     assert 0 < delta["bytes_fraction"] < 0.05
-
-
-@pytest.mark.usefixtures("forked_children")
-@pytest.mark.extra
-def test_sync_faults_prints_a_row_for_each_run_and_counts_false_alarms(capsys):
-    sync_faults.main(["--quick"])
-    rows = printed(capsys)
-    found = [row for row in rows if "fault" in row]
-    assert len(found) == 3
-    assert (found[0]["fault"], found[0]["iterations"]) == ("acknowledged and ignored", 0)
-    (healthy,) = [row for row in rows if "healthy_syncs" in row]
-    assert healthy["healthy_syncs"] == 16
-    assert healthy["false_alarms"] == 0
 
 
 @pytest.mark.extra

@@ -114,6 +114,10 @@ def iterations(controller: RolloutController, num: int) -> list[Group]:
     return groups
 
 
+def validation(controller: RolloutController) -> list[Group]:
+    return controller.evaluate([Prompt("v", token_ids=[5])], sampling=SAMPLING, num_samples=3)
+
+
 def workers_of(pid: int | None = None) -> list[psutil.Process]:
     """The workers of a process, this one if None; without their guards."""
     words = "lightrl.rollout.workflow_worker"
@@ -159,10 +163,9 @@ def taken_while(controller: RolloutController, fault: Callable[[], object]) -> l
     return groups
 
 
+@pytest.mark.extra
 @ROUTERS
-@pytest.mark.parametrize(
-    "defers_rewards", [False, pytest.param(True, marks=pytest.mark.extra)], ids=["rewards before", "rewards deferred"]
-)
+@pytest.mark.parametrize("defers_rewards", [False, True], ids=["rewards before", "rewards deferred"])
 def test_two_workers_give_the_trajectories_of_none(make: Make, router: str | None, defers_rewards: bool) -> None:
     results = []
     for num in (0, 2):
@@ -172,8 +175,8 @@ def test_two_workers_give_the_trajectories_of_none(make: Make, router: str | Non
             controller.wait_for_rewards(groups)
         controller.commit()
         load(controller, 1)
-        validation = controller.evaluate([Prompt("v", token_ids=[5])], sampling=SAMPLING, num_samples=3)
-        results.append([groups, controller.take(1), validation])
+        validated = validation(controller)
+        results.append([groups, controller.take(1), validated])
         if defers_rewards:
             controller.wait_for_rewards(results[-1][1])
     assert results[0] == results[1]
@@ -219,6 +222,8 @@ def test_a_sync_stops_them_at_a_token_and_no_token_is_too_old(make, servers, rou
         assert all(version - 1 <= group.oldest_version for group in taken)
     items = [item for group in groups for item in group.trajectories]
     assert any(item.oldest_version < item.newest_version for item in items)  # it went on under newer weights
+    for server in servers:
+        server.pace(0)
     assert tokens(iterations(make(0), 5)) == tokens(groups)
 
 
@@ -235,13 +240,17 @@ def test_what_is_given_up_ends_on_the_servers(make: Make, servers: list[FakeServ
     "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.extra)], ids=["kill -9", "SIGSTOP"]
 )
 def test_a_worker_that_is_gone_is_named_and_its_trajectories_are_run_again(make, number, caplog):
-    expected = iterations(make(0), 2)
+    alone = make(0)
+    expected, validated = iterations(alone, 2), validation(alone)
     controller = make(2, loop_timeout_s=3.0 if number == signal.SIGSTOP else 600.0)
     groups = taken_while(controller, lambda: os.kill(workers_of()[0].pid, number))
     controller.commit()
     load(controller, 1)
     groups += controller.take(1)
     assert groups == expected
+    controller.commit()
+    load(controller, 2)
+    assert validation(controller) == validated
     assert "ended with signal 9. Trajectories to run again: 4" in caplog.text
     assert ("did not answer for loop_timeout_s=3" in caplog.text) == (number == signal.SIGSTOP)
     assert comes_true(lambda: len(workers_of()) == 2)  # another one in its place
