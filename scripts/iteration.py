@@ -1,7 +1,7 @@
 """What a warm iteration of the quickstart enters, over all threads (measure D): `python scripts/iteration.py`.
 
-Prints the number of the package's functions, their lines and files; then the files in the order in which the iteration
-enters them, each with its lines and functions.
+Prints the number of the package's functions (with lambdas and comprehensions), their lines and files; then the files
+in the order in which the iteration enters them, each with its lines and named functions.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -35,6 +35,8 @@ class Tracer:
             self.num_started += code.co_qualname == START
             if self.num_started == WARM:
                 self.entered.setdefault(code)
+            elif self.num_started > WARM:
+                sys.setprofile(None)
 
 
 def lines_of(code: CodeType) -> set[int]:
@@ -46,21 +48,16 @@ def lines_of(code: CodeType) -> set[int]:
     return set(range(min(lines), max(lines) + 1))
 
 
-def report(entered: Iterable[CodeType]) -> None:
-    functions: dict[str, dict[str, None]] = {}  # by file, in order
-    lines: dict[str, set[int]] = {}
+def report(entered: Collection[CodeType]) -> None:
+    codes: dict[str, list[CodeType]] = {}  # by file
     for code in entered:
-        if code.co_name in ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>", "<module>"):
-            continue  # part of a function
-        file = str(Path(code.co_filename).relative_to(PACKAGE))
-        functions.setdefault(file, {}).setdefault(f"{code.co_qualname}:{code.co_firstlineno}")
-        lines.setdefault(file, set()).update(lines_of(code))
-    counts = {"lines": sum(map(len, lines.values())), "functions": sum(map(len, functions.values()))}
-    print(
-        f"D  lines of entered functions: {counts['lines']}; functions: {counts['functions']}; files: {len(functions)}"
-    )
-    for file, names in functions.items():
-        print(f"   {len(lines[file]):4} {file}: {', '.join(name.rpartition(':')[0] for name in names)}")
+        codes.setdefault(str(Path(code.co_filename).relative_to(PACKAGE)), []).append(code)
+    lines = {file: set[int]().union(*map(lines_of, of_file)) for file, of_file in codes.items()}
+    num_lines = sum(map(len, lines.values()))
+    print(f"D  lines of entered functions: {num_lines}; functions: {len(entered)}; files: {len(codes)}")
+    for file, of_file in codes.items():
+        names = dict.fromkeys(code.co_qualname for code in of_file if not code.co_name.startswith("<"))
+        print(f"   {len(lines[file]):4} {file}: {', '.join(names)}")
 
 
 def main() -> None:
@@ -68,14 +65,10 @@ def main() -> None:
 
     tracer = Tracer()
     with tempfile.TemporaryDirectory() as folder:
-        settings = {
-            "max_steps": WARM + 1,
-            "val_check_interval": 1000,
-            "num_sanity_val_steps": 0,
-            "default_root_dir": folder,
-        }
-        arguments = ["fit", "--config", str(REPOSITORY / "examples/quickstart/grpo.yaml")]
-        run([*arguments, *(f"--trainer.{name}={value}" for name, value in settings.items())])
+        settings = {"max_steps": WARM + 1, "val_check_interval": 1000, "num_sanity_val_steps": 0}
+        arguments = [f"--trainer.{name}={value}" for name, value in settings.items()]
+        config = str(REPOSITORY / "examples/quickstart/grpo.yaml")
+        run(["fit", "--config", config, f"--trainer.default_root_dir={folder}", *arguments])
     report(tracer.entered)
 
 

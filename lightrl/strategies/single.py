@@ -128,10 +128,9 @@ class SingleModel:
             torch.get_device_module(source).synchronize(source)
 
     def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
-        rows, join = branch_rows(experience)
-        return join(self._row_outputs(rows, candidates if isinstance(candidates, int) else teacher_candidates(rows)))
-
-    def _row_outputs(self, experience: Experience, candidates: Candidates) -> Outputs:
+        experience, join = branch_rows(experience)
+        if not isinstance(candidates, int):
+            candidates = teacher_candidates(experience)
         parts = [
             {"rows": rows, "columns": columns, **self._read(experience, rows, columns, states, candidates)}
             for rows, columns, states in self.forms.states(experience)
@@ -144,7 +143,7 @@ class SingleModel:
         group = self.forms.context_group
         if group is not None and self.forms.choose(experience)[0] == "packed":  # else each rank has all of it
             results = {name: Total.apply(value, group) for name, value in results.items()}  # type: ignore[no-untyped-call]
-        return Outputs(**results)
+        return join(Outputs(**results))
 
     def _read(
         self, experience: Experience, rows: Tensor, columns: Tensor, states: Tensor, candidates: Candidates
