@@ -137,11 +137,12 @@ class MixtureOrder:
         return cycle * len(turns) + bisect_left(turns, turn)
 
     def row(self, source: int, turn: int) -> int:
-        """The row of this source in one of its turns."""
+        """The row of this source in one of its turns: its index, or for a streamed source its number."""
         size = self.sizes[source]
-        assert size is not None
+        if size is None:
+            return turn
         epoch, index = divmod(turn, size)
-        return int(self._order(source, epoch)[index]) if self.shuffle else index
+        return int(self._order(source, size, epoch)[index]) if self.shuffle else index
 
     def __str__(self) -> str:
         """Describe all that determines the order, besides the rows."""
@@ -152,10 +153,8 @@ class MixtureOrder:
         )
         return f"{order}, {shares}"
 
-    def _epoch_of_source(self, source: int, epoch: int) -> Tensor:
+    def _epoch_of_source(self, source: int, size: int, epoch: int) -> Tensor:
         seed = self.seed if len(self.sizes) == 1 else f"{self.seed}/{source}"
-        size = self.sizes[source]
-        assert size is not None
         return epoch_order(size, seed, epoch)
 
 
