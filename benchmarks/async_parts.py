@@ -44,7 +44,7 @@ import lightrl
 from benchmarks.local_engine import make_config, make_model, make_prompts
 from benchmarks.packing import make_trajectories
 from benchmarks.report import Report, interleaved, median_ratio
-from lightrl.callbacks.probe import LagProbe
+from lightrl.callbacks.lag_probe import LagProbe
 from lightrl.engines import LocalEngine
 from lightrl.engines.engine import Completion
 from lightrl.engines.local import running_batch, sampler
