@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from lightrl.callbacks.answer_check import AnswerCheck
-from lightrl.callbacks.probe import MIN_MISMATCH_TOKENS, PROBE_SEQUENCES, LagProbe, Probe
+from lightrl.callbacks.lag_probe import LagProbe
+from lightrl.callbacks.probe import PROBE_SEQUENCES, Probe
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.callbacks.rounding import MIN_MISMATCH_TOKENS
 from lightrl.checks.bounds import check_bounds
 from lightrl.engines import ServerEngine
 from lightrl.errors import WeightSyncError, WeightSyncUndone
@@ -99,7 +101,7 @@ class WeightSync(RLCallback):
     `policy/kl_behavior_nats` measures two things together. The engine's numbers: `sync/mismatch_*` compares the tokens
     that the present version sampled with the trainer's logprobs, in an iteration's first minibatch;
     `sync/mismatch_present_abs_dlogp_nats` and the largest difference have bounds, which show stale caches and restarts
-    between syncs. The policy's lag: `policy/lag_*`, by the trainer's numbers alone; see probe.py.
+    between syncs. The policy's lag: `policy/lag_*`, by the trainer's numbers alone; see lag_probe.py.
 
     An engine with `placement: colocated` releases its memory before each update, and the optimizer's state is in host
     memory while the engine generates.

@@ -125,22 +125,24 @@ def _sync_names(folder: Path) -> None:
 
 
 def _rename(part: Path, place: Path) -> None:
-    if place.is_dir() and not place.is_symlink():  # a rename cannot replace a folder that is not empty
-        if not _swap(part, place):
-            # Two steps: if killed between them, the old folder stays next to the new one, and `restore` returns it.
-            old = _replaced(place)
-            remove_path(old)
-            place.rename(old)
-            part.rename(place)
-            remove_path(old)
-            return
-        remove_path(part)
-    elif part.is_dir() and (place.is_symlink() or place.exists()) and _swap(part, place):
-        remove_path(part)
-    else:
-        if part.is_dir():
-            place.unlink(missing_ok=True)
+    """Renames a file or a folder to `place`, and removes what was there; in one step where the system can do that."""
+    is_link = place.is_symlink()
+    if not part.is_dir() and (is_link or not place.is_dir()):
         part.replace(place)
+    elif not is_link and not place.exists():
+        part.rename(place)
+    elif _swap(part, place):
+        remove_path(part)
+    elif is_link or not place.is_dir():
+        place.unlink()
+        part.rename(place)
+    else:
+        # Two steps: if killed between them, the old folder stays next to the new one, and `restore` returns it.
+        old = _replaced(place)
+        remove_path(old)
+        place.rename(old)
+        part.rename(place)
+        remove_path(old)
 
 
 def remove_path(path: Path) -> None:

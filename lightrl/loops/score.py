@@ -141,9 +141,14 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
                 numbers["teacher_topk_ids"].append(output.teacher_topk_ids.long())
                 numbers["teacher_topk_logprobs"].append(output.teacher_topk.float())
         numbers = {name: [part.cpu() for part in parts] for name, parts in numbers.items()}  # waits after the last only
-    result: _Outputs = {
-        name: _per_token(parts, rows, lengths) for name, parts in numbers.items() if parts and not scores_ends
-    }
+    result: _Outputs = {}
+    for name, parts_of_rows in numbers.items():
+        if parts_of_rows and not scores_ends:
+            flat = [
+                part[: len(index)][torch.arange(part.shape[1]) < lengths[index][:, None]]
+                for index, part in zip(rows, parts_of_rows, strict=True)
+            ]
+            result[name] = TokenRows.of_flat(torch.cat(flat).numpy(), lengths, [row for index in rows for row in index])
     if has_end is not None:
         at_end = torch.zeros(len(lengths), dtype=torch.float32)
         for index, part in zip(rows, numbers[key], strict=True):
@@ -196,15 +201,6 @@ def _on_loss(name: str, values: Tensor, experience: ShardedExperience, is_whole:
         )
     masked = torch.where(mask, values.detach().float().cpu(), 0.0)
     return TokenRows.of_padded(masked, experience.lengths, rows)
-
-
-def _per_token(parts: Sequence[Tensor], rows: Sequence[list[int]], lengths: Tensor) -> TokenRows:
-    """Joins the results of microbatches with these rows, [b, t, ...] each, on the host."""
-    flat = [
-        part[: len(index)][torch.arange(part.shape[1]) < lengths[index][:, None]]
-        for index, part in zip(rows, parts, strict=True)
-    ]
-    return TokenRows.of_flat(torch.cat(flat).numpy(), lengths, [row for index in rows for row in index])
 
 
 @contextlib.contextmanager

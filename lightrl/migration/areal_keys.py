@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -212,20 +212,20 @@ def old_group_norm(value: bool, areal: Leaves) -> Outcome:
     return Outcome(left="it does not say which statistics are used instead: check model.advantage_mean and _std")
 
 
-def shaping(name: str, neutral: float | None) -> Rule:
-    """Bias, scaling and clip of rewards; without a critic, normalization may undo the first two."""
+def shaping(name: str, neutral: float | None, undone_by: Sequence[str] = ()) -> Rule:
+    """The rule of a reward's bias, scaling or clip, which changes nothing if it is `neutral`.
+
+    Without a critic, a normalization that has all levels of `undone_by` undoes it.
+    """
 
     def rule(value: float | None, areal: Leaves) -> Outcome:
         if value in (None, neutral):
             return Outcome()
-        shaped = Outcome({f"model.reward_shaping.{name}": value})
-        if has_critic(areal):
-            return shaped
         norm = "reward_norm" if _has_levels("reward_norm", areal) else "adv_norm"
-        needed = {"bias": ["mean_level"], "scaling": ["mean_level", "std_level"], "clip": ["-"]}[name]
-        if all(areal.get(f"actor.{norm}.{level}") in _GROUP_OR_BATCH for level in needed):
+        levels = [areal.get(f"actor.{norm}.{level}") for level in undone_by]
+        if levels and not has_critic(areal) and all(level in _GROUP_OR_BATCH for level in levels):
             return Outcome(note="dropped, since subtracting the mean and dividing by the deviation undo it")
-        return shaped
+        return Outcome({f"model.reward_shaping.{name}": value})
 
     return rule
 
@@ -496,8 +496,8 @@ ROWS: dict[str, Rule] = {
     **normalization("reward_norm"),
     **normalization("adv_norm"),
     "actor.group_*_norm": old_group_norm,
-    "actor.reward_bias": shaping("bias", 0),
-    "actor.reward_scaling": shaping("scaling", 1),
+    "actor.reward_bias": shaping("bias", 0, ["mean_level"]),
+    "actor.reward_scaling": shaping("scaling", 1, ["mean_level", "std_level"]),
     "actor.reward_clip": shaping("clip", None),
     "actor.kl_ctl": reference_kl,
     "actor.kl_estimator": used_by("actor.kl_ctl"),

@@ -11,9 +11,10 @@ from transformers import Qwen3Config
 
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.server import Server
-from lightrl.engines.servers.sync import server_sync
+from lightrl.engines.servers.sync import bucket_feed
+from lightrl.engines.servers.sync.bucket_feed import BucketFeed
 from lightrl.engines.servers.sync.report import SyncFailed, SyncReport
-from lightrl.engines.servers.sync.server_sync import BucketFeed, ServerSync
+from lightrl.engines.servers.sync.server_sync import ServerSync
 from lightrl.engines.servers.sync.transports import BroadcastTransport, DiskTransport, SharedMemoryTransport
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.errors import WeightSyncError
@@ -145,7 +146,7 @@ BUCKET = Bucket({"a": torch.zeros(4)})
 
 @pytest.mark.parametrize("is_closed", [False, True], ids=["stopped", "closed"])
 def test_a_loop_that_has_ended_is_an_error_not_a_wait(is_closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_sync, "LOOK_S", 0.01)
+    monkeypatch.setattr(bucket_feed, "LOOK_S", 0.01)
     loop = asyncio.new_event_loop()
     feed = BucketFeed(loop)
     if is_closed:
@@ -156,8 +157,8 @@ def test_a_loop_that_has_ended_is_an_error_not_a_wait(is_closed: bool, monkeypat
 
 
 def test_a_blocked_loop_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_sync, "LOOK_S", 0.01)
-    monkeypatch.setattr(server_sync, "BLOCKED_S", 0.1)
+    monkeypatch.setattr(bucket_feed, "LOOK_S", 0.01)
+    monkeypatch.setattr(bucket_feed, "BLOCKED_S", 0.1)
     loop, unblocked = asyncio.new_event_loop(), threading.Event()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

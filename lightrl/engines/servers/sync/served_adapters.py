@@ -14,15 +14,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.servers.server import Server
 from lightrl.engines.servers.sync.adapter_versions import Adapter, AdapterVersions
 from lightrl.engines.servers.sync.loader import WeightLoader
+from lightrl.engines.servers.sync.parameter_check import ParameterCheck
 from lightrl.engines.servers.sync.report import SyncReport, SyncServers
 from lightrl.errors import WeightSyncError
 from lightrl.models.lora import is_adapter, peft_name
@@ -36,7 +36,7 @@ class AdapterLoader(WeightLoader):
 
     versions: AdapterVersions
     form: ServerForm
-    _adapter_shapes: dict[str, torch.Size] | None = None  # adapters of the first load
+    _adapters: ParameterCheck = field(default_factory=ParameterCheck)
 
     @property
     def weight_version(self) -> int:
@@ -67,16 +67,10 @@ class AdapterLoader(WeightLoader):
         await self.versions.give_all(server)
 
     def _checked_adapter(self, tensors: dict[str, Tensor]) -> Adapter:
-        shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        if not shapes or (self._adapter_shapes is not None and shapes != self._adapter_shapes):
-            raise WeightSyncError(
-                f"The load has {len(shapes)} adapter tensors instead of the {len(self._adapter_shapes or shapes)} of "
-                "the first load, in the same shapes. Every load must have the same."
-            )
-        for name, tensor in tensors.items():
-            if not torch.isfinite(tensor).all():
-                raise WeightSyncError(f"Parameter {name!r} has values that are not finite.")
-        self._adapter_shapes = shapes
+        if not tensors:
+            raise WeightSyncError("The load has no adapters. Every load must have those of the first.")
+        for _ in self._adapters.checked([Bucket(tensors, is_last=True)]):
+            pass
         return Adapter.of({peft_name(name): tensor.cpu() for name, tensor in self.form.tensors(Bucket(tensors))})
 
     async def _load_adapter(self, adapter: Adapter, weight_version: int) -> SyncReport:
