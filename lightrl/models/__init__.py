@@ -5,7 +5,7 @@ Reading order:
     model_spec.py     ModelSpec: where a role's model and tokenizer come from
     parallel_model.py Outputs, and ParallelModel, which each strategy implements
     conversion.py     names and layouts of checkpoints and servers ◄─► those of a model's modules
-    lora.py           adapters trained instead of weights
+    tuning.py         what training changes of a model: all weights, or weights added to a base (lora.py)
     moe.py            the blocks with experts, their routers; expert_parallel.py: experts divided over ranks
     routes.py         the experts that each token was sampled with, recorded and replayed
     images.py         models and prompts with images

@@ -18,7 +18,7 @@ from lightrl.functional import rectangles
 from lightrl.models import Backward, Candidates, LossFunction, Outputs, teacher_candidates
 from lightrl.models.conversion import Names, exported_tensors
 from lightrl.models.images import image_kind
-from lightrl.models.lora import Part, exported_parameters, held_tensors
+from lightrl.models.tuning import Part, held_tensors, tuning_of
 from lightrl.strategies.planned_gather import PlannedGather
 from lightrl.strategies.ranks import ProcessRanks, Ranks
 from lightrl.strategies.sharded_experience.microbatches import lengths_of
@@ -109,7 +109,7 @@ class FSDP2Model(SingleModel):
         return outputs
 
     def full_parameters(
-        self, bucket_bytes: int, *, part: Part = "merged", names: Names = "module", is_spread: bool = False
+        self, bucket_bytes: int, *, part: Part = "whole", names: Names = "module", is_spread: bool = False
     ) -> Iterator[Bucket]:
         reshard(self._root)
         held = held_tensors(self.model)
@@ -119,7 +119,7 @@ class FSDP2Model(SingleModel):
             self._gather = PlannedGather(whole_of, held, group=self.ranks.control_group)
         buckets = self._gather.buckets(
             held,
-            exported_parameters(self.model, part),
+            tuning_of(self.model).sources(self.model, part),
             combine=functools.partial(exported_tensors, self.model, names),
             bucket_bytes=bucket_bytes,
             is_spread=is_spread,

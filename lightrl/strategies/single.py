@@ -48,10 +48,10 @@ from lightrl.models import (
 from lightrl.models.conversion import Names, exported_tensors
 from lightrl.models.hybrids import keeps_states
 from lightrl.models.images import ImageTable, image_inputs, image_kind, new_model
-from lightrl.models.lora import Part, exported_parameters, held_tensors
 from lightrl.models.model_spec import cache_argument
 from lightrl.models.moe import moe_blocks
 from lightrl.models.routes import NOT_COMPILED, Routes
+from lightrl.models.tuning import Part, held_tensors, tuning_of
 from lightrl.strategies.branches import branch_rows
 from lightrl.strategies.halves import cut_in_halves, forward_backward_halves, halves_pay
 from lightrl.strategies.packed_attention import TOLERANCE, PackedRows, Total, arguments, is_flash, make_packable
@@ -327,12 +327,12 @@ class SingleModel:
         return [parameter for parameter in parameters.values() if parameter.requires_grad]
 
     def full_parameters(
-        self, bucket_bytes: int, *, part: Part = "merged", names: Names = "module", is_spread: bool = False
+        self, bucket_bytes: int, *, part: Part = "whole", names: Names = "module", is_spread: bool = False
     ) -> Iterator[Bucket]:
         held = held_tensors(self.model)
         exported = (
             exported_tensors(self.model, names, name, [held[source] for source in sources])
-            for name, sources in exported_parameters(self.model, part).items()
+            for name, sources in tuning_of(self.model).sources(self.model, part).items()
         )
         return bucketed((pair for tensors in exported for pair in tensors.items()), bucket_bytes)
 

@@ -95,8 +95,8 @@ class RequestImages:
 
 
 @dataclass(frozen=True)
-class AdapterVersion:
-    """The adapter that a request is sent to; its tokens are of this version."""
+class NamedVersion:
+    """A weight version that servers hold by name next to its base; the tokens of a request for it have this version."""
 
     version: int
     name: str
@@ -118,7 +118,7 @@ class CompletionDraft:
     routes: TokenArray[int] | None = None  # routes of the prompt and the tokens so far, as far as they are known
     finish_reason: FinishReason | None = None
     images: RequestImages | None = None
-    adapter: AdapterVersion | None = None  # adapter of the latest request
+    named_version: NamedVersion | None = None  # of the latest request; None: the server's only weights
     vocab_size: int = 2**31
 
     @property
@@ -137,13 +137,12 @@ class CompletionDraft:
             raise MalformedAnswer(
                 f"{server} answered {route} with {answer.problem}. Check that this run loaded its weights."
             )
-        if self.adapter is not None:
-            if other := sorted({version for version, _ in versions.runs()} - {self.adapter.base_version}):
+        if (named := self.named_version) is not None:
+            if other := sorted({version for version, _ in versions.runs()} - {named.base_version}):
                 raise MalformedAnswer(
-                    f"{server} generated with base {other} below adapter {self.adapter.name}, which belongs to base "
-                    f"{self.adapter.base_version}."
+                    f"{server} generated with base {other}, but {named.name} belongs to base {named.base_version}."
                 )
-            versions = TokenArray.of_runs([(self.adapter.version, len(token_ids))], "i")
+            versions = TokenArray.of_runs([(named.version, len(token_ids))], "i")
         if token_ids and max(token_ids) >= self.vocab_size:
             raise MalformedAnswer(
                 f"{server} generated token id {max(token_ids)}, outside the trainer's vocabulary (0 to "
@@ -190,7 +189,7 @@ class CompletionDraft:
         """Raises MalformedAnswer for the answer to another request than `rid`, or weights the server has not had since.
 
         Args:
-            oldest, newest: weight versions that it may have had; of its base, if it has the adapters.
+            oldest, newest: weight versions that it may have had; of the base of a named version.
         """
         if answer.problem:  # `add` says which
             return

@@ -36,8 +36,6 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
         body["return_routed_experts"] = True
     if images is not None:
         body["image_data"] = images.image_data
-    if draft.adapter is not None:
-        body["lora_path"] = draft.adapter.name
     return body
 
 
