@@ -69,7 +69,7 @@ OPTIONS = """functional/supports.py functional/branches.py strategies/branches.p
     weights/delta_folder.py engines/servers/sync/transports/broadcast.py weights/broadcast.py
     weights/shared_memory.py engines/servers/sync/adapter_versions.py engines/servers/sync/served_adapters.py
     callbacks/probe.py callbacks/answer_check.py engines/servers/sync/cache_canary.py weights/block_fp8.py
-    strategies/halves.py models/images.py models/lora.py models/expert_parallel.py models/moe.py models/routes.py
+    strategies/halves.py models/images.py loops/shared_tables.py engines/servers/attachments.py models/lora.py models/expert_parallel.py models/moe.py models/routes.py
     models/hybrids.py callbacks/dynamic_sampling.py data/curriculum.py data/mixture.py data/streamed.py
     callbacks/trace.py trace"""
 

@@ -105,7 +105,7 @@ class CheckedRows(NamedTuple):
     """Numbers of the rows that make prompts, in the order of the data; the prompts are not kept."""
 
     prompt_ids: list[str]
-    contents: list[int]  # hash of the prompt's tokens and images
+    contents: list[int]  # hashes of the prompts' content
     num_tokens: list[int]
     digest: str  # hash of all prompts
 
@@ -185,7 +185,7 @@ class RowPrompts(Sequence["Prompt | None"]):
                 continue
             keys.append(key)
             checked.prompt_ids.append(prompt.id)
-            checked.contents.append(hash((tuple(prompt.token_ids or ()), prompt.images)))
+            checked.contents.append(hash(prompt.content))
             checked.num_tokens.append(prompt.num_tokens)
             content.update(f"{prompt.id} {prompt.token_ids or prompt.messages}\n".encode())
         return replace(self, rows=self.rows.only(keys), checked=checked._replace(digest=content.hexdigest()))

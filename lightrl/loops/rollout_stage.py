@@ -268,9 +268,7 @@ class RolloutStage:
         self._engine_is_open = True
         workflow = module.configure_workflow()
         if workflow.template is not None:
-            workflow.template.image_reader = module.image_reader
-            for source, token_ids in module.stop_token_ids().items():
-                workflow.template.end_token_ids.update(token_ids if source != "sampling" else ())
+            module.complete_template(workflow.template)
         contexts = (module.context_tokens, engine.max_context if isinstance(engine, LocalEngine) else None)
         workflow.fit_context(min((tokens for tokens in contexts if tokens is not None), default=None))
         return RolloutController(

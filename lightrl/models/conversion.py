@@ -1,6 +1,6 @@
 """The form of checkpoints: names and layouts of folders and servers on one side, of a model's modules on the other.
 
-transformers fuses the experts of a mixture into one parameter and renames parts of models with an image tower. Both
+transformers fuses the experts of a mixture into one parameter and renames parts of models with a vision tower. Both
 directions go through its own functions. These are semi-private: SEMI_PRIVATE lists those that lightrl imports.
 
     folder, servers                                 module

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from lightrl.models import Role
 from lightrl.models.conversion import checkpoint_files, keep_first_axis, load_parts
-from lightrl.models.images import new_model
-from lightrl.models.model_spec import check_files
+from lightrl.models.model_spec import check_files, new_model
 from lightrl.models.tuning import held_tensors
 from lightrl.strategies.planned_gather import box_of, part_at
 from lightrl.strategies.ranks import Ranks

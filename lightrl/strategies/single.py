@@ -47,8 +47,8 @@ from lightrl.models import (
 )
 from lightrl.models.conversion import Names, exported_tensors
 from lightrl.models.hybrids import keeps_states
-from lightrl.models.images import ImageTable, image_inputs, image_kind, new_model
-from lightrl.models.model_spec import cache_argument
+from lightrl.models.images import ImageTable, image_inputs, image_kind
+from lightrl.models.model_spec import cache_argument, new_model
 from lightrl.models.moe import moe_blocks
 from lightrl.models.routes import NOT_COMPILED, Routes
 from lightrl.models.tuning import Part, held_tensors, tuning_of

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightrl.models.images import new_model
+from lightrl.models.model_spec import new_model
 from lightrl.models.moe import moe_blocks
 from lightrl.strategies.ranks import divisors
 from lightrl.strategies.single import rope_depends_on_length

@@ -62,8 +62,6 @@ from lightrl.engines.servers.sync.verification import WeightVerifier
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.engines.servers.watch import Watch
 from lightrl.errors import EngineError
-from lightrl.models import context_tokens
-from lightrl.models.images import ImageReader
 from lightrl.models.routes import RouteLayout
 from lightrl.models.tuning import Part, ServedForm, tuning_of
 from lightrl.trajectory import Sampling
@@ -467,8 +465,7 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         home, timeouts, fleet = self._home, self.timeouts, self.fleet
         self._config = config
         home.call(members.identify_all(), timeouts.request_s * 2)
-        vocab_size = int(config.get_text_config().vocab_size)
-        limits = RequestLimits(vocab_size, context_tokens(config), ImageReader.of(config), self._returned_routes())
+        limits = RequestLimits.of(config, self._returned_routes())
         dtype = self._sent_dtype()
         transport = make_transport(
             self.transport,

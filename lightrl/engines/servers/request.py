@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from lightrl.engines.engine import Completion
-from lightrl.errors import EngineError, RolloutError
+from lightrl.engines.servers.attachments import Attachments
+from lightrl.errors import EngineError
 from lightrl.functional import encode_supports
-from lightrl.models.images import ImageReader, data_url, refusal
 from lightrl.models.routes import RouteLayout, joined_routes
 from lightrl.trajectory import FinishReason, Sampling, TokenArray
 
@@ -62,39 +62,6 @@ def check_answers(rid: str, num_sent: int | None, answer_rid: object, num_read: 
 
 
 @dataclass(frozen=True)
-class RequestImages:
-    """The images of a prompt as servers take them."""
-
-    prompt: list[int]  # the prompt's token ids, with one image token for each image: the server repeats it
-    image_data: list[str]  # data: URLs, for servers on other machines
-    image_token_id: int  # the id that stands for an image
-
-    @classmethod
-    def of(cls, image_reader: ImageReader | None, images: Sequence[str], token_ids: list[int]) -> RequestImages:
-        """The images of a prompt, given how the policy reads them; raises ValueError if it takes none."""
-        if image_reader is None:
-            raise ValueError(refusal(len(images)))
-        if image_reader.frame:
-            raise ValueError(
-                "Servers take no images for models of type gemma3: they write line breaks around an image, which the "
-                "tokens of its prompt have already. Use LocalEngine."
-            )
-        image_reader.check(images, token_ids)
-        prompt = image_reader.collapsed(token_ids, images)
-        return cls(prompt, [data_url(image) for image in images], image_reader.image_token_id)
-
-    def input_ids(self, generated: Sequence[int]) -> list[int]:
-        """The prompt and what follows; raises RolloutError if a server would take one of its tokens for an image."""
-        token_ids = [*self.prompt, *generated]
-        if token_ids.count(self.image_token_id) != len(self.image_data):
-            raise RolloutError(
-                f"The policy has sampled an image token (id {self.image_token_id}), which a server would take for an "
-                "image in the next request."
-            )
-        return token_ids
-
-
-@dataclass(frozen=True)
 class NamedVersion:
     """A weight version that servers hold by name next to its base; the tokens of a request for it have this version."""
 
@@ -117,7 +84,7 @@ class CompletionDraft:
     route_layout: RouteLayout | None = None  # how to lay out the routes; None does not ask for them
     routes: TokenArray[int] | None = None  # routes of the prompt and the tokens so far, as far as they are known
     finish_reason: FinishReason | None = None
-    images: RequestImages | None = None
+    attachments: Attachments | None = None
     named_version: NamedVersion | None = None  # of the latest request; None: the server's only weights
     vocab_size: int = 2**31
 
@@ -193,8 +160,8 @@ class CompletionDraft:
         """
         if answer.problem:  # `add` says which
             return
-        # A server counts an image's tokens itself, and none of what it aborts unread.
-        is_counted = self.images is None and (answer.num_read is not None or answer.finish != "abort")
+        # A server counts the tokens of attachments itself, and none of what it aborts unread.
+        is_counted = self.attachments is None and (answer.num_read is not None or answer.finish != "abort")
         num_sent = len(self.prompt) + len(self.token_ids) if is_counted else None
         check_answers(rid, num_sent, answer.rid, answer.num_read, server)
         versions = [version for version, _ in answer.weight_versions.runs()]

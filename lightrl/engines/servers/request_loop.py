@@ -19,17 +19,21 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from lightrl.engines.engine import Completion, check_request
+from lightrl.engines.servers.attachments import Attachments
 from lightrl.engines.servers.client import ABORT_TIMEOUT_S, abort_at
 from lightrl.engines.servers.connection import OutOfFiles, ServerRefused
 from lightrl.engines.servers.fleet import ServerFleet
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.leader import Leader, Traffic
 from lightrl.engines.servers.members import Members
-from lightrl.engines.servers.request import Answer, CompletionDraft, MalformedAnswer, NamedVersion, RequestImages
+from lightrl.engines.servers.request import Answer, CompletionDraft, MalformedAnswer, NamedVersion
 from lightrl.engines.servers.server import Server
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
+from lightrl.models import context_tokens
 from lightrl.models.images import ImageReader
 from lightrl.models.routes import RouteLayout, joined_routes
 from lightrl.trace import span
@@ -58,6 +62,11 @@ class RequestLimits:
     max_context: int | None  # tokens of prompt and completion
     image_reader: ImageReader | None  # how it reads images; None if it takes none
     route_layout: RouteLayout | None = None  # layout of the routes that it returns; None if it returns none
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, route_layout: RouteLayout | None) -> RequestLimits:
+        vocab_size = int(config.get_text_config().vocab_size)
+        return cls(vocab_size, context_tokens(config), ImageReader.of(config), route_layout)
 
 
 class ServedVersions:
@@ -112,8 +121,8 @@ class RequestLoop:
         """Generates as RolloutEngine's does; a cancellation aborts the requests on the servers."""
         limits = self.limits
         check_request(token_ids, sampling, n, vocab_size=limits.vocab_size, max_context=limits.max_context)
-        request_images = RequestImages.of(limits.image_reader, images, token_ids) if images else None
-        shared: dict[str, Any] = {"images": request_images, "vocab_size": limits.vocab_size}
+        attachments = Attachments.of(limits.image_reader, images, token_ids) if images else None
+        shared: dict[str, Any] = {"attachments": attachments, "vocab_size": limits.vocab_size}
         shared |= {"route_layout": limits.route_layout}
         with self.home.counted():
             if n == 1:
