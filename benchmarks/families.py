@@ -52,7 +52,7 @@ from lightrl.models.tuning import held_tensors
 from lightrl.strategies import FSDP2Strategy, LogprobSettings, ProcessRanks, SingleModel
 from lightrl.strategies.empty_model import empty_model
 from lightrl.strategies.fsdp2_model import FSDP2Model, whole
-from lightrl.strategies.ranks import watch_all
+from lightrl.strategies.ranks.processes import watch_all
 from lightrl.testing import QUIET, TINY_CONFIG
 
 ROWS = Path(__file__).with_suffix(".jsonl")

@@ -36,7 +36,7 @@ from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
 from lightrl.experience import Experience
 from lightrl.models import Outputs
 from lightrl.strategies import LogprobSettings, SingleModel
-from lightrl.strategies.shared_prefix import Layout
+from lightrl.strategies.layouts.shared_prefix import Layout
 from lightrl.trajectory import Prompt, Trajectory
 
 GROUP_SIZE = 8
@@ -93,7 +93,7 @@ def run_padded(model: PreTrainedModel, experience: Experience, rows: int) -> Non
 
 
 def run_lightrl(model: SingleModel, experience: Experience, layouts: dict[str, Layout]) -> None:
-    model.layouts = layouts
+    model.forms.layouts = layouts
 
     def loss(part: Experience, outputs: Outputs) -> Tensor:
         return weighted_sum(part, outputs.logprobs)
@@ -131,7 +131,7 @@ def measure(report: Report, name: str, workload: str, arguments: argparse.Namesp
         prompt_tokens, lengths = (32, skewed_lengths(count, cap))
     experience = make_experience(prompt_tokens, lengths, model.config.vocab_size).to(arguments.device)
     single = SingleModel(model, LogprobSettings(entropy_needs_gradient=False))
-    assert single.layouts
+    assert single.forms.layouts
 
     padded = {rows: functools.partial(run_padded, model, experience, rows) for rows in PADDED_ROWS if rows <= count}
     timed(model, padded[min(padded)])
@@ -140,7 +140,7 @@ def measure(report: Report, name: str, workload: str, arguments: argparse.Namesp
     forms: dict[str, Callable[[], None]] = {
         "padded": padded[rows],
         "rectangles": functools.partial(run_lightrl, single, experience, {}),
-        "shared": functools.partial(run_lightrl, single, experience, single.layouts),
+        "shared": functools.partial(run_lightrl, single, experience, single.forms.layouts),
     }
     expected = gradients(model, forms["padded"])
     differences: dict[str, float] = {}

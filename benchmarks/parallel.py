@@ -49,7 +49,7 @@ from lightrl.strategies import FSDP2Strategy, LogprobSettings, ProcessRanks, Sin
 from lightrl.strategies.fsdp2_model import FSDP2Model
 from lightrl.strategies.parallel_3d import Parallel3DModel
 from lightrl.strategies.pipeline import Action, Pipeline, Slot, plan
-from lightrl.strategies.ranks import watch_all
+from lightrl.strategies.ranks.processes import watch_all
 from lightrl.strategies.stages import SplitModel, ends_group, split_model
 
 COLLECTIVES = ("gather", "reduce", "scatter", "broadcast", "send", "alltoall", "all_to_all")
@@ -241,7 +241,7 @@ class Contender:
         self.model: Any
         if topology.size == 1:
             self.model = SingleModel(model, settings)
-            self.model.layouts = {}  # as for the others
+            self.model.forms.layouts = {}  # as for the others
         else:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=topology.size)
         if topology.name == "fsdp2":

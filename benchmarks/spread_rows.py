@@ -33,8 +33,8 @@ from lightrl.loops.sharing import shard
 from lightrl.models import ModelSpec, Outputs
 from lightrl.rollout import RolloutSettings
 from lightrl.strategies import Message, Microbatches, ShardedExperience
-from lightrl.strategies.rank_watch import RankWatch
-from lightrl.strategies.ranks import ProcessRanks, Send, watch_all
+from lightrl.strategies.ranks.processes import ProcessRanks, Send, watch_all
+from lightrl.strategies.ranks.watch import RankWatch
 from lightrl.strategies.sharded_experience.experience import TOKEN_DTYPES
 from lightrl.strategies.sharded_experience.placement import microbatch_rows, minibatches
 from lightrl.trajectory import Group, Prompt, Trajectory

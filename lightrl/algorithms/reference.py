@@ -1,4 +1,4 @@
-"""The KL divergence from a reference policy: added to the loss, or taken off the reward.
+"""The KL divergence from a reference policy: added to the loss, or subtracted from the reward.
 
 Shapes: B trajectories, T tokens. Every [B, T] tensor is aligned to the token it describes; logprobs are in nats.
 """
@@ -27,8 +27,8 @@ class ReferenceKL:
         coef: its weight, above 0.
         model: the reference policy, usually the checkpoint that training starts from. None with LoRA is the initial
             policy: the same model without its adapters, at no cost of memory, or a frozen copy with `lora.adapter`.
-        estimator: "k2", whose gradient is that of the KL on-policy, or "k3"; "k1" where the KL is taken off the reward,
-            since as a loss its gradient is 0 in expectation. None is k3 in the loss and k1 in the reward.
+        estimator: "k2", whose gradient is that of the KL on-policy, or "k3"; "k1" if the KL is subtracted from the
+            reward, since as a loss its gradient is 0 in expectation. None means k3 in the loss and k1 in the reward.
     """
 
     coef: float
@@ -75,7 +75,7 @@ class AdaptiveKL(ReferenceKL):
 
     Args:
         coef, model, estimator: as in ReferenceKL; `coef` is the weight at the start.
-        in_reward: take the KL off each token's reward; False adds it to the loss.
+        in_reward: subtract the KL from each token's reward; False adds it to the loss.
         target_nats: adapt the weight to keep the KL per token there; None keeps the weight fixed.
         horizon: trajectories over which the weight adapts; see KLController.
         decay: after each iteration the reference becomes decay · itself + (1 - decay) · policy, in float32; None keeps

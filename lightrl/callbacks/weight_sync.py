@@ -23,7 +23,7 @@ from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import Ranks, ranks_of
 from lightrl.strategies.offload import HOST, move_state
-from lightrl.strategies.shared_folder import ranks_without
+from lightrl.strategies.ranks.shared_folder import ranks_without
 from lightrl.weights import Bucket, SharedFolder
 from lightrl.weights.disk import ShareWriter, files_of
 

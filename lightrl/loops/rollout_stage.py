@@ -45,7 +45,7 @@ from lightrl.rollout import RecordedRollout, Rollout, RolloutController, Rollout
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.rollout.workflow_pool import check_workers
 from lightrl.strategies import LogprobSettings, Ranks, parallel_model, ranks_of
-from lightrl.strategies.halves import SMALL_MODEL_PARAMETERS
+from lightrl.strategies.layouts.halves import SMALL_MODEL_PARAMETERS
 from lightrl.strategies.precision import LeavesBatches, subclassed
 
 _AVERAGES = (

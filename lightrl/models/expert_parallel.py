@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightrl.models.conversion import semi_private
-from lightrl.models.model_spec import new_model
+from lightrl.models.images import new_model
 from lightrl.models.moe import moe_blocks, num_experts
 
 if TYPE_CHECKING:

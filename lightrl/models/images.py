@@ -201,6 +201,21 @@ def image_kind(config: PretrainedConfig) -> Literal["plain", "grid", "bidirectio
     return "plain" if config.model_type == "llava" and tower in _EXTRA_TOKENS else None
 
 
+def auto_model(config: PretrainedConfig) -> Any:
+    """The auto class for a language model of this config; with an image tower if it has one, even on text alone."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    has_tower = hasattr(config, "vision_config") and type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
+
+
+def new_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """A language model with random weights; `options` are those of `from_config`."""
+    model: PreTrainedModel = auto_model(config).from_config(config, **options)
+    finish_model(model)
+    return model
+
+
 def finish_model(model: PreTrainedModel) -> None:
     """Sets limits of Mamba layers, a pad id for image tokens, and a text model's way to add image features in layers.
 

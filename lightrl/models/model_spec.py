@@ -21,7 +21,7 @@ import torch
 
 from lightrl.checks.files import check_sums
 from lightrl.checks.user_code import user_code
-from lightrl.models.images import finish_model, image_kind
+from lightrl.models.images import auto_model, finish_model, image_kind
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -341,21 +341,6 @@ class ModelSpec:
                 f"tokenizer={source!r} must return a Hugging Face tokenizer, got {type(tokenizer).__name__}."
             )
         return tokenizer
-
-
-def auto_model(config: PretrainedConfig) -> Any:
-    """The auto class for a language model of this config; with an image tower if it has one, even on text alone."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    has_tower = hasattr(config, "vision_config") and type(config) in AutoModelForImageTextToText._model_mapping
-    return AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
-
-
-def new_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-    """A language model with random weights; `options` are those of `from_config`."""
-    model: PreTrainedModel = auto_model(config).from_config(config, **options)
-    finish_model(model)
-    return model
 
 
 def context_tokens(config: PretrainedConfig) -> int | None:

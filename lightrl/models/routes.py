@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightrl.errors import EngineError
 from lightrl.functional.rows import NATIVE
-from lightrl.models.model_spec import new_model
+from lightrl.models.images import new_model
 from lightrl.models.moe import moe_blocks, num_experts
 from lightrl.trajectory import TokenArray
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from lightrl.models import Role
+from lightrl.models import Role, new_model
 from lightrl.models.conversion import checkpoint_files, keep_first_axis, load_parts
-from lightrl.models.model_spec import check_files, new_model
+from lightrl.models.model_spec import check_files
 from lightrl.models.tuning import held_tensors
-from lightrl.strategies.planned_gather import box_of, part_at
-from lightrl.strategies.ranks import Ranks
+from lightrl.strategies.ranks.planned_gather import box_of, part_at
+from lightrl.strategies.ranks.processes import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -25,15 +25,15 @@ from lightrl.functional import aligned_to_tokens, predicting_positions
 from lightrl.models import Backward, Candidates, LossFunction, Outputs, RoleMesh, teacher_candidates
 from lightrl.models.conversion import Names, exported_tensors
 from lightrl.models.tuning import Part, held_tensors, tuning_of
-from lightrl.strategies.branches import branch_rows
 from lightrl.strategies.empty_model import empty_model
 from lightrl.strategies.fsdp2 import FSDP2Strategy
-from lightrl.strategies.packed_attention import make_packable
+from lightrl.strategies.head import LogprobSettings
+from lightrl.strategies.layouts.branches import branch_rows
+from lightrl.strategies.layouts.packed_attention import make_packable
 from lightrl.strategies.pipeline import HeldActivations
-from lightrl.strategies.planned_gather import PlannedGather
-from lightrl.strategies.ranks import ProcessRanks
-from lightrl.strategies.role_mesh import OtherRanksModel, Place, check_meshes, make_place, planned_roles
-from lightrl.strategies.single import LogprobSettings
+from lightrl.strategies.ranks.planned_gather import PlannedGather
+from lightrl.strategies.ranks.processes import ProcessRanks
+from lightrl.strategies.ranks.role_mesh import OtherRanksModel, Place, check_meshes, make_place, planned_roles
 from lightrl.strategies.stages import Feed, SplitModel, ends_group, split_model
 from lightrl.strategies.tensor_plans import check_model, check_schedule, check_sizes, check_world, tensor_plan
 from lightrl.weights import Bucket
@@ -368,7 +368,7 @@ class Parallel3DModel:
         if num == 0:
             return outputs
         topk = aligned_to_tokens(result[:, 3 : 3 + num], *feed.positions, shape)
-        has_ids = isinstance(feed.candidates, int)
+        has_ids = isinstance(feed.targets.candidates, int)
         ids = aligned_to_tokens(result[:, 3 + num :].long(), *feed.positions, shape) if has_ids else None
         return replace(outputs, teacher_topk=topk, teacher_topk_ids=ids)
 

@@ -87,22 +87,28 @@ def _gather_input(
 
 
 def share_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Gives a module whose ranks see some of the tokens or heads its own parameters whole, as DTensors.
+    """Keeps the own parameters of a module whole on every tp rank, as DTensors.
 
-    Their gradients are each rank's summand.
+    Each rank runs the module on its part of the tokens or heads, so a parameter's gradient is the sum over ranks.
     """
     _distribute_parameters(module, mesh, Replicate())
     if any(True for _ in module.parameters(recurse=False)):
-        module.forward = functools.partial(_call_with_summands, module, module.forward)
+        module.forward = functools.partial(_call_with_local_parameters, module, module.forward)
 
 
-def _call_with_summands(module: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
-    """The module's forward with its DTensors as plain tensors, whose gradients are summands."""
-    held = dict(module.named_parameters(recurse=False))
-    if not any(isinstance(parameter, DTensor) for parameter in held.values()):
-        return forward(*args)  # functional_call has come back here
-    whole = {name: value.to_local(grad_placements=[Partial()]) for name, value in held.items()}  # type: ignore[attr-defined]
-    return torch.func.functional_call(module, whole, args)
+def _call_with_local_parameters(module: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
+    """Runs the module's forward on plain tensors, since its operations do not take DTensors.
+
+    `functional_call` replaces the parameters and calls the module, which calls this function a second time.
+    """
+    parameters = dict(module.named_parameters(recurse=False))
+    if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
+        return forward(*args)  # the second call
+    local_parameters = {
+        name: parameter.to_local(grad_placements=[Partial()])  # type: ignore[attr-defined]
+        for name, parameter in parameters.items()
+    }
+    return torch.func.functional_call(module, local_parameters, args)
 
 
 def _distribute_parameters(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightrl.models.model_spec import new_model
+from lightrl.models import new_model
 from lightrl.models.moe import moe_blocks
-from lightrl.strategies.ranks import divisors
-from lightrl.strategies.single import rope_depends_on_length
+from lightrl.strategies.layouts.probes import rope_depends_on_length
+from lightrl.strategies.ranks.processes import divisors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

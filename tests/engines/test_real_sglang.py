@@ -31,7 +31,7 @@ from lightrl.errors import EngineError
 from lightrl.experience import Experience
 from lightrl.functional.rows import NATIVE
 from lightrl.models.conversion import checkpoint_tensors
-from lightrl.strategies.single import LogprobSettings, SingleModel
+from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.trajectory import Sampling
 from lightrl.weights import ServerForm, WeightFolder, block_fp8, bucketed
 

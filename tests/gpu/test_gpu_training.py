@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lightrl import FSDP2Strategy, LocalEngine
 from lightrl.callbacks.learning_curve import HELD_OUT_ACCURACY
+from lightrl.strategies.layouts.packed_attention import KERNELS
 from lightrl.strategies.offload import HOST, move_state
-from lightrl.strategies.packed_attention import KERNELS
 
 ROOT = Path(__file__).parents[2]
 GOAL = 0.92  # the worst of five seeds had 93.3 % on a CPU

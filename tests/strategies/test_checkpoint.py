@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_flatten
 
 from lightrl.checks.files import publish
 from lightrl.concurrency.owner import own_mark
-from lightrl.strategies import AtomicCheckpointIO, checkpoint
-from lightrl.strategies.atomic_write import BackgroundWrites, Progress, TrackedFile
-from lightrl.strategies.checkpoint import load_optimizers
-from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, optimizer_state
+from lightrl.strategies import AtomicCheckpointIO
+from lightrl.strategies.checkpoints import one_file
+from lightrl.strategies.checkpoints.atomic_write import BackgroundWrites, Progress, TrackedFile
+from lightrl.strategies.checkpoints.folder import folder_writer, load_folder, optimizer_state
+from lightrl.strategies.checkpoints.one_file import load_optimizers
 
 
 class DiesWhenWritten:
@@ -84,7 +85,7 @@ class HangingDisk:
 def test_a_disk_that_takes_nothing_is_named_and_no_later_save_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_async: bool
 ) -> None:
-    monkeypatch.setattr(checkpoint, "BackgroundWrites", functools.partial(BackgroundWrites, stall_s=0.5))
+    monkeypatch.setattr(one_file, "BackgroundWrites", functools.partial(BackgroundWrites, stall_s=0.5))
     writer = AtomicCheckpointIO(save_async=save_async)
     disk = HangingDisk(tmp_path / "1.ckpt")
 
@@ -102,7 +103,7 @@ def test_a_disk_that_takes_nothing_is_named_and_no_later_save_waits_for_it(
 def test_ctrl_c_ends_the_wait_for_a_disk_and_saving_at_the_end_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "BackgroundWrites", functools.partial(BackgroundWrites, stall_at_end_s=0.5))
+    monkeypatch.setattr(one_file, "BackgroundWrites", functools.partial(BackgroundWrites, stall_at_end_s=0.5))
     writer = AtomicCheckpointIO()
     disk = HangingDisk(tmp_path / "1.ckpt")
     signal.setitimer(signal.ITIMER_REAL, 0.5)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.spread_rows import lower_bound_bytes
-from lightrl.strategies.ranks import Send
+from lightrl.strategies.ranks.processes import Send
 from lightrl.strategies.sharded_experience.exchange import plan_sends
 
 

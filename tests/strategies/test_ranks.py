@@ -11,9 +11,10 @@ from tiny import random_trajectories
 
 from lightrl.callbacks.weight_sync import _gathered
 from lightrl.loops.shared_rollout import groups_of, set_remote_rewards, summaries_of
-from lightrl.strategies import ShardedExperience, rank_watch
-from lightrl.strategies.rank_watch import RankWatch
-from lightrl.strategies.ranks import Ranks, _watch_store
+from lightrl.strategies import ShardedExperience
+from lightrl.strategies.ranks import watch as rank_watch
+from lightrl.strategies.ranks.processes import Ranks, _watch_store
+from lightrl.strategies.ranks.watch import RankWatch
 from lightrl.trajectory import Group
 from lightrl.weights import Bucket
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from rank_scripts import fork_runs
 
 from lightrl.callbacks.weight_sync import shared
-from lightrl.strategies import rank_watch
-from lightrl.strategies.ranks import ProcessRanks, watch_all
+from lightrl.strategies.ranks import watch as rank_watch
+from lightrl.strategies.ranks.processes import ProcessRanks, watch_all
 from lightrl.weights import Bucket, SharedFolder
 
 _, folder, how, culprit = sys.argv

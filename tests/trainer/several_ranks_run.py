@@ -21,7 +21,7 @@ from tiny_run import BATCH_SIZE, Digits, TinyGRPO, make_trainer, train
 from lightrl import Experience, FSDP2Strategy, LocalEngine, RLCallback, Trace, Trajectory, TrajectoryLog
 from lightrl.experience import LossUnit
 from lightrl.rollout import RolloutSettings
-from lightrl.strategies import rank_watch
+from lightrl.strategies.ranks import watch as rank_watch
 
 
 class BySGD:

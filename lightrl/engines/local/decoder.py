@@ -19,8 +19,8 @@ from torch import Tensor
 
 from lightrl.functional import to_device
 from lightrl.models.hybrids import keeps_states, time_step_limits
-from lightrl.models.images import ImageReader, ImageTable, image_inputs
-from lightrl.models.model_spec import cache_argument, new_model
+from lightrl.models.images import ImageReader, ImageTable, image_inputs, new_model
+from lightrl.models.model_spec import cache_argument
 from lightrl.models.routes import Routes
 
 if TYPE_CHECKING:

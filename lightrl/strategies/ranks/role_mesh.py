@@ -22,7 +22,7 @@ from lightrl.models import Role, RoleMesh
 from lightrl.models.conversion import Names
 from lightrl.models.optimizer import own_parameters
 from lightrl.models.tuning import Part
-from lightrl.strategies.ranks import START_TIMEOUT, OtherRanks, ProcessRanks, Ranks, allow_long_waits
+from lightrl.strategies.ranks.processes import START_TIMEOUT, OtherRanks, ProcessRanks, Ranks, allow_long_waits
 from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
