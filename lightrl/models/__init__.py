@@ -19,7 +19,7 @@ May import: errors, checks, trajectory, experience, functional, weights. To supp
 needed here: transformers loads it. strategies/tensor_plans.py reads which can be split.
 """
 
-from lightrl.models.images import auto_model, new_model
+from lightrl.models.images import Attachments, auto_model, new_model, self_contained
 from lightrl.models.lora import LoRA
 from lightrl.models.model_spec import (
     CONTEXT,
@@ -43,6 +43,6 @@ from lightrl.models.role import Role, RoleMesh, models_made_by
 
 __all__ = ["LoRA"]
 __all__ += ["CONTEXT", "LONGROPE_LENGTH", "ModelSpec", "context_tokens", "is_silent", "scalar_head"]
-__all__ += ["auto_model", "new_model", "untrained_reward_model"]
+__all__ += ["Attachments", "auto_model", "new_model", "self_contained", "untrained_reward_model"]
 __all__ += ["Backward", "Candidates", "LossFunction", "Metric", "Outputs", "ParallelModel", "teacher_candidates"]
 __all__ += ["Role", "RoleMesh", "models_made_by"]

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from lightrl.engines.engine import Completion
-from lightrl.engines.servers.attachments import Attachments
 from lightrl.errors import EngineError
 from lightrl.functional import encode_supports
+from lightrl.models import Attachments
 from lightrl.models.routes import RouteLayout, joined_routes
 from lightrl.trajectory import FinishReason, Sampling, TokenArray
 

@@ -22,7 +22,6 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from lightrl.engines.engine import Completion, check_request
-from lightrl.engines.servers.attachments import Attachments
 from lightrl.engines.servers.client import ABORT_TIMEOUT_S, abort_at
 from lightrl.engines.servers.connection import OutOfFiles, ServerRefused
 from lightrl.engines.servers.fleet import ServerFleet
@@ -33,7 +32,7 @@ from lightrl.engines.servers.request import Answer, CompletionDraft, MalformedAn
 from lightrl.engines.servers.server import Server
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
-from lightrl.models import context_tokens
+from lightrl.models import Attachments, context_tokens
 from lightrl.models.images import ImageReader
 from lightrl.models.routes import RouteLayout, joined_routes
 from lightrl.trace import span
