@@ -62,6 +62,7 @@ class RolloutEngine(Protocol):
 
     def expect_policy(self, policy: PreTrainedModel, *, num_versions: int) -> None:
         """Called before `start` with the model whose weights it gets, and the number of versions that may be in use."""
+        return
 
     def start(self, config: PretrainedConfig) -> None:
         """Builds the model of this config or connects to it; called on the main thread, before anything else."""

@@ -11,9 +11,9 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ from lightrl.engines.servers.sync.transports.transport import num_ranks
 from lightrl.errors import EngineError
 from lightrl.models.tuning import ServedForm
 from lightrl.weights.shared_memory import payload_of
-
-if TYPE_CHECKING:
-    from lightrl.engines.sglang.client import SGLangClient
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +52,20 @@ class Adapter:
     @property
     def num_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+class AdapterClient(Protocol):
+    """What loading adapters needs of a server's client, as SGLangClient has it."""
+
+    async def adapters(self) -> list[str]: ...
+
+    async def load_adapter(
+        self, name: str, config: dict[str, Any], payloads: Sequence[str], checksums: dict[str, str], *, timeout_s: float
+    ) -> None: ...
+
+    async def unload_adapter(self, name: str, *, timeout_s: float = 0.0) -> None: ...
+
+    def is_unknown_adapter(self, error: EngineError) -> bool: ...
 
 
 @dataclass
@@ -142,8 +153,8 @@ class AdapterVersions(ServedVersions):
                 await _client(server).unload_adapter(name_of(version), timeout_s=self.timeout_s)
 
 
-def _client(server: Server) -> SGLangClient:
-    return cast("SGLangClient", server.client)  # other servers take no adapters
+def _client(server: Server) -> AdapterClient:
+    return cast(AdapterClient, server.client)
 
 
 def name_of(version: int) -> str:
