@@ -194,9 +194,8 @@ class Attachments:
     """The images of a prompt as servers take them, next to its tokens."""
 
     prompt: list[int]  # the prompt's token ids, with one image token for each image: the server repeats it
-    body: dict[str, Any]  # in the body of a request: data: URLs, for servers on other machines
+    body: dict[str, list[str]]  # joins the body of a request: data: URLs, for servers on other machines
     image_token_id: int  # the id that stands for an image
-    num_images: int
 
     @classmethod
     def of(cls, image_reader: ImageReader | None, images: Sequence[str], token_ids: list[int]) -> Attachments:
@@ -211,12 +210,12 @@ class Attachments:
         image_reader.check(images, token_ids)
         prompt = image_reader.collapsed(token_ids, images)
         body = {"image_data": [data_url(image) for image in images]}
-        return cls(prompt, body, image_reader.image_token_id, len(images))
+        return cls(prompt, body, image_reader.image_token_id)
 
     def input_ids(self, generated: Sequence[int]) -> list[int]:
         """The prompt and what follows; raises RolloutError if a server would take one of its tokens for an image."""
         token_ids = [*self.prompt, *generated]
-        if token_ids.count(self.image_token_id) != self.num_images:
+        if token_ids.count(self.image_token_id) != len(self.body["image_data"]):
             raise RolloutError(
                 f"The policy has sampled an image token (id {self.image_token_id}), which a server would take for an "
                 "image in the next request."

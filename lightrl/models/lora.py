@@ -258,14 +258,10 @@ class LoRA(Tuning):
         sources = {self.base_name(name): [name] for name in names if not self.adds(name)}
         if part == "whole":
             for down in (name for name in names if ".lora_A." in name):
-                sources[self._adapted_name(model, down)] += [down, down.replace(".lora_A.", ".lora_B.")]
+                layer = down.partition(".lora_A.")[0]
+                weight = getattr(model.get_submodule(layer), "parameter_name", "weight")
+                sources[self.base_name(f"{layer}.{weight}")] += [down, down.replace(".lora_A.", ".lora_B.")]
         return sources
-
-    def _adapted_name(self, model: torch.nn.Module, down: str) -> str:
-        """The exported name of the weight that an adapter's A belongs to."""
-        layer_name = down.partition(".lora_A.")[0]
-        layer = model.get_submodule(layer_name)
-        return self.base_name(f"{layer_name}.{getattr(layer, 'parameter_name', 'weight')}")
 
     def merge(self, model: torch.nn.Module, name: str, tensors: Sequence[Tensor]) -> Tensor:
         """Merges as peft does: in the adapters' dtype, then cast."""

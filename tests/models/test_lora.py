@@ -196,13 +196,3 @@ def test_adapters_of_experts_are_not_served():
     model = adapted(mixture("qwen3_moe"), target_parameters=EXPERTS)
     with pytest.raises(ValueError, match=r"cannot serve adapters of lora\.target_parameters"):
         tuning_of(model).served_form(model, num_versions=1)
-
-
-def test_all_weights_trained_leave_no_base_and_nothing_added():
-    model = tiny_model()
-    tuning = tuning_of(model)
-    assert tuning == Role(tiny_spec()).tuning
-    assert not tuning.sources(model, "added")
-    assert dict(whole_parameters(model)).keys() == held_tensors(model).keys()
-    with pytest.raises(ValueError, match="Training changes all weights of this model"):
-        tuning.base_only(model)

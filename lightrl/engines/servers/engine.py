@@ -223,7 +223,9 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         self.served_form = tuning.served_form(policy, num_versions)
 
     def parts_to_load(self) -> list[Part]:
-        return self._opened().loader.parts_to_load()
+        if self.served_form is None:
+            return super().parts_to_load()
+        return ["added"] if self.fleet.weight_version >= 0 else ["added", "base"]  # the fleet's is that of the base
 
     def check(self) -> None:
         """Raises ValueError if servers cannot be started or reached with these settings on this machine."""

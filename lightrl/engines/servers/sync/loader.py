@@ -27,7 +27,6 @@ from lightrl.engines.servers.sync.report import SyncFailed, SyncReport, SyncServ
 from lightrl.engines.servers.sync.server_sync import ServerSync
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.errors import EngineError, WeightSyncError
-from lightrl.models.tuning import Part
 from lightrl.weights import Bucket, ServerForm, SharedFolder
 from lightrl.weights.disk import read_back
 
@@ -66,10 +65,6 @@ class WeightLoader:
     def check_models(self) -> None:
         """Raises EngineError if a server has another model than the trainer; from another thread."""
         self.home.call(self._check_models(self.fleet.in_state()), self.timeouts.sync_s)
-
-    def parts_to_load(self) -> list[Part]:
-        """The parts of the policy's weights that the next load takes, in order."""
-        return ["whole"]
 
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
         """Loads a version into all servers; returns when they have it. From the thread that gathers the buckets."""

@@ -25,7 +25,7 @@ from lightrl.engines.servers.sync.adapter_versions import Adapter, AdapterVersio
 from lightrl.engines.servers.sync.loader import WeightLoader
 from lightrl.engines.servers.sync.report import SyncReport, SyncServers
 from lightrl.errors import WeightSyncError
-from lightrl.models.tuning import Part, Tuning
+from lightrl.models.tuning import Tuning
 from lightrl.weights import Bucket, ServerForm
 from lightrl.weights.shared_memory import payload_of
 
@@ -43,11 +43,8 @@ class AdapterLoader(WeightLoader):
         """The newest adapter version on all routable servers."""
         return self.versions.newest
 
-    def parts_to_load(self) -> list[Part]:
-        return ["added", "base"] if self.fleet.weight_version < 0 else ["added"]
-
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
-        """Loads the adapters of a version, and before them the base, which comes last, if `parts_to_load` has it.
+        """Loads the base, if the buckets have it after the adapters, and then the adapters of a version.
 
         Raises:
             WeightSyncError: if the adapters are not those of the first load, or no server takes them.
