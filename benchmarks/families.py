@@ -47,8 +47,8 @@ from lightrl.experience import Experience
 from lightrl.functional.rows import NATIVE
 from lightrl.models import Outputs, Role
 from lightrl.models.expert_parallel import expert_mesh
-from lightrl.models.lora import held_tensors
 from lightrl.models.routes import Routes
+from lightrl.models.tuning import held_tensors
 from lightrl.strategies import FSDP2Strategy, LogprobSettings, ProcessRanks, SingleModel
 from lightrl.strategies.empty_model import empty_model
 from lightrl.strategies.fsdp2_model import FSDP2Model, whole

@@ -50,7 +50,7 @@ class ModelCall:
     run: Callable[..., Any] | None = field(default=None, compare=False)
     after: tuple[str, ...] = ()  # names of calls that must finish first, although no key connects them
     timeout_s: float = 1800.0  # deadline of a call without a role
-    adapters_off: bool = False  # run the role's model without its LoRA adapters
+    base_only: bool = False  # run the role's model as its base, without what training adds to it
     on_all_ranks: bool = False  # a function that every rank runs, in the trainer's thread
     url: str | None = None  # a server that has the role's model and computes instead of the trainer
     topk: int = 0  # also return the top-k tokens, as teacher_topk_ids and teacher_topk_logprobs

@@ -25,7 +25,7 @@ from lightrl.experience import Experience, LossUnit
 from lightrl.functional import group_advantages
 from lightrl.models import LONGROPE_LENGTH, ModelSpec, Outputs, ParallelModel, Role, context_tokens
 from lightrl.models import Metric as LossMetric
-from lightrl.models.chat_template import stop_token_ids
+from lightrl.models.chat_template import ChatTemplate, stop_token_ids
 from lightrl.models.images import ImageReader
 from lightrl.models.model_folder import fill_in, keep_trained
 from lightrl.models.optimizer import by_role, own_parameters, parameter_groups, with_schedule
@@ -436,6 +436,12 @@ class RLModule(TrainedModule):
     def stop_token_ids(self) -> dict[str, list[int]]:
         """Source of stop tokens → their ids."""
         return stop_token_ids(cast("PreTrainedModel", self.policy), self.tokenizer, self.sampling)
+
+    def complete_template(self, template: ChatTemplate) -> None:
+        """Gives a workflow's template what it needs of the policy: how it reads images, and its ends of turns."""
+        template.image_reader = self.image_reader
+        for source, token_ids in self.stop_token_ids().items():
+            template.end_token_ids.update(token_ids if source != "sampling" else ())
 
     @property
     def policy_config(self) -> PretrainedConfig:

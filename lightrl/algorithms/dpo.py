@@ -16,7 +16,7 @@ from lightrl.experience import Experience
 from lightrl.functional import preference_loss, preference_margin
 from lightrl.functional.losses import PreferenceLoss
 from lightrl.models import ModelSpec, Role
-from lightrl.models.lora import adapters_off
+from lightrl.models.tuning import tuning_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,7 +75,7 @@ class DPO(SupervisedModule):
             if self.reference_role is not None:
                 reference_logprobs = self._completion_logprobs("reference", experience)
             else:
-                with adapters_off(self.policy):
+                with tuning_of(self.policy).base_only(self.policy):
                     reference_logprobs = self._completion_logprobs("policy", experience)
         logprobs = self._completion_logprobs("policy", experience)
         chosen, rejected = logprobs[0::2], logprobs[1::2]

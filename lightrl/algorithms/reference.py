@@ -42,7 +42,7 @@ class ReferenceKL:
 
     def check(self, policy: Role, *, in_reward: bool) -> None:
         """Raises ValueError if there is nothing to compare the policy with, or the term would have no effect."""
-        if self.model is None and policy.lora is None:
+        if self.model is None and not policy.tuning.keeps_base:
             raise ValueError(
                 "reference needs a model: the policy has no LoRA adapters to turn off. Set reference.model, usually to "
                 "the checkpoint that training starts from."
@@ -61,7 +61,7 @@ class ReferenceKL:
         """The forward that gives `reference_logprobs`."""
         role = "policy" if self.role(policy) is None else "reference"
         outputs = ("reference_logprobs",)
-        return ModelCall(outputs[0], role, "infer", ("token_ids",), outputs, adapters_off=role == "policy")
+        return ModelCall(outputs[0], role, "infer", ("token_ids",), outputs, base_only=role == "policy")
 
     def per_token(self, logprobs: Tensor, reference_logprobs: Tensor | None, *, in_reward: bool = False) -> Tensor:
         """The estimate of KL(policy ‖ reference) for each token, [B, T], nats; not yet weighted by `coef`."""
@@ -117,7 +117,7 @@ class AdaptiveKL(ReferenceKL):
                 f"reference.decay={self.decay} moves the reference towards the policy, so both need the same mesh, got "
                 f"{reference.mesh} and {policy.mesh}."
             )
-        if policy.lora is not None:
+        if policy.tuning.keeps_base:
             raise ValueError(
                 f"reference.decay={self.decay} moves the reference towards all of the policy's weights, but lora "
                 "trains none of them. Leave out decay, or train all weights."

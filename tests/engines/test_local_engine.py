@@ -37,7 +37,7 @@ from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.experience import Experience
 from lightrl.functional import ImportanceWeights
-from lightrl.models.images import new_model
+from lightrl.models import new_model
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, block_fp8
