@@ -89,11 +89,11 @@ def _parse_with_renderer(
 def _without_misread_tags(parsed: ParsedCompletion, text: str) -> ParsedCompletion:
     """What a library parsed, or, where it took a tag that is quoted for one of the format, what the text says."""
     by_text = parse_text(text, parse_hermes)
-    if parsed.calls and "</tool_call>" in parsed.content:  # the rest of a call
-        error = "the call's arguments quote </tool_call>, which ends a call in this format; write it differently"
-        parsed = replace(parsed, calls=[ToolCall(error=error)])
-    has_error, text_has_error = (any(call.error for call in each.calls) for each in (parsed, by_text))
-    if has_error and by_text.calls and not text_has_error:
+    errors, text_errors = ([call.error for call in each.calls if call.error] for each in (parsed, by_text))
+    if parsed.calls and not errors and "</tool_call>" in parsed.content:  # the rest of a call
+        errors = ["the call's arguments quote </tool_call>, which ends a call in this format; write it differently"]
+        parsed = replace(parsed, calls=[ToolCall(error=errors[0])])
+    if errors and by_text.calls and not text_errors:
         return by_text
     if "<think>" in text and parsed.reasoning.strip() != by_text.reasoning:
         return replace(parsed, content=by_text.content, reasoning=by_text.reasoning)
