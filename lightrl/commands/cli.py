@@ -50,7 +50,15 @@ from lightrl.commands.config_errors import (
     resolve,
     type_of_setting,
 )
-from lightrl.commands.config_layers import ClassOrText, ConfigText, UsageError, UserSettings, nearest_files, yaml_of
+from lightrl.commands.config_layers import (
+    ClassOrText,
+    ConfigText,
+    UsageError,
+    UserSettings,
+    nearest_files,
+    parsed_settings,
+    yaml_of,
+)
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
 from lightrl.launch import Launch
 from lightrl.loops.resume import by_path
@@ -155,7 +163,7 @@ class LightRLCLI(LightningCLI):
             read_texts(self._subcommand_parsers[command], self._user_settings)
             args = [*args, *flags_for_strings(self._subcommand_parsers[command], self._user_settings)]
         try:
-            self.config: Namespace = parser.parse_args(args)
+            self.config: Namespace = parsed_settings(parser.parse_args(args))
         except ArgumentError as error:
             raise UsageError(explain(error, self._subcommand_parsers[command], self._user_settings)) from error
         check_empty_sections(self._user_settings, self._subcommand_parsers[command])
