@@ -152,12 +152,12 @@ class SingleModel:
         zeros = torch.zeros(len(rows), device=states.device)
         results = {"logprobs": zeros, "entropy": zeros}
         if self.has_logprobs:
-            if self.forms.reads_logits:
-                readers = functools.partial(logits_topk, states), functools.partial(logits_logprobs, states)
-            else:
-                readers = whole_head(self.model.get_output_embeddings(), states)
             targets = Targets.at(experience, rows, columns, candidates, self.settings)
-            results = read_head(*readers, targets, self.settings)
+            if self.forms.reads_logits:
+                topk, logprobs = functools.partial(logits_topk, states), functools.partial(logits_logprobs, states)
+                results = read_head(topk, logprobs, targets, self.settings)
+            else:
+                results = read_head(*whole_head(self.model.get_output_embeddings(), states), targets, self.settings)
         if self.value_head is not None:
             # A token's value is that of the state before it was sampled.
             results["values"] = self.value_head(states.to(self.value_head.weight.dtype))[:, 0].float()

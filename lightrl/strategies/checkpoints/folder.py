@@ -18,7 +18,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -123,7 +123,7 @@ class PartWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         with self.fs.create_stream(Path(self.path) / INDEX_FILE, "wb") as file:
-            write_index(file, metadata, self._id)
+            write_index(cast(IO[bytes], file), metadata, self._id)
             file.flush()
             os.fsync(file.fileno())
 
