@@ -37,9 +37,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 import lightrl
 from benchmarks.lengths import skewed_lengths
-from benchmarks.packing import GROUP_SIZE, make_trajectories, run_padded, weighted_sum
 from benchmarks.plan import MODELS
 from benchmarks.report import Report
+from benchmarks.trajectories import GROUP_SIZE, make_trajectories, run_padded, weighted_sum
 from benchmarks.update_vs_sft import UpdateTimes, now, since
 from lightrl.experience import Experience
 from lightrl.functional import can_compile

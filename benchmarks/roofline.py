@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu_update import flops, make_config, make_parts
-from benchmarks.packing import weighted_sum
 from benchmarks.report import Report
+from benchmarks.trajectories import weighted_sum
 from lightrl.functional import logprobs as head
 from lightrl.strategies import LogprobSettings, SingleModel, single
 from lightrl.strategies import head as model_head

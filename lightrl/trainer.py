@@ -34,8 +34,8 @@ from lightrl.callbacks import (
     StalenessControl,
     WeightSync,
 )
+from lightrl.callbacks.monitors import warn_of_monitors
 from lightrl.callbacks.progress import ModelLines
-from lightrl.callbacks.rollout_metrics import warn_of_monitors
 from lightrl.callbacks.run_files import TimedCheckpoint
 from lightrl.callbacks.weight_sync import check_no_overlap
 from lightrl.checks.files import check_local, nearest_folder

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 KINDS = {
     "config.yaml": "all settings but secrets, for fit --config",
     "learning_curve.png": "reward and accuracy over the iterations",
-    "learning_curve.csv": "the numbers of the image",
+    "learning_curve.csv": "the numbers of the plot",
     "metrics.csv": "every metric, a row per iteration",
     "events.out.tfevents*": "the same for tensorboard --logdir .",
     "trajectories": "what the policy wrote, a line each; lightrl inspect",

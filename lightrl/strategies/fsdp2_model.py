@@ -17,8 +17,7 @@ from lightrl.experience import Experience
 from lightrl.functional import rectangles
 from lightrl.models import Backward, Candidates, LossFunction, Outputs, teacher_candidates
 from lightrl.models.conversion import Names, exported_tensors
-from lightrl.models.images import image_kind
-from lightrl.models.lora import Part, exported_parameters, held_tensors
+from lightrl.models.tuning import Part, held_tensors, tuning_of
 from lightrl.strategies.head import LogprobSettings
 from lightrl.strategies.layouts.probes import may_be_cut
 from lightrl.strategies.layouts.shared_prefix import CALL_OVERHEAD_TOKENS
@@ -110,7 +109,7 @@ class FSDP2Model(SingleModel):
         return outputs
 
     def full_parameters(
-        self, bucket_bytes: int, *, part: Part = "merged", names: Names = "module", is_spread: bool = False
+        self, bucket_bytes: int, *, part: Part = "whole", names: Names = "module", is_spread: bool = False
     ) -> Iterator[Bucket]:
         reshard(self._root)
         held = held_tensors(self.model)
@@ -120,7 +119,7 @@ class FSDP2Model(SingleModel):
             self._gather = PlannedGather(whole_of, held, group=self.ranks.control_group)
         buckets = self._gather.buckets(
             held,
-            exported_parameters(self.model, part),
+            tuning_of(self.model).sources(self.model, part),
             combine=functools.partial(exported_tensors, self.model, names),
             bucket_bytes=bucket_bytes,
             is_spread=is_spread,
@@ -135,8 +134,7 @@ class FSDP2Model(SingleModel):
 
     def _calls(self, microbatches: Sequence[Experience]) -> list[int]:
         """How often to call the model for each microbatch: as often as the rank that needs most."""
-        is_whole = image_kind(self.model.config) == "bidirectional" and microbatches[0].pixel_values is not None
-        if self.forms.form == "packed" and not is_whole:
+        if self.forms.choose(microbatches[0])[0] == "packed":
             return [1] * len(microbatches)
         lengths = [[max(1, tokens - 1) for tokens in rows] for rows in lengths_of(microbatches)]
         return self.ranks.max_each([len(rectangles(rows, CALL_OVERHEAD_TOKENS)) for rows in lengths])

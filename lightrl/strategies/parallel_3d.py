@@ -24,7 +24,7 @@ from lightrl.experience import Experience
 from lightrl.functional import aligned_to_tokens, predicting_positions
 from lightrl.models import Backward, Candidates, LossFunction, Outputs, RoleMesh, teacher_candidates
 from lightrl.models.conversion import Names, exported_tensors
-from lightrl.models.lora import Part, exported_parameters, held_tensors
+from lightrl.models.tuning import Part, held_tensors, tuning_of
 from lightrl.strategies.empty_model import empty_model
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.head import LogprobSettings
@@ -35,7 +35,7 @@ from lightrl.strategies.ranks.planned_gather import PlannedGather
 from lightrl.strategies.ranks.processes import ProcessRanks
 from lightrl.strategies.ranks.role_mesh import OtherRanksModel, Place, check_meshes, make_place, planned_roles
 from lightrl.strategies.stages import Feed, SplitModel, ends_group, split_model
-from lightrl.strategies.tensor_plans import check_adapters, check_model, check_schedule, check_sizes, check_world
+from lightrl.strategies.tensor_plans import check_model, check_schedule, check_sizes, check_world, tensor_plan
 from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ class Parallel3DStrategy(FSDP2Strategy):
             config = role.spec.load_config()
             check_sizes(config, pp, tp, *self._schedule_at(pp))
             check_model(config, tp)
-            if role.lora is not None:
-                check_adapters(name, empty_model(role), tp)
+            if role.tuning.keeps_base:
+                role.tuning.check_split(name, empty_model(role), tensor_plan(config) if tp > 1 else None)
 
     def _make_mesh(self) -> dist.ProcessGroup:
         sizes = (self.pp, self.dp_size, self.tp)
@@ -319,7 +319,7 @@ class Parallel3DModel:
                     loss_of(index, result)
 
     def full_parameters(
-        self, bucket_bytes: int, *, part: Part = "merged", names: Names = "module", is_spread: bool = False
+        self, bucket_bytes: int, *, part: Part = "whole", names: Names = "module", is_spread: bool = False
     ) -> Iterator[Bucket]:
         self.split.reshard()
         held = self.split.held_tensors()
@@ -328,7 +328,7 @@ class Parallel3DModel:
             self._gather = PlannedGather(whole_of, held, group=self.group)
         return self._gather.buckets(
             held,
-            exported_parameters(self.split.whole, part),
+            tuning_of(self.split.whole).sources(self.split.whole, part),
             combine=functools.partial(exported_tensors, self.split.whole, names),
             bucket_bytes=bucket_bytes,
             is_spread=is_spread,

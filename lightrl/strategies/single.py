@@ -18,7 +18,7 @@ from lightrl.experience import Experience
 from lightrl.functional import aligned_to_tokens, logits_logprobs, logits_topk
 from lightrl.models import Backward, Candidates, LossFunction, Outputs, scalar_head, teacher_candidates
 from lightrl.models.conversion import Names, exported_tensors
-from lightrl.models.lora import Part, exported_parameters, held_tensors
+from lightrl.models.tuning import Part, held_tensors, tuning_of
 from lightrl.strategies.head import LogprobSettings, Targets, read_head, whole_head
 from lightrl.strategies.layouts.branches import branch_rows
 from lightrl.strategies.layouts.forms import Form, Forms
@@ -112,12 +112,12 @@ class SingleModel:
         return [parameter for parameter in parameters.values() if parameter.requires_grad]
 
     def full_parameters(
-        self, bucket_bytes: int, *, part: Part = "merged", names: Names = "module", is_spread: bool = False
+        self, bucket_bytes: int, *, part: Part = "whole", names: Names = "module", is_spread: bool = False
     ) -> Iterator[Bucket]:
         held = held_tensors(self.model)
         exported = (
             exported_tensors(self.model, names, name, [held[source] for source in sources])
-            for name, sources in exported_parameters(self.model, part).items()
+            for name, sources in tuning_of(self.model).sources(self.model, part).items()
         )
         return bucketed((pair for tensors in exported for pair in tensors.items()), bucket_bytes)
 

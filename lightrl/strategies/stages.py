@@ -27,8 +27,8 @@ from lightrl.experience import Experience
 from lightrl.functional import on_host, predicting_positions, to_device
 from lightrl.models import Candidates, Role, scalar_head
 from lightrl.models.conversion import checkpoint_files, load_parts, semi_private
-from lightrl.models.lora import adapter_reader, base_name, held_tensors, is_adapter
 from lightrl.models.model_spec import check_files
+from lightrl.models.tuning import held_tensors, tuning_of
 from lightrl.strategies.empty_model import give_memory, take_role
 from lightrl.strategies.fsdp2_model import reshard
 from lightrl.strategies.head import Logprobs, LogprobSettings, Targets, TopK, read_head, whole_head
@@ -346,7 +346,8 @@ def _drop_other_stages(
 def _split_over_tp(model: PreTrainedModel, value_head: nn.Linear | None, tp: DeviceMesh) -> None:
     """Splits what this rank holds of the model, and the value head if it holds that, over the tp axis."""
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    split_parameters(model.base_model, model.get_output_embeddings(), tensor_plan(model.config), tp)
+    plan = tensor_plan(model.config)
+    split_parameters(model.base_model, model.get_output_embeddings(), plan, tp, tuning_of(model))
     for scalar in (scalar_head(model), value_head):
         if scalar is not None:
             share_parameters(scalar, tp)
@@ -367,13 +368,13 @@ def _load_held(model: PreTrainedModel, role: Role, device: torch.device, *, is_t
         load_parts(model, spec, device=device, renamed=renamed, is_whole=False)
     else:
         made = spec.load_model().state_dict()
-    read_adapter = None if role.lora is None else adapter_reader(role.lora, spec.random_seed)
+    added = role.tuning.added_values(spec.random_seed)
     with torch.no_grad():
         for name, tensor in held_tensors(model).items():
-            if read_adapter is not None and is_adapter(name):
-                tensor.copy_(read_adapter(name, tensor.shape))
+            if role.tuning.adds(name):
+                tensor.copy_(added(name, tensor.shape))
             elif made:
-                tensor.copy_(made[base_name(name)])
+                tensor.copy_(made[role.tuning.base_name(name)])
     if is_tied and head is not None and embed_tokens is not None:
         head.weight = embed_tokens.weight
 

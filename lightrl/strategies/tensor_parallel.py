@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from lightrl.functional.logprobs import Mask, chunks, logits_gradient, mask_of, masked_scores, prepared
 from lightrl.functional.supports import Supports, support_scores
+from lightrl.models.tuning import Tuning
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 _CHUNK_LOGITS = 2**25
 
 
-def split_parameters(body: nn.Module, head: nn.Linear | None, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+def split_parameters(
+    body: nn.Module, head: nn.Linear | None, plan: Mapping[str, str], mesh: DeviceMesh, tuning: Tuning
+) -> None:
     """Turns the parameters of a causal language model into DTensors on the tp mesh, in place.
 
     Args:
@@ -36,11 +39,12 @@ def split_parameters(body: nn.Module, head: nn.Linear | None, plan: Mapping[str,
         head: the output head, if this rank has it; stays tied to the embedding if it was.
         plan: of `tensor_plan`.
         mesh: of the tp axis.
+        tuning: of the model.
     """
     embedding: Any = getattr(body, "embed_tokens", None)
     is_tied = head is not None and embedding is not None and head.weight is embedding.weight
     for layer in body.layers.children():  # type: ignore[union-attr]
-        _split_layer(layer, plan, mesh)
+        _split_layer(layer, plan, mesh, tuning)
     if isinstance(getattr(body, "norm", None), nn.Module):
         share_parameters(body.norm, mesh)  # type: ignore[arg-type]
     if embedding is not None:
@@ -52,20 +56,18 @@ def split_parameters(body: nn.Module, head: nn.Linear | None, plan: Mapping[str,
         _distribute_parameters(head, mesh, Shard(0))
 
 
-def _split_layer(layer: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+def _split_layer(layer: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, tuning: Tuning) -> None:
     styles: dict[str, ParallelStyle] = {}
     for name, style in plan.items():
-        adapted = hasattr(layer.get_submodule(name), "base_layer")
-        base, down, up = (f"{name}.{part}" for part in ("base_layer", "lora_A.default", "lora_B.default"))
-        if style == "colwise":
-            styles[base if adapted else name] = ColwiseParallel()
-            if adapted:  # all ranks compute A x of the whole sequence
-                styles[up] = ColwiseParallel()
-                _distribute_parameters(layer.get_submodule(down), mesh, Replicate())
-        elif style == "rowwise":
-            styles[base if adapted else name] = RowwiseParallel(output_layouts=Shard(1))
-            if adapted:
-                styles[down] = RowwiseParallel(output_layouts=Shard(1))
+        if style not in ("colwise", "rowwise"):
+            continue
+        for part, part_style in tuning.split_styles(name, layer.get_submodule(name), style).items():
+            if part_style == "colwise":
+                styles[part] = ColwiseParallel()
+            elif part_style == "rowwise":
+                styles[part] = RowwiseParallel(output_layouts=Shard(1))
+            else:
+                _distribute_parameters(layer.get_submodule(part), mesh, Replicate())
     for name in {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}:
         gather = functools.partial(_gather_input, mesh)
         layer.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)

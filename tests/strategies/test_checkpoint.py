@@ -78,7 +78,7 @@ class HangingDisk:
             pipe.read()
         for thread in threading.enumerate():
             if thread.name == "lightrl-checkpoint":
-                thread.join(60)
+                thread.join(600)
 
 
 @pytest.mark.parametrize("save_async", [False, True])

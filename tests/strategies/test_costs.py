@@ -169,7 +169,7 @@ def test_a_pipeline_divides_layers_and_is_idle_at_its_ends() -> None:
 def test_without_a_pipeline_layers_are_gathered_again_for_each_microbatch() -> None:
     cost = parallel_3d_cost(config(), 1, 2, 1, WORK)
     assert cost.num_microbatches == 4
-    assert cost.sent_bytes == (8 * 393_216 + 4 * 4 * 8 * 40_960) / 2  # as benchmarks.parallel counts it
+    assert cost.sent_bytes == (8 * 393_216 + 4 * 4 * 8 * 40_960) / 2
     assert cost.gathered_bytes == 4 * 393_216 + 8 * (2 * 40_960 + 2 * 32_768)
 
 

@@ -174,8 +174,8 @@ class TerminatedAtStart(LocalEngine):
 def fail(folder: Path, rank: int, how: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     checkpoint = ModelCheckpoint(folder / how, save_on_exception=True, every_n_train_steps=100)
-    rank_watch.START_S = 5.0
-    strategy = FSDP2Strategy(hang_timeout_s=5 if how.startswith(("hang", "SIG")) else 600)
+    rank_watch.START_S = 20.0
+    strategy = FSDP2Strategy(hang_timeout_s=20 if how.startswith(("hang", "SIG")) else 600)
     engine = TerminatedAtStart() if how == "terminate" else LocalEngine()
     trainer = make_trainer(
         folder, engine=engine, devices=2, strategy=strategy, callbacks=[checkpoint], enable_checkpointing=True

@@ -54,7 +54,7 @@ def check_all_see(folders: Iterable[Path], ranks: Ranks) -> None:
 
 
 def leave_mark(folder: Path, rank: int, mark: str) -> bool:
-    """Whether this rank sees rank 0's mark in the folder, and has left one for rank 0."""
+    """Writes a file for rank 0 to see; False if this rank does not see rank 0's, or cannot write there."""
     if not _appeared([folder / mark]):
         return False
     try:
