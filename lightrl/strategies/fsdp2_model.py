@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from lightrl.experience import Experience
 from lightrl.functional import rectangles
 from lightrl.models import Backward, Candidates, LossFunction, Outputs, teacher_candidates
-from lightrl.models.conversion import Names, exported_tensors
-from lightrl.models.tuning import Part, held_tensors, tuning_of
+from lightrl.models.conversion import Names
+from lightrl.models.tuning import Part, held_tensors
 from lightrl.strategies.head import LogprobSettings
 from lightrl.strategies.layouts.probes import may_be_cut
 from lightrl.strategies.layouts.shared_prefix import CALL_OVERHEAD_TOKENS
@@ -115,16 +115,8 @@ class FSDP2Model(SingleModel):
         held = held_tensors(self.model)
         if self._gather is None:
             assert isinstance(self.ranks, ProcessRanks)
-            whole_of = {name: (value.shape, value.dtype) for name, value in held.items()}
-            self._gather = PlannedGather(whole_of, held, group=self.ranks.control_group)
-        buckets = self._gather.buckets(
-            held,
-            tuning_of(self.model).sources(self.model, part),
-            combine=functools.partial(exported_tensors, self.model, names),
-            bucket_bytes=bucket_bytes,
-            is_spread=is_spread,
-        )
-        for bucket in buckets:
+            self._gather = PlannedGather(self.model, held, group=self.ranks.control_group)
+        for bucket in self._gather.buckets(held, bucket_bytes, part=part, names=names, is_spread=is_spread):
             self.ranks.step()
             yield bucket
 
