@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -71,9 +70,15 @@ class FSDP2Model(SingleModel):
         register_fsdp_forward_method(model, "run_inside")
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # a few tokens are not worth a compilation
             # The strategy has compiled the layers before it sharded them.
-            made: dict[str, Any] = {"value_head": value_head, "compile_layers": False, "is_policy": is_policy}
-            made["context_group"] = context_group
-            self._root.run_inside(functools.partial(super().__init__, **made), model, settings)
+            self._root.run_inside(
+                super().__init__,
+                model,
+                settings,
+                value_head=value_head,
+                compile_layers=False,
+                is_policy=is_policy,
+                context_group=context_group,
+            )
         reshard(self._root)
         self.forms.layouts = {}  # the number of its calls depends on the rows
         if context_group is not None and not (self.forms.can_pack and may_be_cut(model.config)):

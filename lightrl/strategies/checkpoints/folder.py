@@ -213,9 +213,8 @@ def read_rest(folder: Path) -> dict[str, Any]:
         )
     rest = load_plain(folder / META_FILE)
     if rest.pop(_SAVE_ID, None) != save_id_of(read_index(folder)):
-        raise DamagedCheckpoint(
-            f"{str(folder / META_FILE)!r} is of another save than {INDEX_FILE}. Use an earlier one."
-        )
+        files = f"{str(folder / META_FILE)!r} and {str(folder / INDEX_FILE)!r}"
+        raise DamagedCheckpoint(f"{files} are of two saves. Use an earlier checkpoint.")
     return rest
 
 
