@@ -4,9 +4,9 @@ Parts are written and read by torch.distributed.checkpoint, so any number of pro
 others wrote; `index.zip` says where each is, and `meta.pt` holds everything but weights and optimizers. Every file has
 the id of its save, and a folder mixed from two, by a copy amid a save or one that was interrupted, is refused.
 
-torch's HuggingFaceStorageWriter and Reader (2.13) do not fit: tensors come back to the bit on other meshes, but a value
-that is no tensor, such as a learning rate, is written before the header and makes the file unreadable; a rank's tensors
-are in memory twice while they are written; a missing file, changed bytes and files of two saves are read without error.
+torch's HuggingFaceStorageWriter and Reader (2.13) do not fit. Tensors come back to the bit on other meshes, but a value
+that is no tensor, such as a learning rate, makes the file unreadable: it is written before the header. Writing takes
+twice the memory of the tensors. A missing file, changed bytes and files of two saves are read without an error.
 """
 
 from __future__ import annotations
