@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.orchestrator import GROUP_SIZE, PROMPT, NoText, Prompts, Server, Setting, started_engine
+from benchmarks.orchestrator import GROUP_SIZE, PROMPT, NoText, SamePrompts, Server, Setting, started_engine
 from lightrl.rewards import RewardPart, RewardPool
 from lightrl.rollout import RolloutController, RolloutSettings
 from lightrl.trajectory import Group, Sampling
@@ -79,7 +79,7 @@ def take(setting: Setting, *, num: int, num_tokens: int) -> list[Group]:
                 max_concurrent=setting.in_flight // GROUP_SIZE,
             ),
             sampling=Sampling(max_new_tokens=num_tokens),
-            prompts=Prompts(),  # type: ignore[arg-type]
+            prompts=SamePrompts(),  # type: ignore[arg-type]
         )
         try:
             return controller.take(0)

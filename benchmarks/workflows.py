@@ -31,6 +31,7 @@ from benchmarks.report import Report
 from lightrl.engines import FakeEngine
 from lightrl.rewards import RewardResult
 from lightrl.rollout import RolloutController, RolloutSettings
+from lightrl.rollout.prompts import Prompts
 from lightrl.trajectory import Prompt, Sampling, Trajectory
 from lightrl.weights import bucketed
 from lightrl.workflows import Environment, MultiTurn, ToolEnvironment
@@ -69,7 +70,7 @@ class AskedInThread(Environment):
         return "That is not right. Try again.", float(self.left == 0), self.left == 0
 
 
-class Prompts:
+class Questions(Prompts):
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
 
@@ -147,7 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
     limits = {"max_turns": turns, "max_tokens": 16384}
     report = Report("workflows", sessions=sessions, turns=turns, delay_s=delay_s, tokens_per_turn=len(answer) + 1)
 
-    prompt = Prompts(chat)[0].token_ids or []
+    prompt = Questions(chat)[0].token_ids or []
     engine = make_engine([*answer, END], delay_s)
     wall_s, engine_s = measure(lambda: engine_only(engine, prompt, sampling, sessions, turns))
     report.add("engine_only", wall_s=wall_s, cpu_s=engine_s, cpu_ms_per_turn=1e3 * engine_s / sessions / turns)
@@ -165,7 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
             InstantRewards(),
             RolloutSettings(group_size=10, groups_per_iteration=sessions // 10),
             sampling=sampling,
-            prompts=Prompts(workflow.template.tokenizer),
+            prompts=Questions(workflow.template.tokenizer),
         )
         try:
             groups: list[Any] = []
