@@ -13,9 +13,9 @@ Reading order:
     progress.py         the two-line progress bar, and a line per iteration; what is trained
     trace.py            what each process did when, and where the time went
     trajectory_log.py   trajectories as JSONL, now and then as a table
-    learning_curve.py   the run's curve as an image
+    learning_curve.py   the run's curve as a plot
     run_files.py        the run's README, log lines, state for `lightrl status`, problems, timed checkpoint
-    loggers.py          tables, images and models for those loggers that take them, such as MLflow; tables for Comet
+    loggers.py          tables, plots and models for those loggers that take them, such as MLflow; tables for Comet
     export.py           the policy as a Hugging Face folder
 
 May import: everything up to module and data; not loops, not trainer. To add one: subclass RLCallback, override what you

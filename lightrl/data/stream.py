@@ -32,7 +32,7 @@ _NOT_MADE = "not made"
 class CheckedRows(NamedTuple):
     """Numbers of the rows that make prompts, in the order of the data; the prompts are not kept."""
 
-    contents: list[int]  # hash of the prompt's tokens and images
+    contents: list[int]  # hashes of the prompts' content
     num_tokens: list[int]
     digest: str  # hash of all prompts
 
@@ -138,7 +138,7 @@ class RowPrompts(Sequence["Prompt | None"]):
                 continue
             keys.append(key)
             ids.append(prompt.id)
-            checked.contents.append(hash((tuple(prompt.token_ids or ()), prompt.images)))
+            checked.contents.append(hash(prompt.content))
             checked.num_tokens.append(prompt.num_tokens)
             content.update(f"{prompt.id} {prompt.token_ids or prompt.messages}\n".encode())
         return replace(self.only(keys), ids=ids, checked=checked._replace(digest=content.hexdigest()))

@@ -20,7 +20,7 @@ from lightrl.functional import on_last_loss_token
 from lightrl.loops.run_calls import run_calls
 from lightrl.loops.sharing import gather, holders_of, is_forward, share_outputs
 from lightrl.models import untrained_reward_model
-from lightrl.models.lora import adapters_off
+from lightrl.models.tuning import tuning_of
 from lightrl.strategies import Microbatches, Ranks, ShardedExperience, mark_as_on_all_ranks
 from lightrl.strategies.sharded_experience import OnLossTokens, TokenRows
 from lightrl.strategies.sharded_experience.placement import microbatch_rows
@@ -124,13 +124,14 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
         has_end = torch.ones_like(experience.is_truncated)
     elif "bootstrap_values" in call.outputs:
         has_end = experience.is_truncated
-    # Another policy, such as this one without its adapters, did not sample the tokens: it routes natively.
-    lengths, rated = experience.lengths, experience.rollout_part(has_end, with_routes=not call.adapters_off)
+    # Another policy, such as this one's base, did not sample the tokens: it routes natively.
+    lengths, rated = experience.lengths, experience.rollout_part(has_end, with_routes=not call.base_only)
     rows = microbatch_rows(rated, ranks, call.microbatch_tokens or module.microbatch_tokens)
     parts = Microbatches(rated, rows, module.device)
-    plain = adapters_off(getattr(module, role)) if call.adapters_off else contextlib.nullcontext()
+    model = getattr(module, role)
+    as_called = tuning_of(model).base_only(model) if call.base_only else contextlib.nullcontext()
     numbers: dict[str, list[Tensor]] = {name: [] for name in (key, "teacher_topk_ids", "teacher_topk_logprobs")}
-    with _on_device(module, role), plain:
+    with _on_device(module, role), as_called:
         for output in module.parallel_models[role].forward(parts, topk=call.topk):
             values = output.values if scores_ends or key == "values" else output.logprobs
             if values is None:

@@ -25,7 +25,7 @@ from lightrl.engines.servers.sync.loader import WeightLoader
 from lightrl.engines.servers.sync.parameter_check import ParameterCheck
 from lightrl.engines.servers.sync.report import SyncReport, SyncServers
 from lightrl.errors import WeightSyncError
-from lightrl.models.lora import is_adapter, peft_name
+from lightrl.models.tuning import Tuning
 from lightrl.weights import Bucket, ServerForm
 from lightrl.weights.shared_memory import payload_of
 
@@ -43,18 +43,14 @@ class AdapterLoader(WeightLoader):
         """The newest adapter version on all routable servers."""
         return self.versions.newest
 
-    @property
-    def needs_base(self) -> bool:
-        return self.fleet.weight_version < 0
-
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
-        """Loads the adapters of a version, and before them the base, which comes last, if `needs_base`.
+        """Loads the base, if the buckets have it after the adapters, and then the adapters of a version.
 
         Raises:
             WeightSyncError: if the adapters are not those of the first load, or no server takes them.
         """
         start = time.perf_counter()
-        tensors, base = _split(buckets)
+        tensors, base = _split(buckets, self.versions.form.tuning)
         adapter = self._checked_adapter(tensors)
         if base is not None:
             super().load(base, weight_version)
@@ -71,7 +67,8 @@ class AdapterLoader(WeightLoader):
             raise WeightSyncError("The load has no adapters. Every load must have those of the first.")
         for _ in self._adapters.checked([Bucket(tensors, is_last=True)]):
             pass
-        return Adapter.of({peft_name(name): tensor.cpu() for name, tensor in self.form.tensors(Bucket(tensors))})
+        saved_name = self.versions.form.tuning.saved_name
+        return Adapter.of({saved_name(name): tensor.cpu() for name, tensor in self.form.tensors(Bucket(tensors))})
 
     async def _load_adapter(self, adapter: Adapter, weight_version: int) -> SyncReport:
         versions = self.versions
@@ -84,7 +81,7 @@ class AdapterLoader(WeightLoader):
             lost = "; ".join(f"{url}: {reason}" for url, reason in servers.lost.items())
             raise WeightSyncError(
                 f"The adapters of version {weight_version} reached no server: {lost or 'no server is left'}. "
-                f"{versions.shape.how_to_serve}"
+                f"{versions.form.how_to_start}"
             )
         self.fleet.sessions.clear()
         for dropped in await versions.add(weight_version, adapter):
@@ -94,12 +91,12 @@ class AdapterLoader(WeightLoader):
         return SyncReport(weight_version, versions=loaded, lost=servers.lost, num_bytes=num_bytes)
 
 
-def _split(buckets: Iterable[Bucket]) -> tuple[dict[str, Tensor], Iterator[Bucket] | None]:
+def _split(buckets: Iterable[Bucket], tuning: Tuning) -> tuple[dict[str, Tensor], Iterator[Bucket] | None]:
     """Splits off the adapters, which come first, as copies; then the base's buckets, None if there are none."""
     tensors: dict[str, Tensor] = {}
     rest = iter(buckets)
     for bucket in rest:
-        if not all(is_adapter(name) for name in bucket.tensors):
+        if not all(tuning.adds(name) for name in bucket.tensors):
             return tensors, itertools.chain([bucket], rest)
         tensors |= {name: tensor.detach().clone() for name, tensor in bucket.tensors.items()}
     return tensors, None

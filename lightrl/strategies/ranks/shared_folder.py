@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from lightrl.checks.files import nearest_folder
-from lightrl.strategies.ranks import Ranks, mark_as_on_all_ranks
+from lightrl.strategies.ranks.processes import Ranks, mark_as_on_all_ranks
 
 VISIBLE_WITHIN_S = 10.0  # a new file on a network file system, on another host
 _LOOK_S = 0.1
@@ -26,11 +26,11 @@ def ranks_without(folder: Path, ranks: Ranks) -> list[tuple[int, str]]:
     if ranks.is_main:
         (folder / mark).touch()
     root, mark = ranks.broadcast_json([str(folder), mark])
-    has_written = leave_mark(Path(root), ranks.rank, mark)
-    answers = ranks.gather_json([socket.gethostname(), has_written], timeout_s=_ARRIVE_WITHIN_S)
+    has_marked = leave_mark(Path(root), ranks.rank, mark)
+    answers = ranks.gather_json([socket.gethostname(), has_marked], timeout_s=_ARRIVE_WITHIN_S)
     missing: list[tuple[int, str]] = []
     if ranks.is_main:
-        marks = {rank: folder / f"{mark}-{rank}" for rank, (_, has_written) in enumerate(answers) if has_written}
+        marks = {rank: folder / f"{mark}-{rank}" for rank, (_, has_marked) in enumerate(answers) if has_marked}
         present = _appeared(marks.values())
         missing = [(rank, host) for rank, (host, _) in enumerate(answers) if marks.get(rank) not in present]
         for path in (folder / mark, *marks.values()):
