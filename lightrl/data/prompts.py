@@ -13,7 +13,7 @@ import lightning as L
 
 from lightrl.checks.bounds import check_bounds, check_choice, check_effect
 from lightrl.checks.user_code import function_of, user_code
-from lightrl.data.batches import EpochLoader, PositionLoader, PromptBatch, batches_in_order, check_run_length
+from lightrl.data.batches import EpochLoader, HostBatch, PositionLoader, batches_in_order, check_run_length
 from lightrl.data.chat import ChatRenderer, Messages, columns_shown, row_messages
 from lightrl.data.mixture import DataSource, Source, sources_of
 from lightrl.data.rows import Row, check_source, json_able, read_rows, require_column
@@ -273,16 +273,6 @@ class PromptDataModule(L.LightningDataModule):
 
         return keeps
 
-    def _renderer(self) -> ChatRenderer:
-        tokenizer, context_tokens, image_reader = self.policy_inputs()
-        return ChatRenderer(
-            tokenizer,
-            image_reader=image_reader,
-            max_tokens=smallest(self.max_prompt_tokens, context_tokens),
-            min_tokens=self.min_prompt_tokens,
-            overflow=self.prompt_overflow,
-        )
-
     def prompts_on_reading(self, split: Split) -> RowPrompts:
         """The rendered prompts of a split's rows, each made, and checked, when it is read; None for a dropped row."""
         parts: Sequence[SourceRows] = self._open(split)
@@ -310,7 +300,15 @@ class PromptDataModule(L.LightningDataModule):
                 logger.warning(f"{problem}If it is meant as text, double the braces: {{{{%s}}}}.", column, column)
             return prompt
 
-        return RowPrompts(parts, checked, self._renderer().rendered, self.order_seed, self.shuffle)
+        tokenizer, context_tokens, image_reader = self.policy_inputs()
+        renderer = ChatRenderer(
+            tokenizer,
+            image_reader=image_reader,
+            max_tokens=smallest(self.max_prompt_tokens, context_tokens),
+            min_tokens=self.min_prompt_tokens,
+            overflow=self.prompt_overflow,
+        )
+        return RowPrompts(parts, checked, renderer.rendered, self.order_seed, self.shuffle)
 
     def _checked(self, split: Split) -> RowPrompts:
         """The prompts of a split; raises ValueError for a bad row among those that are checked at the start."""
@@ -408,7 +406,7 @@ class PromptDataModule(L.LightningDataModule):
         return self.test_dataloader()
 
     def _evaluation_loader(self, split: Split) -> EpochLoader[Any]:
-        return batches_in_order(self.prompts[split], self.validation_batch_size, PromptBatch)
+        return batches_in_order(self.prompts[split], self.validation_batch_size, HostBatch)
 
     def policy_inputs(self) -> PolicyInputs:
         """The policy's tokenizer, longest prompt and image reader, from `attach` or from the trainer's module."""

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from lightrl.trajectory import JsonMapping, JsonObject
 
@@ -59,11 +59,8 @@ class Rows(Sequence[Row]):
     def __len__(self) -> int:
         return self.num_rows
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+    def __getitem__(self, index: Any) -> Any:
+        """A row, or a list of rows for a slice."""
         chosen = range(self.num_rows)[index]
         return [self.read(row) for row in chosen] if isinstance(chosen, range) else self.read(chosen)
 

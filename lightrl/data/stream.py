@@ -13,7 +13,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.data.mixture import DataSource, MixtureOrder
@@ -69,12 +69,8 @@ class RowPrompts(Sequence["Prompt | None"]):
             raise TypeError("How many prompts a streamed source has is not known.")
         return self.num_rows
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt | None: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt | None]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt | None] | None:
-        """Prompts in the order of the data; raises ValueError for a bad row."""
+    def __getitem__(self, index: Any) -> Any:
+        """A prompt, or a list of prompts for a slice, in the order of the data; raises ValueError for a bad row."""
         chosen = range(len(self))[index]
         return self.at(chosen) if isinstance(chosen, range) else self.at([chosen])[0]
 

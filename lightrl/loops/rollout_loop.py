@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
 from lightrl.checks.printable import count_text
-from lightrl.data import prompts_of
+from lightrl.data import HostBatch, prompts_of
 from lightrl.dataflow import ModelCall
 from lightrl.errors import TrainingError
 from lightrl.loops.interrupt import InterruptGate
@@ -50,24 +50,6 @@ _ADVICE = {
     "sync": f"Lower {_ENGINE}.",
     "start": "Use more devices with trainer.strategy: FSDP2Strategy, or a smaller model.",
 }
-
-
-class RewardedGroups(list[Group]):
-    """The groups of a batch; Lightning may move it to a device, which leaves it as it is."""
-
-    def to(self, *args: object, **kwargs: object) -> RewardedGroups:
-        return self
-
-
-def _index_of_batch(trainer: RLTrainer) -> int:
-    """Within its loop: ids, and with them the seeds, are the same in each validation."""
-    loops: dict[Any, Any] = {
-        TrainerFn.FITTING: trainer.fit_loop.epoch_loop.val_loop,
-        TrainerFn.VALIDATING: trainer.validate_loop,
-        TrainerFn.TESTING: trainer.test_loop,
-        TrainerFn.PREDICTING: trainer.predict_loop,
-    }
-    return int(loops[trainer.state.fn].batch_progress.current.ready)
 
 
 class RolloutLoop(_AutomaticOptimization):
@@ -317,7 +299,15 @@ class RolloutLoop(_AutomaticOptimization):
         """Roll out and reward the prompts of a validation, test or predict batch, or rows of a user's own loader."""
         trainer = self.trainer
         module = cast("RLModule", trainer.lightning_module)
-        name = f"{cast('TrainerFn', trainer.state.fn).value}-{_index_of_batch(trainer)}"
+        stage: Any = trainer.state.fn
+        loops: dict[Any, Any] = {
+            TrainerFn.FITTING: trainer.fit_loop.epoch_loop.val_loop,
+            TrainerFn.VALIDATING: trainer.validate_loop,
+            TrainerFn.TESTING: trainer.test_loop,
+            TrainerFn.PREDICTING: trainer.predict_loop,
+        }
+        # The batch's number within its loop: ids, and with them the seeds, are the same in each validation.
+        name = f"{stage.value}-{loops[stage].batch_progress.current.ready}"
         groups = trainer.rollout.evaluate(
             prompts_of(batch, module.tokenizer, name=name, max_prompt_tokens=module.max_prompt_tokens),
             sampling=with_stop_tokens(module.validation_sampling, module.stop_token_ids()),
@@ -325,7 +315,7 @@ class RolloutLoop(_AutomaticOptimization):
             on_wait=self._waiting(),
         )
         self._report_drops()
-        return RewardedGroups(groups)
+        return HostBatch(groups)
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         state = self.resume.state_dict()

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import gc
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -199,28 +199,22 @@ class RolloutStage:
             self._num_threads = 0
             gc.unfreeze()
             gc.set_threshold(*self._gc_threshold)
-        steps: list[Callable[[], None]] = []
-        if self.trainer.open_rollout is not None:
-            steps += [self.resume.keep_rollout, self._close_rollout]
-        if self._reward_worker is not None:
-            steps.append(self._close_reward_worker)
-        if self._engine_is_open:
-            steps.append(self._close_engine)
-        call_all(*steps)
+        call_all(self.resume.keep_rollout, self._close_rollout, self._close_reward_worker, self._close_engine)
 
     def _close_rollout(self) -> None:
-        self.trainer.rollout.close()
-        self.trainer.open_rollout = None
+        if self.trainer.open_rollout is not None:
+            self.trainer.rollout.close()
+            self.trainer.open_rollout = None
 
     def _close_reward_worker(self) -> None:
-        assert self._reward_worker is not None
-        self._reward_worker.close()
-        self._reward_worker = None
+        if self._reward_worker is not None:
+            self._reward_worker.close()
+            self._reward_worker = None
 
     def _close_engine(self) -> None:
-        assert self.trainer.engine is not None
-        self.trainer.engine.close()
-        self._engine_is_open = False
+        if self.trainer.engine is not None and self._engine_is_open:
+            self.trainer.engine.close()
+            self._engine_is_open = False
 
     def _open_live(self, module: RLModule, graph: DataFlowGraph, is_fit: bool) -> Rollout:
         """The controller, or on several ranks rank 0's as all of them see it."""
