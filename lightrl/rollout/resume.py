@@ -95,10 +95,7 @@ class InFlightCompletions:
         for state in states_of_workers:
             completions |= dict(state["written"])
             answers |= state["answers"]
-        return {
-            "written": [[seed, item] for seed, item in completions.items()],
-            "answers": answers,
-        }
+        return {"written": [[seed, item] for seed, item in completions.items()], "answers": answers}
 
     def load_state_dict(self, state: State) -> None:
         self.started = {seed: Completion.from_state(item) for seed, item in state["written"]}
@@ -139,10 +136,7 @@ class SavedState:
             return self._state(run_seed, unfinished, await self.runner.states_of_workers())
 
     def _state(
-        self,
-        run_seed: int,
-        unfinished: Mapping[int, Completion],
-        states_of_workers: Sequence[State] = (),
+        self, run_seed: int, unfinished: Mapping[int, Completion], states_of_workers: Sequence[State] = ()
     ) -> State:
         cursor, prompts = self.cursor, self.cursor.prompts
         groups = self.scheduler.state_dict()
