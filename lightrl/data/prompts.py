@@ -165,15 +165,15 @@ class PromptDataModule(L.LightningDataModule):
         Raises:
             ValueError: if the source is missing or empty, or a row lacks the prompt or the answer.
         """
-        return [self._prompt(rows.located(index)) for rows in self._filtered(split) for index in rows.row_keys()]
+        return [self._prompt(rows.locate(index)) for rows in self._filter_rows(split) for index in rows.row_keys()]
 
-    def _filtered(self, split: Split) -> list[IndexedRows]:
+    def _filter_rows(self, split: Split) -> list[IndexedRows]:
         """The rows of a split that `row_filter` keeps; logs how many it drops."""
         parts = [rows.read_whole() for rows in self._open(split)]
         if self.row_filter is None:
             return parts
         keep = self._filter()
-        filtered = [rows.only([index for index in rows.row_keys() if keep(rows.located(index))]) for rows in parts]
+        filtered = [rows.only([index for index in rows.row_keys() if keep(rows.locate(index))]) for rows in parts]
         num_rows = sum(rows.num_rows for rows in parts)
         num_dropped = num_rows - sum(rows.num_rows for rows in filtered)
         if num_dropped:
@@ -310,7 +310,7 @@ class PromptDataModule(L.LightningDataModule):
         )
         return RowPrompts(parts, checked, renderer.rendered, self.order_seed, self.shuffle)
 
-    def _checked(self, split: Split) -> RowPrompts:
+    def _check_split(self, split: Split) -> RowPrompts:
         """The prompts of a split; raises ValueError for a bad row among those that are checked at the start."""
         if split == "train" and self.makes_prompts_of_rows:
             prompts = self.prompts_on_reading(split)
@@ -325,11 +325,11 @@ class PromptDataModule(L.LightningDataModule):
                 )
                 return prompts
         if self.makes_prompts_of_rows:
-            prompts = self._prompts_of(self._filtered(split), self._prompt)
+            prompts = self._prompts_of(self._filter_rows(split), self._prompt)
         else:
             prompts = self._prompts_of(self._own_rows(split), lambda located: located.row)
         if split == "test" and not prompts:
-            return self._checked("validation")
+            return self._check_split("validation")
         checked = prompts.check()
         num_dropped, num_rows = len(prompts) - len(checked), len(prompts)
         if num_dropped:
@@ -341,7 +341,7 @@ class PromptDataModule(L.LightningDataModule):
         """Makes each prompt of a stage once, so problems in the data show up before training."""
         self._stage = stage
         for split in _SPLITS_OF_STAGE[stage]:
-            self.prompts[split] = self._checked(split)
+            self.prompts[split] = self._check_split(split)
         required = _SPLITS_OF_STAGE[stage][0]
         prompts = self.prompts[required]
         if prompts.num_rows == 0:

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lightrl.data.mixture import DataSource
-from lightrl.data.rows import renamed
+from lightrl.data.rows import rename_columns
 from lightrl.trajectory import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
@@ -54,16 +54,16 @@ class SourceRows(ABC):
         """The key of the row with this number; may wait for the source, and raises ValueError if that fails."""
 
     @abstractmethod
-    def located(self, key: Any) -> LocatedRow:
+    def locate(self, key: Any) -> LocatedRow:
         """The row with this key, its columns renamed; raises ValueError if it cannot be read."""
 
     @abstractmethod
     def read_whole(self) -> IndexedRows:
         """The same rows, all by index; reads a source without indices to its end."""
 
-    def _located(self, row: Any, where: str, row_id: str) -> LocatedRow:
+    def _with_columns(self, row: Any, where: str, row_id: str) -> LocatedRow:
         if self.source.columns:
-            row = renamed(row, self.source.columns, where=where)
+            row = rename_columns(row, self.source.columns, where=where)
         return LocatedRow(row, self.source, where, f"{self.prefix}-{row_id}")
 
     @abstractmethod
@@ -94,9 +94,9 @@ class IndexedRows(SourceRows):
     def key_at(self, number: int) -> int:
         return self.row_keys()[number % self.num_rows]
 
-    def located(self, key: int) -> LocatedRow:
+    def locate(self, key: int) -> LocatedRow:
         where = f"Row {key + 1} of {self.source.source!r}" if self.name_row is None else self.name_row(key)
-        return self._located(self.rows[key], where, str(key))
+        return self._with_columns(self.rows[key], where, str(key))
 
     def read_whole(self) -> IndexedRows:
         return self

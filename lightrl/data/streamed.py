@@ -95,10 +95,10 @@ class StreamedRows(SourceRows):
                 self._keep(mark.number, next(self._blocks_from(mark))[0])
             return self._blocks[mark.number][number - mark.number]
 
-    def located(self, key: StreamedRow) -> LocatedRow:
+    def locate(self, key: StreamedRow) -> LocatedRow:
         where = self.where(key)
         row_id = f"{key.shard}-{key.place}" if len(self.shards) > 1 else str(key.place)
-        return self._located(self.row_of(key.item, where), where, row_id)
+        return self._with_columns(self.row_of(key.item, where), where, row_id)
 
     def where(self, key: StreamedRow) -> str:
         """Names a row in messages."""

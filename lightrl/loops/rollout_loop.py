@@ -103,7 +103,7 @@ class RolloutLoop(_AutomaticOptimization):
         trainer = self.trainer
         trainer.call_rl_hook("on_rollout_start")
         with self._phase("rollout"):
-            groups = trainer.rollout.take(trainer.weight_version, on_wait=self._waiting("on_rollout_progress"))
+            groups = trainer.rollout.take(trainer.weight_version, on_wait=self._make_on_wait("on_rollout_progress"))
         self._report_drops()
         trainer.call_rl_hook("on_rollout_end", groups)
         if not trainer.rollout.settings.defers_rewards:
@@ -137,7 +137,7 @@ class RolloutLoop(_AutomaticOptimization):
             later = {call.name for call in graph.calls} - scored
             experience = self._run_calls(module, experience, trajectories, left_out=later)
         with self._phase("rewards"):
-            rollout.wait_for_rewards(groups, on_wait=self._waiting("on_rewards_progress"))
+            rollout.wait_for_rewards(groups, on_wait=self._make_on_wait("on_rewards_progress"))
         self._report_drops()
         experience, trajectories = self._drop_unrewarded_rows(module, experience, groups, trajectories)
         with self._phase("score"):
@@ -312,7 +312,7 @@ class RolloutLoop(_AutomaticOptimization):
             prompts_of(batch, module.tokenizer, name=name, max_prompt_tokens=module.max_prompt_tokens),
             sampling=with_stop_tokens(module.validation_sampling, module.stop_token_ids()),
             num_samples=module.validation_group_size,
-            on_wait=self._waiting(),
+            on_wait=self._make_on_wait(),
         )
         self._report_drops()
         return HostBatch(groups)
@@ -325,7 +325,7 @@ class RolloutLoop(_AutomaticOptimization):
         self.resume.load_state_dict(state_dict)
         self.num_updates = int(state_dict.get("num_updates", self.num_updates))
 
-    def _waiting(self, hook: str | None = None) -> OnWait:
+    def _make_on_wait(self, hook: str | None = None) -> OnWait:
         """The function that a rollout calls while it waits; the RL hook reports how far it is."""
 
         def on_wait(done: int, total: int) -> None:

@@ -173,14 +173,14 @@ class Runner:
         return index, await self._within_deadline(call(), trajectory)
 
     async def _within_deadline(self, awaitable: Awaitable[object], trajectory: Trajectory) -> Outcome:
-        task = asyncio.ensure_future(self._awaited(awaitable, trajectory))
+        task = asyncio.ensure_future(self._await_result(awaitable, trajectory))
         done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
         if not done:
             task.cancel()  # and not awaited: it may ignore the cancellation
             return timeout_error(self.name, self.timeout_s, "", trajectory)
         return task.result()
 
-    async def _awaited(self, awaitable: Awaitable[object], trajectory: Trajectory) -> Outcome:
+    async def _await_result(self, awaitable: Awaitable[object], trajectory: Trajectory) -> Outcome:
         try:
             with self._border(trajectory):
                 return RewardResult.of(await awaitable, trajectory)

@@ -96,7 +96,7 @@ def resolve(path: str) -> RewardFunction:
     target: object = None
     num_imported = 0
     for num_imported in range(len(parts) - 1, 0, -1):
-        target = _imported(".".join(parts[:num_imported]), path)
+        target = _import_module(".".join(parts[:num_imported]), path)
         if target is not None:
             break
     if target is None:
@@ -116,7 +116,7 @@ def resolve(path: str) -> RewardFunction:
     return target
 
 
-def _imported(module: str, path: str) -> ModuleType | None:
+def _import_module(module: str, path: str) -> ModuleType | None:
     """The module, or None if it does not exist; ValueError if its own code fails."""
 
     def failed(error: BaseException) -> ValueError:

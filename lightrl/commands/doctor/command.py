@@ -123,8 +123,7 @@ class _DoctorCLI(LightRLCLI):
         reward_source, module.reward_source = module.reward_source, f"{__name__}.no_reward"
         module.validation_sampling, module.validation_group_size = module.sampling, 1
         try:
-            loader = EpochLoader(1, lambda *_: HostBatch(prompts))
-            batches = trainer.predict(module, dataloaders=loader, **kwargs)
+            batches = trainer.predict(module, dataloaders=EpochLoader(1, lambda *_: HostBatch(prompts)), **kwargs)
         finally:
             module.reward_source = reward_source
         trajectories = [item for groups in batches or [] for group in groups for item in group.trajectories]
