@@ -162,13 +162,13 @@ class SupervisedWorker(Generic[Request]):
         worker: Worker[Request] | None = None
         batch: list[_Call[Request]] = []
         try:
-            worker = self._until_ready(None)
+            worker = self._ready_worker(None)
             while batch := self.calls.take(self._max_batch):
                 if self._run_batch(worker, batch) and not self._is_worn_out():
                     continue
                 worker.end()
                 worker, self._spare = self._spare, None  # so that whatever is raised ends both
-                worker = self._until_ready(worker)
+                worker = self._ready_worker(worker)
                 self._num_calls = 0
                 self._spare = self._start_spare() if self.calls.refusal is None else None
         except Exception as error:  # noqa: BLE001  # nobody else answers the calls, which would wait for ever
@@ -208,7 +208,7 @@ class SupervisedWorker(Generic[Request]):
         self._spare = self._spare or self._start_spare()
         return self._spare is not None and self._spare.is_ready(0.0)
 
-    def _until_ready(self, worker: Worker[Request] | None) -> Worker[Request]:
+    def _ready_worker(self, worker: Worker[Request] | None) -> Worker[Request]:
         """A worker that is ready, this one if possible; if this is being closed, one that is still starting."""
         for attempt in range(1 + _MAX_RESTARTS):
             try:
