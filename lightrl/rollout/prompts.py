@@ -121,8 +121,9 @@ class PromptCursor:
         for position in range(self.next_position, self.next_position + MAX_SKIPPED):
             prompt = self._at(position)
             is_chosen = prompt is not None and self._is_chosen(run_seed, position, prompt)
-            if prompt is not None and isinstance(self.curriculum, ShowsSuccess):
-                rate, what = self.curriculum.success_rate(prompt.id), "played" if is_chosen else "skipped"
+            curriculum: object = self.curriculum
+            if prompt is not None and isinstance(curriculum, ShowsSuccess):
+                rate, what = curriculum.success_rate(prompt.id), "played" if is_chosen else "skipped"
                 if rate is not None:
                     self.past_success[f"{what}_again"] += 1
                     self.past_success[f"{what}_again_success"] += rate
