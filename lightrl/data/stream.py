@@ -13,7 +13,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.data.mixture import DataSource, MixtureOrder
@@ -69,12 +69,8 @@ class RowPrompts(Sequence["Prompt | None"]):
             raise TypeError("How many prompts a streamed source has is not known.")
         return self.num_rows
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt | None: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt | None]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt | None] | None:
-        """Prompts in the order of the data; raises ValueError for a bad row."""
+    def __getitem__(self, index: Any) -> Any:
+        """A prompt, or a list of prompts for a slice, in the order of the data; raises ValueError for a bad row."""
         chosen = range(len(self))[index]
         return self.at(chosen) if isinstance(chosen, range) else self.at([chosen])[0]
 
@@ -85,9 +81,9 @@ class RowPrompts(Sequence["Prompt | None"]):
 
         def locate(index: int) -> LocatedRow:
             number = bisect_right(starts, index, hi=len(sizes)) - 1
-            return self._located(number, index - starts[number])
+            return self._locate(number, index - starts[number])
 
-        return without_errors(self._made(indices, locate))
+        return without_errors(self._make(indices, locate))
 
     @functools.cached_property
     def order(self) -> MixtureOrder:
@@ -107,20 +103,20 @@ class RowPrompts(Sequence["Prompt | None"]):
 
         def locate(position: int) -> LocatedRow:
             number = self.order.source(position)
-            return self._located(number, self.order.row(number, self.order.num_before(number, position)))
+            return self._locate(number, self.order.row(number, self.order.num_before(number, position)))
 
-        return self._made(positions, locate)
+        return self._make(positions, locate)
 
     def one_pass(self) -> Iterator[list[Made]]:
         """The prompts of all rows, in the order of the data, some at a time."""
         keys = self._keys()
         while block := list(itertools.islice(keys, ROWS_AT_ONCE)):
-            yield self._made(block, lambda key: self.parts[key[0]].located(key[1]))
+            yield self._make(block, lambda key: self.parts[key[0]].locate(key[1]))
 
     def first(self, num: int) -> list[Prompt | None]:
         """The prompts of the first rows; raises ValueError for a bad row."""
         keys = itertools.islice(self._keys(), num)
-        return without_errors(self._made(keys, lambda key: self.parts[key[0]].located(key[1])))
+        return without_errors(self._make(keys, lambda key: self.parts[key[0]].locate(key[1])))
 
     def check(self) -> RowPrompts:
         """Makes every prompt once, and keeps none; raises ValueError for a bad row.
@@ -172,11 +168,11 @@ class RowPrompts(Sequence["Prompt | None"]):
         """The source's number and the row's key of every row, in the order of the data."""
         return ((number, key) for number, part in enumerate(self.parts) for key in part.row_keys())
 
-    def _located(self, number: int, row: int) -> LocatedRow:
+    def _locate(self, number: int, row: int) -> LocatedRow:
         part = self.parts[number]
-        return part.located(part.key_at(row))
+        return part.locate(part.key_at(row))
 
-    def _made(self, items: Iterable[T], locate: Callable[[T], LocatedRow]) -> list[Made]:
+    def _make(self, items: Iterable[T], locate: Callable[[T], LocatedRow]) -> list[Made]:
         """The prompts of rows, where `locate` raises ValueError for rows that cannot be read."""
         made: list[Made] = []
         names: dict[int, str] = {}

@@ -118,7 +118,7 @@ class _GroupGenerate:
                 record("generate", "generate", "generations", start_ns, session=f"{self.seed_name}/{sample}")
                 completion = in_flight[seeds[sample]] = generated.result()
                 try:
-                    yield sample, checked(completion, self.sampling, 0, self.prompt)
+                    yield sample, check_completion(completion, self.sampling, 0, self.prompt)
                 except RolloutError as error:
                     yield sample, error
 
@@ -159,13 +159,15 @@ class _TurnGenerate:
         group, turn = self.group, self.num_turns
         self.num_turns += 1
         seed = sampling_seed(group.run_seed, group.seed_name, self.sample, turn)
-        sampling = limited(group.sampling, seed, max_new_tokens)
+        longest = min(group.sampling.max_new_tokens, max_new_tokens or group.sampling.max_new_tokens)
+        shortest = min(group.sampling.min_new_tokens, longest)
+        sampling = replace(group.sampling, seed=seed, max_new_tokens=longest, min_new_tokens=shortest)
         in_flight = group.in_flight.completions(group.seed_name)
         in_flight[seed] = None
         with span("generate", "generate", "generations", session=self.session, prompt=len(token_ids)):
             completion = await self._generate(token_ids, sampling, (*group.prompt.images, *images))
         in_flight[seed] = completion
-        return checked(completion, sampling, turn, group.prompt)
+        return check_completion(completion, sampling, turn, group.prompt)
 
     async def _generate(self, token_ids: list[int], sampling: Sampling, images: tuple[str, ...]) -> Completion:
         """The engine's completion, or the rest of one that a checkpoint has started."""
@@ -180,14 +182,7 @@ class _TurnGenerate:
         return completion
 
 
-def limited(sampling: Sampling, seed: int, max_new_tokens: int | None = None) -> Sampling:
-    """The sampling of one turn."""
-    longest = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)
-    shortest = min(sampling.min_new_tokens, longest)
-    return replace(sampling, seed=seed, max_new_tokens=longest, min_new_tokens=shortest)
-
-
-def checked(completion: Completion, sampling: Sampling, turn: int, prompt: Prompt) -> Completion:
+def check_completion(completion: Completion, sampling: Sampling, turn: int, prompt: Prompt) -> Completion:
     """The completion, unless the engine returned something else or aborted it.
 
     Raises:

@@ -43,6 +43,7 @@ from lightrl.functional.supports import decode_supports
 from lightrl.models.chat_template import set_chat_template
 from lightrl.rewards import environment_reward
 from lightrl.rollout import RolloutController, RolloutSettings
+from lightrl.rollout.prompts import Prompts
 from lightrl.trajectory import Prompt, Sampling
 from lightrl.weights import bucketed
 from lightrl.workflows import Environment, MultiTurn, RetryWithFeedback, ToolEnvironment
@@ -292,7 +293,7 @@ def test_an_environment_that_is_not_made_anew_is_refused():
         MultiTurn(chat_tokenizer(), Scripted())  # type: ignore[arg-type]
 
 
-class Questions:
+class Questions(Prompts):
     """Prompt k asks for the number k."""
 
     def __getitem__(self, position: int) -> Prompt:

@@ -386,7 +386,7 @@ def test_closing_the_endpoint_closes_its_port_and_it_opens_again_for_the_next_tr
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        pytest.param({"agent": "nowhere.run"}, "agent='nowhere.run' cannot be imported", id="no agent"),
+        pytest.param({"agent": "nowhere.run"}, "agent='nowhere.run': there is no module 'nowhere'", id="no agent"),
         pytest.param({"agent_timeout_s": 0}, "agent_timeout_s must be a finite number above 0, got 0", id="no time"),
         pytest.param({"max_tokens": 1}, "max_tokens must be >= 2, got 1", id="no tokens"),
         pytest.param({"max_agents": 0}, "max_agents must be >= 1, got 0", id="no agents"),

@@ -77,7 +77,7 @@ class WeightLoader:
                 report = self.sync.load_from_thread(
                     self.home,
                     servers,
-                    self._checked(buckets, weight_version, servers),
+                    self._check(buckets, weight_version, servers),
                     weight_version=weight_version,
                     previous_version=previous if previous >= 0 else None,
                     report=SyncReport(weight_version, absent=absent),
@@ -143,7 +143,7 @@ class WeightLoader:
         closing.start()
         closing.join(self.timeouts.request_s)
 
-    def _checked(self, buckets: Iterable[Bucket], weight_version: int, servers: Sequence[Server]) -> Iterator[Bucket]:
+    def _check(self, buckets: Iterable[Bucket], weight_version: int, servers: Sequence[Server]) -> Iterator[Bucket]:
         """The buckets as servers take them, checked.
 
         Their digests are computed meanwhile, those of files that other ranks wrote from the files.

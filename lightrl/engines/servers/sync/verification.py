@@ -109,7 +109,7 @@ class WeightVerifier:
             return "version", str(problem)
         if len(ranks) != info.num_ranks:
             return None, f"{len(ranks)} of its ranks answered with checksums instead of {info.num_ranks}"
-        results = {layout: self._differing(ranks, expected[layout]) for layout in layouts if layout in expected}
+        results = {layout: self._find_differences(ranks, expected[layout]) for layout in layouts if layout in expected}
         if (names := self._names_problem(ranks[0], next(expected[one][0] for one in results))) is not None:
             return names
         layout, differing = min(results.items(), key=lambda item: len(item[1]))
@@ -127,7 +127,7 @@ class WeightVerifier:
             f"(compared as {' or '.join(str(one) for one in results)})"
         )
 
-    def _differing(self, ranks: list[dict[str, str]], expected: RankDigests) -> list[tuple[str, int]]:
+    def _find_differences(self, ranks: list[dict[str, str]], expected: RankDigests) -> list[tuple[str, int]]:
         """Parameters with another digest, as (name, rank); not those that show none."""
         return [
             (name, rank)
@@ -178,7 +178,7 @@ async def verify_servers(
         for server in sync.left
         if checked[server] == "version" and (ranks := digests[server])
     }
-    for server, agrees in _agreeing(others).items():
+    for server, agrees in _agree_with_majority(others).items():
         if agrees:
             checked[server] = "replicas"
         else:
@@ -186,7 +186,7 @@ async def verify_servers(
     return {server.url: checked[server] for server in sync.left}
 
 
-def _agreeing(checksum_of: Mapping[Server, tuple[int, str]]) -> dict[Server, bool]:
+def _agree_with_majority(checksum_of: Mapping[Server, tuple[int, str]]) -> dict[Server, bool]:
     """Whether a server is in the majority of those with as many ranks; without servers that cannot be compared."""
     agrees: dict[Server, bool] = {}
     for num_ranks in {num for num, _ in checksum_of.values()}:  # what a rank holds depends on the number of ranks
