@@ -73,7 +73,7 @@ OPTIONS = """functional/supports.py functional/branches.py strategies/layouts/br
     engines/servers/sync/cache_canary.py weights/block_fp8.py
     models/images.py loops/shared_tables.py models/tuning.py models/lora.py models/expert_parallel.py models/moe.py
     models/routes.py models/hybrids.py callbacks/dynamic_sampling.py data/curriculum.py data/mixture.py data/streamed.py
-    callbacks/trace.py trace"""
+    callbacks/trace.py concurrency/listener.py trace"""
 
 # What travels with tokens, or what an adapter changes -> the word by which a file names it.
 NAMED = {"supports": r"support(s|_)", "routes": r"route", "images": r"image", "LoRA": r"(?i)lora|adapter"}

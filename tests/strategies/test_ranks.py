@@ -2,6 +2,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -123,6 +124,31 @@ def test_a_rank_that_fails_since_rank_0_is_gone_raises_nothing_else() -> None:
 
     watch = RankWatch(Gone(), 1, 2, end_process=lambda: None)
     watch.fail(RuntimeError("connection closed by peer"))
+    watch.close()
+
+
+def test_a_rank_that_fails_first_does_not_call_rank_0_killed_which_ends_for_that_reason(watched: Watched) -> None:
+    class Ending:
+        """A store whose process ends as soon as it has read the failure."""
+
+        def __init__(self) -> None:
+            self.store, self.is_gone = torch.distributed.HashStore(), False
+
+        def __getattr__(self, name: str) -> Any:
+            if self.is_gone:
+                raise torch.distributed.DistNetworkError("Broken pipe")
+            return getattr(self.store, name)
+
+        def compare_set(self, key: str, *values: str) -> bytes:
+            value = self.store.compare_set(key, *values)
+            self.is_gone = key == "failure"
+            return value
+
+    ended = threading.Event()
+    watch = RankWatch(Ending(), 1, 2, end_process=ended.set)
+    watch.fail(ValueError("lr must be >= 0"), timeout_s=10)
+    assert watch.failed_before is None
+    assert ended.wait(10), "a rank that hangs in its own clean-up is ended all the same"
     watch.close()
 
 

@@ -150,6 +150,8 @@ class CompletionDraft:
             self.finish_reason = "stop"
         elif len(self.token_ids) == self.sampling.max_new_tokens:
             self.finish_reason = "length"
+        elif token_ids and self._is_end(token_ids[-1]):  # SGLang aborts a request before it looks for the end
+            self.finish_reason = "stop"
         # else it continues: aborted, or stopped at an end token of the model's config that the sampling does not have
 
     def check(self, answer: Answer, server: str, rid: str, oldest: int, newest: int) -> None:

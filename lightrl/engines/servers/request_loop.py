@@ -286,6 +286,7 @@ class RequestLoop:
             others = {*self.fleet.in_state("routable")} - failures.servers
             wait_s = max(0.1, min(busy_s, MAX_BACKOFF_S), 0.0 if others else error.retry_after_s)
             is_over, how_long = busy_s + wait_s > self.timeouts.generate_s, f"was refused for {busy_s:.0f} s"
+            server.client.warn_if_busy(error, busy_s + wait_s)
         else:
             failures.num += 1
             wait_s = min(0.05 * 2**failures.num, MAX_BACKOFF_S)
