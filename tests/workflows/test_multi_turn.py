@@ -221,6 +221,9 @@ def test_feedback_names_what_the_reward_function_says():
     for feedback in (r"End with \boxed{}.", 'Write {"value": 3}.', "Wrong: { is none.", "{0}"):
         with pytest.raises(ValueError, match="Double any braces"):
             RetryWithFeedback(feedback=feedback)
+    for feedback in ("{answer.text}", "{digits[0]}"):
+        with pytest.raises(ValueError, match=r"feedback must name metrics, .* which is part of one"):
+            RetryWithFeedback(feedback=feedback)
 
 
 def test_the_last_turn_is_max_turns_and_no_truncation():
