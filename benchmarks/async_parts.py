@@ -45,15 +45,16 @@ from benchmarks.local_engine import make_config, make_model, make_prompts
 from benchmarks.packing import make_trajectories
 from benchmarks.report import Report, interleaved, median_ratio
 from lightrl.callbacks.probe import LagProbe
+from lightrl.columns import TokenArray, extended
 from lightrl.engines import LocalEngine
 from lightrl.engines.engine import Completion
 from lightrl.engines.local import running_batch, sampler
 from lightrl.experience import Experience
-from lightrl.functional import encode_supports, joined_supports
+from lightrl.functional import encode_supports
 from lightrl.loops.score import score
 from lightrl.loops.update import MinibatchLoss
 from lightrl.strategies import LogprobSettings, SingleModel
-from lightrl.trajectory import Prompt, Sampling, TokenArray, Trajectory
+from lightrl.trajectory import Prompt, Sampling, Trajectory
 from lightrl.weights import bucketed
 
 TOP_K, TOP_P = 20, 0.9
@@ -102,7 +103,7 @@ def updates(name: str) -> dict[str, Callable[[], float]]:
     """An update with supports, and one without."""
     vocabulary = make_config(name).vocab_size
     plain = make_trajectories(32, [16 + 3 * (row % 17) for row in range(64)], vocabulary)
-    truncated = [replace(item, supports=random_supports(item, vocabulary)) for item in plain]
+    truncated = [replace(item, columns={"supports": random_supports(item, vocabulary)}) for item in plain]
     sampling = Sampling(max_new_tokens=64, top_p=TOP_P, top_k=TOP_K)
     policy = lightrl.ModelSpec(config=make_config(name).to_dict(), tokenizer="examples.quickstart.task.tokenizer")
     module = lightrl.GRPO(policy, reward=len, group_size=8, sampling=sampling, lr=0.0)
@@ -162,7 +163,7 @@ def rounding(name: str, head_scale: float) -> dict[str, float]:
             loss_mask=[False] * len(prompt) + [True] * len(completion.token_ids),
             behavior_logprobs=[0.0] * len(prompt) + list(completion.logprobs),
             weight_versions=[-1] * len(prompt) + [0] * len(completion.token_ids), reward=0.0,
-            supports=joined_supports([(len(prompt), None), (len(completion.token_ids), completion.supports)]),
+            columns=extended({}, len(prompt), completion.columns, len(completion.token_ids)),
         )
         for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
     ]  # fmt: skip

@@ -35,7 +35,7 @@ from lightrl.rollout import RolloutSettings
 from lightrl.strategies import Message, Microbatches, ShardedExperience
 from lightrl.strategies.rank_watch import RankWatch
 from lightrl.strategies.ranks import ProcessRanks, Send, watch_all
-from lightrl.strategies.sharded_experience.experience import TOKEN_DTYPES
+from lightrl.strategies.sharded_experience.experience import TOKEN_BYTES
 from lightrl.strategies.sharded_experience.placement import microbatch_rows, minibatches
 from lightrl.trajectory import Group, Prompt, Trajectory
 
@@ -177,13 +177,12 @@ def play(ranks: CountedRanks, num: int, width: int) -> dict[str, Any]:
     rows = [item for group in taken for item in group.trajectories]
     experience = score(module, experience, rows if ranks.is_main else [])
     received = ranks.received_bytes
-    token_bytes = sum(torch.empty(0, dtype=dtype).element_size() for dtype in TOKEN_DTYPES.values())
     bound = 0
     if not ranks.is_main:
         work = experience.rows["_work"].T
         has = torch.zeros_like(work)
         has[0] = True
-        bound = lower_bound_bytes(has, work, (experience.lengths * token_bytes).tolist())[ranks.rank]
+        bound = lower_bound_bytes(has, work, (experience.lengths * TOKEN_BYTES).tolist())[ranks.rank]
         bound += sum(value.numel() * value.element_size() for value in experience.table.values())
     return {
         "tokens": int(experience.lengths.sum()),

@@ -43,7 +43,7 @@ class FSDP2Model(SingleModel):
         value_head: a critic's, sharded too.
         reduce_every_microbatch: reduce gradients after each microbatch instead of after the last.
         is_offloaded: whether the strategy keeps all shards in CPU memory.
-        replays_routes: as of SingleModel.
+        is_sampler: as of SingleModel.
         context_group: ranks that share packed rows and pass the same microbatches.
     """
 
@@ -56,7 +56,7 @@ class FSDP2Model(SingleModel):
         value_head: torch.nn.Linear | None = None,
         reduce_every_microbatch: bool = False,
         is_offloaded: bool = False,
-        replays_routes: bool = True,
+        is_sampler: bool = True,
         context_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.ranks = ranks
@@ -72,7 +72,7 @@ class FSDP2Model(SingleModel):
         register_fsdp_forward_method(model, "run_inside")
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # a few tokens are not worth a compilation
             # The strategy has compiled the layers before it sharded them.
-            made: dict[str, Any] = {"value_head": value_head, "compile_layers": False, "replays_routes": replays_routes}
+            made: dict[str, Any] = {"value_head": value_head, "compile_layers": False, "is_sampler": is_sampler}
             self._root.run_inside(functools.partial(super().__init__, **made), model, settings)
         reshard(self._root)
         self.layouts = {}  # the number of its calls depends on the rows

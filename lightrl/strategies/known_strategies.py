@@ -71,7 +71,7 @@ def parallel_model(
     check_outputs(model.config, f"The {role}")  # which configure_model may have changed
     if isinstance(strategy, FSDP2Strategy):
         return strategy.parallel_model(model, settings, role=role, value_head=value_head)
-    return SingleModel(model, settings, value_head=value_head, replays_routes=role == "policy")
+    return SingleModel(model, settings, value_head=value_head, is_sampler=role == "policy")
 
 
 def ranks_of(strategy: Strategy) -> Ranks:

@@ -12,7 +12,6 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrl.experience import Experience, row_codes
+from lightrl.experience import Experience
 from lightrl.functional import (
-    Supports,
     aligned_to_tokens,
     can_compile,
     hidden_logprobs,
@@ -51,9 +49,9 @@ from lightrl.models.images import ImageTable, image_inputs, image_kind, new_mode
 from lightrl.models.lora import Part, exported_parameters, held_tensors
 from lightrl.models.model_spec import cache_argument
 from lightrl.models.moe import moe_blocks
-from lightrl.models.routes import NOT_COMPILED, Routes
 from lightrl.strategies.branches import branch_rows
 from lightrl.strategies.halves import cut_in_halves, forward_backward_halves, halves_pay
+from lightrl.strategies.model_inputs import ModelInputs, logprob_inputs
 from lightrl.strategies.packed_attention import TOLERANCE, PackedRows, Total, arguments, is_flash, make_packable
 from lightrl.strategies.precision import set_expert_precision
 from lightrl.strategies.shared_prefix import (
@@ -250,7 +248,7 @@ class SingleModel:
         compile_layers: `torch.compile` each decoder layer; None does on NVIDIA GPUs for models without experts and
             states (models/hybrids.py). The first layer's code serves all layers of like shapes, and microbatches of
             any lengths.
-        replays_routes: route tokens by the experience's routes, if it has any; False for models other than the policy.
+        is_sampler: as of ModelInputs; False for models other than the policy.
 
     Raises:
         ValueError: if `form` is not exact for the model, or the model cannot have a head on its body.
@@ -266,7 +264,7 @@ class SingleModel:
         value_head: torch.nn.Linear | None = None,
         form: Form | None = None,
         compile_layers: bool | None = None,
-        replays_routes: bool = True,
+        is_sampler: bool = True,
     ) -> None:
         self.model = model
         self.settings = settings
@@ -291,9 +289,9 @@ class SingleModel:
         exact = ["rectangles", *self.layouts, *(["packed"] if self.can_pack else [])]
         if form not in (None, *exact):
             raise ValueError(f"form={form!r} is not exact for {type(model).__name__}. Use one of {exact}, or None.")
-        self.routes = Routes(model) if replays_routes else None
-        self.is_compiled = compiles(model, model.device, compile_layers)
-        if self.is_compiled:
+        is_compiled = compiles(model, model.device, compile_layers)
+        self.inputs = ModelInputs(model, is_sampler=is_sampler, is_compiled=is_compiled)
+        if is_compiled:
             for layer in decoder_layers(model):
                 layer.compile(dynamic=True)
 
@@ -387,7 +385,7 @@ class SingleModel:
             token_ids=ids,
             temperature=settings.temperature,
             entropy_gradient=settings.entropy_needs_gradient,
-            supports=supports_at(experience, rows, columns),
+            **logprob_inputs(experience, rows, columns),
             **inputs,
         )
         return as_outputs(logprobs, entropy, ids, candidates)
@@ -404,7 +402,7 @@ class SingleModel:
         else:
             for picked, token_ids in self._token_rectangles(experience):
                 inputs = self._layer_input(experience, picked, token_ids)
-                with self._replaying(experience, picked, slice(token_ids.shape[1])):
+                with self.inputs.forward(experience, picked, slice(token_ids.shape[1])):
                     hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
                 rows, columns = predicting_positions(experience.loss_mask[picked, : token_ids.shape[1] + 1])
                 yield picked[rows], columns, hidden[rows, columns]
@@ -419,14 +417,6 @@ class SingleModel:
         images = images._replace(image_rows=on_host(images.image_rows)[on_host(rows)])
         return image_inputs(self.model, token_ids, images, positions=positions)
 
-    def _replaying(self, experience: Experience, rows: Tensor, columns: Tensor | slice) -> AbstractContextManager[None]:
-        """Route a forward over the tokens at these rows and columns of the experience as the engine did."""
-        if self.routes is None or experience.routes is None:
-            return nullcontext()
-        if self.is_compiled:
-            raise ValueError(NOT_COMPILED)
-        return self.routes.replaying(experience.routes[rows, columns].flatten(0, -2))
-
     def _choose(self, experience: Experience) -> tuple[str, Plan]:
         """The cheapest exact form for this microbatch, and its plan if prompts can be shared."""
         kind = None if experience.pixel_values is None else image_kind(self.model.config)
@@ -434,9 +424,13 @@ class SingleModel:
             return "rectangles", []
         if self.form is None and self.can_pack and experience.token_ids.device.type != "cpu":
             return "packed", []
-        replays = self.routes is not None and experience.routes is not None
-        # Replayed routes belong to a trajectory, and a cached prompt has no positions of a grid.
-        if self.form in ("packed", "rectangles") or not self.layouts or replays or kind == "grid":
+        # A cached prompt has no positions of a grid.
+        if (
+            self.form in ("packed", "rectangles")
+            or not self.layouts
+            or self.inputs.are_read(experience)
+            or kind == "grid"
+        ):
             return self.form or "rectangles", []
         prompts = find_shared_prompts(experience, getattr(self.model.config, "image_token_id", None))
         if self.form is not None:
@@ -465,7 +459,7 @@ class SingleModel:
         starts = arguments(self.model, packed_rows, with_states=self.keeps_states)
         inputs = self._layer_input(experience, torch.arange(len(experience)), experience.token_ids, tokens)
         inputs = {"position_ids": tokens[1][None], **inputs, **starts}
-        with self._replaying(experience, *tokens):
+        with self.inputs.forward(experience, *tokens):
             output = self.model.base_model(**inputs, use_cache=False)
         rows, columns = predicting_positions(on_host(experience.loss_mask))
         indices = layout.flat_indices[rows, columns] - first
@@ -475,8 +469,7 @@ class SingleModel:
 
     def _packed_tokens(self, experience: Experience) -> PackedTokens:
         """The layout of the packed row, with each prompt once where that saves enough."""
-        replays = self.routes is not None and experience.routes is not None  # routes belong to a trajectory
-        if self.shares_packed_prompts and not replays:
+        if self.shares_packed_prompts and not self.inputs.are_read(experience):
             prompts = find_shared_prompts(experience, getattr(self.model.config, "image_token_id", None))
             layout = packed(prompts, experience.token_ids.shape)
             if len(layout.rows) <= _LARGEST_SHARED_FRACTION * int((on_host(experience.lengths) - 1).sum()):
@@ -491,7 +484,7 @@ class SingleModel:
         for picked, token_ids in self._token_rectangles(experience):
             width = token_ids.shape[1] + 1
             inputs = self._layer_input(experience, picked, token_ids)
-            with self._replaying(experience, picked, slice(width - 1)):
+            with self.inputs.forward(experience, picked, slice(width - 1)):
                 logits = self.model(**inputs, use_cache=False).logits
             logits = torch.nn.functional.pad(logits, (0, 0, 0, 1))
             masks = settings.masks(None if masked is None else masked[picked, :width], logits.device)
@@ -501,8 +494,8 @@ class SingleModel:
                 functools.partial(token_topk, logits, num_ids=settings.num_ids, **masks),
             )
             positions = torch.cartesian_prod(picked, torch.arange(width - 1, device=picked.device))
-            supports = supports_at(experience, *positions.unbind(-1))
-            logprobs, entropy = token_logprobs(logits, ids, settings.temperature, supports=supports, **masks)
+            further = logprob_inputs(experience, *positions.unbind(-1))
+            logprobs, entropy = token_logprobs(logits, ids, settings.temperature, **further, **masks)
             rows, columns = predicting_positions(experience.loss_mask[picked, :width])
             results = (predicted_token_ids(values, rows, columns) for values in (logprobs, entropy, ids))
             parts.append((picked[rows], columns, *results))
@@ -544,13 +537,6 @@ def as_outputs(logprobs: Tensor, entropy: Tensor, ids: Tensor, candidates: Candi
         return {"logprobs": logprobs, "entropy": entropy}
     outputs = {"logprobs": logprobs[:, 0], "entropy": entropy, "teacher_topk": logprobs[:, 1:]}
     return {**outputs, "teacher_topk_ids": ids[:, 1:]} if isinstance(candidates, int) else outputs
-
-
-def supports_at(experience: Experience, rows: Tensor, columns: Tensor) -> Supports | None:
-    """The supports of the tokens predicted at (rows [N], columns [N]); None if all tokens could be sampled."""
-    if experience.supports is None:
-        return None
-    return Supports.at(row_codes(experience), experience.lengths, experience.token_ids, rows, columns)
 
 
 def stops_are_masked(weight_versions: Tensor, min_new_tokens: int) -> Tensor | None:

@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightrl.experience import Experience
 from lightrl.functional import (
-    Supports,
     hidden_logprobs,
     hidden_topk,
     on_host,
@@ -39,11 +38,12 @@ from lightrl.models.lora import adapter_reader, base_name, held_tensors, is_adap
 from lightrl.models.model_spec import check_files
 from lightrl.strategies.empty_model import give_memory, take_role
 from lightrl.strategies.fsdp2_model import reshard
+from lightrl.strategies.model_inputs import logprob_inputs
 from lightrl.strategies.packed_attention import PackedRows, no_mask
 from lightrl.strategies.pipeline import Pipeline
 from lightrl.strategies.role_mesh import empty_out
 from lightrl.strategies.shared_prefix import each_alone, packed
-from lightrl.strategies.single import LogprobSettings, ids_to_read, stops_are_masked, supports_at
+from lightrl.strategies.single import LogprobSettings, ids_to_read, stops_are_masked
 from lightrl.strategies.tensor_parallel import (
     local,
     part_of_sequence,
@@ -72,7 +72,7 @@ class Feed:
     positions: tuple[Tensor, Tensor]  # [N] each, row and column of these positions in the Experience
     targets: Tensor  # int64 [N], the tokens predicted there
     masked_rows: Tensor | None  # bool [N], True if stop tokens could not be sampled
-    supports: Supports | None  # the tokens that could be sampled; None for all
+    logprob_inputs: dict[str, Any]  # of the columns that the logprobs depend on
     candidates: Candidates  # [N, K] further tokens to give the logprobs of, or K for the top-k
 
     @classmethod
@@ -105,7 +105,7 @@ class Feed:
             positions=positions,
             targets=predicted_token_ids(experience.token_ids, *positions),
             masked_rows=None if masked is None else predicted_token_ids(masked, *positions),
-            supports=supports_at(experience, *positions),
+            logprob_inputs=logprob_inputs(experience, *positions),
             candidates=topk if isinstance(topk, int) else predicted_token_ids(topk, *positions),
         )
 
@@ -205,7 +205,7 @@ class Stage(nn.Module):
             token_ids=ids,
             temperature=settings.temperature / self.logits.scale,
             entropy_gradient=settings.entropy_needs_gradient,
-            supports=feed.supports,
+            **feed.logprob_inputs,
         )
         if ids.dim() == 1:
             return logprobs[:, None], entropy[:, None], logprobs.new_empty(len(ids), 0)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from lightrl.columns import ROUTES
 from lightrl.engines.servers.engine import ServerEngine
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.command import SGLangProcess, dtype_of_auto
@@ -51,7 +52,7 @@ class SGLangEngine(ServerEngine):
         args: dict[str, Any] = {}
         if self.placement == "colocated" and torch.cuda.is_available():
             args["enable_memory_saver"] = True
-        if self._route_layout is not None:
+        if ROUTES.name in self._encoders:
             args["enable_return_routed_experts"] = True
         if self.adapters == "served" and self.expected_adapters is not None:
             shape, num_versions = self.expected_adapters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightrl.columns import ROUTES
 from lightrl.engines.servers.request import Answer, CompletionDraft, RawAnswer, parse_answer, request_seed
 
 
@@ -32,7 +33,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
     }
     if sampling.is_truncated:
         body["return_sampling_mask"] = True
-    if draft.route_layout is not None:
+    if ROUTES.name in draft.encoders:
         body["return_routed_experts"] = True
     if images is not None:
         body["image_data"] = images.image_data
@@ -60,7 +61,7 @@ def _parse(answer: Any) -> RawAnswer:
         spans,
         str(meta["finish_reason"]["type"]),
         None if chosen is None else meta["output_token_sampling_mask"],
-        meta.get("routed_experts"),
+        {ROUTES.name: meta.get("routed_experts")},
         rid=meta.get("id"),
         num_read=meta.get("prompt_tokens"),
     )

@@ -1,0 +1,25 @@
+"""The column `rewards`: rewards per token, whose sum is the trajectory's reward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightrl.columns.column import Column, Values
+
+
+@dataclass(frozen=True)
+class _Rewards(Column):
+    def of_trajectory(self, trajectory: Any, width: int) -> Values:
+        """Its rewards per token, or the reward on the last loss token."""
+        values = trajectory.columns.get(self.name)
+        if values is not None:
+            return self.array(values)
+        spread = [0.0] * len(trajectory.token_ids)
+        last = max((index for index, trains in enumerate(trajectory.loss_mask) if trains), default=None)
+        if last is not None:
+            spread[last] = float(trajectory.reward or 0.0)
+        return self.array(spread)
+
+
+REWARDS = _Rewards("rewards", "d", as_runs=True, field="token_rewards", comes_with_reward=True)
