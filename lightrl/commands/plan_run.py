@@ -32,7 +32,7 @@ from lightrl.module import RLModule
 from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, named_strategy
 from lightrl.strategies.costs import SERVED_BYTES
 from lightrl.strategies.empty_model import empty_model
-from lightrl.strategies.single import may_be_compiled
+from lightrl.strategies.layouts.probes import may_be_compiled
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 # Engines import this at run time: jsonargparse parses a module that imports for type checkers again for each method.
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lightrl.columns import TOKENS, TokenArray, as_columns
+from lightrl.models.tuning import Part
 from lightrl.trajectory import FinishReason, Sampling
 from lightrl.weights import Bucket
 
@@ -61,6 +62,10 @@ class RolloutEngine(Protocol):
     """
 
     weight_version: int  # the current weights; -1 before the first load
+
+    def expect_policy(self, policy: PreTrainedModel, *, num_versions: int) -> None:
+        """Called before `start` with the model whose weights it gets, and the number of versions that may be in use."""
+        return
 
     def start(self, config: PretrainedConfig) -> None:
         """Builds the model of this config or connects to it; called on the main thread, before anything else."""
@@ -134,6 +139,10 @@ class RolloutEngine(Protocol):
     async def resume(self) -> None:
         """Continues requests; they keep their tokens, and recompute key-values if the weights have changed."""
         ...
+
+    def parts_to_load(self) -> list[Part]:
+        """The parts of the policy's weights that the next `load_weights` takes, in order."""
+        return ["whole"]
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
         """Pauses, loads, acknowledges `weight_version`, resumes; or rolls back to the old weights and raises.

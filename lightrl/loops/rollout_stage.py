@@ -34,19 +34,18 @@ from lightrl.checks.printable import count_text
 from lightrl.concurrency.in_thread import call_all
 from lightrl.data import PromptStream, prompt_source
 from lightrl.dataflow import DataFlowGraph
-from lightrl.engines import LocalEngine, ServerEngine, choose_devices
+from lightrl.engines import LocalEngine, choose_devices
 from lightrl.loops.resume import Resume
 from lightrl.loops.shared_rollout import SharedRollout
 from lightrl.models import ParallelModel
 from lightrl.models.chat_template import with_stop_tokens
-from lightrl.models.lora import AdapterShape
 from lightrl.module import RLModule
 from lightrl.rewards import FailureLog, RewardWorker, make_reward_worker
 from lightrl.rollout import RecordedRollout, Rollout, RolloutController, RolloutSettings
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.rollout.workflow_pool import check_workers
 from lightrl.strategies import LogprobSettings, Ranks, parallel_model, ranks_of
-from lightrl.strategies.halves import SMALL_MODEL_PARAMETERS
+from lightrl.strategies.layouts.halves import SMALL_MODEL_PARAMETERS
 from lightrl.strategies.precision import LeavesBatches, subclassed
 
 _AVERAGES = (
@@ -262,17 +261,14 @@ class RolloutStage:
         if self.trainer.engine is None:
             self.trainer.engine = LocalEngine()
         engine = self.trainer.engine
-        if isinstance(engine, ServerEngine) and engine.adapters == "served":
-            policy: Any = module.policy
-            engine.expect_adapters(AdapterShape.of(policy), num_versions=settings.max_staleness + 1)
+        policy: Any = module.policy
+        engine.expect_policy(policy, num_versions=settings.max_staleness + 1)
         log.info("devices: %s", devices_text(self.trainer))
         engine.start(module.policy_config)
         self._engine_is_open = True
         workflow = module.configure_workflow()
         if workflow.template is not None:
-            workflow.template.image_reader = module.image_reader
-            for source, token_ids in module.stop_token_ids().items():
-                workflow.template.end_token_ids.update(token_ids if source != "sampling" else ())
+            module.complete_template(workflow.template)
         contexts = (module.context_tokens, engine.max_context if isinstance(engine, LocalEngine) else None)
         workflow.fit_context(min((tokens for tokens in contexts if tokens is not None), default=None))
         return RolloutController(

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.checks.files import check_local
@@ -50,7 +50,7 @@ from lightrl.engines.servers.processes.model_process import ModelProcess
 from lightrl.engines.servers.processes.process import ServerProcess, make_servers, usable_token, write_model_folder
 from lightrl.engines.servers.registry import registry_at
 from lightrl.engines.servers.request import Encode
-from lightrl.engines.servers.request_loop import RequestLimits, RequestLoop
+from lightrl.engines.servers.request_loop import RequestLimits, RequestLoop, ServedVersions
 from lightrl.engines.servers.server import Server
 from lightrl.engines.servers.sync.adapter_versions import AdapterVersions
 from lightrl.engines.servers.sync.cache_canary import CacheCanary
@@ -64,10 +64,8 @@ from lightrl.engines.servers.sync.verification import WeightVerifier
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.engines.servers.watch import Watch
 from lightrl.errors import EngineError
-from lightrl.models import context_tokens
-from lightrl.models.images import ImageReader
-from lightrl.models.lora import AdapterShape
 from lightrl.models.routes import RouteLayout
+from lightrl.models.tuning import Part, ServedForm, tuning_of
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, ServerForm, SharedFolder, block_fp8
 
@@ -155,7 +153,7 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
                 "adapters='served' needs placement='separate': colocated servers give up their base before each "
                 "update, so a load of the adapters alone is not enough. Set adapters to merged."
             )
-        check_router(router, adapters=adapters)
+        check_router(router)
         check_local(weight_folder=weight_folder)
         self.weight_version = -1  # all routable servers have acknowledged it
         self.urls = list(urls) if urls is not None else None
@@ -172,11 +170,13 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         self.trainer_host = trainer_host
         self.placement = placement
         self.adapters: Literal["merged", "served"] = adapters
+        if router is not None:
+            self.check_loads_whole("router")
         self.record_routes = record_routes
         self.timeouts = timeouts
 
         self.fleet = ServerFleet()  # the servers and their states; a new one at each start
-        self.expected_adapters: tuple[AdapterShape, int] | None = None  # shape, number of versions
+        self.served_form: ServedForm | None = None  # with `adapters` served: how servers hold them
         self._config: PretrainedConfig | None = None
         self._encoders: dict[str, Encode] = {}  # of the further columns that are wanted of the servers
         self._token: str | None = None
@@ -211,18 +211,23 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
             placement=self.placement,
         )
 
-    def expect_adapters(self, shape: AdapterShape, *, num_versions: int) -> None:
-        """Called before `start` if `adapters` is `served`: keep this many versions.
+    def check_loads_whole(self, setting: str) -> None:
+        """Raises ValueError if a setting that needs whole weights in each load meets served adapters."""
+        if self.adapters == "served":
+            raise ValueError(f"{setting} needs adapters='merged'. Set that, or omit {setting}.")
 
-        `load_weights` then gets the adapters under their names in the model, and after them the base if `needs_base`.
-        Servers that are started here get SGLang's arguments for these adapters.
-        """
-        self.expected_adapters = (shape, num_versions)
+    def expect_policy(self, policy: PreTrainedModel, *, num_versions: int) -> None:
+        if self.adapters != "served":
+            return
+        tuning = tuning_of(policy)
+        if not tuning.keeps_base:
+            raise ValueError("engine.adapters='served' needs a policy with lora. Add lora to it, or set 'merged'.")
+        self.served_form = tuning.served_form(policy, num_versions)
 
-    def needs_base(self) -> bool:
-        """Whether the next load must bring the base."""
-        loader = self._opened().loader
-        return isinstance(loader, AdapterLoader) and loader.needs_base
+    def parts_to_load(self) -> list[Part]:
+        if self.served_form is None:
+            return super().parts_to_load()
+        return ["added"] if self.fleet.weight_version >= 0 else ["added", "base"]  # the fleet's is that of the base
 
     def check(self) -> None:
         """Raises ValueError if servers cannot be started or reached with these settings on this machine."""
@@ -378,9 +383,8 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
 
     def verified_by(self) -> dict[str, Verification]:
         """Returns the check by address of each routable server; there are no digests of adapters."""
-        is_served = isinstance(self._opened().loader, AdapterLoader)
         routable = self.fleet.in_state("routable")
-        return {server.url: "version" if is_served else server.verified_by for server in routable}
+        return {server.url: server.verified_by if self.served_form is None else "version" for server in routable}
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
         """Raises WeightSyncError only if no server has the new weights; `last_sync` has what happened to each."""
@@ -466,8 +470,7 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         home, timeouts, fleet = self._home, self.timeouts, self.fleet
         self._config = config
         home.call(members.identify_all(), timeouts.request_s * 2)
-        vocab_size = int(config.get_text_config().vocab_size)
-        limits = RequestLimits(vocab_size, context_tokens(config), ImageReader.of(config), self._encoders_of_servers())
+        limits = RequestLimits.of(config, self._encoders_of_servers())
         dtype = self._sent_dtype()
         transport = make_transport(
             self.transport,
@@ -491,15 +494,14 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
             verifier=WeightVerifier(config, ServerForm.of(config, dtype), timeout_s=timeouts.sync_s),
             canary=canary if self.should_verify else None,
         )
-        versions = None
-        if self.adapters == "served" and self.expected_adapters is not None:
-            versions = AdapterVersions(fleet, *self.expected_adapters, timeout_s=timeouts.sync_s)
+        versions = ServedVersions()
+        make: Callable[..., WeightLoader] = WeightLoader
+        if self.served_form is not None:
+            versions = AdapterVersions(fleet, self.served_form, timeout_s=timeouts.sync_s)
+            make = functools.partial(AdapterLoader, versions=versions, form=ServerForm(dtype))
         traffic = Traffic()
         leader = Leader(home, members, traffic)
-        requests = RequestLoop(home, members, traffic, leader, limits=limits, timeouts=timeouts, adapters=versions)
-        make: Callable[..., WeightLoader] = WeightLoader
-        if versions is not None:
-            make = functools.partial(AdapterLoader, versions=versions, form=ServerForm(dtype))
+        requests = RequestLoop(home, members, traffic, leader, limits=limits, timeouts=timeouts, versions=versions)
         is_colocated = self.placement == "colocated"
         parts = {"home": home, "members": members, "requests": requests, "sync": sync, "timeouts": timeouts}
         return _Parts(members, leader, requests, make(**parts, config=config, is_colocated=is_colocated))

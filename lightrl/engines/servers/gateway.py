@@ -158,12 +158,10 @@ class Gateway(Connection):
                 raise
 
 
-def check_router(setting: str | None, *, adapters: str) -> None:
-    """Raises ValueError if `router` is neither `smg` nor an address nor None, or if adapters are served."""
+def check_router(setting: str | None) -> None:
+    """Raises ValueError if `router` is neither `smg` nor an address nor None."""
     if setting not in (None, "smg") and ":" not in setting:
         raise ValueError(f"router must be smg, or a gateway's address such as http://host:30000, got {setting!r}.")
-    if setting is not None and adapters == "served":
-        raise ValueError(f"router={setting!r} needs adapters='merged'. Set that, or omit router.")
 
 
 def check_smg() -> None:

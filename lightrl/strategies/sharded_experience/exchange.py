@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightrl.experience import is_on_host
-from lightrl.strategies.ranks import Send
+from lightrl.strategies.ranks.processes import Send
 from lightrl.strategies.sharded_experience.experience import ShardedExperience, sizes_name
 from lightrl.strategies.sharded_experience.token_rows import TokenRows
 from lightrl.trace import span
