@@ -14,19 +14,11 @@ import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_choice
-from lightrl.columns import REWARDS, TOKENS, column_of, registered
+from lightrl.columns import column_of, registered
 from lightrl.functional.branches import row_lengths
 from lightrl.functional.device_copy import on_host, to_device
 from lightrl.functional.packing import microbatch_bins
-from lightrl.functional.rows import (
-    check_trajectories,
-    column_fields,
-    column_rows,
-    padded_rows,
-    reward_fields,
-    row_fields,
-    token_rows,
-)
+from lightrl.functional.rows import check_trajectories, reward_fields, row_fields, row_tensors, token_rows
 from lightrl.trajectory import Trajectory
 
 # What a loss reads as a whole; minibatches and microbatches never split it.
@@ -85,13 +77,11 @@ class Experience:
                 trains although nothing predicts it.
         """
         check_trajectories(trajectories)
-        tensors = {name: padded_rows(token_rows(name, trajectories), TOKENS[name]) for name in TOKENS}
-        tensors |= row_fields(trajectories)
-        for column in registered():
-            rows = None if column.comes_with_reward else column_rows(column, trajectories)
-            tensors |= {} if rows is None else column_fields(column, rows)
+        rows, tensors = token_rows(trajectories), row_fields(trajectories)
         tensors["rewards"], token_rewards = reward_fields(trajectories)
-        tensors |= {} if token_rewards is None else column_fields(REWARDS, token_rewards)
+        rows |= {} if token_rewards is None else {"token_rewards": token_rewards}
+        for name, values in rows.items():
+            tensors |= row_tensors(name, values)
         return cls.of_tensors(tensors)
 
     def __len__(self) -> int:

@@ -11,7 +11,6 @@ token it describes. Logprobs are in nats.
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
 import json
 import math
@@ -390,12 +389,11 @@ class Trajectory:
         return self.metrics.get("accuracy", float((self.reward or 0.0) >= 1.0))
 
     def with_lists(self) -> Trajectory:
-        """A copy for user code, whose per-token fields are lists, made when first read; without hidden columns."""
-        copy = object.__new__(TrajectoryOfLists)
-        others = {name: value for name, value in vars(self).items() if name not in _ARRAYS}
-        arrays = {name: column.array(getattr(self, name)) for name, column in _ARRAYS.items()}
-        copy.__dict__.update(others, _arrays=arrays)
-        copy.columns = {name: list(values) for name, values in self.columns.items() if not _is_hidden(name)}
+        """A copy for user code: its per-token fields are lists, and it has no hidden columns."""
+        copy = object.__new__(type(self))
+        lists = {name: column.array(getattr(self, name)).tolist() for name, column in _ARRAYS.items()}
+        shown = {name: values.tolist() for name, values in self.columns.items() if not _is_hidden(name)}
+        copy.__dict__.update(vars(self), **lists, columns=shown)
         return copy
 
     def to_bytes(self, prompt: bytes | None = None, *, for_training: bool = True) -> bytes:
@@ -410,7 +408,7 @@ class Trajectory:
         Raises:
             TypeError, ValueError: if JSON cannot hold a field.
         """
-        others = {name: value for name, value in vars(self).items() if name not in _APART}
+        others = {name: value for name, value in vars(self).items() if name not in ("prompt", "columns", *_ARRAYS)}
         arrays = {name: column.array(getattr(self, name)) for name, column in _ARRAYS.items()}
         arrays |= {name: values for name, values in self.columns.items() if for_training or not _is_hidden(name)}
         parts = [part for values in arrays.values() for part in values.stored]
@@ -473,26 +471,6 @@ class Trajectory:
 
 # The per-token fields that are no columns, and how each is stored.
 _ARRAYS = {**TOKENS, "completion_ids": TOKENS["token_ids"]}
-_APART = ("prompt", "columns", "_arrays", *_ARRAYS)  # not in the JSON of `to_bytes`
-
-
-def _made_when_read(name: str) -> Any:
-    def make(trajectory: TrajectoryOfLists) -> list[Any]:
-        return trajectory._arrays[name].tolist()
-
-    return functools.cached_property(make)
-
-
-class TrajectoryOfLists(Trajectory):
-    """What user code gets of a trajectory, see `Trajectory.with_lists`: each list is made when it is first read."""
-
-    _arrays: dict[str, TokenArray[Any]]
-
-    token_ids = _made_when_read("token_ids")
-    loss_mask = _made_when_read("loss_mask")
-    behavior_logprobs = _made_when_read("behavior_logprobs")
-    weight_versions = _made_when_read("weight_versions")
-    completion_ids = _made_when_read("completion_ids")
 
 
 def _is_hidden(name: str) -> bool:

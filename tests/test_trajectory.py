@@ -33,7 +33,8 @@ def rich_trajectory() -> Trajectory:
     num = len(trajectory.token_ids)
     trajectory.prompt = replace(trajectory.prompt, fields={"answer": "½ \ud83d", "nested": [1, None]})
     trajectory.turns = [Turn(2, 5), Turn(7, 9, "length")]
-    trajectory.columns = {"supports": [200, 1, 0] * num, "routes": [3, 255] * num, "gaps": [0] * (num - 2) + [3, 0]}
+    gaps = [0] * (num - 2) + [3, 0]
+    trajectory.columns = as_columns({"supports": [200, 1, 0] * num, "routes": [3, 255] * num, "gaps": gaps})
     trajectory.rewards = [0.5] * num
     trajectory.metrics = {"accuracy": np.float32(0.5)}  # type: ignore[dict-item]  # as a reward may return it
     trajectory.call_outputs = {"score": 0.25, "logprobs": np.arange(num, dtype=np.float32)}
@@ -223,7 +224,7 @@ def test_only_equal_neighbours_are_stored_as_runs() -> None:
 def test_a_number_that_does_not_fit_is_refused_by_the_name_of_its_field(name: str, values: list[Any]) -> None:
     trajectory = random_trajectories()[0]
     with pytest.raises(ValueError, match=f"^{name} must be numbers of type (int32|float32), one for each token: "):
-        setattr(trajectory, name, values)
+        replace(trajectory, **{name: values})
 
 
 @pytest.mark.parametrize(

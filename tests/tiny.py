@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lightrl.columns import SUPPORTS
 from lightrl.experience import Experience
 from lightrl.functional import encode_supports
-from lightrl.functional.rows import column_fields
+from lightrl.functional.rows import row_tensors
 from lightrl.models import ModelSpec
 from lightrl.testing import LETTERS, QUIET, TINY_CONFIG, char_tokenizer, tiny_policy
 from lightrl.trajectory import Prompt, Trajectory
@@ -161,7 +160,7 @@ def with_supports(experience: Experience, vocabulary: int = VOCABULARY) -> tuple
             places[:, 0], places[:, 1], experience.token_ids[row, :length].numpy(), vocabulary=vocabulary
         )
         parts.append(torch.frombuffer(bytearray(b"".join(codes)), dtype=torch.uint8))
-    return experience.with_tensors(column_fields(SUPPORTS, parts)), allowed
+    return experience.with_tensors(row_tensors("supports", parts)), allowed
 
 
 def slow_distributions(model, experience, *, temperature=1.0, min_new_tokens=0, stop_token_ids=(), allowed=None):

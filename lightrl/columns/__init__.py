@@ -27,7 +27,6 @@ from lightrl.columns.column import (
     cut,
     extended,
     joined,
-    of_completion,
     register,
     registered,
 )
@@ -42,6 +41,6 @@ for _column in (REWARDS, SUPPORTS, ROUTES, GAPS):
 
 __all__ = [
     "EVERY_TOKEN", "GAPS", "NATIVE", "REWARDS", "ROUTES", "SUPPORTS", "TOKENS", "Column", "Columns", "TokenArray",
-    "Values", "as_columns", "column_named", "column_of", "cut", "extended", "joined", "of_completion", "register",
+    "Values", "as_columns", "column_named", "column_of", "cut", "extended", "joined", "register",
     "registered", "support_ends",
 ]  # fmt: skip

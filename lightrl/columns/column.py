@@ -1,7 +1,4 @@
-"""Column: what one thing is that travels with tokens, and how it follows them; the columns that a run has.
-
-Values of a column are a TokenArray: of T tokens one number each, or `width` numbers, or codes of unequal length.
-"""
+"""Column: one thing that travels with tokens, and how it follows them; the columns of a run, registered."""
 
 from __future__ import annotations
 
@@ -11,13 +8,13 @@ from typing import Any, ClassVar, TypeAlias
 
 from lightrl.columns.token_array import DTYPES, TokenArray
 
-Values: TypeAlias = TokenArray[Any]
+Values: TypeAlias = TokenArray[Any]  # of T tokens: a number each, `width` numbers each, or codes of unequal length
 Columns: TypeAlias = Mapping[str, Values]  # name of a column -> its values
 
 
 @dataclass(frozen=True)
 class Column:
-    """The declaration of a column. A subclass changes how its values follow the tokens.
+    """The declaration of a column; a subclass changes how its values follow the tokens.
 
     Example, a float for each sampled token, 0 for those that were read:
         register(Column("doubt", "f"))
@@ -28,7 +25,7 @@ class Column:
         fill: the number of a token that has no value: one that was read, or one of the padding.
         as_runs: equal numbers are usual in neighboring tokens.
         width: numbers of each token; None if the model decides.
-        field: its name in an Experience; None for `name`. Float64 becomes float32 there, and int32 int64.
+        field: its name in an Experience; None for `name`. There float64 becomes float32, and int32 int64.
         is_hidden: neither user code nor reward workers get it.
         is_model_input: models read it in a forward, not the loss alone.
         is_of_sampler: of model inputs, only the policy that sampled the tokens reads it.
@@ -50,7 +47,7 @@ class Column:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Its fields in an Experience; of codes also where those of a row begin, and how many bytes they have."""
+        """Its fields in an Experience; for codes also where those of a row begin, and how many bytes they are."""
         field = self.field or self.name
         return (field, f"{field}_starts", f"{field}_sizes") if self.is_coded else (field,)
 
@@ -70,22 +67,24 @@ class Column:
             raise ValueError(f"{self.name} must be numbers of type {dtype}, one for each token: {error}.") from error
 
     def problem(self, values: Values, num_tokens: int) -> str | None:
-        """How these cannot be the values of a trajectory's tokens: the end of a sentence about it; None if they can."""
-        if self.width is None and num_tokens and len(values) % num_tokens:
+        """Why these cannot be the values of a trajectory's tokens, to follow "A trajectory"; None if they can."""
+        if self.width is None:
+            if num_tokens == 0 or len(values) % num_tokens == 0:
+                return None
             return (
                 f"has {len(values)} bytes of {self.name} for {num_tokens} token_ids; each token needs equally many. "
                 "Join those of its completions with lightrl.columns.extended."
             )
-        if self.width is not None and len(values) != self.width * num_tokens:
-            each = "one entry" if self.width == 1 else f"{self.width} entries"
-            return (
-                f"needs {each} of {self.name} for each of its {num_tokens} token_ids, got {len(values)}. Fix the "
-                "workflow or the reward."
-            )
-        return None
+        if len(values) == self.width * num_tokens:
+            return None
+        each = "one entry" if self.width == 1 else f"{self.width} entries"
+        return (
+            f"needs {each} of {self.name} for each of its {num_tokens} token_ids, got {len(values)}. Fix the workflow "
+            "or the reward."
+        )
 
     def requirement(self, sampling: Any) -> str | None:
-        """Why an engine must return it for this Sampling: the rest of a sentence; None if it need not."""
+        """Why an engine must return it for this Sampling; None if it need not."""
         return None
 
     def joined(self, parts: Sequence[tuple[Values | None, int]]) -> Values | None:
@@ -100,16 +99,12 @@ class Column:
         arrays = [self.filled(num, max(widths)) if values is None else values for values, num in parts]
         return TokenArray.joined(arrays, self.code, as_runs=self.as_runs)
 
-    def extended(
-        self, before: Values | None, num_before: int, completion: Values | None, num_new: int
-    ) -> Values | None:
-        """The values of a conversation of `num_before` tokens after a completion, or after tokens that were read.
+    def extended(self, before: Values | None, num_before: int, new: Values | None, num_new: int) -> Values | None:
+        """The values of a conversation after a completion, or after tokens that were read.
 
-        Args:
-            before: the conversation's; None if no token has a value.
-            completion: as an engine returns them with a completion, see `of_completion`; None if it returns none.
+        `before` is the conversation's, `new` as an engine returns it with a completion; None for no values.
         """
-        return self.joined([(before, num_before), (completion, num_new)])
+        return self.joined([(before, num_before), (new, num_new)])
 
     def of_completion(self, values: Values, num_prompt: int, num_tokens: int) -> Values:
         """The inverse of `extended`: what a completion has of the values of prompt and completion together."""
@@ -127,33 +122,31 @@ class Column:
         """The values of tokens that have none."""
         return TokenArray.of_runs([(self.fill, num_tokens * width)], self.code)
 
-    def of_trajectory(self, trajectory: Any, width: int) -> Values:
-        """The values of a trajectory's tokens, in an Experience in which one has some."""
-        values = trajectory.columns.get(self.name)
-        return self.filled(len(trajectory.token_ids), width) if values is None else self.array(values)
-
-    def width_of(self, trajectories: Iterable[Any]) -> int | None:
-        """The numbers of each token of these trajectories; None if no trajectory has the column.
+    def rows(self, trajectories: Sequence[Any]) -> list[Any] | None:
+        """Numpy arrays of these Trajectories: [T], [T, width], or bytes of codes; None if none of them has the column.
 
         Raises:
-            ValueError: if they differ, which is of different models.
+            ValueError: if they have values of different widths, which are of different models.
         """
-        widths = {
-            self._width(values, len(item.token_ids))
-            for item in trajectories
-            if (values := item.columns.get(self.name)) is not None
-        }
+        values = [item.columns.get(self.name) for item in trajectories]
+        pairs = zip(values, trajectories, strict=True)
+        widths = {self._width(each, len(item.token_ids)) for each, item in pairs if each is not None}
         if len(widths) > 1:
             raise ValueError(
                 f"Trajectories have {self.name} of {sorted(widths)} bytes for each token. All must be of one model: "
                 "let the engine serve the trainer's."
             )
-        return widths.pop() if widths else None
+        if not widths:
+            return None
+        (width,) = widths
+        pairs = zip(values, trajectories, strict=True)
+        whole = [self._default(item, width) if each is None else self.array(each) for each, item in pairs]
+        numbers = [each.numpy().astype(self.dtype, copy=False) for each in whole]
+        return numbers if self.is_coded or self.width == 1 else [each.reshape(-1, width) for each in numbers]
 
-    def row(self, values: Values, width: int) -> Any:
-        """The values as a numpy array of `dtype`: [T], [T, width], or bytes of codes."""
-        numbers = values.numpy().astype(self.dtype, copy=False)
-        return numbers if self.is_coded or self.width == 1 else numbers.reshape(-1, width)
+    def _default(self, trajectory: Any, width: int) -> Values:
+        """The values of a trajectory without the column, beside others that have it."""
+        return self.filled(len(trajectory.token_ids), width)
 
     def _width(self, values: Values, num_tokens: int) -> int:
         if self.width is not None:
@@ -217,8 +210,7 @@ def as_columns(values: Mapping[str, Iterable[Any] | None]) -> dict[str, Values]:
     """Values of columns as TokenArrays, without those that are None.
 
     Raises:
-        ValueError: if a column is not registered, unless these are its values as another process has sent them; or if a
-            number does not fit its dtype.
+        ValueError: if a number does not fit, or for lists of a column that is not registered here.
     """
     return {
         name: numbers if isinstance(numbers, TokenArray) and name not in _columns else column_named(name).array(numbers)
@@ -227,36 +219,23 @@ def as_columns(values: Mapping[str, Iterable[Any] | None]) -> dict[str, Values]:
     }
 
 
-def extended(before: Columns, num_before: int, completion: Columns, num_new: int) -> dict[str, Values]:
-    """The columns of a conversation after a completion, or, with `completion={}`, after tokens that were read.
+def extended(before: Columns, num_before: int, new: Columns, num_new: int) -> dict[str, Values]:
+    """The columns of a conversation after a completion that has the columns `new`, or, with {}, after tokens it reads.
 
     Example, in a workflow of one completion:
         Trajectory(..., columns=extended({}, len(prompt.token_ids), completion.columns, len(completion.token_ids)))
-
-    Args:
-        before: the conversation's, of `num_before` tokens.
-        completion: `Completion.columns`, of a completion of `num_new` tokens.
     """
-    names = dict.fromkeys([*before, *completion])
-    made = {name: column_named(name).extended(before.get(name), num_before, completion.get(name), num_new)
-            for name in names}  # fmt: skip
+    names = dict.fromkeys([*before, *new])
+    made = {name: column_named(name).extended(before.get(name), num_before, new.get(name), num_new) for name in names}
     return as_columns(made)
 
 
 def joined(left: Columns, num_left: int, right: Columns, num_right: int) -> dict[str, Values]:
     """The columns of two parts of a trajectory, end to end; each has values for all of its tokens."""
-    names = dict.fromkeys([*left, *right])
-    parts = {name: [(left.get(name), num_left), (right.get(name), num_right)] for name in names}
+    parts = {name: [(left.get(name), num_left), (right.get(name), num_right)] for name in [*left, *right]}
     return as_columns({name: column_named(name).joined(part) for name, part in parts.items()})
 
 
 def cut(columns: Columns, num_tokens: int, start: int, end: int) -> dict[str, Values]:
     """The columns of a trajectory's tokens from `start` to `end`."""
-    span = [(start, end)]
-    return {name: column_named(name).cut(values, num_tokens, span) for name, values in columns.items()}
-
-
-def of_completion(columns: Columns, num_prompt: int, num_tokens: int) -> dict[str, Values]:
-    """What a completion has of the columns of prompt and completion together: the inverse of `extended`."""
-    pairs = columns.items()
-    return {name: column_named(name).of_completion(values, num_prompt, num_tokens) for name, values in pairs}
+    return {name: column_named(name).cut(values, num_tokens, [(start, end)]) for name, values in columns.items()}

@@ -10,11 +10,8 @@ from lightrl.columns.column import Column, Values
 
 @dataclass(frozen=True)
 class _Rewards(Column):
-    def of_trajectory(self, trajectory: Any, width: int) -> Values:
-        """Its rewards per token, or the reward on the last loss token."""
-        values = trajectory.columns.get(self.name)
-        if values is not None:
-            return self.array(values)
+    def _default(self, trajectory: Any, width: int) -> Values:
+        """The reward on the last loss token."""
         spread = [0.0] * len(trajectory.token_ids)
         last = max((index for index, trains in enumerate(trajectory.loss_mask) if trains), default=None)
         if last is not None:

@@ -15,25 +15,23 @@ NATIVE = 255  # each byte of the routes of a token that are not known
 class _Routes(Column):
     """A completion has the routes of its prompt too, but none of its last token, which nothing has read yet."""
 
-    def extended(
-        self, before: Values | None, num_before: int, completion: Values | None, num_new: int
-    ) -> Values | None:
+    def extended(self, before: Values | None, num_before: int, new: Values | None, num_new: int) -> Values | None:
         """Of a token that was computed again, the new routes, where they are known.
 
         Raises:
             EngineError: if a completion has routes of another number of tokens.
         """
-        if completion is None:
+        if new is None:
             return super().extended(before, num_before, None, num_new)
         import numpy as np
 
         num_rows = num_before + num_new - 1
-        if num_rows < 1 or len(completion) % num_rows:
+        if num_rows < 1 or len(new) % num_rows:
             raise EngineError(
-                f"The engine returned {len(completion)} bytes of routes for a prompt of {num_before} tokens and "
+                f"The engine returned {len(new)} bytes of routes for a prompt of {num_before} tokens and "
                 f"{num_new} of a completion. Each token but the last needs equally many."
             )
-        rows = completion.numpy().reshape(num_rows, -1)
+        rows = new.numpy().reshape(num_rows, -1)
         rows = np.concatenate([rows, np.full_like(rows[:1], NATIVE)])
         if before is not None:
             old = before.numpy().reshape(num_before, -1)

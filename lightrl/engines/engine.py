@@ -25,7 +25,7 @@ class Completion:
     logprobs: Sequence[float]
     weight_versions: Sequence[int]  # int32, the weights that sampled each token; never decreasing
     finish_reason: FinishReason
-    # What else the engine returns of the tokens, by name (lightrl/columns), such as `supports` of truncated sampling.
+    # What else the engine returns of the tokens, by name (lightrl/columns); truncated sampling needs one.
     columns: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -35,21 +35,15 @@ class Completion:
         object.__setattr__(self, "columns", as_columns(self.columns))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fields in plain Python, for checkpoints."""
-
-        def plain(value: Any) -> Any:
-            return [value.code, value.text] if isinstance(value, TokenArray) else value
-
-        columns = {name: plain(values) for name, values in self.columns.items()}
-        return {name: plain(value) for name, value in vars(self).items()} | {"columns": columns}
+        """Return the fields and columns in plain Python, for checkpoints."""
+        values = {**{name: value for name, value in vars(self).items() if name != "columns"}, **self.columns}
+        return {name: [it.code, it.text] if isinstance(it, TokenArray) else it for name, it in values.items()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Completion:
-        def array(value: Any) -> Any:
-            return TokenArray.of_text(value[1], value[0]) if isinstance(value, list) else value
-
-        columns = {name: array(value) for name, value in state["columns"].items()}
-        return cls(**{name: array(value) for name, value in state.items() if name != "columns"}, columns=columns)
+        values = {name: TokenArray.of_text(it[1], it[0]) if isinstance(it, list) else it for name, it in state.items()}
+        fields = {name: values.pop(name) for name in ("token_ids", "logprobs", "weight_versions", "finish_reason")}
+        return cls(**fields, columns=values)
 
 
 @runtime_checkable

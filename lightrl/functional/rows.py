@@ -9,46 +9,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrl.columns import REWARDS, TOKENS, Column, column_named
+from lightrl.columns import REWARDS, TOKENS, column_named, column_of, registered
 from lightrl.trajectory import Trajectory
 
 
-def column_rows(column: Column, trajectories: Sequence[Trajectory]) -> list[Any] | None:
-    """Return the values of a column for each row, numpy arrays; None if no row has any.
+def token_rows(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    """Return what each token has, numpy arrays for each row, but for columns that come with the reward.
 
     Raises:
         ValueError: if trajectories have values of different widths, which are of different models.
     """
-    width = column.width_of(trajectories)
-    if width is None:
-        return None
-    return [column.row(column.of_trajectory(item, width), width) for item in trajectories]
+    rows: dict[str, list[Any]] = {}
+    for name, column in TOKENS.items():
+        rows[name] = [column.array(getattr(item, name)).numpy() for item in trajectories]
+    for column in registered():
+        of_column = None if column.comes_with_reward else column.rows(trajectories)
+        rows |= {} if of_column is None else {column.fields[0]: of_column}
+    return rows
 
 
-def token_rows(name: str, trajectories: Sequence[Trajectory]) -> list[Any]:
-    """Return a field of TOKENS for each row, numpy arrays [T]."""
-    return [TOKENS[name].array(getattr(item, name)).numpy() for item in trajectories]
-
-
-def column_fields(column: Column, rows: Sequence[Any]) -> dict[str, Tensor]:
-    """The fields of an Experience for the rows of a column: [B, T, ...], or three for codes, in host memory.
+def row_tensors(field: str, rows: Sequence[Any]) -> dict[str, Tensor]:
+    """The fields of an Experience for the rows of a column: [B, T, ...], int32 as int64; or three, for codes.
 
     The codes of all rows are stored end to end; two int64 [B] say where those of a row begin, and their bytes.
     """
-    if not column.is_coded:
-        return {column.fields[0]: padded_rows(rows, column)}
-    sizes = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    codes = torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *rows]))
-    return dict(zip(column.fields, (codes, sizes.cumsum(0) - sizes, sizes), strict=True))
-
-
-def padded_rows(rows: Sequence[Any], column: Column) -> Tensor:
-    """[B, T, ...] of numpy arrays, padded to the longest; int32 as int64."""
+    column = column_of(field)
+    assert column is not None
+    if column.is_coded:
+        sizes = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        codes = torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *rows]))
+        return dict(zip(column.fields, (codes, sizes.cumsum(0) - sizes, sizes), strict=True))
     dtype = np.int64 if column.dtype == "int32" else column.dtype
     padded: Any = np.full((len(rows), max(map(len, rows)), *rows[0].shape[1:]), column.fill, dtype)
     for target, values in zip(padded, rows, strict=True):
         target[: len(values)] = values
-    return torch.from_numpy(padded)
+    return {field: torch.from_numpy(padded)}
 
 
 def row_fields(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
@@ -67,7 +62,7 @@ def reward_fields(trajectories: Sequence[Trajectory]) -> tuple[Tensor, list[Any]
     if all(item.rewards is None for item in trajectories):
         return rewards, None
     check_trajectories(trajectories)
-    return rewards, column_rows(REWARDS, trajectories)
+    return rewards, REWARDS.rows(trajectories)
 
 
 def check_trajectories(trajectories: Sequence[Trajectory], *, has_rewards: bool = True) -> None:

@@ -92,6 +92,12 @@ class RouteLayout:
         return torch.stack([torch.bincount(each[each >= 0], minlength=self.num_experts) for each in ids])
 
 
+def check_compiled(engine: object, config: PretrainedConfig) -> None:
+    """Raise ValueError if compiled layers of this model would have to replay the experts of the engine."""
+    if getattr(engine, "record_routes", False) is not False and RouteLayout.of(config) is not None:
+        raise ValueError(NOT_COMPILED)
+
+
 def load_entropy(load: Tensor) -> float:
     """Return the entropy of the experts' shares of the load [L, E], mean over blocks: log E nats if all are equal.
 
@@ -116,6 +122,16 @@ def as_bytes(ids: Tensor, num_experts: int) -> Tensor:
     return ids.to(torch.uint8 if num_experts <= 2**8 else torch.int16).contiguous().view(torch.uint8).flatten(1)
 
 
+def wrap_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Wrap the forward of each MoE block, once, so that it can record or replay its experts; return the blocks."""
+    blocks = _routed_blocks(model)
+    for index, block in enumerate(blocks.values()):
+        if not hasattr(block, _ROUTED):
+            setattr(block, _ROUTED, True)
+            block.forward = functools.partial(_run_block, block.forward, (index, len(blocks)), num_experts(block))
+    return blocks
+
+
 @dataclass
 class _Forward:
     """Routes of one forward of a model: replayed, or recorded by its blocks."""
@@ -137,12 +153,7 @@ class Routes:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.blocks = _routed_blocks(model)
-        for index, block in enumerate(self.blocks.values()):
-            if not hasattr(block, _ROUTED):
-                setattr(block, _ROUTED, True)
-                place = index, len(self.blocks)
-                block.forward = functools.partial(_run_block, block.forward, place, num_experts(block))
+        self.blocks = wrap_blocks(model)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Callable[[], Tensor]]:

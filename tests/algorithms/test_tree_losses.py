@@ -20,9 +20,9 @@ from algorithm_cases import (
 from tiny import slow_outputs, with_supports
 from torch import Tensor
 
-from lightrl.columns import EVERY_TOKEN, SUPPORTS, support_ends
+from lightrl.columns import EVERY_TOKEN, support_ends
 from lightrl.experience import Experience
-from lightrl.functional.rows import column_fields
+from lightrl.functional.rows import row_tensors
 from lightrl.loops.metrics import values_of
 from lightrl.loops.update import MinibatchLoss
 from lightrl.strategies import LogprobSettings, ShardedExperience, SingleModel
@@ -78,7 +78,7 @@ def cut_at(experience: Experience, turn: int) -> Experience:
                     ]
                 )
             )
-        changed |= column_fields(SUPPORTS, parts)
+        changed |= row_tensors("supports", parts)
     return Experience.of_tensors({**experience.tensors(), **changed})
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from lightrl.columns import SUPPORTS, TokenArray, extended, of_completion
+from lightrl.columns import SUPPORTS, TokenArray, column_named, extended
 from lightrl.engines.engine import Completion
 from lightrl.errors import EngineError
 from lightrl.functional import encode_supports
@@ -191,7 +191,10 @@ class CompletionDraft:
 
     def completion(self) -> Completion:
         """Completion so far; its finish reason is `abort` while more is to come."""
-        columns = of_completion(self.columns, len(self.prompt), self.num_tokens) if self.token_ids else {}
+        columns = {
+            name: column_named(name).of_completion(values, len(self.prompt), self.num_tokens)
+            for name, values in (self.columns if self.token_ids else {}).items()
+        }
         reason = self.finish_reason or "abort"
         return Completion(self.token_ids, self.logprobs, self.weight_versions, reason, columns)
 

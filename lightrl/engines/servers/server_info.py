@@ -37,7 +37,7 @@ class ServerInfo:
         computes_in: torch's name of the coarsest dtype that it computes in, or `auto`.
         world_size: its ranks, of tensor and pipeline parallelism together.
         is_vllm: whether it holds weights as vLLM does; see ServerLayout.
-        returned_columns: names of the columns (lightrl/columns) that it can return, besides `supports`.
+        returned_columns: names of the columns (lightrl/columns) that it was started to return.
         ep: groups of ranks that divide the experts.
     """
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lightrl.columns import GAPS, Column, TokenArray, column_of
+from lightrl.columns import GAPS, Column, column_of
 from lightrl.experience import Experience, is_on_host, is_table
 from lightrl.functional import BranchRows, on_host, row_spans
-from lightrl.functional.rows import column_fields
+from lightrl.functional.rows import row_tensors
 from lightrl.models import Outputs
 
 
@@ -27,7 +27,7 @@ def branch_rows(experience: Experience) -> tuple[Experience, Callable[[Outputs],
         column = column_of(name)
         if is_on_host(name):
             if is_table(name) and column is not None:
-                tensors |= _codes_of_rows(experience, column)
+                tensors |= _codes_of_rows(experience, name, column)
         elif name != GAPS.name:
             fill = 0 if column is None else column.fill
             tensors[name] = value[rows.trees] if value.dim() < 2 else rows.spread(value, fill)
@@ -40,15 +40,11 @@ def branch_rows(experience: Experience) -> tuple[Experience, Callable[[Outputs],
     return Experience.of_tensors(tensors), join
 
 
-def _codes_of_rows(experience: Experience, column: Column) -> dict[str, Tensor]:
+def _codes_of_rows(experience: Experience, field: str, column: Column) -> dict[str, Tensor]:
     """The fields of a column of codes, of the rows."""
+    trees, lengths = on_host(experience["gaps"]).numpy(), on_host(experience.lengths).tolist()
     rows = []
-    for gaps, length, codes in zip(
-        on_host(experience["gaps"]).numpy(),
-        on_host(experience.lengths).tolist(),
-        experience.row_codes(column.fields[0]),
-        strict=True,
-    ):
-        values: TokenArray[int] = TokenArray(codes.numpy(), column.code)
+    for gaps, length, codes in zip(trees, lengths, experience.row_codes(field), strict=True):
+        values = column.array(codes.numpy())
         rows += [column.cut(values, length, spans).numpy() for spans in row_spans(gaps[:length])]
-    return column_fields(column, rows)
+    return row_tensors(field, rows)

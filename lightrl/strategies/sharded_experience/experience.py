@@ -26,14 +26,7 @@ from lightrl.experience import (
 )
 from lightrl.functional import row_lengths, to_device
 from lightrl.functional.device_copy import remember
-from lightrl.functional.rows import (
-    check_trajectories,
-    column_fields,
-    column_rows,
-    reward_fields,
-    row_fields,
-    token_rows,
-)
+from lightrl.functional.rows import check_trajectories, reward_fields, row_fields, row_tensors, token_rows
 from lightrl.models.images import ImageTable
 from lightrl.strategies.ranks.processes import Ranks
 from lightrl.strategies.sharded_experience.token_rows import TokenRows, Values
@@ -93,11 +86,9 @@ class ShardedExperience:
             has_rewards: False if rewards may still be awaited; all are NaN until `with_rewards` sets them.
         """
         check_trajectories(trajectories, has_rewards=has_rewards)
-        tokens = {name: TokenRows.of_rows(token_rows(name, trajectories)) for name in TOKENS}
-        made = cls({**row_fields(trajectories), **_counts(tokens)}, tokens)
-        for column in registered():
-            rows = None if column.comes_with_reward else column_rows(column, trajectories)
-            made = made if rows is None else made.with_tensors({column.fields[0]: TokenRows.of_rows(rows)})
+        rows = {name: TokenRows.of_rows(values) for name, values in token_rows(trajectories).items()}
+        tokens = {name: rows.pop(name) for name in TOKENS}
+        made = cls({**row_fields(trajectories), **_counts(tokens)}, tokens).with_tensors(rows)
         return made.with_rewards(trajectories) if has_rewards else made
 
     @classmethod
@@ -303,10 +294,8 @@ class ShardedExperience:
         """Return the fields of columns of codes."""
         tensors: dict[str, Tensor] = {}
         for name in filter(is_on_host, self.tokens):
-            column = column_of(name)
-            assert column is not None
             self._check_here([name])
-            tensors |= column_fields(column, self.tokens[name].rows)
+            tensors |= row_tensors(name, self.tokens[name].rows)
         return tensors
 
     def _check_here(self, names: Collection[str]) -> None:
