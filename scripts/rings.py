@@ -76,8 +76,8 @@ OPTIONS = """columns/supports.py columns/routes.py functional/supports.py functi
     models/routes.py models/hybrids.py callbacks/dynamic_sampling.py data/curriculum.py data/mixture.py data/streamed.py
     callbacks/trace.py trace"""
 
-# What travels with tokens, or what an adapter changes -> how a file names it. The verb `supports`, and routes of HTTP or
-# of a network, are not the columns, which count by the names that code has for them.
+# What travels with tokens, or what an adapter changes -> how a file names it. The verb `supports`, and routes of HTTP
+# or of a network, are not the columns, which count by the names that code has for them.
 NAMED = {
     "supports": r"""SUPPORTS|Supports\b|the(ir)? supports|support_\w|\w_supports\b|\bsupports(?=[\].,:=)'"`])""",
     "routes": r"""ROUTES|Routes\b|RouteLayout|\w_routes\b(?!\()|routed_experts|\broutes(?=[\].,=)'"`])""",
