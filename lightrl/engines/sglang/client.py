@@ -243,7 +243,7 @@ def read_server_info(info: Mapping[str, Any]) -> ServerInfo:
         info.get("dtype") == "auto" and not problems,
         "float8_e4m3fn" if is_coarse or info.get("quantization") else str(info.get("dtype") or "auto"),
         tp_size * int(info.get("pp_size") or 1),
-        returned_columns=frozenset(name for name, names in generation.RETURNED.items() if info.get(names.argument)),
+        returned_columns=frozenset(name for name, names in generation.RETURNED.items() if info.get(names[0])),
         ep=int(info.get("ep_size") or 1),
     )
 

@@ -51,7 +51,7 @@ class SGLangEngine(ServerEngine):
         args: dict[str, Any] = {}
         if self.placement == "colocated" and torch.cuda.is_available():
             args["enable_memory_saver"] = True
-        args |= {RETURNED[name].argument: True for name in self._encoders}
+        args |= {RETURNED[name][0]: True for name in self._encoders}
         return args if self.served_form is None else args | self.served_form.server_args
 
     def dtype_of_auto(self, config: PretrainedConfig | None) -> torch.dtype:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightrl.columns import ROUTES
 from lightrl.engines.servers.request import Answer, CompletionDraft, RawAnswer, parse_answer, request_seed
 
-
-class Names(NamedTuple):
-    """SGLang's names of a column: a server's argument, and the fields of a request and its answer."""
-
-    argument: str
-    request: str
-    answer: str
-
-
-RETURNED = {ROUTES.name: Names("enable_return_routed_experts", "return_routed_experts", "routed_experts")}
+# Column → SGLang's names of it: an argument of the server, and the fields of a request and of its answer.
+RETURNED = {ROUTES.name: ("enable_return_routed_experts", "return_routed_experts", "routed_experts")}
 
 
 def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, Any]:
@@ -44,7 +36,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
     }
     if sampling.is_truncated:
         body["return_sampling_mask"] = True
-    body |= {RETURNED[name].request: True for name in draft.encoders}
+    body |= {RETURNED[name][1]: True for name in draft.encoders}
     if attached is not None:
         body |= attached.body
     return body
@@ -69,7 +61,7 @@ def _parse(answer: Any) -> RawAnswer:
         spans,
         str(meta["finish_reason"]["type"]),
         None if chosen is None else meta["output_token_sampling_mask"],
-        {name: meta.get(names.answer) for name, names in RETURNED.items()},
+        {name: meta.get(names[2]) for name, names in RETURNED.items()},
         rid=meta.get("id"),
         num_read=meta.get("prompt_tokens"),
     )
