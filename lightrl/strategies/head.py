@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrl.experience import Experience, row_codes
+from lightrl.columns import SUPPORTS
+from lightrl.experience import Experience
 from lightrl.functional import Supports, hidden_logprobs, hidden_topk, predicted_token_ids, to_device
 from lightrl.models import Candidates
 
@@ -109,7 +110,7 @@ def supports_at(experience: Experience, rows: Tensor, columns: Tensor) -> Suppor
     """The supports of the tokens predicted at (rows [N], columns [N]); None if all tokens could be sampled."""
     if experience.supports is None:
         return None
-    return Supports.at(row_codes(experience), experience.lengths, experience.token_ids, rows, columns)
+    return Supports.at(experience.row_codes(SUPPORTS.name), experience.lengths, experience.token_ids, rows, columns)
 
 
 def stops_are_masked(weight_versions: Tensor, min_new_tokens: int) -> Tensor | None:

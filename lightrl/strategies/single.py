@@ -76,7 +76,7 @@ class SingleModel:
                 "product. Set critic to a checkpoint."
             )
         self.forms = Forms(
-            model, form=form, reads_logits=reads_logits, replays_routes=is_policy, context_group=context_group
+            model, form=form, reads_logits=reads_logits, is_policy=is_policy, context_group=context_group
         )
         self.forms.is_compiled = compiles(model, model.device, compile_layers)
         for layer in decoder_layers(model) if self.forms.is_compiled else ():

@@ -11,6 +11,7 @@ from rank_scripts import finished
 from tiny import random_trajectories
 
 from lightrl.callbacks.weight_sync import _gathered
+from lightrl.columns import as_columns
 from lightrl.loops.shared_rollout import groups_of, set_remote_rewards, summaries_of
 from lightrl.strategies import ShardedExperience
 from lightrl.strategies.ranks import watch as rank_watch
@@ -37,7 +38,7 @@ def test_other_ranks_know_the_numbers_of_trajectories_and_say_where_the_rest_is(
     items = random_trajectories()[:3]
     for index, item in enumerate(items):
         item.sample, item.reward, item.metrics = index, None, {"accuracy": 0.1 * index} if index else {}
-    items[1].routes = [1, 2, 3] * len(items[1].token_ids)
+    items[1].columns = as_columns({"routes": [1, 2, 3] * len(items[1].token_ids)})
     groups = [Group(7, items[0].prompt, items)]
     experience = ShardedExperience.from_trajectories(items, has_rewards=False)
     (group,) = groups_of(json.loads(json.dumps(summaries_of(groups))))
