@@ -44,9 +44,7 @@ class VLLMClient(ServerClient):
     generate_path = "/inference/v1/generate"
     program = "a vLLM server"
     version = "vLLM 0.32"
-    column_help: ClassVar = {
-        "supports": f"Sampling with top_p or top_k needs --max-logprobs {generation.MAX_LOGPROBS} at the vLLM server."
-    }
+    column_help: ClassVar = {"supports": f"top_p or top_k needs --max-logprobs {generation.MAX_LOGPROBS} at vLLM."}
     hints: ClassVar = {(_BAD_REQUEST, generate_path): f"Fix the request. {column_help['supports']}"}
     request_of = staticmethod(generation.request_of)
     read_answer = staticmethod(generation.read_answer)
