@@ -340,6 +340,8 @@ class PromptDataModule(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Makes each prompt of a stage once, so problems in the data show up before training."""
         self._stage = stage
+        if self.trainer is not None:  # ranks that start apart start at different times
+            run_start(self.trainer.strategy.broadcast(run_start().isoformat()))
         for split in _SPLITS_OF_STAGE[stage]:
             self.prompts[split] = self._check_split(split)
         required = _SPLITS_OF_STAGE[stage][0]

@@ -252,7 +252,7 @@ def load_dataset(
 
     try:
         return datasets.load_dataset(source, name, split=split, data_files=data_files, streaming=streaming)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, IndexError, datasets.exceptions.DatasetsError) as error:  # IndexError of "/"
         if data_files is not None:
             problem = f"cannot be read as {source.title()}: {error.__cause__ or error}"
             raise ValueError(f"Data file {data_files!r} {problem}.") from error

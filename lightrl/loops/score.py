@@ -124,8 +124,8 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
         has_end = torch.ones_like(experience.is_truncated)
     elif "bootstrap_values" in call.outputs:
         has_end = experience.is_truncated
-    # Another policy, such as this one's base, did not sample the tokens: it routes natively.
-    lengths, rated = experience.lengths, experience.rollout_part(has_end, with_routes=not call.base_only)
+    # Another policy, such as this one's base, did not sample the tokens.
+    lengths, rated = experience.lengths, experience.rollout_part(has_end, is_sampler=not call.base_only)
     rows = microbatch_rows(rated, ranks, call.microbatch_tokens or module.microbatch_tokens)
     parts = Microbatches(rated, rows, module.device)
     model = getattr(module, role)

@@ -15,6 +15,7 @@ from typing import Any
 
 from lightrl.checks.printable import count_text
 from lightrl.checks.user_code import named_user_code
+from lightrl.columns import registered
 from lightrl.concurrency.abandon import abandon, each_when_done, is_abandoned
 from lightrl.engines.abilities import ContinuesCompletions
 from lightrl.engines.engine import Completion, RolloutEngine
@@ -196,12 +197,10 @@ def check_completion(completion: Completion, sampling: Sampling, turn: int, prom
             f"{count_text(lengths[2], 'weight version')} for turn {turn} of prompt {prompt.id!r}. Each token needs "
             "one of each."
         )
-    if sampling.is_truncated and completion.supports is None:
-        raise EngineError(
-            f"The engine returned no supports, but top_p={sampling.top_p:g} and top_k={sampling.top_k} truncate its "
-            "draws: the trainer's logprobs would be wrong. Set top_p to 1 and top_k to -1, or return "
-            "Completion.supports (functional.encode_supports)."
-        )
+    for column in registered():
+        reason = column.requirement(sampling) if completion.token_ids else None
+        if reason is not None and column.name not in completion.columns:
+            raise EngineError(f"The engine returned no {column.name}, but {reason} in Completion.columns.")
     if completion.finish_reason == "abort":
         raise RolloutError(f"The engine aborted turn {turn} of prompt {prompt.id!r}.")
     return completion

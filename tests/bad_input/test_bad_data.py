@@ -81,6 +81,7 @@ SETTINGS = [
     row("a template that uses no column", {"prompt_template": "Solve it."}, "prompt_template", "all prompts would be equal"),
     row("a template with an unknown column", {"prompt_template": "{quest}"}, "prompt_template uses 'quest'", "Row 1 of 'a.jsonl'"),
     row("a template with a position", {"prompt_template": "{0}"}, "prompt_template='{0}'", "without a name"),
+    row("a template with a conversion", {"prompt_template": "{question!x}"}, "prompt_template", "no conversion 'x'"),
     row("a template with JSON", {"prompt_template": '{prompt} {"answer": 1}'}, "prompt_template", "Double any braces"),
     row("a template with a wrong format", {"prompt_template": "{question:d}"}, "prompt_template", "Row 1 of 'a.jsonl'", "'d'"),
     row("columns that are not there", {"file": DataSource("a.jsonl", columns={"question": "q"})}, "Row 1 of 'a.jsonl' has no column 'q'", "its columns: 'question', 'answer'"),

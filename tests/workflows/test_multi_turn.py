@@ -71,11 +71,11 @@ def test_what_the_policy_wrote_is_never_encoded_again():
 def test_supports_are_those_of_the_policys_tokens_and_end_with_its_last():
     engine = writes([*letters("ab"), END], [*letters("2"), END])
     trajectory = played(workflow(AGAIN, AGAIN, max_turns=2), engine, sampling=replace(SAMPLING, top_k=3))
-    is_every, num_others, ids_of = decode_supports(np.asarray(trajectory.supports))
+    is_every, num_others, ids_of = decode_supports(np.asarray(trajectory.columns["supports"]))
     assert is_every.tolist() == [not trains for trains in trajectory.loss_mask]
     assert num_others[~is_every].tolist() == [3 - (token < 3) for token in [*letters("ab"), END, *letters("2"), END]]
     assert set(ids_of.tolist()) <= {0, 1, 2}  # FakeEngine keeps the lowest ids
-    assert played(workflow(DONE), writes([*letters("2"), END])).supports is None
+    assert played(workflow(DONE), writes([*letters("2"), END])).columns.keys() == {"rewards"}
 
 
 def test_the_loss_mask_is_true_on_the_policys_tokens_only():
@@ -220,6 +220,9 @@ def test_feedback_names_what_the_reward_function_says():
     assert environment.step("12")[0] == r"\boxed{answer}, {}, {a:.2f}, 2.00"
     for feedback in (r"End with \boxed{}.", 'Write {"value": 3}.', "Wrong: { is none.", "{0}"):
         with pytest.raises(ValueError, match="Double any braces"):
+            RetryWithFeedback(feedback=feedback)
+    for feedback in ("{answer.text}", "{digits[0]}"):
+        with pytest.raises(ValueError, match=r"feedback must name metrics, .* which is part of one"):
             RetryWithFeedback(feedback=feedback)
 
 

@@ -11,7 +11,7 @@ Shapes: n rows, H query heads, K key-value heads, D head size, T tokens, V vocab
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -184,7 +184,7 @@ class LlamaDecoder:
         from transformers import AutoModelForCausalLM
 
         self.cache_bytes: float | None = None
-        self.latest_routes: Sequence[Tensor] | None = None  # these families have no experts
+        self.latest_columns: Mapping[str, Sequence[Tensor]] = {}  # these families have no experts to record
         settings: Any = config
         self._num_heads: int = settings.num_attention_heads
         self._num_kv_heads: int = settings.num_key_value_heads
