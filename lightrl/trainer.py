@@ -51,9 +51,8 @@ from lightrl.loops import (
     keep_rows,
     logging_allowed,
 )
-from lightrl.models import LoRA, ModelSpec, Role, RoleMesh
+from lightrl.models import LoRA, ModelSpec, Role, RoleMesh, check_compiled
 from lightrl.models.precision import rounding_warning
-from lightrl.models.routes import NOT_COMPILED, RouteLayout
 from lightrl.module import RLModule, TrainedModule
 from lightrl.rewards.length_penalty import OverlongPenalty
 from lightrl.rollout.rl_trainer import RLTrainer
@@ -433,9 +432,7 @@ class Trainer(RLTrainer):
 
     def _check_engine(self, module: RLModule, *, is_fit: bool) -> None:
         if is_fit and isinstance(self.strategy, FSDP2Strategy) and self.strategy.compile_layers:
-            records = getattr(self.engine, "record_routes", False) is not False
-            if records and RouteLayout.of(module.models()["policy"].spec.load_config()) is not None:
-                raise ValueError(NOT_COMPILED)
+            check_compiled(self.engine, module.models()["policy"].spec.load_config())
         if not isinstance(self.engine, ServerEngine):
             return
         self.engine.check()

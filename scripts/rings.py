@@ -62,7 +62,8 @@ LEAVES = {
     "convert": Leaf(830, "lightrl convert", "migration", "coming-from-areal.md", "migration"),
 }  # fmt: skip
 
-OPTIONS = """functional/supports.py functional/branches.py strategies/layouts/branches.py
+OPTIONS = """columns/supports.py columns/routes.py functional/supports.py functional/branches.py
+    strategies/layouts/branches.py
     strategies/layouts/halves.py strategies/layouts/shared_prefix.py
     engines/servers/follower.py engines/servers/leader.py rollout/workflow_pool.py rollout/workflow_worker.py
     engines/servers/gateway.py commands/serve.py engines/servers/registry.py engines/servers/sync/receiver.py
@@ -73,10 +74,16 @@ OPTIONS = """functional/supports.py functional/branches.py strategies/layouts/br
     engines/servers/sync/cache_canary.py weights/block_fp8.py
     models/images.py loops/shared_tables.py models/tuning.py models/lora.py models/expert_parallel.py models/moe.py
     models/routes.py models/hybrids.py callbacks/dynamic_sampling.py data/curriculum.py data/mixture.py data/streamed.py
-    callbacks/trace.py trace"""
+    callbacks/trace.py concurrency/listener.py trace"""
 
-# What travels with tokens, or what an adapter changes -> the word by which a file names it.
-NAMED = {"supports": r"support(s|_)", "routes": r"route", "images": r"image", "LoRA": r"(?i)lora|adapter"}
+# What travels with tokens, or what an adapter changes -> how a file names it. The verb `supports`, and routes of HTTP
+# or of a network, are not the columns, which count by the names that code has for them.
+NAMED = {
+    "supports": r"""SUPPORTS|Supports\b|the(ir)? supports|support_\w|\w_supports\b|\bsupports(?=[\].,:=)'"`])""",
+    "routes": r"""ROUTES|Routes\b|RouteLayout|\w_routes\b(?!\()|routed_experts|\broutes(?=[\].,=)'"`])""",
+    "images": r"image",
+    "LoRA": r"(?i)lora|adapter",
+}
 
 
 def files_of(names: str) -> set[Path]:

@@ -77,7 +77,9 @@ class ReferenceCheck:
         for function in self._functions:
             row = _ReadFields(prompt.fields)
             unanswered = replace(prompt, fields=row)
-            called: Any = function(Trajectory.of_text(unanswered, "<think>", finish_reason="length", rewards=[]))
+            called: Any = function(
+                Trajectory.of_text(unanswered, "<think>", finish_reason="length", columns={"rewards": []})
+            )
             if is_async(function):
                 with contextlib.suppress(StopIteration):  # it has nothing to wait for
                     called.send(None)

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightrl.columns import registered
 from lightrl.concurrency.parent_guard import ONE_THREAD, GuardedProcesses, command, import_path
 from lightrl.concurrency.streams import BadMessage, Channel
 from lightrl.engines import RolloutEngine, ServerEngine
@@ -249,7 +250,7 @@ class WorkflowPool:
         level = logging.getLogger("lightrl").getEffectiveLevel()
         with contextlib.ExitStack() as undo:
             undo.callback(channel.close)
-            channel.send(name, level, self._follower, self.workflow)
+            channel.send(name, level, registered(), self._follower, self.workflow)
             try:
                 ready = await asyncio.wait_for(channel.receive(), START_S)
             except TimeoutError:

@@ -85,7 +85,7 @@ SETTINGS = [
     row("a template with JSON", {"prompt_template": '{prompt} {"answer": 1}'}, "prompt_template", "Double any braces"),
     row("a template with a wrong format", {"prompt_template": "{question:d}"}, "prompt_template", "Row 1 of 'a.jsonl'", "'d'"),
     row("columns that are not there", {"file": DataSource("a.jsonl", columns={"question": "q"})}, "Row 1 of 'a.jsonl' has no column 'q'", "its columns: 'question', 'answer'"),
-    row("a filter that is not there", {"row_filter": "json.nothing"}, "row_filter='json.nothing'", "dotted path"),
+    row("a filter that is not there", {"row_filter": "json.nothing"}, "row_filter='json.nothing'", "has no 'nothing'"),
     row("a filter that raises", {"row_filter": lambda row: row["x"]}, "row_filter raised KeyError('x') on Row 1 of 'a.jsonl'"),
     row("a chat template that does not parse", {"chat_template": "{% for m in messages %}"}, "Row 1 of 'a.jsonl'", "chat template", "endfor"),
     row("a chat template that raises", {"chat_template": "{{ raise_exception('no') }}"}, "Row 1 of 'a.jsonl'", "chat template", "no"),

@@ -30,6 +30,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.checks.files import check_local
+from lightrl.columns import ROUTES
 from lightrl.concurrency.in_thread import call_all
 from lightrl.concurrency.owner import own_prefix
 from lightrl.engines.abilities import ContinuesCompletions, HasReplicas, NamesDtypes, ScoresTokens, Verification
@@ -48,6 +49,7 @@ from lightrl.engines.servers.processes.keeper import end_all, keep, start_all
 from lightrl.engines.servers.processes.model_process import ModelProcess
 from lightrl.engines.servers.processes.process import ServerProcess, make_servers, usable_token, write_model_folder
 from lightrl.engines.servers.registry import registry_at
+from lightrl.engines.servers.request import Encode
 from lightrl.engines.servers.request_loop import RequestLimits, RequestLoop, ServedVersions
 from lightrl.engines.servers.server import Server
 from lightrl.engines.servers.sync.adapter_versions import AdapterVersions
@@ -176,7 +178,7 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         self.fleet = ServerFleet()  # the servers and their states; a new one at each start
         self.served_form: ServedForm | None = None  # with `adapters` served: how servers hold them
         self._config: PretrainedConfig | None = None
-        self._route_layout: RouteLayout | None = None  # layout of the model's routes, if they are wanted
+        self._encoders: dict[str, Encode] = {}  # of the further columns that are wanted of the servers
         self._token: str | None = None
         self._num_connections = MAX_CONNECTIONS  # to each server, within the limit of open files
         self._processes: list[ServerProcess] = []  # started here
@@ -276,7 +278,8 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
             receiver_urls = [entry.receiver for entry in entries if entry.receiver]
             self._check_routes(urls)
         urls = None if urls is None else [as_url(url) for url in urls]
-        self._route_layout = None if self.record_routes is False else RouteLayout.of(config)
+        layout = None if self.record_routes is False else RouteLayout.of(config)
+        self._encoders = {} if layout is None else {ROUTES.name: layout.encode_sent}
         self.weight_version = -1
         self._processes = []
         self._members = self._parts = None
@@ -467,7 +470,7 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         home, timeouts, fleet = self._home, self.timeouts, self.fleet
         self._config = config
         home.call(members.identify_all(), timeouts.request_s * 2)
-        limits = RequestLimits.of(config, self._returned_routes())
+        limits = RequestLimits.of(config, self._encoders_of_servers())
         dtype = self._sent_dtype()
         transport = make_transport(
             self.transport,
@@ -503,28 +506,28 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         parts = {"home": home, "members": members, "requests": requests, "sync": sync, "timeouts": timeouts}
         return _Parts(members, leader, requests, make(**parts, config=config, is_colocated=is_colocated))
 
-    def _returned_routes(self) -> RouteLayout | None:
-        """The layout of the routes to ask for; None if none are wanted, or not every server returns them.
+    def _encoders_of_servers(self) -> dict[str, Encode]:
+        """The further columns to ask for: those that are wanted and that every server returns.
 
         Raises:
             ValueError: if `record_routes` is true, and the model has no experts or a server does not return them.
         """
-        without = [server.url for server in self.fleet.in_state() if not (server.info and server.info.returns_routes)]
-        layout = self._route_layout
-        if self.record_routes and layout is None:
+        infos = [(server.url, server.info) for server in self.fleet.in_state()]
+        without = [url for url, info in infos if info is None or ROUTES.name not in info.returned_columns]
+        if self.record_routes and not self._encoders:
             raise ValueError("record_routes is true, but the model has no experts. Omit it.")
         if self.record_routes and without:
             raise ValueError(
                 f"record_routes is true, but {without[0]} does not return its experts. Start it with "
                 "SGLang's enable_return_routed_experts, or omit record_routes."
             )
-        if layout is not None and without:
+        if self._encoders and without:
             log.warning(
                 "The trainer's router chooses the experts of each token, since %s does not return them. SGLang "
                 "does if it was started with enable_return_routed_experts.",
                 without[0],
             )
-        return None if without else layout
+        return {} if without else self._encoders
 
     def _sent_dtype(self) -> torch.dtype | None:
         """The dtype of all servers if it is narrower than float32; None sends the trainer's own."""
