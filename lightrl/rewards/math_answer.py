@@ -148,7 +148,8 @@ _NOTATIONS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         ),
         (r"\^\s*\{((?:\s*\\prime)+)\s*\}", r"\1"),
         (r"\^?\s*\\prime(?![A-Za-z])", "'"),
-        (r'(?<=[0-9])"$', "''"),  # inches
+        (r"""^([-0-9.,/$\s]*[0-9])(?:''|")(\s*\$?)$""", r"\1 inches\2"),
+        (r"^([-0-9.,/$\s]*[0-9])'(\s*\$?)$", r"\1 feet\2"),
     ]
 ]
 _RATIO = re.compile(r"(?<=[0-9])\s*(?:\s|\\text\s*\{)\s*to\b\s*\}?\s*(?=[0-9])")
