@@ -57,6 +57,7 @@ from lightrl.commands.config_layers import (
     UserSettings,
     nearest_files,
     parsed_settings,
+    settings_to_parse,
     yaml_of,
 )
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
@@ -184,7 +185,9 @@ class LightRLCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Builds trainer, model and data; raises UsageError with path, file and line of a setting that they refuse."""
         try:
+            self.config = settings_to_parse(self.config)
             super().instantiate_classes()
+            self.config = parsed_settings(self.config)
         except FIXABLE as error:
             place = self._user_settings.place_of(unwrapped(error))
             if not place:

@@ -42,6 +42,12 @@ class ClassOrText(str):
 class SettingText(str):
     """A text within settings that were read: the parser must not read it again, where a setting takes any type."""
 
+    def __deepcopy__(self, memo: object) -> SettingText:
+        return self
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)  # other processes get the text
+
 
 class ConfigText(str):
     """The text of a config file, with its settings and their places."""
@@ -272,6 +278,11 @@ def _with_texts(value: object, kind: Callable[[str], str]) -> Any:
 def parsed_settings(settings: Namespace) -> Namespace:
     """What the parser made of the settings, with plain texts."""
     return cast(Namespace, _with_texts(settings, str))
+
+
+def settings_to_parse(settings: Namespace) -> Namespace:
+    """Parsed settings whose texts the parser does not read again; it does when it makes objects of them."""
+    return cast(Namespace, _with_texts(settings, _as_read))
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]

@@ -1,6 +1,7 @@
 """Config files are read and parsed once: by the parser as by what names a line."""
 
 import os
+import pickle
 import re
 import threading
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_errors import value_of_text
 from lightrl.commands.config_layers import UsageError, UserSettings
 from lightrl.commands.main import main
+from lightrl.commands.plan_run import UnstartedCLI
 from lightrl.commands.serve import settings_of
 
 
@@ -165,6 +167,13 @@ def test_a_flag_for_a_text_is_what_was_typed_and_reads_back_from_the_saved_file(
         Path("saved.yaml").write_text(printed)
 
 
+class Built(UnstartedCLI):
+    """The run's objects."""
+
+    def fit(self, **arguments: object) -> None:
+        """Starts nothing."""
+
+
 def test_a_text_of_a_file_is_that_text_where_a_setting_takes_anything_and_stays_when_it_is_saved(
     settings, config, capsys
 ):
@@ -184,6 +193,9 @@ def test_a_text_of_a_file_is_that_text_where_a_setting_takes_anything_and_stays_
         Path("saved.yaml").write_text(printed)
     found = parsed("fit", "--config", "saved.yaml").model.init_args.reward.arguments
     assert {type(text) for text in found.values()} == {str, list}
+    data = Built(["fit", "--config", "saved.yaml", "--data.chat_template_kwargs", yaml.safe_dump(arguments)]).datamodule
+    assert (data.chat_template_kwargs, data.system_prompt) == (arguments, "null")
+    assert type(pickle.loads(pickle.dumps(data.chat_template_kwargs))["0"]) is str  # as workers get it
 
 
 @pytest.mark.parametrize("text", ["[strict]", "{question}", "- a", "a: b", "null and void", "{a: 1}", "# a"])
