@@ -34,7 +34,7 @@ LEAVES = {
     "compiled kernels": Leaf(720, "lightrl.LocalEngine", "engines", "performance.md",
         "engines/local/fast_decoder.py engines/local/kernels.py"),
     "vLLM": Leaf(457, "lightrl.VLLMEngine", "engines", "serve-with-sglang.md", "engines/vllm"),
-    "math": Leaf(1173, "lightrl.rewards.math_answer", "rewards", "write-a-reward.md",
+    "math": Leaf(1171, "lightrl.rewards.math_answer", "rewards", "write-a-reward.md",
         "rewards/math_answer.py rewards/math_expressions.py rewards/math_units.py"),
     "code": Leaf(1550, "lightrl.rewards.code_tests", "rewards", "write-a-reward.md",
         "rewards/code_tests.py rewards/sandbox.py rewards/sandbox_guard"),
