@@ -21,7 +21,7 @@ class Leaf(NamedTuple):
     """A capability that nothing in the core imports."""
 
     max_lines: int
-    entry: str  # a public class or function, or a command
+    entry: str  # a public class or function, a command, or a name of checks/entry_points.py
     tests: str
     page: str
     files: str
@@ -31,8 +31,7 @@ LEAVES = {
     "supervised": Leaf(993, "lightrl.SFT", "algorithms", "algorithms.md",
         "algorithms/dpo.py algorithms/reward_model.py algorithms/sft.py algorithms/supervised.py data/completions.py"),
     "distillation": Leaf(161, "lightrl.Distillation", "algorithms", "algorithms.md", "algorithms/distillation.py"),
-    "compiled kernels": Leaf(720, "lightrl.LocalEngine", "engines", "performance.md",
-        "engines/local/fast_decoder.py engines/local/kernels.py"),
+    "fast decoder": Leaf(770, "fast decoder", "engines", "performance.md", "engines/local/fast"),
     "vLLM": Leaf(457, "lightrl.VLLMEngine", "engines", "serve-with-sglang.md", "engines/vllm"),
     "math": Leaf(1096, "lightrl.rewards.math_answer", "rewards", "write-a-reward.md",
         "rewards/math_answer.py rewards/math_expressions.py rewards/math_units.py"),

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from lightrl.callbacks.probe import Rounding, check_mismatch, kept_places, mismatch_bound_nats
-from lightrl.engines.abilities import HasReplicas
 from lightrl.errors import EngineError
 from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer
@@ -200,6 +199,6 @@ def _under(weights: Sequence[Tensor], parameters: Sequence[Tensor]) -> Iterator[
 
 def _by(trainer: RLTrainer) -> str:
     """The servers that may have sampled, in words; on rank 0, which has them."""
-    engine: object = trainer.rollout.engine
-    servers = engine.verified_by() if trainer.is_global_zero and isinstance(engine, HasReplicas) else ()
+    engine = trainer.rollout.engine
+    servers = {} if engine is None else engine.verified_by()
     return f" at {', '.join(servers)}" if servers else ""

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lightrl.data import ChatBatch
-from lightrl.engines.abilities import HasReplicas, NamesDtypes, ScoresTokens
+from lightrl.engines import RolloutEngine
 from lightrl.errors import LightRLError, WeightSyncError
 from lightrl.functional import kl
 from lightrl.models import context_tokens
@@ -112,7 +112,7 @@ class Probe:
     def trainer_side(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> list[list[float]] | None:
         """The trainer's scores, [B, T]; None if the engine cannot score or it is not its turn, on every rank."""
         engine = trainer.rollout.engine
-        interval = engine.probe_every_n_loads if self.num and isinstance(engine, ScoresTokens) else 0
+        interval = 0 if engine is None or not self.num else engine.probe_every_n_loads
         self.interval = interval = ranks_of(trainer.strategy).broadcast_json(interval)
         if interval == 0 or (self.rounding is not None and weight_version % interval):
             return None
@@ -162,11 +162,12 @@ class Probe:
 
     def _compare(self, trainer: RLTrainer, module: RLModule, scores: list[list[float]] | None) -> dict[str, float]:
         """Rank 0's part of `compare`."""
-        engine: object = trainer.rollout.engine
-        checks = dict(engine.verified_by()) if isinstance(engine, HasReplicas) else {}
+        engine = trainer.rollout.engine
+        assert engine is not None
+        checks = engine.verified_by()
         verified = {name for name, check in checks.items() if check == "digests"}
         serving, scored = set(checks), {}
-        if scores is not None and isinstance(engine, ScoresTokens):
+        if scores is not None:
             try:
                 answers = engine.score(self._sequences(module))
             except LightRLError as error:
@@ -199,17 +200,16 @@ class Probe:
             metrics["sync/verified_fraction"] = len(verified & serving) / max(1, len(serving))
         return metrics
 
-    def _drop(self, engine: object, wrong: dict[str, str], serving: set[str]) -> None:
+    def _drop(self, engine: RolloutEngine, wrong: dict[str, str], serving: set[str]) -> None:
         """Drops the wrong replicas if that helps; raises otherwise."""
         text = "; ".join(f"{name}: {problem}" for name, problem in wrong.items())
-        can_drop = isinstance(engine, HasReplicas) and serving - set(wrong) and not self._dropped & set(wrong)
+        can_drop = engine.can_drop_replicas and serving - set(wrong) and not self._dropped & set(wrong)
         if not can_drop:
             raise WeightSyncError(
                 f"After the weight sync the engine has other weights than the trainer. {text}. The engine ignored the "
                 "update or a part of it, or computes in another precision: check its log and its dtype, or set "
                 "WeightSync.verify to false if its scores are rounded more."
             )
-        assert isinstance(engine, HasReplicas)
         self._dropped |= set(wrong)
         for name, problem in wrong.items():
             log.warning("Dropping %s after the weight sync: %s. It gets the weights again.", name, problem)
@@ -261,7 +261,7 @@ def rounding(trainer: RLTrainer, module: RLModule) -> Rounding:
     kind = str(trainer.precision).split("-")[0]
     training = {weights, {"16": "float16", "bf16": "bfloat16", "64": "float64"}.get(kind, "float32")}
     probe = {weights} if _skips_autocast(trainer, module) else training
-    engines = trainer.engine.dtypes() if isinstance(trainer.engine, NamesDtypes) else {"float32"}
+    engines = {"float32"} if trainer.engine is None else trainer.engine.dtypes()
     is_gpu = trainer.strategy.root_device.type == "cuda"
     eps = {name: _eps(name, is_gpu=is_gpu) for name in training | engines}
     return Rounding(

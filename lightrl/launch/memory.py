@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from lightrl.engines.placing import PlannedEngine
 from lightrl.launch.settings import Layout
 from lightrl.models import RoleMesh
 from lightrl.strategies.costs import (
@@ -67,23 +68,6 @@ class PlannedRole:
     @property
     def dp(self) -> int:
         return max(1, len(self.ranks) // (self.pp * self.tp * self.cp))
-
-
-@dataclass(frozen=True)
-class PlannedEngine:
-    """The engine: on the device of rank 0, on servers, or on another device of this machine."""
-
-    name: str
-    place: Literal["rank 0", "servers", "elsewhere"]
-    servers: int = 1
-    tp: int = 1
-    width: int = 2  # bytes of a parameter and of a key or value
-    max_rows: int | None = None  # rows that decode together; None: all in flight
-    is_block_fp8: bool = False  # a byte for each parameter besides embedding and head
-
-    def key_value_share(self, config: PretrainedConfig) -> int:
-        """GPUs over which the key-values of a token are split."""
-        return min(self.tp, int(config.num_key_value_heads))
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from typing import Any
 
 from lightrl.concurrency.parent_guard import ONE_THREAD, GuardedProcesses, command, import_path
 from lightrl.concurrency.streams import BadMessage, Channel
-from lightrl.engines import RolloutEngine, ServerEngine
+from lightrl.engines import RolloutEngine
 from lightrl.engines.servers.leader import FollowerState
 from lightrl.errors import EngineError, RewardError, RolloutError
 from lightrl.rollout.prompts import State
@@ -111,11 +111,9 @@ class WorkflowPool:
     silent_s: float  # a worker that does not answer for so long hangs
 
     def __post_init__(self) -> None:
-        check_workers(self.engine, self.num)
+        self.engine.check_workers(self.num)
         _check_travels(self.workflow, self.num)
-        assert isinstance(self.engine, ServerEngine)
-        self._leader = self.engine.leader
-        self._follower = self.engine.follower(self.num)
+        self._leader, self._follower = self.engine.open_to_workers(self.num)
         self.in_flight = InFlightCompletions(self.workflow)
         self._guards = GuardedProcesses()
         self._workers: list[_Worker] = []  # only ready ones
@@ -355,17 +353,6 @@ class WorkflowPool:
             if self._guards.codes().get(guard, 0) is not None:
                 return
             await asyncio.sleep(_TICK_S)
-
-
-def check_workers(engine: object, num: int) -> None:
-    """Raises ValueError if this engine cannot be used by workers; before it is started."""
-    if not isinstance(engine, ServerEngine):
-        raise ValueError(
-            f"workflow_workers={num} needs an engine of servers, such as SGLangEngine; {type(engine).__name__} "
-            "generates in rank 0's process. Set workflow_workers to 0."
-        )
-    if engine.adapters == "served":
-        raise ValueError(f"workflow_workers={num} needs adapters='merged'. Set that, or workflow_workers to 0.")
 
 
 def _check_travels(workflow: Workflow, num: int) -> None:

@@ -66,7 +66,7 @@ class AdapterCase(EngineCase):
 
 
 def started(engine: SGLangEngine) -> AdapterCase:
-    engine.expect_adapters(AdapterShape.of(MODELS[0]), num_versions=NUM_VERSIONS)
+    engine.expect(MODELS[0], num_versions=NUM_VERSIONS)
     engine.start(CONFIG)
     return AdapterCase(engine, MODELS, is_exact=False)
 

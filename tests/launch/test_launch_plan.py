@@ -3,7 +3,8 @@
 import pytest
 from transformers import AutoConfig
 
-from lightrl.launch.memory import PlannedEngine, PlannedRole, PlannedRun
+from lightrl.engines.placing import PlannedEngine
+from lightrl.launch.memory import PlannedRole, PlannedRun
 from lightrl.launch.plan import RunFacts, describe, drawing, make_plan, place
 from lightrl.launch.settings import Launch, Layout
 from lightrl.models import RoleMesh

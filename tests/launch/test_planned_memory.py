@@ -16,7 +16,8 @@ from lightrl.algorithms import AdaptiveKL, ReferenceKL
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.commands.plan import batch_rows, costs_text
 from lightrl.commands.plan_run import planned_run, planned_training
-from lightrl.launch.memory import Misfit, PlannedEngine, PlannedRun, engine_memory, misfits, rank_memories, role_cost
+from lightrl.engines.placing import PlannedEngine
+from lightrl.launch.memory import Misfit, PlannedRun, engine_memory, misfits, rank_memories, role_cost
 from lightrl.models import LoRA, Role, RoleMesh
 from lightrl.models.model_spec import cache_argument
 from lightrl.module import RLModule

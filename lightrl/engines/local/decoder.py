@@ -2,7 +2,7 @@
 
 A decoder keeps the key-values of its rows. New rows follow the present ones, `keep` reorders and removes rows, `clear`
 removes all of them (weights have changed). It owns its weights: `write` copies, nothing is aliased. It knows nothing of
-threads, sampling and requests; `fast_decoder.py` has the fast form for Llama-like families.
+threads, sampling and requests; `fast/` has the fast form for Llama-like families.
 
 Shapes: n rows, T tokens of a sequence, V tokens of the vocabulary.
 """
@@ -37,6 +37,7 @@ class Decoder(Protocol):
     # Routes (models/routes.py) of the tokens of the latest `append`, [T, w] for each sequence, or of the latest `step`,
     # [n, w]; None if it records none.
     latest_routes: Sequence[Tensor] | None
+    has_own_threads: bool  # a step divides its rows over threads of its own; else torch's threads share an operation
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
@@ -101,6 +102,10 @@ class Decoder(Protocol):
         """Removes all rows."""
         ...
 
+    def use_threads(self, num: int) -> None:
+        """Sets the number of its own threads, if it has any."""
+        ...
+
 
 def like_lengths(sequences: Sequence[Sequence[int]], max_tokens: int, *, pads: bool = True) -> Iterator[list[int]]:
     """Indices of the sequences in chunks of similar lengths, longest first, each at most `max_tokens` when padded.
@@ -144,6 +149,8 @@ class HuggingFaceDecoder:
         ValueError: if routes cannot be recorded but must be, or the model keeps anything else, such as the index of
             sparse attention, or keeps it in a cache of its own class, or decodes otherwise than it is trained.
     """
+
+    has_own_threads = False
 
     def __init__(
         self,
@@ -341,6 +348,9 @@ class HuggingFaceDecoder:
         self._cache = None
         self._is_token = torch.zeros(0, 0, dtype=torch.int64, device=self._device)
         self._shifts = torch.zeros(0, dtype=torch.int64, device=self._device)
+
+    def use_threads(self, num: int) -> None:
+        """Torch has the threads."""
 
     def _forward(
         self,

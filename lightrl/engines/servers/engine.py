@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -26,14 +27,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig
 
 from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.checks.files import check_local
+from lightrl.checks.printable import count_text
 from lightrl.concurrency.in_thread import call_all
 from lightrl.concurrency.owner import own_prefix
-from lightrl.engines.abilities import ContinuesCompletions, HasReplicas, NamesDtypes, ScoresTokens, Verification
-from lightrl.engines.engine import Completion, RolloutEngine
+from lightrl.engines.engine import Completion, RolloutEngine, Verification
+from lightrl.engines.placing import PlannedEngine
 from lightrl.engines.servers.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url, check_routes
 from lightrl.engines.servers.client import ServerClient
 from lightrl.engines.servers.connection import MAX_CONNECTIONS, Connection, connections_within, raise_open_files
@@ -66,7 +69,7 @@ from lightrl.models import context_tokens
 from lightrl.models.images import ImageReader
 from lightrl.models.lora import AdapterShape
 from lightrl.models.routes import RouteLayout
-from lightrl.trajectory import Sampling
+from lightrl.trajectory import JsonObject, Sampling
 from lightrl.weights import Bucket, ServerForm, SharedFolder, block_fp8
 
 log = logging.getLogger(__name__)
@@ -84,7 +87,7 @@ class _Parts:
     loader: WeightLoader
 
 
-class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtypes, HasReplicas):
+class ServerEngine(RolloutEngine):
     """A rollout engine of one or many servers of one kind.
 
     Where the servers are: `urls`; or `servers` of them, started on this machine and restarted when they die; or the
@@ -120,7 +123,10 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         timeouts: how long to wait for what.
     """
 
+    continues_completions = can_drop_replicas = True
     probe_every_n_loads = 1
+    parameter_names = "checkpoint"
+    is_quantized: bool = False  # its servers take linear weights in block FP8
     client_type: type[ServerClient]  # set by each kind
     process_type: type[ModelProcess]
     broadcast_type: type[BroadcastTransport] = BroadcastTransport
@@ -155,14 +161,12 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
             )
         check_router(router, adapters=adapters)
         check_local(weight_folder=weight_folder)
-        self.weight_version = -1  # all routable servers have acknowledged it
         self.urls = list(urls) if urls is not None else None
         self.num_servers = servers
         self.tp = tp
         self.python: str | None = None  # the servers' environment has it; set by each kind
         self.server_args = dict(server_args or {})
         self.trainer_devices: Sequence[torch.device] = ()  # set before `start`
-        self.should_verify = True  # set before `start`; see `WeightSync.verify`
         self.token: str | None = None  # set before `start`; else LIGHTRL_SERVER_TOKEN, or a random one for our servers
         self.transport = transport
         self.router = router
@@ -209,18 +213,38 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
             placement=self.placement,
         )
 
-    def expect_adapters(self, shape: AdapterShape, *, num_versions: int) -> None:
-        """Called before `start` if `adapters` is `served`: keep this many versions.
+    @property
+    def is_colocated(self) -> bool:
+        return self.placement == "colocated"
+
+    def place(self, trainer_devices: Sequence[torch.device]) -> str:
+        self.trainer_devices = trainer_devices
+        if not self.num_servers:
+            return "on servers that run elsewhere"
+        gpus = self.gpus()
+        if gpus is None:  # a plan may be for another machine
+            is_for_gpus = any(device.type == "cuda" for device in trainer_devices)
+            where = "GPUs, of which this machine has none" if is_for_gpus else "the CPU"
+        else:
+            where = ", ".join(f"cuda:{gpu}" for gpu in gpus)
+        return f"{count_text(self.num_servers, 'server')} with tp={self.tp} on {where}, {self.placement}"
+
+    def planned(self, trainer_device: torch.device, num_parameters: int) -> PlannedEngine:
+        num = self.num_servers or len(self.urls or ()) or 1
+        return PlannedEngine(type(self).__name__, "servers", num, self.tp, is_block_fp8=self.is_quantized)
+
+    def expect(self, policy: nn.Module, *, num_versions: int) -> None:
+        """If `adapters` is `served`, servers keep so many versions of them.
 
         `load_weights` then gets the adapters under their names in the model, and after them the base if `needs_base`.
         Servers that are started here get SGLang's arguments for these adapters.
         """
-        self.expected_adapters = (shape, num_versions)
+        if self.adapters == "served":
+            self.expected_adapters = (AdapterShape.of(policy), num_versions)
 
-    def needs_base(self) -> bool:
-        """Whether the next load must bring the base."""
+    def needs_base(self) -> bool | None:
         loader = self._opened().loader
-        return isinstance(loader, AdapterLoader) and loader.needs_base
+        return loader.needs_base if isinstance(loader, AdapterLoader) else None
 
     def check(self) -> None:
         """Raises ValueError if servers cannot be started or reached with these settings on this machine."""
@@ -237,9 +261,6 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
             )
         if self.router == "smg":
             check_smg()
-
-    def check_sampling(self, sampling: Sampling) -> None:
-        """Raises ValueError if these servers cannot sample so."""
 
     def start_args(self) -> dict[str, Any]:
         """Arguments of started servers that follow from this engine's settings."""
@@ -299,6 +320,10 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
             home.keep(watch.run)
             undo.pop_all()
 
+    def check_workers(self, num: int) -> None:
+        if self.adapters == "served":
+            raise ValueError(f"workflow_workers={num} needs adapters='merged'. Set that, or workflow_workers to 0.")
+
     async def attach(self) -> None:
         """Moves the engine to the running event loop, the controller's; it opens new connections there."""
         await self._home.move_here(self._leave_loop)
@@ -340,18 +365,16 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
                 raise
             raise EngineError(f"{type(self).__name__} was closed before the completion was finished.") from None
 
-    @property
-    def leader(self) -> Leader:
-        """Leads processes that send requests to these servers; called after `start`, used on the controller's loop."""
-        return self._opened().leader
-
-    def follower(self, num_followers: int) -> Follower:
-        """The engine of each of so many other processes, to be pickled, and opened there."""
-        limits = self._opened().requests.limits
-        share = min(self._num_connections, max(1, MAX_CONNECTIONS // num_followers))
+    def open_to_workers(self, num: int) -> tuple[Leader, Follower]:
+        """The leader is used on the controller's loop; the follower is pickled, and opened in each worker."""
+        parts = self._opened()
+        share = min(self._num_connections, max(1, MAX_CONNECTIONS // num))
         gateway = None if self.gateway is None else (self.gateway.url, self.gateway.token)
-        token, timeouts = self._token, self.timeouts
-        return Follower(self.client_type, self.fleet.salt, token, timeouts, share, limits, gateway=gateway)
+        settings = self._token, self.timeouts, share, parts.requests.limits
+        return parts.leader, Follower(self.client_type, self.fleet.salt, *settings, gateway=gateway)
+
+    def server_states(self) -> list[JsonObject]:
+        return [dataclasses.asdict(server.status()) for server in self.fleet.in_state()]
 
     async def unfinished(self) -> dict[int, Completion]:
         """Requests in flight are aborted, which is how servers return what they have, and continue after the pause."""
@@ -392,7 +415,6 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         self._opened().loader.release_memory()
 
     def shared_folder(self) -> SharedFolder | None:
-        """The folder into which every rank may write its share of the weights; None if they travel in another way."""
         return self._opened().loader.shared_folder()
 
     def dtypes(self) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from lightrl.engines.engine import Completion, RolloutEngine
 from lightrl.engines.servers.client import ServerClient
@@ -74,6 +74,7 @@ class Follower:
     limits: RequestLimits
     gateway: tuple[str, str | None] | None = None
     weight_version: int = -1
+    continues_completions: ClassVar[bool] = True
 
     async def open(self, report: ReportServer) -> None:
         """Called first, on the event loop of its requests; `report` sends what failed to the leader."""

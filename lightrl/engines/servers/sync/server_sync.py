@@ -27,7 +27,7 @@ from typing import Any
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.concurrency.loop_thread import deaths, wake_up
-from lightrl.engines.abilities import Verification
+from lightrl.engines.engine import Verification
 from lightrl.engines.servers.connection import ServerRefused
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.server import Server

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lightrl.engines.abilities import Verification
+from lightrl.engines.engine import Verification
 from lightrl.engines.servers.server import Server
 from lightrl.weights import Digests, ServerForm, ServerLayout
 from lightrl.weights.bucket import OUTPUT_HEAD
-from lightrl.weights.digests import RankDigests, unknown_layout
+from lightrl.weights.digests import RankDigests
+from lightrl.weights.server_layout import unknown_layout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
