@@ -32,6 +32,7 @@ LEAVES = {
         "algorithms/dpo.py algorithms/reward_model.py algorithms/sft.py algorithms/supervised.py data/completions.py"),
     "distillation": Leaf(161, "lightrl.Distillation", "algorithms", "algorithms.md", "algorithms/distillation.py"),
     "fast decoder": Leaf(770, "fast decoder", "engines", "performance.md", "engines/local/fast"),
+    "gateway": Leaf(260, "gateway", "engines", "gateway.md", "engines/servers/gateway.py"),
     "vLLM": Leaf(457, "lightrl.VLLMEngine", "engines", "serve-with-sglang.md", "engines/vllm"),
     "math": Leaf(1096, "lightrl.rewards.math_answer", "rewards", "write-a-reward.md",
         "rewards/math_answer.py rewards/math_expressions.py rewards/math_units.py"),
@@ -63,7 +64,7 @@ LEAVES = {
 
 OPTIONS = """functional/supports.py functional/branches.py strategies/branches.py strategies/shared_prefix.py
     engines/servers/follower.py engines/servers/leader.py rollout/workflow_pool.py rollout/workflow_worker.py
-    engines/servers/gateway.py commands/serve.py engines/servers/registry.py engines/servers/sync/receiver.py
+    commands/serve.py engines/servers/registry.py engines/servers/sync/receiver.py
     engines/servers/sync/receivers.py engines/servers/sync/transports/delta.py weights/delta.py
     weights/delta_folder.py engines/servers/sync/transports/broadcast.py weights/broadcast.py
     weights/shared_memory.py engines/servers/sync/adapter_versions.py engines/servers/sync/served_adapters.py

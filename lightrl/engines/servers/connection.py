@@ -12,6 +12,7 @@ import asyncio
 import errno
 import itertools
 import json
+import logging
 import random
 import resource
 import secrets
@@ -28,6 +29,8 @@ from lightrl.concurrency.streams import BUSY, body_of, retry_after_s
 from lightrl.engines.servers.addresses import TOKEN_VARIABLE
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
+
+log = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 5.0
 _NOT_TAKEN = (408, 425, 429, 503)  # refused before it was read, so it does no harm again
@@ -50,6 +53,21 @@ def connections_within(limit: int, num_servers: int) -> int:
     """How many requests to each server may be in flight, so that this process stays within its limit of open files."""
     num_open = sum(1 for _ in Path("/dev/fd").iterdir())
     return max(1, (limit - num_open - _KEPT_FILES) // max(1, num_servers) - CONTROL_CONNECTIONS)
+
+
+def connections_to_each(num_servers: int) -> int:
+    """How many requests to each of so many servers may be in flight; warns if open files allow fewer than usual."""
+    limit = raise_open_files()
+    num = min(MAX_CONNECTIONS, connections_within(limit, num_servers))
+    if num < MAX_CONNECTIONS:
+        log.warning(
+            "This process may open %d files (ulimit -n, LimitNOFILE), so at most %d requests go to each server at "
+            "once instead of %d; more queue here.",
+            limit,
+            num,
+            MAX_CONNECTIONS,
+        )
+    return num
 
 
 def is_out_of_files(error: BaseException | None) -> bool:

@@ -17,7 +17,7 @@ import secrets
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightrl.engines.engine import Completion, check_request
 from lightrl.engines.servers.client import ABORT_TIMEOUT_S, abort_at
@@ -26,15 +26,19 @@ from lightrl.engines.servers.fleet import ServerFleet
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.leader import Leader, Traffic
 from lightrl.engines.servers.members import Members
-from lightrl.engines.servers.request import Answer, CompletionDraft, MalformedAnswer, RequestImages
+from lightrl.engines.servers.request import CompletionDraft, MalformedAnswer, RequestImages
 from lightrl.engines.servers.server import Server
 from lightrl.engines.servers.sync.adapter_versions import AdapterVersions
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
+from lightrl.models import context_tokens
 from lightrl.models.images import ImageReader
 from lightrl.models.routes import RouteLayout, joined_routes
 from lightrl.trace import span
 from lightrl.trajectory import Sampling, token_array
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +63,32 @@ class RequestLimits:
     max_context: int | None  # tokens of prompt and completion
     image_reader: ImageReader | None  # how it reads images; None if it takes none
     route_layout: RouteLayout | None = None  # layout of the routes that it returns; None if it returns none
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, fleet: ServerFleet, *, record_routes: bool | None) -> RequestLimits:
+        """The limits of a model on these servers, which have been identified.
+
+        Raises:
+            ValueError: if `record_routes` is true, and the model has no experts or a server does not return them.
+        """
+        layout = None if record_routes is False else RouteLayout.of(config)
+        without = [server.url for server in fleet.in_state() if not (server.info and server.info.returns_routes)]
+        if record_routes and layout is None:
+            raise ValueError("record_routes is true, but the model has no experts. Omit it.")
+        if record_routes and without:
+            raise ValueError(
+                f"record_routes is true, but {without[0]} does not return its experts. Start it with "
+                "SGLang's enable_return_routed_experts, or omit record_routes."
+            )
+        if layout is not None and without:
+            log.warning(
+                "The trainer's router chooses the experts of each token, since %s does not return them. SGLang "
+                "does if it was started with enable_return_routed_experts.",
+                without[0],
+            )
+            layout = None
+        vocab_size = int(config.get_text_config().vocab_size)
+        return cls(vocab_size, context_tokens(config), ImageReader.of(config), layout)
 
 
 @dataclass(eq=False)
@@ -271,14 +301,13 @@ class RequestLoop:
 
     async def _request(self, server: Server, draft: CompletionDraft) -> None:
         rid = secrets.token_hex(16)
-        traffic, fleet, has_gateway = self.traffic, self.fleet, self.members.gateway is not None
+        traffic, fleet, router = self.traffic, self.fleet, self.members.router
         traffic.has_minimum |= draft.sampling.min_new_tokens > 0
-        if not has_gateway:
-            fleet.start_request(server, draft.max_tokens)
+        router.start_request(server, draft.max_tokens)
         traffic.num_running += 1
 
         def abort() -> None:
-            servers = fleet.in_state("routable", "draining") if has_gateway else [server]  # any, behind a gateway
+            servers = router.may_reach(server, "routable", "draining")
             self.home.spawn(abort_at([one.client for one in servers], rid))
 
         limit_s = self.timeouts.generate_s  # then the server returns what it has, unless it lost the request
@@ -290,10 +319,10 @@ class RequestLoop:
                 used = self.adapters.used(draft.adapter.version, rid, server)
             with used:
                 body = server.client.request_of(draft, rid, fleet.cache_key(server.weight_version))
-                oldest = min(one.weight_version for one in (fleet.in_state("routable") if has_gateway else [server]))
+                oldest = min(one.weight_version for one in router.may_reach(server, "routable"))
                 since = time.monotonic()
                 with span("request", "server", server.url, prompt=len(draft.prompt)) as sent:
-                    answer, url = await self._send(server, body, limit_s + ABORT_TIMEOUT_S)
+                    answer, url = await router.send(server, body, limit_s + ABORT_TIMEOUT_S)
                     sent.args["tokens"] = len(answer.token_ids)
                 if warning := fleet.note_answer(url, time.monotonic() - since, len(answer.token_ids)):
                     log.warning("%s", warning)
@@ -303,28 +332,19 @@ class RequestLoop:
         finally:
             overdue.cancel()
             traffic.num_running -= 1
-            if not has_gateway:
-                fleet.end_request(server, draft.max_tokens)
+            router.end_request(server, draft.max_tokens)
         draft.check(answer, url, rid, oldest, fleet.newest_version)
         draft.add(answer, url, route=server.client.generate_path, support_help=server.client.support_help)
 
-    async def _send(self, server: Server, body: dict[str, Any], timeout_s: float) -> tuple[Answer, str]:
-        """Returns the answer and the address of the server that gave it: a gateway chooses one."""
-        if (gateway := self.members.gateway) is not None:
-            return await gateway.generate(body, timeout_s=timeout_s, read=server.client.read_answer)
-        read = server.client.read_answer
-        return await server.client.generate(body, num_retries=0, timeout_s=timeout_s, read=read), server.url
-
     async def _find_server(self, session: str, failed: set[Server], *, min_version: int = -1) -> Server:
-        """Waits for the gate, a routable server and the gateway, if there is one; a change of any wakes it."""
-        gateway = self.members.gateway
+        """Waits for the gate, a routable server and the router; a change of any wakes it."""
         since = time.monotonic()
         is_waiting = False
         try:
             while True:
                 if not self.traffic.is_open:
                     since = time.monotonic()
-                elif (gateway is None or gateway.can_send()) and (
+                elif self.members.router.can_send() and (
                     server := self.fleet.choose(session, min_version=min_version, excluded=failed)
                 ):
                     return server

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from lightrl.engines.servers.engine import ServerEngine
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.command import SGLangProcess, dtype_of_auto
+from lightrl.models.routes import RouteLayout
 
 
 class SGLangEngine(ServerEngine):
@@ -55,7 +56,7 @@ class SGLangEngine(ServerEngine):
         args: dict[str, Any] = {}
         if self.placement == "colocated" and torch.cuda.is_available():
             args["enable_memory_saver"] = True
-        if self._route_layout is not None:
+        if self.record_routes is not False and RouteLayout.of(self._config) is not None:
             args["enable_return_routed_experts"] = True
         if self.adapters == "served" and self.expected_adapters is not None:
             shape, num_versions = self.expected_adapters
