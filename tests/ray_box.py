@@ -18,7 +18,7 @@ from pathlib import Path
 from hosts import Hosts
 
 from lightrl.commands.launch import free_ports
-from lightrl.concurrency.parent_guard import GuardedProcesses
+from lightrl.concurrency.child_process import GuardedProcesses
 
 _START_S = 90.0
 _ATTEMPTS = 3

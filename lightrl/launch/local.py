@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from lightrl.checks.printable import end_of_log
-from lightrl.concurrency.parent_guard import GuardedProcesses
+from lightrl.concurrency.child_process import KILL_WAIT_S, GuardedProcesses, ending_of
 from lightrl.engines.servers.addresses import TOKEN_VARIABLE
 from lightrl.launch.launcher import TOKEN_FILE, FollowedLog, Launcher, LaunchState
 from lightrl.launch.plan import Plan, Process
@@ -26,7 +26,6 @@ from lightrl.launch.plan import Plan, Process
 _TICK_S = 0.2
 _FAILED_GRACE_S = 10.0  # for the others after one has failed: they cannot continue, and may hang
 _SERVERS_GRACE_S = 15.0
-_KILL_WAIT_S = 10.0  # beyond the grace, for the guards to kill what is left
 _TAIL_LINES, _TAIL_BYTES = 15, 16384
 LOST = -1  # in place of an exit code: the process's host is gone
 RESUME = ("--ckpt_path", "last")
@@ -134,7 +133,7 @@ class LocalLauncher(Launcher):
         """Asks these processes to end, all at once, and waits; after the grace their guards kill them."""
         for host in self.hosts:
             host.ask_to_end(names, grace_s)
-        deadline = time.monotonic() + grace_s + _KILL_WAIT_S
+        deadline = time.monotonic() + grace_s + KILL_WAIT_S
         while running := [name for name, code in self._codes().items() if name in names and code is None]:
             if time.monotonic() > deadline:
                 deadline = float("inf")
@@ -173,6 +172,4 @@ def shell_command(plan: Plan, command: list[str]) -> list[str]:
 
 
 def _as_text(code: int) -> str:
-    if code == LOST:
-        return "the loss of its host"
-    return f"exit code {code}" if code <= 128 else f"signal {code - 128}"
+    return "the loss of its host" if code == LOST else ending_of(code)

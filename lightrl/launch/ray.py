@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from lightrl.concurrency.parent_guard import GuardedProcesses
+from lightrl.concurrency.child_process import GuardedProcesses
 from lightrl.errors import LightRLError
 from lightrl.launch.launcher import placed
 from lightrl.launch.local import LOST, LocalLauncher

@@ -156,7 +156,7 @@ def test_a_guard_that_does_not_answer_is_killed_and_named(tmp_path, monkeypatch)
     said = []
     launcher = started(plan_of(tmp_path, {"trainer-0": WAITS}, warning_s=1), said.append)
     wait_for({"trainer-0 started"}, tmp_path)
-    guard = psutil.Process(launcher.hosts[0].guards["trainer-0"].pid)
+    guard = psutil.Process(launcher.hosts[0].children["trainer-0"].pid)
     processes = [guard, *guard.children(recursive=True)]
     guard.suspend()
     launcher.end()
