@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any
 
 from lightrl.concurrency.in_thread import in_thread
-from lightrl.concurrency.loop_thread import deaths, wake_up
+from lightrl.concurrency.loop_thread import LoopBlocked, LoopEnded, deaths, wait_on_loop, wake_up
 from lightrl.engines.engine import Verification
 from lightrl.engines.servers.connection import ServerRefused
 from lightrl.engines.servers.home_loop import HomeLoop
@@ -39,7 +39,6 @@ from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trace import span
 from lightrl.weights import Bucket
 
-LOOK_S = 1.0  # a waiting thread checks this often that the loop still runs
 BLOCKED_S = 60.0  # a loop that runs nothing for this long is blocked
 
 
@@ -109,28 +108,21 @@ class BucketFeed:
         return self._taken_bucket
 
 
-def wait_while_running(loop: asyncio.AbstractEventLoop, wait: Callable[[float], object]) -> None:
+def wait_while_running(loop: asyncio.AbstractEventLoop, wait: Callable[[float], bool]) -> None:
     """Calls `wait` with a number of seconds until it is true; from another thread.
 
     Raises:
         WeightSyncError: if the loop has ended, or is blocked: then nothing on it keeps its deadline.
     """
-    has_answered = threading.Event()
-    has_answered.set()
-    num_ended = num_silent = 0  # waits, not seconds: a stopped process is not a blocked loop
-    while not wait(0.0 if loop in deaths else LOOK_S):
-        num_ended = 0 if loop.is_running() else num_ended + 1
-        if num_ended > 1 or loop in deaths:  # a loop that an exception has left may be restarting
-            raise loop_ended(loop)
-        num_silent = 0 if has_answered.is_set() else num_silent + 1
-        if num_silent * LOOK_S >= BLOCKED_S:
-            raise WeightSyncError(
-                f"The event loop of the engine's requests did not answer for {BLOCKED_S:g} s during a weight sync. A "
-                "workflow, environment or async reward blocks it: use await there, or move the work to a thread."
-            )
-        if has_answered.is_set():
-            has_answered.clear()
-            wake_up(loop, has_answered.set)
+    try:
+        wait_on_loop(loop, wait, silent_s=BLOCKED_S)
+    except LoopEnded as error:
+        raise loop_ended(loop) from error
+    except LoopBlocked as error:
+        raise WeightSyncError(
+            f"The event loop of the engine's requests did not answer for {BLOCKED_S:g} s during a weight sync. A "
+            "workflow, environment or async reward blocks it: use await there, or move the work to a thread."
+        ) from error
 
 
 def loop_ended(loop: asyncio.AbstractEventLoop) -> WeightSyncError:
@@ -363,7 +355,7 @@ class ServerSync:
 
 
 def _wait(future: concurrent.futures.Future[SyncReport], loop: asyncio.AbstractEventLoop) -> None:
-    wait_while_running(loop, lambda seconds: concurrent.futures.wait([future], seconds).done)
+    wait_while_running(loop, lambda seconds: bool(concurrent.futures.wait([future], seconds).done))
 
 
 async def _resumed(sync: SyncServers) -> list[str]:
