@@ -7,16 +7,11 @@ a server: a process that loads the folder into its own tensors, and nothing else
 namespace behind a veth of 800 Mbit/s (`tc tbf`). The full sync goes the same way; both are whole syncs, from the first
 bucket to the server's resumption, and take turns. Without root or `tc` everything is on the loopback and
 `speedup_over_full` is null.
-
-    growth   a version to 1 … 16 receivers, all on this machine: seconds, and what leaves the trainer, in models; for a
-             process group and a shared folder see sync_growth.py
-    paper    1T parameters to 128 servers, by arithmetic alone: no byte is sent
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import hashlib
 import json
@@ -28,7 +23,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,16 +31,15 @@ from typing import Any
 import torch
 from aiohttp import web
 from safetensors import safe_open
-from transformers import PreTrainedModel, Qwen3Config
+from transformers import PreTrainedModel
 
 from benchmarks.local_engine import make_model
 from benchmarks.report import Report
-from benchmarks.sync_growth import grown
 from lightrl.engines.servers.connection import Connection
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.processes.process import HeldPort
 from lightrl.engines.servers.server import Server as EngineServer
-from lightrl.engines.servers.sync.report import SyncReport, SyncServers
+from lightrl.engines.servers.sync.report import SyncReport
 from lightrl.engines.servers.sync.server_sync import ServerSync
 from lightrl.engines.servers.sync.transports import DeltaTransport
 from lightrl.engines.sglang.client import SGLangClient
@@ -255,106 +249,6 @@ def _delta_row(trainer: Trainer, name: str, lr: float, repeats: int, *, has_link
         **{f"{key}_s": round(value, 3) for key, value in parts.items() if key in ("stage", "load")},
         "link_mb_per_s": LINK_MB_PER_S if has_link else None,
     }
-
-
-def measure_growth(report: Report, options: argparse.Namespace) -> None:
-    """One version to more and more receivers on this machine."""
-    for num in map(int, options.receivers.split(",")):
-        with contextlib.ExitStack() as stack:
-            receivers = [stack.enter_context(_lone_receiver()) for _ in range(num)]
-            for url in receivers:
-                _wait_for(f"{url}/ready")
-            rows = asyncio.run(_grown(receivers, options.growth_mib)) | grown(num, options.growth_mib)
-            for kind, values in rows.items():
-                report.add("growth", transport=kind, receivers=num, mib=options.growth_mib, **values)
-
-
-@contextlib.contextmanager
-def _lone_receiver() -> Iterator[str]:
-    held, folder = HeldPort("127.0.0.1"), tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
-    command = [
-        sys.executable,
-        "-m",
-        "lightrl.engines.servers.sync.receiver",
-        "--port",
-        str(held.number),
-        "--folder",
-        folder,
-    ]
-    process = subprocess.Popen(command, env={**os.environ, "LIGHTRL_SERVER_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"})
-    try:
-        yield f"http://127.0.0.1:{held.number}"
-    finally:
-        process.terminate()
-        process.wait()
-        held.close()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-async def _grown(receivers: list[str], mib: int) -> dict[str, dict[str, float]]:
-    """A full version and a delta of a hundredth of the values, staged on all receivers; no server is asked."""
-    servers = {f"http://127.0.0.1:{index + 1}": url for index, url in enumerate(receivers)}
-    transport = DeltaTransport(
-        ServerForm(torch.bfloat16),
-        Qwen3Config(),
-        connect=lambda url: Connection(url, token=TOKEN),
-        receiver_of=lambda url: servers[url],
-    )
-    torch.manual_seed(0)
-    named = {f"layers.{index}": torch.randn(MIB // 2).bfloat16().float() for index in range(mib)}
-    num_bytes = sum(2 * tensor.numel() for tensor in named.values())
-    found = {}
-    for version, kind in enumerate(("delta transport, full", "delta")):
-        targets = SyncServers([EngineServer(SGLangClient(url)) for url in servers], 600.0)
-        start = time.perf_counter()
-        await transport.stage(targets, _fed(named), version)
-        seconds = time.perf_counter() - start
-        assert len(targets.left) == len(receivers), targets.lost
-        sent = transport.num_bytes / num_bytes
-        found[kind] = {"seconds": round(seconds, 3), "models_sent_by_trainer": round(sent, 4)}
-        for tensor in named.values():
-            tensor[torch.rand(tensor.shape) < 0.01] *= 1 + 2**-7
-    return found
-
-
-async def _fed(named: dict[str, torch.Tensor]) -> AsyncIterator[Bucket]:
-    for bucket in bucketed(named.items(), 64 * MIB):
-        yield bucket
-
-
-def add_paper(report: Report, options: argparse.Namespace) -> None:
-    """How long the largest models would take; every number but the constants is arithmetic."""
-    constants = {
-        "parameters": 1e12,
-        "bytes_per_parameter": 2,
-        "servers": 128,
-        "gpus_per_server": 8,  # of 288 GB: a server that spans hosts cannot use a receiver
-        "link_bytes_per_s": 400e9,  # of a host: 8 adapters of 400 Gbit/s
-        "host_to_gpu_bytes_per_s": 50e9,  # of each GPU
-        "cores": 64,  # of a host that work on it
-        "compare_bytes_per_s": 1.4e9,  # of a core of a 2-core AMD EPYC: cast, compare, encode, check a chunk
-        "apply_bytes_per_s": 2.6e9,  # of the same: decode, apply, check
-        "delta_bytes_fraction": 0.015,  # at a learning rate of 1e-6, see the delta rows
-        "trainer_hosts": 16,  # each sends its share of the tensors to every server
-    }
-    c = constants
-    model = c["parameters"] * c["bytes_per_parameter"]
-    load_s = model / c["gpus_per_server"] / c["host_to_gpu_bytes_per_s"]
-    for kind, fraction in (("full", 1.0), ("delta", c["delta_bytes_fraction"])):
-        link_s = fraction * model * c["servers"] / c["trainer_hosts"] / c["link_bytes_per_s"]
-        encode_s = model / c["trainer_hosts"] / c["cores"] / c["compare_bytes_per_s"]
-        apply_s = model / c["cores"] / c["apply_bytes_per_s"]
-        report.add(
-            "paper",
-            kind=kind,
-            is_arithmetic=True,
-            link_s=round(link_s, 2),
-            encode_s=round(encode_s, 2),
-            apply_s=round(apply_s, 2),
-            background_s=round(max(link_s, encode_s) + apply_s, 2),
-            pause_s=round(load_s, 2),
-            constants=constants,
-        )
 
 
 class Server:

@@ -40,19 +40,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import lightrl
-from benchmarks.packing import make_experience
+from benchmarks.trajectories import make_experience
 from lightrl import GRPO, LocalEngine, ModelSpec, Prompt, PromptDataModule, RLCallback, Sampling
 from lightrl.errors import LightRLError
 from lightrl.experience import Experience
 from lightrl.functional.rows import NATIVE
 from lightrl.models import Outputs, Role
 from lightrl.models.expert_parallel import expert_mesh
-from lightrl.models.lora import held_tensors
 from lightrl.models.routes import Routes
+from lightrl.models.tuning import held_tensors
 from lightrl.strategies import FSDP2Strategy, LogprobSettings, ProcessRanks, SingleModel
 from lightrl.strategies.empty_model import empty_model
 from lightrl.strategies.fsdp2_model import FSDP2Model, whole
-from lightrl.strategies.ranks import watch_all
+from lightrl.strategies.ranks.processes import watch_all
 from lightrl.testing import QUIET, TINY_CONFIG
 
 ROWS = Path(__file__).with_suffix(".jsonl")
@@ -70,47 +70,28 @@ _HEADS = {**_PLAIN, "head_dim": 8}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ROUTED = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 _LATENT = {
-    **_PLAIN,
-    **_ROUTED,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_group": 2,
-}
+    **_PLAIN, **_ROUTED, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 2,
+}  # fmt: skip
 _INDEXED = {**_LATENT, "index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}
 _LINEAR = {
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention"],
-}
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
 _SHARED = {"shared_expert_intermediate_size": 24}
 _WINDOW = {"sliding_window": 8}
 _HYBRID_WINDOW = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _TOWER = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 8,
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
     "patch_size": 4,
-}
+}  # fmt: skip
 _QWEN_TOWER = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+_PLACED_TOWER = {**_QWEN_TOWER, "patch_size": 4, "num_position_embeddings": 16}
 _ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 _IMAGE_IDS = {"image_token_id": 14, "video_token_id": 15, "vision_start_token_id": 13, "vision_end_token_id": 12}
 
@@ -179,12 +160,7 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
             "vision_config": {"model_type": "siglip_vision_model", **_TOWER},
         },
         "gemma4": {
-            "text_config": {
-                **_HEADS,
-                **_HYBRID_WINDOW,
-                "global_head_dim": 8,
-                "vocab_size_per_layer_input": 17,
-            },
+            "text_config": {**_HEADS, **_HYBRID_WINDOW, "global_head_dim": 8, "vocab_size_per_layer_input": 17},
             "vision_config": {**_TOWER, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8},
             "audio_config": None,
             "image_token_id": 14,
@@ -204,34 +180,20 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
         "qwen3_vl": {
             "text_config": {**_HEADS, **_ROTARY},
             **_IMAGE_IDS,
-            "vision_config": {
-                **_QWEN_TOWER,
-                "patch_size": 4,
-                "num_position_embeddings": 16,
-                "deepstack_visual_indexes": [0],
-            },
+            "vision_config": {**_PLACED_TOWER, "deepstack_visual_indexes": [0]},
         },
         "qwen3_vl_moe": {
             "text_config": {**_HEADS, **_EXPERTS, **_ROTARY},
             **_IMAGE_IDS,
-            "vision_config": {
-                **_QWEN_TOWER,
-                "patch_size": 4,
-                "num_position_embeddings": 16,
-                "deepstack_visual_indexes": [0],
-            },
+            "vision_config": {**_PLACED_TOWER, "deepstack_visual_indexes": [0]},
         },
     },
     "hybrid": {
         "qwen3_next": {**_HEADS, **_EXPERTS, **_LINEAR, **_SHARED},
-        "qwen3_5": {
-            "text_config": {**_HEADS, **_LINEAR},
-            "vision_config": {**_QWEN_TOWER, "patch_size": 4, "num_position_embeddings": 16},
-            **_IMAGE_IDS,
-        },
+        "qwen3_5": {"text_config": {**_HEADS, **_LINEAR}, "vision_config": _PLACED_TOWER, **_IMAGE_IDS},
         "qwen3_5_moe": {
             "text_config": {**_HEADS, **_EXPERTS, **_LINEAR, **_SHARED},
-            "vision_config": {**_QWEN_TOWER, "patch_size": 4, "num_position_embeddings": 16},
+            "vision_config": _PLACED_TOWER,
             **_IMAGE_IDS,
         },
         "qwen3_5_text": {**_HEADS, **_LINEAR},

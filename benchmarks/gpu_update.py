@@ -37,9 +37,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 import lightrl
 from benchmarks.lengths import skewed_lengths
-from benchmarks.packing import GROUP_SIZE, make_trajectories, run_padded, weighted_sum
 from benchmarks.plan import MODELS
 from benchmarks.report import Report
+from benchmarks.trajectories import GROUP_SIZE, make_trajectories, run_padded, weighted_sum
 from benchmarks.update_vs_sft import UpdateTimes, now, since
 from lightrl.experience import Experience
 from lightrl.functional import can_compile
@@ -99,7 +99,7 @@ def backward_of(name: str, model: PreTrainedModel, part: Experience, plain_token
     if name == "plain":
         return lambda: run_padded(model, part, max(1, plain_tokens // part.token_ids.shape[1]))
     single = SingleModel(model, LogprobSettings(entropy_needs_gradient=False), form="packed" if CUDA else None)
-    single.shares_packed_prompts &= name == "shared"
+    single.forms.shares_packed_prompts &= name == "shared"
 
     def loss(part: Experience, outputs: Outputs) -> Tensor:
         return weighted_sum(part, outputs.logprobs)

@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.algorithms import last_reward, lightrl_seed, make_start, quiet
 from benchmarks.report import Report
 from lightrl import ImportanceWeights
-from lightrl.callbacks.probe import kept_places, step_k3
+from lightrl.callbacks.lag_probe import kept_places, step_k3
 from lightrl.callbacks.staleness import FIRST_ITERATIONS, LagWatch
 
 if TYPE_CHECKING:

@@ -41,15 +41,9 @@ MODELS: dict[str, dict[str, int]] = {  # by number of parameters
     "27M": {"hidden": 512, "intermediate": 1408, "layers": 8, "heads": 8, "kv_heads": 4, "head": 64, "vocab": 8192},
     "120M": {"hidden": 768, "intermediate": 3072, "layers": 12, "heads": 12, "kv_heads": 4, "head": 64, "vocab": 24576},
     "0.6B": {
-        "hidden": 1024,
-        "intermediate": 3072,
-        "layers": 28,
-        "heads": 16,
-        "kv_heads": 8,
-        "head": 128,
-        "vocab": 151936,
+        "hidden": 1024, "intermediate": 3072, "layers": 28, "heads": 16, "kv_heads": 8, "head": 128, "vocab": 151936,
     },
-}
+}  # fmt: skip
 TARGETS = {("1M", 64, "skewed"): 3.0, ("27M", 64, "skewed"): 2.0}
 
 

@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.report import Report
 from lightrl.strategies.costs import Cost, Work, fsdp2_cost, num_parameters, parallel_3d_cost
-from lightrl.strategies.single import decoder_layers
+from lightrl.strategies.layouts.probes import decoder_layers
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu_update import flops, make_config, make_parts
-from benchmarks.packing import weighted_sum
 from benchmarks.report import Report
+from benchmarks.trajectories import weighted_sum
 from lightrl.functional import logprobs as head
-from lightrl.strategies import LogprobSettings, SingleModel, packed_attention, single
-from lightrl.strategies.shared_prefix import find_shared_prompts
+from lightrl.strategies import LogprobSettings, SingleModel, single
+from lightrl.strategies import head as model_head
+from lightrl.strategies.layouts import forms, packed_attention
+from lightrl.strategies.layouts.shared_prefix import find_shared_prompts
 
 BYTES_PER_S = 2.7e12  # of an H100's memory, as a copy reaches it
 FLOPS_PER_S = 989e12  # that MFU is the share of
@@ -141,10 +143,10 @@ def predict(name: str, given: argparse.Namespace) -> dict[str, Any]:
 
     with (
         patch.object(single, "head_is_plain", lambda model: True),  # nothing can be probed without numbers
-        patch.object(single, "exact_layouts", lambda model: {}),
-        patch.object(single, "can_pack", can_pack),
+        patch.object(forms, "exact_layouts", lambda model: {}),
+        patch.object(forms, "can_pack", can_pack),
         patch.object(packed_attention, "kernel_for", lambda *args: "flash"),
-        patch.object(single, "hidden_logprobs", read_head),
+        patch.object(model_head, "hidden_logprobs", read_head),
         patch.object(head._HeadLogprobs, "backward", staticmethod(head_backward)),
         patch.object(head, "can_compile", lambda device: is_fused),
         patch.object(head, "_compiled", lambda function: function),

@@ -2,8 +2,7 @@
 
     pip install smg && python -m benchmarks.routing [--servers 4] [--groups 24]
 
-Requests come from a plain client (`pool`, `smg POLICY`) or from SGLangEngine (`engine`, and `engine smg` with
-`router: smg`), which also loads a weight version first.
+SGLangEngine sends the requests, once with its own routing and once with `router: smg`.
 
 Servers are small HTTP programs with a prefix cache in pages, as SGLang's; each computes `SLOTS` requests at a time, at
 a fixed pace per prompt token that is not cached and per token written. All samples of the groups start at once: a
@@ -23,22 +22,17 @@ import asyncio
 import random
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-import aiohttp
 import torch
 from aiohttp import web
 from transformers import AutoConfig
 
 from benchmarks.report import Report
 from lightrl.engines import SGLangEngine
-from lightrl.engines.servers.fleet import ServerFleet
-from lightrl.engines.servers.server import Server
-from lightrl.engines.sglang.client import SGLangClient
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
 
@@ -142,31 +136,6 @@ async def sample(post: Post, group: int, number: int, seen: list[list[int]]) -> 
         tokens = [*tokens, *written, *ids(f"reply {session}/{turn}", REPLY)]
 
 
-def by_pool(servers: Sequence[CachedServer], client: aiohttp.ClientSession) -> Post:
-    """As SGLangEngine chooses: a trajectory stays on its server unless that is much busier."""
-    fleet = ServerFleet()
-    for server in servers:
-        fleet.admit(fleet.join(Server(SGLangClient(server.url))), 0)
-
-    async def post(session: str, name: str, tokens: list[int]) -> list[int]:
-        server = fleet.choose(session)
-        assert server is not None
-        fleet.start_request(server, len(tokens) + COMPLETION)
-        try:
-            return await send(client, server.url, name, tokens)
-        finally:
-            fleet.end_request(server, len(tokens) + COMPLETION)
-
-    return post
-
-
-async def send(client: aiohttp.ClientSession, url: str, name: str, tokens: list[int]) -> list[int]:
-    body = {"rid": name, "input_ids": tokens, "sampling_params": {"max_new_tokens": COMPLETION}}
-    async with client.post(f"{url}/generate", json=body) as answer:
-        answer.raise_for_status()
-        return list((await answer.json())["output_ids"])
-
-
 @asynccontextmanager
 async def engine_on(servers: Sequence[CachedServer], router: str | None) -> AsyncIterator[Post]:
     """Requests of an engine that has loaded its first version."""
@@ -188,47 +157,13 @@ async def engine_on(servers: Sequence[CachedServer], router: str | None) -> Asyn
         await asyncio.to_thread(engine.close)
 
 
-@asynccontextmanager
-async def gateway(servers: Sequence[CachedServer], policy: str) -> AsyncIterator[str]:
-    """The address of smg in front of these servers."""
-    port, metrics = free_port(), free_port()
-    words = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics), "--policy", policy]
-    command = ["smg", "launch", *words, "--worker-urls", *(server.url for server in servers)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        async with aiohttp.ClientSession() as client:
-            deadline = time.monotonic() + 60
-            while True:
-                try:
-                    async with client.get(f"{url}/workers") as answer:
-                        if (await answer.text()).count("http://") >= len(servers):
-                            break
-                except aiohttp.ClientError:
-                    pass
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"smg did not take the servers over: {' '.join(command)}")
-                await asyncio.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
 async def measured(router: str, num_servers: int, num_groups: int) -> dict[str, Any]:
     servers, seen = [CachedServer() for _ in range(num_servers)], list[list[int]]()
     async with AsyncExitStack() as stack:
         for server in servers:
             await stack.enter_async_context(server.serving())
-        client = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        if router == "pool":
-            seconds = await play(by_pool(servers, client), num_groups, seen)
-        elif router.startswith("engine"):
-            post = await stack.enter_async_context(engine_on(servers, router.removeprefix("engine").strip() or None))
-            seconds = await play(post, num_groups, seen)
-        else:
-            async with gateway(servers, router.removeprefix("smg ")) as url:
-                seconds = await play(lambda session, name, tokens: send(client, url, name, tokens), num_groups, seen)
+        post = await stack.enter_async_context(engine_on(servers, None if router == "lightrl" else router))
+        seconds = await play(post, num_groups, seen)
     tokens = sum(server.prompt_tokens for server in servers)
     alone, computed = CachedServer(), 0
     for prompt in sorted(seen, key=len):  # a turn after the one before
@@ -256,10 +191,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--servers", type=int, default=4)
     parser.add_argument("--groups", type=int, default=24, help=f"prompts, each answered {SAMPLES} times")
-    parser.add_argument("--routers", default="pool,smg cache_aware,smg round_robin,engine,engine smg")
+    parser.add_argument("--routers", default="lightrl,smg")
     given = parser.parse_args(arguments)
     if "smg" in given.routers and shutil.which("smg") is None:
-        parser.error("smg is not installed: pip install smg, or --routers pool,engine.")
+        parser.error("smg is not installed: pip install smg, or --routers lightrl.")
     report = Report("routing", slots=SLOTS, prefill_s=PREFILL_S, decode_s=DECODE_S, turns=TURNS, samples=SAMPLES)
     for router in given.routers.split(","):
         values = asyncio.run(measured(router, given.servers, given.groups))

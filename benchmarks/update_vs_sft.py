@@ -41,8 +41,8 @@ from lightning.pytorch.profilers import Profiler
 import lightrl
 from benchmarks.lengths import skewed_lengths
 from benchmarks.local_engine import make_config, make_model
-from benchmarks.packing import GROUP_SIZE, PADDED_ROWS, make_trajectories, run_padded
 from benchmarks.report import Report, median_ratio, peak_rss_mib
+from benchmarks.trajectories import GROUP_SIZE, PADDED_ROWS, make_trajectories, run_padded
 from lightrl.experience import Experience
 from lightrl.models import Outputs
 from lightrl.strategies import FSDP2Strategy, Microbatches, ShardedExperience, ranks_of

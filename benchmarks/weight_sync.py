@@ -13,8 +13,7 @@ behind by one does not help another. Extra memory is rank 0's peak above its siz
     gloo          broadcast in a process group
     shm_folder    safetensors below /dev/shm
     disk          safetensors on the disk, flushed
-    delta, growth, paper
-                  whole syncs of what changed, see benchmarks/delta_sync.py
+    delta         whole syncs of what changed, see benchmarks/delta_sync.py
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import Qwen3Config
 
-from benchmarks.delta_sync import add_paper, measure_delta, measure_growth
+from benchmarks.delta_sync import measure_delta
 from benchmarks.report import PeakMemory, Report
 from lightrl.engines.servers.processes.process import HeldPort
 from lightrl.weights import BroadcastGroup, Bucket, ServerForm, SharedBucket, WeightFolder, bucketed
@@ -53,7 +52,6 @@ from lightrl.weights.shared_memory import PART_BYTES
 MIB = 2**20
 TRANSPORTS = ("gather", "in_process", "shared_memory", "gloo", "shm_folder", "disk")
 PLAIN_COPY = {"disk": "plain_file_copy"}  # that a transport is compared with; the others with one in memory
-DELTA = {"delta": measure_delta, "growth": measure_growth, "paper": add_paper}
 
 
 def shapes_of(mib: int) -> dict[str, tuple[int, int]]:
@@ -246,17 +244,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", help="a folder on the disk to measure; default: the temporary folder")
-    parser.add_argument("--transports", default=",".join([*TRANSPORTS, *DELTA]))
+    parser.add_argument("--transports", default=",".join([*TRANSPORTS, "delta"]))
     parser.add_argument("--models", default="27M,120M", help="of the delta rows")
     parser.add_argument("--lrs", default="1e-6,1e-5,1e-4", help="of the delta rows")
-    parser.add_argument("--receivers", default="1,2,4,8,16", help="of the growth rows")
-    parser.add_argument("--growth-mib", type=int, default=64, help="the model of the growth rows")
     options = parser.parse_args(argv)
     wanted = options.transports.split(",")
-    options.transports = [name for name in wanted if name not in DELTA]
+    options.transports = [name for name in wanted if name != "delta"]
     if options.quick:
         options.mib, options.bucket_mib, options.repeats = 8, 4, 1
-        options.models, options.lrs, options.receivers, options.growth_mib = "1M", "1e-6", "1,2", 4
+        options.models, options.lrs = "1M", "1e-6"
     mib = 4 * len(shapes_of(options.mib))
     report = Report("weight_sync", mib=mib, bucket_mib=options.bucket_mib, trainers=2, receivers=1)
     for name in options.transports:
@@ -270,12 +266,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if "gather" in speeds:  # which a transport of sharded parameters cannot exceed
             shares["share_of_gather"] = speeds[name] / speeds["gather"]
         report.add("share", transport=name, of=copy, **{key: round(value, 3) for key, value in shares.items()})
-    for name in wanted:
-        if name in DELTA:
-            DELTA[name](report, options)
+    if "delta" in wanted:
+        measure_delta(report, options)
     columns = ["measurement", "mib_per_s", "extra_mib", "buckets", "transport", "share", "share_of_gather"]
     columns += ["model", "lr", "bytes_fraction", "pause_fraction", "speedup_over_full", "bit_equal"]
-    report.finish([*columns, "receivers", "seconds", "models_sent_by_trainer"])
+    report.finish(columns)
 
 
 def transferred(name: str, options: argparse.Namespace, num_rows: int) -> list[dict[str, Any]]:

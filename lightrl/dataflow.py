@@ -1,14 +1,14 @@
-"""ModelCalls and the graph of their keys (which model computes what from what), checked before anything runs.
+"""ModelCalls and the graph of their keys: which model computes what from what. Checked before anything runs.
 
     generate ─┬─► reward ─────┐
               ├─► reference ──┤
               ├─► values ─────┼─► advantages ─► policy update, critic update
               └─► teacher … ──┘
 
-A key is the name of a field or an extra of Experience. A call runs as soon as its inputs exist; each trajectory passes
-each call once. Calls of models that share ranks run one after another, in the same order on each; those of roles with
-ranks of their own run at the same time; calls without a role (an LLM judge behind a server, a function) run
-meanwhile on rank 0, each in its own thread. loops/run_calls.py executes the graph.
+A key is the name of a field or an extra of Experience. A call runs once, on all trajectories, as soon as its inputs
+exist. Calls of models that share ranks run one after another, in the same order on each rank; roles with separate ranks
+run in parallel. Meanwhile calls without a role (an LLM judge behind a server, a function) run on rank 0, each in its
+own thread. loops/run_calls.py executes the graph.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ ADVANTAGES = "advantages"
 class ModelCall:
     """One use of one model, or of a function, on the whole iteration's Experience.
 
-    With `run` it is a function of (experience, trajectories), both with the same rows, that returns a tensor for its
+    `run` is a function of (experience, trajectories), both with the same rows, that returns a tensor for its
     only output, or a dict with a tensor for each; [B], [B, T] or [B, T, ...], rows in order, without gradient. Without
-    `run` it is the forward of the role's model, and the output is its logprobs, values or scores.
+    `run` the call is a forward of the role's model, and the output is its logprobs, values or scores.
 
     Example:
         ModelCall("reference_logprobs", role="reference", kind="infer",
@@ -42,18 +42,18 @@ class ModelCall:
     """
 
     name: str  # unique within a module
-    role: str | None = None  # a key of `RLModule.models()`; None: no model of the trainer, runs in its own thread
+    role: str | None = None  # a key of `RLModule.models()`; None: not a model of the trainer, runs in its own thread
     kind: Kind = "infer"
     inputs: tuple[str, ...] = ()  # keys that it needs
     outputs: tuple[str, ...] = ()  # keys that it produces; a new name becomes an extra
     microbatch_tokens: int | None = None  # None: the module's
     run: Callable[..., Any] | None = field(default=None, compare=False)
-    after: tuple[str, ...] = ()  # names of calls that must end first, though no key connects them
+    after: tuple[str, ...] = ()  # names of calls that must finish first, although no key connects them
     timeout_s: float = 1800.0  # deadline of a call without a role
-    adapters_off: bool = False  # run the role's model without its LoRA adapters
+    base_only: bool = False  # run the role's model as its base, without what training adds to it
     on_all_ranks: bool = False  # a function that every rank runs, in the trainer's thread
-    url: str | None = None  # a server that has the role's model and answers instead of it
-    topk: int = 0  # also the top-k tokens: the outputs have teacher_topk_ids and teacher_topk_logprobs
+    url: str | None = None  # a server that has the role's model and computes instead of the trainer
+    topk: int = 0  # also return the top-k tokens, as teacher_topk_ids and teacher_topk_logprobs
 
     def __post_init__(self) -> None:
         for name in ("inputs", "outputs", "after"):
@@ -81,7 +81,7 @@ class ModelCall:
 
 
 class ModelSource(Protocol):
-    """The place of a role's model: behind `url`, or here."""
+    """Where a role's model is: behind `url`, or in the trainer."""
 
     @property
     def url(self) -> str | None: ...
@@ -96,11 +96,11 @@ class DataFlowGraph:
     Args:
         calls: in any order.
         roles: of the module's models.
-        given: keys that exist before any call; those of a trajectory file, for example.
+        given: keys that exist before any call, for example those of a trajectory file.
 
     Raises:
-        ValueError: for a name used twice, an unknown role, a key that two calls or none produce, an `after` that names
-            no call, or calls that wait for each other in a circle.
+        ValueError: for a duplicate name, an unknown role, a key that two calls or none produce, an unknown name in
+            `after`, or a cycle.
     """
 
     def __init__(self, calls: Iterable[ModelCall], *, roles: Iterable[str], given: Iterable[str] = ()) -> None:
@@ -128,7 +128,7 @@ class DataFlowGraph:
         return [call for call in self.calls if call.kind == kind]
 
     def before_rewards(self) -> set[str]:
-        """Names of the infer calls that can run while rewards are awaited; all others come after the rewards.
+        """Names of the infer calls that can run before the rewards are known; all others run afterwards.
 
         Empty if something other than the advantages reads rewards: it would have to wait for them too.
         """
@@ -153,7 +153,7 @@ class DataFlowGraph:
         return producers
 
     def _needs(self, call: ModelCall, calls: list[ModelCall]) -> tuple[str, ...]:
-        """Names of the calls that must end before this one starts."""
+        """Names of the calls that must finish before this one starts."""
         names = {other.name for other in calls}
         unknown = [name for name in call.after if name not in names]
         if unknown:
@@ -195,7 +195,7 @@ class DataFlowGraph:
                 waits_for_thread[call.name] = any(
                     waits_for_thread[name] or runs_in_thread(by_name[name]) for name in self.edges[call.name]
                 )
-            ready.sort(key=lambda call: waits_for_thread[call.name])  # stable: else as declared
+            ready.sort(key=lambda call: waits_for_thread[call.name])  # stable: otherwise in declared order
             for call in ready:
                 left.remove(call)
             ordered += ready

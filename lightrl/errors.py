@@ -1,11 +1,11 @@
-"""The exceptions of a run, as a tree. What a user can fix before the run is a ValueError or TypeError instead.
+"""The exceptions of a run, as a tree. Errors that a user can fix before the run are ValueErrors or TypeErrors instead.
 
 LightRLError
 ├── EngineError               the rollout engine failed
 │   ├── EngineUnreachable     nothing answers
 │   ├── EngineTimeout         an answer is overdue
-│   └── WeightSyncError       the engine did not take the new weights
-│       └── WeightSyncUndone  and serves those before
+│   └── WeightSyncError       the engine did not load the new weights
+│       └── WeightSyncUndone  and still serves the previous ones
 ├── RolloutError              a workflow or an environment failed, or no batch came in time
 ├── RewardError               a reward function raised, returned no finite number, hung or was killed
 ├── OtherRankFailed           another process of the run failed first, so this one had to stop
@@ -32,11 +32,11 @@ class EngineTimeout(EngineError):
 
 
 class WeightSyncError(EngineError):
-    """The engine did not take the new weights, or a check showed that it has others."""
+    """The engine did not load the new weights, or a check showed that it has different ones."""
 
 
 class WeightSyncUndone(WeightSyncError):
-    """The engine did not take the new weights and serves those before, so the same sync may be tried again."""
+    """The engine did not load the new weights and still serves the previous ones, so the sync may be retried."""
 
 
 class RolloutError(LightRLError):

@@ -1,4 +1,4 @@
-"""RLModule: the hooks a user writes, a reward and a loss, with defaults for all the others.
+"""RLModule: the hooks that a user writes, a reward and a loss, with defaults for all others.
 
 One iteration calls, in this order: `configure_workflow`'s workflow and `reward` for each trajectory, `model_calls`,
 `advantages` once for the whole iteration, `loss` for each microbatch of each minibatch.
@@ -25,7 +25,7 @@ from lightrl.experience import Experience, LossUnit
 from lightrl.functional import group_advantages
 from lightrl.models import LONGROPE_LENGTH, ModelSpec, Outputs, ParallelModel, Role, context_tokens
 from lightrl.models import Metric as LossMetric
-from lightrl.models.chat_template import stop_token_ids
+from lightrl.models.chat_template import ChatTemplate, stop_token_ids
 from lightrl.models.images import ImageReader
 from lightrl.models.model_folder import fill_in, keep_trained
 from lightrl.models.optimizer import by_role, own_parameters, parameter_groups, with_schedule
@@ -45,14 +45,14 @@ NEEDS_OUR_TRAINER = (
     "Use lightrl.Trainer instead of lightning.Trainer."
 )
 
-ESS_WEIGHTS = "ess_weights"  # a name in what `loss` returns
-CRITIC_KEYS = ("values", "bootstrap_values")  # outputs of a model call that only the critic's loss reads
+ESS_WEIGHTS = "ess_weights"  # a key of the dict that `loss` returns
+CRITIC_KEYS = ("values", "bootstrap_values")  # the keys of model calls that only the critic's loss reads
 
 
 class TrainedModule(L.LightningModule):
     """A module whose models `lightrl.Trainer` builds, shards, trains and saves.
 
-    Setting one of `fixed_settings` while a trainer fits it is an error: it would reach only a part of the run.
+    Changing one of `fixed_settings` during a run is an error: only a part of the run would see the new value.
     """
 
     fixed_settings: frozenset[str] = frozenset()
@@ -72,7 +72,7 @@ class TrainedModule(L.LightningModule):
             return False
 
     def add_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
-        """What `configure_optimizers` returns for an optimizer: with the settings' warm-up and decay, if any."""
+        """The result of `configure_optimizers` for an optimizer: with the settings' warm-up and decay, if any."""
         raise NotImplementedError(f"{type(self).__name__} must define add_schedule.")
 
 
@@ -85,15 +85,16 @@ class RLModule(TrainedModule):
     Args:
         policy: the model to train: a hub name, a local folder, a ModelSpec, or a Role, which has further settings.
         reward: instead of the `reward` hook, a function or its dotted path, such as `my_project.rewards.exact`; a
-            RewardPart, which is a path with arguments; or a list of them, whose weighted sum is the reward. Paths run
-            in processes that can be killed; a hook that uses `self` runs in a thread.
+            RewardPart, which is a path with arguments; or a list of them, whose weighted sum is the reward. Functions
+            given by path run in processes that can be killed; a hook that uses `self` runs in a thread.
         reward_model: a network that scores whole trajectories, such as a RewardModel's export, with the policy's
             tokenizer. Its score is added to the reward before advantages, and may be the whole reward. It may be behind
             an SGLang server: `{url: ...}`.
-        reward_model_coef: factor on that score.
+        reward_model_coef: weight of that score.
         workflow: makes the Workflow from the tokenizer; one completion per prompt if None. In YAML a Workflow's
             class_path and init_args, without its tokenizer.
-        workflow_workers: processes of rank 0's host that run the workflow, with an engine of servers; 0 is rank 0.
+        workflow_workers: processes on rank 0's host that run the workflow, for engines with servers; 0 runs it in
+            rank 0.
         group_size: G, trajectories of each prompt.
         sampling: how training rollouts are sampled. Stop tokens of model and tokenizer are added.
         validation_sampling: how validation rollouts are sampled; greedy with the same limits if None.
@@ -106,13 +107,13 @@ class RLModule(TrainedModule):
         betas: of the default AdamW.
         eps: of the default AdamW.
         weight_decay: of the default AdamW.
-        warmup_iterations: linear warm-up of the learning rate; a number below 1 is a share of the run.
+        warmup_iterations: linear warm-up of the learning rate; a number below 1 is a fraction of the run.
         lr_decay: `constant`, or `linear` or `cosine` to the end of the run.
-        min_lr_ratio: part of `lr` at the end of a decay.
+        min_lr_ratio: fraction of `lr` that remains at the end of a decay.
         reward_workers: processes that compute rewards, for a reward given by dotted path.
         reward_timeout_s: deadline of one call of the reward; below StalenessControl's rollout_timeout_s.
         reward_memory_mib: memory limit of each of these processes; None for no limit.
-        reward_recycle_after: calls after which such a process is replaced by a fresh one; None for never.
+        reward_recycle_after: number of calls after which such a process is replaced; None for never.
         max_failed_fraction: the run ends if more of an iteration's trajectories fail.
         max_skipped_updates: the run ends after this many updates in a row with non-finite gradients.
     """
@@ -123,21 +124,21 @@ class RLModule(TrainedModule):
         "weight_decay", "warmup_iterations", "lr_decay", "min_lr_ratio", "reward_workers", "reward_timeout_s",
         "reward_memory_mib", "reward_recycle_after", "max_failed_fraction", "loss_unit", "needs_entropy_gradient",
     })  # fmt: skip
-    # Whether `loss` reads `experience.proximal_logprobs`, or backpropagates through `outputs.entropy`. A module that
-    # does not can set False and save the work.
+    # Whether `loss` reads `experience.proximal_logprobs`, or backpropagates through `outputs.entropy`. Setting False
+    # saves the work.
     needs_proximal_logprobs: bool = True
     needs_entropy_gradient: bool = True
     # Whether `advantages` compares the trajectories of a group; then a group must have at least two.
     compares_groups: bool = True
-    # What the loss reads as a whole: minibatches and microbatches never split it. With pairs, a group that loses a
-    # trajectory is sampled again; a group that loses a reward after its trajectories were scored is dropped.
+    # The unit that the loss needs complete: minibatches and microbatches never split it. With pairs, a group that loses
+    # a trajectory is sampled again; a group that loses a reward after its trajectories were scored is dropped.
     loss_unit: LossUnit = "trajectory"
     # Weight of the value loss next to the policy's, where both share a body.
     value_coef: float = 0.5
     # The keys that `advantages` returns.
     advantage_keys: tuple[str, ...] = ("advantages",)
-    # The keys per token that `advantages` reads of all trajectories, also of those on other ranks: each rank gets them
-    # whole. Without it, `advantages` reads fields [B] of all, and fields per token of `experience.local`.
+    # The per-token keys that `advantages` reads of all trajectories, even those on other ranks: each rank gets them
+    # whole. Otherwise `advantages` reads the [B] fields of all and the per-token fields of `experience.local`.
     advantage_inputs: tuple[str, ...] = ()
 
     def __init__(
@@ -253,14 +254,14 @@ class RLModule(TrainedModule):
         self.max_skipped_updates = max_skipped_updates
         self.parallel_models: dict[str, ParallelModel] = {}  # role → model; the trainer fills it in
         self.value_head: torch.nn.Linear | None = None  # a critic's, on the policy's body
-        # Your own, by name: each is updated with the groups of every validation or test batch.
+        # The user's metrics by name; each is updated with the groups of every validation or test batch.
         self.validation_metrics: dict[str, Metric] = {}
         self._evaluation = Evaluation(validation_group_size)
         self._log_batch_size = 1  # 1 in training, where an iteration counts as one
         self._set_name: str | None = None  # the present validation batch's, if there are several sets
 
     def models(self) -> dict[str, Role]:
-        """The roles by name; the model of each becomes the attribute `self.<name>`."""
+        """The roles by name; each role's model becomes the attribute `self.<name>`."""
         reward_model = {} if self.reward_model_role is None else {"reward_model": self.reward_model_role}
         return {"policy": self.policy_role, **reward_model}
 
@@ -279,7 +280,7 @@ class RLModule(TrainedModule):
         return 0.0  # the reward model's score is the whole reward, and is added later
 
     def advantages(self, experience: Experience) -> Tensor | dict[str, Tensor]:
-        """How much better than expected, [B] or [B, T], from the whole iteration; group advantages by default.
+        """How much better than expected each trajectory or token was, [B] or [B, T]; group advantages by default.
 
         Returns:
             Advantages; or a dict with `advantages` and further keys that the losses read, such as `returns`.
@@ -289,9 +290,9 @@ class RLModule(TrainedModule):
     def loss(self, experience: Experience, outputs: Outputs) -> Mapping[str, LossMetric]:
         """The loss of each token [B, T] or trajectory [B] under `loss`, and metrics of either shape under their names.
 
-        A metric is averaged; as a pair `(values, weights)` its mean is Σ w·v / Σ w. `ess_weights` [B, T] are what the
-        loss multiplies each token's policy gradient by, 0 where it learns nothing: of these, or of policy ÷ behavior
-        where they are missing, `ess_fraction` is logged.
+        A metric is averaged; as a pair `(values, weights)` its mean is Σ w·v / Σ w. `ess_weights` [B, T] are the
+        factors by which the loss multiplies each token's policy gradient, 0 where it learns nothing; `ess_fraction` is
+        logged for them, or for policy ÷ behavior if the loss returns none.
 
         A pure function of its arguments. Masked positions are 0 in every float [B, T] input.
         """
@@ -301,20 +302,21 @@ class RLModule(TrainedModule):
         """The critic's loss of each token [B, T] under `loss`, and metrics, as in `loss`; only with a critic.
 
         Args:
-            experience: with what `advantages` returned, usually `returns`.
+            experience: with the keys that `advantages` returned, usually `returns`.
             values: [B, T] of the critic, of the state before each token was sampled; carries the gradient.
         """
         raise NotImplementedError(f"{type(self).__name__} has a critic, so it must define value_loss.")
 
     def row_weights(self, row_tokens: Tensor, trees: Tensor) -> Tensor | None:
-        """The factors of the losses of rows: the conversations of trajectories that have several, as with subagents.
+        """Weights of the losses of rows: the conversations of a trajectory that has several, for example with
+        subagents.
 
-        None, the default, is 1 for each: a trajectory counts once, however many rows it has, and each of its tokens as
-        much as any other. A token that rows share belongs to the first of them. A loss per trajectory has no factors.
+        None, the default, weights each row by 1: a trajectory counts once, however many rows it has, and its tokens
+        count equally. A token shared by rows belongs to the first of them. A per-trajectory loss has no weights.
 
         Args:
-            row_tokens: int64 [R], the tokens that train in each row, of a microbatch's trajectories.
-            trees: int64 [R], the trajectory of each row, by its index in the microbatch; ascending.
+            row_tokens: int64 [R], the number of trained tokens in each row of a microbatch.
+            trees: int64 [R], the index in the microbatch of each row's trajectory; ascending.
 
         Returns:
             [R], or None.
@@ -333,7 +335,7 @@ class RLModule(TrainedModule):
         calls: list[ModelCall] = []
         if self.reward_model_role is not None:
             calls.append(ModelCall("reward_model", "reward_model", "infer", ("token_ids",), ("reward_model_scores",)))
-        if self.needs_proximal_logprobs and not self.makes_one_update:  # else the update computes them anyway
+        if self.needs_proximal_logprobs and not self.makes_one_update:  # otherwise the update computes them anyway
             calls.append(ModelCall("proximal_logprobs", "policy", "infer", ("token_ids",), ("proximal_logprobs",)))
         return calls
 
@@ -346,11 +348,11 @@ class RLModule(TrainedModule):
         return calls
 
     def resting_parameters(self) -> Iterable[torch.nn.Parameter]:
-        """Trained parameters that this iteration leaves as they are: no step, no decay, no change of the moments."""
+        """Trained parameters that this iteration does not touch: no step, no decay, no change of the moments."""
         return ()
 
     def trained_roles(self) -> list[str]:
-        """The roles that the optimizer updates: the policy, and a critic of its own that is not frozen."""
+        """The roles that the optimizer updates: the policy, and a separate critic unless it is frozen."""
         return [name for name, role in self.models().items() if name in ("policy", "critic") and not role.frozen]
 
     def saved_roles(self) -> list[str]:
@@ -365,9 +367,9 @@ class RLModule(TrainedModule):
             betas=self.betas,
             eps=self.eps,
             weight_decay=self.weight_decay,
-            fused=not own_parameters(self),  # which are whole next to the shards of models
+            fused=not own_parameters(self),  # which are not sharded as the models are
         )
-        optimizer._step_supports_amp_scaling = False  # else Lightning refuses to clip under any mixed precision
+        optimizer._step_supports_amp_scaling = False  # otherwise Lightning refuses to clip in mixed precision
         return self.add_schedule(optimizer)
 
     def add_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -382,10 +384,10 @@ class RLModule(TrainedModule):
         return parameter_groups(self, {name: roles[name] for name in self.trained_roles()}, lr=self.lr)
 
     def validation_step(self, batch: list[Group], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Logs mean reward, accuracy, pass@k and the reward's further numbers of the validation groups.
+        """Logs mean reward, accuracy, pass@k and the reward's further numbers over the validation groups.
 
-        With several labeled sources each also has its own: `val/reward/<label>`. With several loaders Lightning adds
-        `/dataloader_idx_<n>` to the names.
+        With several labeled sources each is also logged separately: `val/reward/<label>`. With several loaders
+        Lightning adds `/dataloader_idx_<n>` to the names.
         """
         self._log_evaluation("val", batch, dataloader_idx)
 
@@ -402,7 +404,7 @@ class RLModule(TrainedModule):
             from_file: trajectories come from a file, so nothing is generated and no reward computed.
 
         Raises:
-            ValueError: if the calls make no graph (see DataFlowGraph), or a server cannot answer its call.
+            ValueError: if the calls do not form a graph (see DataFlowGraph), or a server cannot answer its call.
         """
         return iteration_graph(
             self.model_calls(),
@@ -435,9 +437,15 @@ class RLModule(TrainedModule):
         """Source of stop tokens → their ids."""
         return stop_token_ids(cast("PreTrainedModel", self.policy), self.tokenizer, self.sampling)
 
+    def complete_template(self, template: ChatTemplate) -> None:
+        """Gives a workflow's template what it needs of the policy: how it reads images, and its ends of turns."""
+        template.image_reader = self.image_reader
+        for source, token_ids in self.stop_token_ids().items():
+            template.end_token_ids.update(token_ids if source != "sampling" else ())
+
     @property
     def policy_config(self) -> PretrainedConfig:
-        """The config of the policy's model, once that is loaded."""
+        """The config of the policy's model, once it is loaded."""
         return cast("PreTrainedModel", self.policy).config
 
     @property
@@ -459,7 +467,7 @@ class RLModule(TrainedModule):
 
     @property
     def makes_one_update(self) -> bool:
-        """Whether an iteration has one update; then the proximal policy is the current one and costs nothing."""
+        """Whether an iteration has one update; the proximal policy is then the current one and costs nothing."""
         return self.num_minibatches * self.update_epochs == 1
 
     @property
@@ -492,7 +500,7 @@ class RLModule(TrainedModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clips each role's gradients by itself, whatever the optimizer's groups: a critic's shrink no policy's."""
+        """Clips each role alone, whatever the optimizer's groups: a critic's gradients do not shrink the policy's."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for part in by_role(self, self.trained_roles(), parameters).values():
             one: Any = SimpleNamespace(param_groups=[{"params": part}])
@@ -513,9 +521,9 @@ class RLModule(TrainedModule):
         return groups
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Lightning's; a plain number of the present iteration takes a tenth of the time.
+        """Lightning's `log`, with a shortcut for plain numbers of the current iteration that takes a tenth of the time.
 
-        The default `batch_size` is the number of trajectories, which Lightning would look for in tensors.
+        The default `batch_size` is the number of trajectories, which Lightning would infer from tensors.
 
         Raises:
             RewardError: if `reward` calls it.
@@ -538,14 +546,14 @@ class RLModule(TrainedModule):
         keep_trained(checkpoint, self._loaded_models(), self.saved_roles())
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.configure_model()  # `load_from_checkpoint` calls this before there is a trainer
+        self.configure_model()  # `load_from_checkpoint` calls this before a trainer is attached
         fill_in(checkpoint, self._loaded_models(), self.saved_roles())
 
     def _loaded_models(self) -> dict[str, tuple[PreTrainedModel, Role]]:
         return {name: (getattr(self, name), role) for name, role in self.models().items() if role.spec.url is None}
 
     def _log_evaluation(self, stage: str, groups: list[Group], dataloader_idx: int) -> None:
-        # Lightning demands the name of an attribute with each Metric that is no submodule.
+        # Lightning requires an attribute name for each Metric that is not a submodule.
         for part in ("",) if self._set_name is None else ("", f"/{self._set_name}"):
             updated = self._evaluation.update(groups, self.validation_metrics, part=f"{dataloader_idx}{part}")
             for name, metric in updated.items():

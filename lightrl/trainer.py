@@ -34,8 +34,8 @@ from lightrl.callbacks import (
     StalenessControl,
     WeightSync,
 )
+from lightrl.callbacks.monitors import warn_of_monitors
 from lightrl.callbacks.progress import ModelLines
-from lightrl.callbacks.rollout_metrics import warn_of_monitors
 from lightrl.callbacks.run_files import TimedCheckpoint
 from lightrl.callbacks.weight_sync import check_no_overlap
 from lightrl.checks.files import check_local, nearest_folder
@@ -58,7 +58,7 @@ from lightrl.module import RLModule, TrainedModule
 from lightrl.rewards.length_penalty import OverlongPenalty
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import AtomicCheckpointIO, FSDP2Strategy, check_strategy, named_strategy, ranks_of
-from lightrl.strategies.atomic_write import logged_behind_failure
+from lightrl.strategies.checkpoints.atomic_write import logged_behind_failure
 from lightrl.trajectory import Group, Sampling
 
 if TYPE_CHECKING:

@@ -60,6 +60,11 @@ class Prompt:
         """Tokens of the prompt, 0 if it is not rendered; with the longest completion in a subclass that has them."""
         return len(self.token_ids or [])
 
+    @property
+    def content(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """What the policy reads: tokens and images."""
+        return tuple(self.token_ids or ()), self.images
+
     def text(self, decode: Callable[[list[int]], str] | None = None) -> str:
         """The last message, or the token ids, as text; without `decode` their numbers."""
         if self.messages or not self.token_ids:

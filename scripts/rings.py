@@ -62,15 +62,17 @@ LEAVES = {
     "convert": Leaf(830, "lightrl convert", "migration", "coming-from-areal.md", "migration"),
 }  # fmt: skip
 
-OPTIONS = """functional/supports.py functional/branches.py strategies/branches.py strategies/shared_prefix.py
+OPTIONS = """functional/supports.py functional/branches.py strategies/layouts/branches.py
+    strategies/layouts/halves.py strategies/layouts/shared_prefix.py
     engines/servers/follower.py engines/servers/leader.py rollout/workflow_pool.py rollout/workflow_worker.py
     commands/serve.py engines/servers/registry.py engines/servers/sync/receiver.py
     engines/servers/sync/receivers.py engines/servers/sync/transports/delta.py weights/delta.py
     weights/delta_folder.py engines/servers/sync/transports/broadcast.py weights/broadcast.py
     weights/shared_memory.py engines/servers/sync/adapter_versions.py engines/servers/sync/served_adapters.py
-    callbacks/probe.py callbacks/answer_check.py engines/servers/sync/cache_canary.py weights/block_fp8.py
-    strategies/halves.py models/images.py models/lora.py models/expert_parallel.py models/moe.py models/routes.py
-    models/hybrids.py callbacks/dynamic_sampling.py data/curriculum.py data/mixture.py data/streamed.py
+    callbacks/rounding.py callbacks/probe.py callbacks/lag_probe.py callbacks/answer_check.py
+    engines/servers/sync/cache_canary.py weights/block_fp8.py
+    models/images.py loops/shared_tables.py models/tuning.py models/lora.py models/expert_parallel.py models/moe.py
+    models/routes.py models/hybrids.py callbacks/dynamic_sampling.py data/curriculum.py data/mixture.py data/streamed.py
     callbacks/trace.py trace"""
 
 # What travels with tokens, or what an adapter changes -> the word by which a file names it.

@@ -61,7 +61,7 @@ _READ_LATE = {
 _PLAIN = {"executable": None, "preexec_fn": None, "pass_fds": (), "shell": False, "gid": None, "gids": None,
     "uid": None, "umask": -1, "process_group": -1, "close_fds": True, "restore_signals": True}  # fmt: skip
 _LIGHTRL = str(Path(sys.executable).with_name("lightrl"))
-_DEADLINE_S = 120.0
+_DEADLINE_S = 600.0
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 

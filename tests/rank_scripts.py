@@ -30,7 +30,7 @@ TESTS = Path(__file__).parent
 ROUNDING = 1e-5
 
 
-def finished(script, folder, *args, timeout_s=170, real=False):
+def finished(script, folder, *args, real=False):
     """The script's process after its end, whatever its exit code; Lightning starts the other ranks by itself.
 
     Args:
@@ -46,14 +46,13 @@ def finished(script, folder, *args, timeout_s=170, real=False):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=timeout_s,
         check=False,
     )
 
 
-def run(script: Path, folder: Path, *args: str, timeout_s: float = 170) -> None:
+def run(script: Path, folder: Path, *args: str) -> None:
     """`finished`, of a script that is to succeed."""
-    done = finished(script, folder, *args, timeout_s=timeout_s)
+    done = finished(script, folder, *args)
     assert done.returncode == 0, done.stderr[-5000:]
 
 

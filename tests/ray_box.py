@@ -20,7 +20,7 @@ from hosts import Hosts
 from lightrl.commands.launch import free_ports
 from lightrl.concurrency.child_process import GuardedProcesses
 
-_START_S = 90.0
+_START_S = 600.0
 _ATTEMPTS = 3
 _TICK_S = 0.1
 # `--block` ends all of a node if one of its processes ends. `ray stop` would end every Ray of this machine.

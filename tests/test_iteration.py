@@ -38,7 +38,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         },
         capture_output=True,
         text=True,
-        timeout=170,
     )
     assert run.returncode == 0, run.stderr[-2000:]
     return entered(folder)

@@ -23,7 +23,7 @@ def test_the_module_in_the_readme_has_at_most_30_lines_and_trains(tmp_path):
     assert len(module.splitlines()) <= 30
     script = tmp_path / "my_module.py"
     script.write_text(code)
-    settings = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "timeout": 150}
+    settings = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
     run = forked.run([sys.executable, str(script)], capture_output=True, text=True, children_fork=True, **settings)
     assert run.returncode == 0, run.stderr[-2000:]
     assert "`max_steps=2` reached" in run.stdout + run.stderr

@@ -1,7 +1,7 @@
 """Algorithms ready to use: RLModules with a loss, and supervised training. Each is a short file.
 
 Reading order:
-    grpo.py       GRPO and the settings that its relatives differ in
+    grpo.py       GRPO, with the settings in which its relatives differ
     reference.py  ReferenceKL: the KL term, its reference policy, its adaptive weight
     relatives.py  DrGRPO, DAPO, RLOO, GSPO, CISPO, SAPO, REINFORCE++, M2PO and more: GRPO with some settings fixed;
                   OAPL, TOPR, DPPO for stale trajectories
@@ -12,8 +12,8 @@ Reading order:
     dpo.py        DPO and IPO, from pairs
     reward_model.py  RewardModel, from pairs
 
-May import: everything up to module and data. To add one: subclass RLModule, write `loss` with equations of functional/,
-name its paper as Source, and add it to the parametrized invariances in tests/algorithms/.
+May import: everything up to module and data. To add an algorithm, subclass RLModule, write `loss` with equations of
+functional/, name its paper as Source, and add it to the parametrized invariances in tests/algorithms/.
 """
 
 from lightrl.algorithms.distillation import Distillation

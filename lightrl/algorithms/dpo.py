@@ -16,7 +16,7 @@ from lightrl.experience import Experience
 from lightrl.functional import preference_loss, preference_margin
 from lightrl.functional.losses import PreferenceLoss
 from lightrl.models import ModelSpec, Role
-from lightrl.models.lora import adapters_off
+from lightrl.models.tuning import tuning_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,7 +55,7 @@ class DPO(SupervisedModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, **kwargs)
-        preference_loss(torch.zeros(1), kl_coef=kl_coef)  # it refuses the setting before anything is loaded
+        preference_loss(torch.zeros(1), kl_coef=kl_coef)  # rejects invalid settings before anything is loaded
         self.reference_role = self.policy_role.initial if reference is None else Role.of(reference)
         if self.reference_role is not None:
             self.check_role("reference", self.reference_role)
@@ -70,12 +70,12 @@ class DPO(SupervisedModule):
 
     def measure(self, batch: PairBatch) -> dict[str, Tensor]:
         experience = batch.experience()
-        # The reference first: a forward without gradient frees gathered parameters, which the policy's backward reads.
+        # The reference first: its forward frees gathered parameters that the policy's backward would read.
         with torch.no_grad():
             if self.reference_role is not None:
                 reference_logprobs = self._completion_logprobs("reference", experience)
             else:
-                with adapters_off(self.policy):
+                with tuning_of(self.policy).base_only(self.policy):
                     reference_logprobs = self._completion_logprobs("policy", experience)
         logprobs = self._completion_logprobs("policy", experience)
         chosen, rejected = logprobs[0::2], logprobs[1::2]
@@ -95,7 +95,7 @@ class DPO(SupervisedModule):
 
 
 class IPO(DPO):
-    """DPO with a target for the margin, 1/(2·kl_coef), so that noiseless pairs do not move apart without end.
+    """DPO with a target for the margin, 1/(2·kl_coef), so that noiseless pairs do not move apart forever.
 
     Source: https://arxiv.org/abs/2310.12036.
     """

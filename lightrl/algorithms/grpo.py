@@ -31,9 +31,9 @@ class GRPO(RLModule):
     """A clipped policy gradient whose baseline is the mean reward of the other completions of the same prompt.
 
     The clip is centered on the behavior policy, as in PPO. With `decoupled` it is centered on the proximal policy, the
-    one at the start of the update, and the loss is weighted by proximal ÷ behavior: stale trajectories and numerical
-    differences between engine and trainer are corrected instead of clipped away. With bounds, these weights are
-    truncated (TIS) or masked (MIS, IcePop) importance sampling: see docs/algorithms.md.
+    policy at the start of the update, and the loss is weighted by proximal ÷ behavior, which corrects for stale
+    trajectories and for numerical differences between engine and trainer instead of clipping them away. Bounded, these
+    weights are truncated (TIS) or masked (MIS, IcePop) importance sampling: see docs/algorithms.md.
 
     Source: GRPO, https://arxiv.org/abs/2402.03300; decoupled loss, https://arxiv.org/abs/2505.24298.
 
@@ -42,10 +42,10 @@ class GRPO(RLModule):
         clip_low, clip_high: the ratio stops earning below `1 - clip_low` and above `1 + clip_high`.
         dual_clip: bounds the loss of a token with a negative advantage by `dual_clip · |advantage|`.
         ratio_level: `token`, or `sequence` for GSPO's geometric mean over the trajectory.
-        advantage_mean, advantage_std: what is subtracted from the rewards and what divides them: the statistic of the
-            `group`, of the `batch`, or None for neither.
-        leave_one_out: the mean leaves the trajectory itself out.
-        decoupled: see above; True, or ImportanceWeights for weights with bounds.
+        advantage_mean, advantage_std: subtract the mean of the rewards, and divide by their deviation, over the `group`
+            or the `batch`; None does neither.
+        leave_one_out: the mean is over the other trajectories.
+        decoupled: see above; True, or ImportanceWeights for bounded weights.
         reference: a KL term in the loss.
         entropy_coef: weight of an entropy bonus; below 0, of a penalty on entropy.
         overlong_penalty: added to the reward of completions near the length limit.
@@ -54,7 +54,7 @@ class GRPO(RLModule):
     """
 
     fixed_settings = RLModule.fixed_settings | {"reference_kl"}
-    # Whether the KL term is taken off the rewards instead of added to the loss.
+    # Whether the KL term is subtracted from the rewards instead of added to the loss.
     kl_in_reward: bool = False
 
     def __init__(
@@ -107,7 +107,7 @@ class GRPO(RLModule):
         self.reward_shaping = reward_shaping
         self.needs_proximal_logprobs = weights is not None and not weights.approximate_proximal
         self.needs_entropy_gradient = entropy_coef != 0
-        # With one token the equations refuse what they cannot compute, before anything is loaded.
+        # Evaluated on one token, the equations reject invalid settings before anything is loaded.
         one = torch.ones(1, 1)
         clipped_ratio_loss(one, one, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
         self._group_advantages(one[0], one[0])
@@ -190,7 +190,7 @@ class GRPO(RLModule):
         return is_clipped(ratio, experience["advantages"], clip_low=self.clip_low, clip_high=self.clip_high)
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
-        """The policy gradient's part of the loss, [B, T]."""
+        """The policy-gradient part of the loss, [B, T]."""
         return clipped_ratio_loss(
             ratio, experience["advantages"], clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip
         )

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 class EarlyStop:
     """Skips the rest of an iteration's updates once the policy has moved too far.
 
-    The distance is to the policy that the clip is centered on: with `decoupled` the one at the start of the iteration,
-    so that stale tokens stop nothing; else the one that sampled.
+    The distance is measured from the policy that the clip is centered on: with `decoupled` the policy at the start of
+    the iteration, so that stale tokens cannot trigger a stop; otherwise the behavior policy.
 
     Args:
-        kl_nats: largest KL (k3) from that policy; None for no bound.
-        ratio: largest mean ratio to it, or inverse of that; None for no bound.
+        kl_nats: bound on the KL (k3) from that policy; None for no bound.
+        ratio: bound on the mean ratio to it, and on its inverse; None for no bound.
     """
 
     kl_nats: float | None = None
@@ -65,31 +65,32 @@ class EarlyStop:
 class PPO(GRPO):
     """A clipped policy gradient whose baseline is a critic: a network that predicts the reward to come at each token.
 
-    One completion per prompt is enough. Policy and critic are updated in the same optimizer step, each in a parameter
-    group of its own. The decoupled and dual-clipped variants are settings of GRPO's loss.
+    One completion per prompt is enough. Policy and critic are updated in the same optimizer step, each in its own
+    parameter group. The decoupled and dual-clipped variants are settings of GRPO's loss.
 
     Source: https://arxiv.org/abs/1707.06347; for language models, https://arxiv.org/abs/1909.08593.
 
     Args:
         policy: the model to train.
         critic: the checkpoint that the critic starts from, of a language model or a reward model; the policy's if None.
-            `shared` is a head on the policy's body instead: one backward, no second model. It starts by predicting 0,
-            and only a checkpoint carries it on.
-        gamma: discount of one loss token.
+            `shared` is a head on the policy's body instead: one backward pass, no second model. The head starts at 0
+            and is saved only in checkpoints.
+        gamma: discount per loss token.
         lam: 0 trusts the critic for everything that follows, 1 the rewards.
-        bootstrap_truncated: after a truncated end the critic's value stands for the missing rest. Set False where the
-            reward already covers it, as where a completion that reaches the length limit is wrong.
-        value_clip: bound on the move of a value in an iteration, in the critic's units; None for no bound.
+        bootstrap_truncated: after a truncated end, the critic's value replaces the missing rest. Set False if the
+            reward already accounts for it, for example if a completion that reaches the length limit is wrong.
+        value_clip: bound on the change of a value in an iteration, in the critic's units; None for no bound.
         huber_delta: distance beyond which the critic's loss grows linearly; None for never.
-        value_normalization: the critic predicts returns less their mean, over their deviation: `running` over all
-            returns so far, `exponential` over the latest, None for returns as they are.
-        value_decay: of `exponential`, per iteration.
+        value_normalization: the critic predicts (return - mean) / deviation, with `running` statistics of all
+            returns so far or `exponential` ones of recent returns; None predicts the returns themselves.
+        value_decay: of the `exponential` statistics, per iteration.
         value_coef: weight of the critic's loss if it shares the policy's body.
-        critic_warmup_iterations: first iterations that train the critic alone; on the policy's body, its head alone.
-        whiten_advantages: normalize them over all loss tokens of the iteration.
+        critic_warmup_iterations: number of iterations at the start that train only the critic, or only its head if it
+            shares the policy's body.
+        whiten_advantages: normalize the advantages over all loss tokens of the iteration.
         reference: a KL term, in the reward or in the loss.
         early_stop: skips updates once the policy has moved too far.
-        kwargs: those of GRPO, less the group's statistics.
+        kwargs: GRPO's, except its group statistics.
     """
 
     advantage_keys = ("advantages", "returns")
@@ -147,7 +148,7 @@ class PPO(GRPO):
         self.critic_warmup_iterations = critic_warmup_iterations
         self.whiten_advantages = whiten_advantages
         self.early_stop = early_stop
-        # With one token the equations refuse what they cannot compute, before anything is loaded.
+        # Evaluated on one token, the equations reject invalid settings before anything is loaded.
         one = torch.ones(1, 1)
         gae(one, one, one.bool(), gamma, lam)
         value_loss(one, one, one, value_clip=value_clip, huber_delta=huber_delta)

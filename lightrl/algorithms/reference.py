@@ -1,4 +1,4 @@
-"""The KL divergence from a reference policy: added to the loss, or taken off the reward.
+"""The KL divergence from a reference policy: added to the loss, or subtracted from the reward.
 
 Shapes: B trajectories, T tokens. Every [B, T] tensor is aligned to the token it describes; logprobs are in nats.
 """
@@ -27,8 +27,8 @@ class ReferenceKL:
         coef: its weight, above 0.
         model: the reference policy, usually the checkpoint that training starts from. None with LoRA is the initial
             policy: the same model without its adapters, at no cost of memory, or a frozen copy with `lora.adapter`.
-        estimator: "k2", whose gradient is that of the KL on-policy, or "k3"; "k1" where the KL is taken off the reward,
-            since as a loss its gradient is 0 in expectation. None is k3 in the loss and k1 in the reward.
+        estimator: "k2", whose gradient is that of the KL on-policy, or "k3"; "k1" if the KL is subtracted from the
+            reward, since as a loss its gradient is 0 in expectation. None means k3 in the loss and k1 in the reward.
     """
 
     coef: float
@@ -42,7 +42,7 @@ class ReferenceKL:
 
     def check(self, policy: Role, *, in_reward: bool) -> None:
         """Raises ValueError if there is nothing to compare the policy with, or the term would have no effect."""
-        if self.model is None and policy.lora is None:
+        if self.model is None and not policy.tuning.keeps_base:
             raise ValueError(
                 "reference needs a model: the policy has no LoRA adapters to turn off. Set reference.model, usually to "
                 "the checkpoint that training starts from."
@@ -61,7 +61,7 @@ class ReferenceKL:
         """The forward that gives `reference_logprobs`."""
         role = "policy" if self.role(policy) is None else "reference"
         outputs = ("reference_logprobs",)
-        return ModelCall(outputs[0], role, "infer", ("token_ids",), outputs, adapters_off=role == "policy")
+        return ModelCall(outputs[0], role, "infer", ("token_ids",), outputs, base_only=role == "policy")
 
     def per_token(self, logprobs: Tensor, reference_logprobs: Tensor | None, *, in_reward: bool = False) -> Tensor:
         """The estimate of KL(policy ‖ reference) for each token, [B, T], nats; not yet weighted by `coef`."""
@@ -75,7 +75,7 @@ class AdaptiveKL(ReferenceKL):
 
     Args:
         coef, model, estimator: as in ReferenceKL; `coef` is the weight at the start.
-        in_reward: take the KL off each token's reward; False adds it to the loss.
+        in_reward: subtract the KL from each token's reward; False adds it to the loss.
         target_nats: adapt the weight to keep the KL per token there; None keeps the weight fixed.
         horizon: trajectories over which the weight adapts; see KLController.
         decay: after each iteration the reference becomes decay · itself + (1 - decay) · policy, in float32; None keeps
@@ -117,7 +117,7 @@ class AdaptiveKL(ReferenceKL):
                 f"reference.decay={self.decay} moves the reference towards the policy, so both need the same mesh, got "
                 f"{reference.mesh} and {policy.mesh}."
             )
-        if policy.lora is not None:
+        if policy.tuning.keeps_base:
             raise ValueError(
                 f"reference.decay={self.decay} moves the reference towards all of the policy's weights, but lora "
                 "trains none of them. Leave out decay, or train all weights."

@@ -1,5 +1,6 @@
-"""GRPO's relatives: each fixes a few settings of GRPO, or its loss, under the name of its paper; the last three are for
-stale trajectories, and need no importance weight above 1."""
+"""GRPO's relatives: each fixes a few settings of GRPO, or replaces its loss, under the name of its paper.
+
+The last three are for stale trajectories, and none of their importance weights exceeds 1."""
 
 from __future__ import annotations
 
@@ -144,8 +145,8 @@ class SAPO(GRPO):
     Source: https://arxiv.org/abs/2511.20347, which also gives the temperatures.
 
     Args:
-        temperature_positive, temperature_negative: of the gate, where the advantage is above 0 and elsewhere.
-        kwargs: those of GRPO, less its clip.
+        temperature_positive, temperature_negative: of the gate, where the advantage is positive and elsewhere.
+        kwargs: GRPO's, except its clip.
     """
 
     def __init__(
@@ -161,16 +162,16 @@ class SAPO(GRPO):
             policy, clip_low=1.0, clip_high=math.inf, dual_clip=None, loss_reduction=loss_reduction, **kwargs
         )
         self.temperatures = {"temperature_positive": temperature_positive, "temperature_negative": temperature_negative}
-        sapo_loss(torch.ones(1), torch.ones(1), **self.temperatures)  # it refuses settings before anything is loaded
+        sapo_loss(torch.ones(1), torch.ones(1), **self.temperatures)  # rejects invalid settings before a model loads
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         return sapo_loss(ratio, experience["advantages"], **self.temperatures)
 
 
 class LitePPO(GRPO):
-    """Mean of the group, standard deviation of the batch, and a loss over tokens: two tricks and nothing else.
+    """The group's mean, the batch's standard deviation, and a loss averaged over tokens: two tricks and nothing else.
 
-    The deviation is that of all the batch's rewards; AReaL's is around the group means.
+    The deviation is that of all rewards in the batch; AReaL's is around the group means.
 
     Source: https://arxiv.org/abs/2508.08221.
     """
@@ -182,16 +183,16 @@ class LitePPO(GRPO):
 
 
 class ReinforcePlusPlus(GRPO):
-    """No group and no critic: a token's return is the reward less the KL divergence to come, normalized over the batch.
+    """No group and no critic: a token's return is the reward minus the KL to come, normalized over the batch.
 
-    With `reference` the KL of each token (behavior policy against reference) is taken off its reward, as in PPO.
+    With `reference` the KL of each token (behavior policy against reference) is subtracted from its reward, as in PPO.
 
     Source: https://arxiv.org/abs/2501.03262.
 
     Args:
         advantage_mean: `group` is the paper's variant with a baseline: the group's mean reward is subtracted first.
         group_size: completions of each prompt; 1 is enough without that baseline.
-        kwargs: those of GRPO, less its other statistics.
+        kwargs: GRPO's, except its other statistics.
     """
 
     kl_in_reward = True
@@ -227,17 +228,17 @@ class ReinforcePlusPlus(GRPO):
 
 
 class M2PO(GRPO):
-    """No clip: the tokens with the largest squared log-ratio are dropped until the mean over the rest is small enough.
+    """No clip: drops the tokens with the largest squared log-ratio until the mean over the others is small enough.
 
-    For very stale trajectories, where a clip takes away the gradient of many informative tokens. The mask compares the
-    proximal with the behavior policy, once for the whole iteration, so it costs a forward; a dropped token still counts
-    in the loss's denominator.
+    For very stale trajectories, where a clip removes the gradient of many informative tokens. The mask compares the
+    proximal with the behavior policy, once for the whole iteration, so it costs a forward pass; a dropped token still
+    counts in the loss's denominator.
 
     Source: https://arxiv.org/abs/2510.01161, which also gives the threshold.
 
     Args:
         second_moment_threshold: bound on the mean of log_ratio², nats².
-        kwargs: those of GRPO, less its clip.
+        kwargs: GRPO's, except its clip.
     """
 
     advantage_inputs = ("proximal_logprobs", "behavior_logprobs", "loss_mask")  # it sorts all tokens of the iteration
@@ -272,15 +273,15 @@ class M2PO(GRPO):
 class OAPL(GRPO):
     """Regresses the log-ratio to the behavior policy on an optimal advantage, so staleness needs no correction.
 
-    The loss is that of a trajectory, summed over its tokens; `fixed` divides it by a constant. The sum also holds the
-    engine's rounding of every token: with long completions look at `policy/kl_behavior_nats` on-policy first.
+    A trajectory's loss is the sum over its tokens; `fixed` divides it by a constant. The sum also accumulates the
+    engine's rounding of every token: before using long completions, check `policy/kl_behavior_nats` on-policy.
 
     Source: https://arxiv.org/abs/2602.19362, with its two temperatures as one.
 
     Args:
         beta: how far a trajectory may move the policy: log-ratios of up to (reward - V) / β nats. In units of the
             reward; 0.25 for rewards of 0 and 1.
-        kwargs: those of GRPO, less its clip, advantages and importance weights.
+        kwargs: GRPO's, except its clip, advantages and importance weights.
     """
 
     def __init__(
@@ -319,11 +320,11 @@ class OAPL(GRPO):
         )
 
     def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
-        return torch.ones_like(ratio)  # it regresses the log-ratio, and multiplies by no ratio
+        return torch.ones_like(ratio)  # it regresses the log-ratio instead of multiplying by a ratio
 
 
 class TOPR(GRPO):
-    """Imitates what was better than expected; what was worse loses weight as the policy leaves it.
+    """Imitates trajectories that were better than expected; worse ones lose weight as the policy moves away from them.
 
     Source: https://arxiv.org/abs/2503.14286, with each token's ratio instead of the trajectory's, and GRPO's baseline.
     """
@@ -341,13 +342,13 @@ class TOPR(GRPO):
 
 
 class DPPO(GRPO):
-    """A token stops learning where the policy has left the behavior policy by a divergence, not by a ratio.
+    """A token stops learning once the policy's divergence from the behavior policy, not their ratio, passes a bound.
 
     Source: https://arxiv.org/abs/2602.04879, its binary KL.
 
     Args:
         max_nats: bound on the divergence of one token, over two outcomes: this token, or any other.
-        kwargs: those of GRPO, less its clip.
+        kwargs: GRPO's, except its clip.
     """
 
     def __init__(self, policy: str | ModelSpec | Role, *, max_nats: float = 0.05, **kwargs: Any) -> None:

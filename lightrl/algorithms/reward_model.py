@@ -46,10 +46,10 @@ class RewardModel(SupervisedModule):
 
     def configure_model(self) -> None:
         super().configure_model()
-        self.reward_model.config.pad_token_id = self.tokenizer.pad_token_id  # readers of the export need it for batches
+        self.reward_model.config.pad_token_id = self.tokenizer.pad_token_id  # users of the export need it for batches
 
     def measure(self, batch: PairBatch) -> dict[str, Tensor]:
-        # A trajectory's reward is the value at its last token, which the model gives for the token after it.
+        # A trajectory's reward is the value at its last token, which the model returns for the token after it.
         token_ids = torch.nn.functional.pad(batch.token_ids, (0, 1))
         is_end = torch.arange(token_ids.shape[1], device=token_ids.device) == batch.lengths[:, None]
         longer = PairBatch(token_ids, is_end, batch.lengths + 1)

@@ -32,7 +32,7 @@ _MADE_BY = {ChatBatch: "SFTDataModule", PairBatch: "PreferenceDataModule"}
 class SupervisedModule(TrainedModule):
     """A plain LightningModule with one trained model, AdamW, linear warm-up and decay.
 
-    With `accumulate_grad_batches` an update equals that of one batch of all their rows: a batch is weighted by its
+    With `accumulate_grad_batches` an update equals that of one batch with all rows: each batch is weighted by its
     tokens (SFT) or pairs.
 
     Args:
@@ -40,7 +40,7 @@ class SupervisedModule(TrainedModule):
         lr: learning rate after the warm-up.
         betas: of AdamW.
         weight_decay: of AdamW, on matrices only: not on norms and biases.
-        warmup_steps: linear warm-up: step k (from 1) has k/warmup_steps of `lr`.
+        warmup_steps: linear warm-up: step k (from 1) uses k/warmup_steps of `lr`.
         lr_decay: after the warm-up: `constant`, or `linear` or `cosine` to 0 at the end of the run.
     """
 
@@ -49,9 +49,9 @@ class SupervisedModule(TrainedModule):
     trained_role: str = "policy"
     # The batches that `measure` takes.
     batch_type: type[Any] = object
-    # The first part of the names that are logged per step.
+    # The prefix of the metrics that are logged per step.
     log_prefix: str = "train"
-    # The name of what `measure` returns to be minimized.
+    # The key of `measure`'s result that is minimized.
     loss_name: str = "loss"
 
     def __init__(
@@ -91,9 +91,9 @@ class SupervisedModule(TrainedModule):
             )
 
     def measure(self, batch: Any) -> dict[str, Tensor]:
-        """The numbers to log, one for each trajectory, pair or token; that under `loss_name` is minimized.
+        """The numbers to log, one for each trajectory, pair or token; the one under `loss_name` is minimized.
 
-        `self.parallel(role).measure` gives a model's outputs under any strategy. For several ranks the batch has
+        `self.parallel(role).measure` returns a model's outputs under any strategy. For several ranks the batch has
         `share(rank, size)`, a batch or None, and `num_measured`, the count of these numbers.
         """
         raise NotImplementedError(f"{type(self).__name__} must define measure.")
@@ -105,12 +105,12 @@ class SupervisedModule(TrainedModule):
 
     @functools.cached_property
     def image_reader(self) -> ImageReader | None:
-        """How the model reads images; None if it is one of text alone."""
+        """How the model reads images; None for a text-only model."""
         return ImageReader.of(self.policy_role.spec.load_config())
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """The model's context length, for prompt and completion together; None if it states none."""
+        """The model's context length, for prompt and completion together; None if its config states none."""
         return context_tokens(self.policy_role.spec.load_config())
 
     def setup(self, stage: str) -> None:
@@ -147,9 +147,9 @@ class SupervisedModule(TrainedModule):
             [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
             lr=self.lr,
             betas=self.betas,
-            fused=not own_parameters(self),  # which are whole next to the shards of models
+            fused=not own_parameters(self),  # which are not sharded as the models are
         )
-        optimizer._step_supports_amp_scaling = False  # else Lightning refuses to clip under any mixed precision
+        optimizer._step_supports_amp_scaling = False  # otherwise Lightning refuses to clip in mixed precision
         return self.add_schedule(optimizer)
 
     def add_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -191,7 +191,7 @@ class SupervisedModule(TrainedModule):
         self._log_means(stage, means | of_set, on_step=False, batch_size=number)
 
     def means(self, batch: Any) -> tuple[dict[str, Tensor], int]:
-        """Means to log and minimize, and their count. Averaged over ranks they are those of the batch."""
+        """The means to log and minimize, and their count. Averaged over ranks they equal the whole batch's."""
         if not isinstance(batch, self.batch_type):
             made_by = _MADE_BY.get(self.batch_type, "a data module that makes these")
             raise TypeError(
@@ -220,7 +220,7 @@ class SupervisedModule(TrainedModule):
             return loss
         before = self._num_accumulated if batch_idx % num_batches else 0
         self._num_accumulated = before + number
-        # So far the gradients are the mean over `before` numbers. Between, the module may hold gathered parameters.
+        # So far the gradients are the mean over `before` numbers. Between batches parameters may still be gathered.
         groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
         for parameter in (parameter for group in groups for parameter in group["params"]):
             if parameter.grad is not None and before:
@@ -228,7 +228,7 @@ class SupervisedModule(TrainedModule):
         return loss * (num_batches * number / self._num_accumulated)
 
     def _log_means(self, prefix: str, means: dict[str, Tensor], *, on_step: bool, batch_size: int = 1) -> None:
-        # Lightning weights each batch's mean by batch_size, so an epoch's mean is over trajectories or pairs.
+        # Lightning weights each batch's mean by batch_size, so the mean of an epoch is over trajectories or pairs.
         self.log_dict(
             {f"{prefix}/{name}": value for name, value in means.items()},
             on_step=on_step,

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrl.callbacks.probe import Rounding, check_mismatch, kept_places, mismatch_bound_nats
+from lightrl.callbacks.lag_probe import kept_places
+from lightrl.callbacks.rounding import Rounding, check_mismatch, mismatch_bound_nats
 from lightrl.errors import EngineError
 from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer

@@ -11,7 +11,6 @@ from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.files import check_local
 from lightrl.models.images import save_processor
-from lightrl.models.lora import has_adapters
 from lightrl.models.model_folder import (
     HEAD_STAYS_BEHIND,
     ModelDescription,
@@ -20,6 +19,7 @@ from lightrl.models.model_folder import (
     save_model,
     save_tokenizer,
 )
+from lightrl.models.tuning import tuning_of
 from lightrl.strategies import FSDP2Strategy, LogprobSettings, Ranks, parallel_model, ranks_of, whole
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class HuggingFaceExport(RLCallback):
         """
         model: PreTrainedModel = getattr(module, role)
         keeps = ranks_of(trainer.strategy).of_role(role).is_main
-        if has_adapters(model):
+        if tuning_of(model).keeps_base:
             trained = ((name, value) for name, value in model.named_parameters() if value.requires_grad)
             gathered = ((name, whole(value)) for name, value in trained)
             return {name: value.cpu() for name, value in gathered if keeps}

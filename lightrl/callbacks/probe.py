@@ -1,93 +1,41 @@
 """Probe: a few fixed sequences that trainer and engine both score, to show that the engine has the trainer's weights.
 
-The mean difference has a bound, that of rounding. LagProbe measures, by the trainer's numbers alone, how far the policy
-moves in one version and in η versions. For a token that version b sampled and version v trains on, log π_v - log b is
-the policy's lag, log π_v - log π_b, plus the engine's mismatch: the trainer computes logprobs of a few trajectories
-under version b, again under b + 1 and b + η. Shapes: B sequences, T tokens.
+The mean difference has a bound, that of rounding. Shapes: B sequences, T tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-import math
 import random
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lightrl.data import ChatBatch
+from lightrl.callbacks.rounding import (
+    Rounding,
+    bound_nats,
+    check_mismatch,
+    mismatch_bound_nats,
+    rounding,
+    skips_autocast,
+)
 from lightrl.engines import RolloutEngine
 from lightrl.errors import LightRLError, WeightSyncError
-from lightrl.functional import kl
+from lightrl.experience import Experience
 from lightrl.models import context_tokens
 from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer
-from lightrl.strategies import PACKED_ATTENTION, SingleModel, ranks_of
-from lightrl.trajectory import Group, JsonObject
+from lightrl.strategies import ranks_of
+from lightrl.trajectory import JsonObject
 
 log = logging.getLogger(__name__)
 
-# Rounding of a logprob in units of eps · (1 + mean |logprob|), since it grows with the logits. The differences of
-# healthy engines are at most 0.2 units for models of 0.1 M to 4 M parameters, 1.8 for one of 2,000 with very peaked
-# distributions, and 1.2 in bfloat16 for large ones, which is 0.12 nats. Depth, other kernels and longer sums add to
-# it. The factor is 32 up to `USUAL_NATS`, and 4 above: a false alarm ends a run, and digests find what is smaller.
-ROUNDINGS = 32.0
-ROUNDINGS_ABOVE = 4.0
-USUAL_NATS = 0.2
 PROBE_SEQUENCES, PROBE_TOKENS = 2, 32
-LEAST_NATS = 1e-5  # what does not shrink with the format, such as tables of rotary embeddings
-MISMATCH_NATS = 1e-3  # more for sampled tokens: they are further from the context's start, and may be few
-MIN_MISMATCH_TOKENS = 64  # of fewer, one at its own bound may lift the mean
-LARGEST = 16.0  # × the bound of the mean: the largest of a million normal roundings is 6 means; real tails are longer
-
-
-def bound_nats(eps: float, mean_abs_logprob: float) -> float:
-    """The bound of the mean difference between logprobs that were computed with this machine epsilon."""
-    rounding = eps * (1 + mean_abs_logprob)
-    return max(LEAST_NATS, min(ROUNDINGS * rounding, USUAL_NATS), ROUNDINGS_ABOVE * rounding)
-
-
-@dataclass
-class Rounding:
-    """The machine epsilons that trainer and engine compute with."""
-
-    trainer_eps: float  # the probe's
-    training_eps: float  # an update's
-    engine_eps: float  # the coarsest of the engine's
-    dtypes: list[str]  # the probe's and the engine's
-
-
-def mismatch_bound_nats(rounding: Rounding, entropy_nats: float) -> float:
-    """The bound of the mean difference on tokens that the trainer scores under the weights that sampled them."""
-    return bound_nats(max(rounding.training_eps, rounding.engine_eps), entropy_nats) + MISMATCH_NATS
-
-
-def check_mismatch(which: str, num_tokens: int, mean: float, largest: float, bound: float, dtypes: list[str]) -> None:
-    """Raises WeightSyncError if the engine's and the trainer's logprobs differ by more than rounding.
-
-    Args:
-        which: the weights that sampled the tokens.
-        mean, largest: differences in nats.
-        bound: of the mean of many tokens.
-    """
-    mean_bound = bound if num_tokens >= MIN_MISMATCH_TOKENS else bound * (1 + LARGEST / num_tokens)
-    if not (mean <= mean_bound and largest <= LARGEST * bound):
-        raise WeightSyncError(
-            f"The {num_tokens} tokens that the engine sampled with {which} differ by {mean:.3g} nats each from the "
-            f"trainer's logprobs, and one of them by {largest:.3g} (at most {mean_bound:.3g} and {LARGEST * bound:.3g} "
-            f"for {' and '.join(dtypes)}), although the probe agreed after the sync. Look for stale key-values (a "
-            "prefix cache that was not flushed), a server that restarted with older weights, a proxy that changes "
-            "answers, or sampling settings that trainer and engine apply differently; or set WeightSync.verify to "
-            "false."
-        )
 
 
 class Probe:
@@ -240,50 +188,25 @@ def trainer_scores(
     rows: list[list[float]] = []
     if holders.is_here:
         token_ids = pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True)
-        mask = pad_sequence([torch.arange(len(ids)) > 0 for ids in sequences], batch_first=True)
-        no_versions = torch.full_like(token_ids, -1)  # nothing was sampled, so no end token was masked
-        experience = ChatBatch(token_ids, mask).experience().with_tensors({"weight_versions": no_versions})
+        experience = Experience(
+            token_ids=token_ids,
+            loss_mask=pad_sequence([torch.arange(len(ids)) > 0 for ids in sequences], batch_first=True),
+            behavior_logprobs=torch.zeros(token_ids.shape),
+            weight_versions=torch.full_like(token_ids, -1),  # nothing was sampled, so no end token was masked
+            rewards=torch.zeros(len(sequences)),
+            group_ids=torch.arange(len(sequences)),
+            is_truncated=torch.zeros(len(sequences), dtype=torch.bool),
+            lengths=torch.tensor([*map(len, sequences)]),
+        )
         model = module.parallel_models["policy"]
         plain = contextlib.nullcontext()
-        context = plain if _skips_autocast(trainer, module) else trainer.precision_plugin.forward_context()
+        context = plain if skips_autocast(trainer, module) else trainer.precision_plugin.forward_context()
         with torch.no_grad(), context, plain if is_scaled else _unscaled(model):
             (outputs,) = model.forward([experience.to(module.device)])
         rows = outputs.logprobs.float().cpu().tolist()
     if holders.size < ranks.size:
         rows = ranks.broadcast_json(rows)
     return [row[: len(ids)] for row, ids in zip(rows, sequences, strict=True)]
-
-
-def rounding(trainer: RLTrainer, module: RLModule) -> Rounding:
-    """The largest epsilon of trainer's and engine's dtypes; float32 on a GPU may be TF32, with float16's epsilon."""
-    policy: Any = module.policy
-    weights = str(next(policy.parameters()).dtype).removeprefix("torch.")
-    kind = str(trainer.precision).split("-")[0]
-    training = {weights, {"16": "float16", "bf16": "bfloat16", "64": "float64"}.get(kind, "float32")}
-    probe = {weights} if _skips_autocast(trainer, module) else training
-    engines = {"float32"} if trainer.engine is None else trainer.engine.dtypes()
-    is_gpu = trainer.strategy.root_device.type == "cuda"
-    eps = {name: _eps(name, is_gpu=is_gpu) for name in training | engines}
-    return Rounding(
-        max(eps[name] for name in probe),
-        max(eps[name] for name in training),
-        max(eps[name] for name in engines),
-        sorted(probe | engines),
-    )
-
-
-def _eps(dtype: str, *, is_gpu: bool) -> float:
-    if dtype == "float32" and is_gpu:
-        dtype = "float16"
-    return torch.finfo(getattr(torch, dtype, torch.bfloat16)).eps  # bfloat16's for a name that torch does not know
-
-
-def _skips_autocast(trainer: RLTrainer, module: RLModule) -> bool:
-    """Whether the probe is scored in the parameters' own dtype, which shows smaller steps than autocast's."""
-    attention = getattr(module.policy_config, "_attn_implementation", None)
-    is_single = type(module.parallel_models.get("policy")) is SingleModel
-    is_any_dtype = attention in ("sdpa", "eager", PACKED_ATTENTION)
-    return isinstance(trainer.precision_plugin, MixedPrecision) and is_single and is_any_dtype
 
 
 @contextlib.contextmanager
@@ -295,100 +218,3 @@ def _unscaled(model: Any) -> Iterator[None]:
         yield
     finally:
         model.settings = before
-
-
-STEP = "policy/step_k3_nats"
-EVERY = 10  # versions: what is scored after η versions too
-MIN_ROWS, NUM_TOKENS = 4, 128  # trained rows and tokens; more rows where completions are short
-MAX_FRACTION = 1 / 4  # the most of the trajectories
-MAX_TOKENS = 1024  # the first tokens of each
-
-_Row = tuple[list[int], list[bool], list[float]]  # token ids, loss mask, the engine's logprobs
-
-
-@dataclass
-class _Kept:
-    """Trajectories of one iteration, with the logprobs of the version after it."""
-
-    weight_version: int
-    rows: list[_Row]
-    logprobs: list[list[float]]
-
-    def flat(self, now: list[list[float]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Logprobs of the engine, then, and now: of the tokens that train."""
-        mask = torch.tensor([value for _, row, _ in self.rows for value in row])
-        behavior, before, after = (
-            torch.tensor([value for row in rows for value in row])[mask]
-            for rows in ([row for _, _, row in self.rows], self.logprobs, now)
-        )
-        return behavior, before, after
-
-
-class LagProbe:
-    """`policy/step_k3_nats`, over one version, and `policy/lag_*`, over η = `max_staleness` versions: nats per token.
-
-    In windowed order nearly every group is η versions old when it is trained on. Measured on loss tokens of the last
-    iteration, at the temperature of training: the step in each iteration, the lag about every tenth; on-policy there is
-    no lag and nothing is scored. A resumed run starts without kept trajectories.
-    """
-
-    def __init__(self) -> None:
-        self._offered: list[_Row] = []
-        self._last: _Kept | None = None
-        self._kept: deque[_Kept] = deque()
-
-    def offer(self, trainer: RLTrainer, groups: list[Group]) -> None:
-        """The groups of this iteration, of which some trajectories are kept; rank 0 has their tokens."""
-        self._offered = []
-        if trainer.rollout.settings.max_staleness > 0 and trainer.is_global_zero:
-            trajectories = [item for group in groups for item in group.trajectories]
-            indices = kept_places(len(trajectories), sum(len(item.completion_ids) for item in trajectories))
-            sampled = (trajectories[index] for index in indices)
-            chosen = [item for item in sampled if not (item.prompt.images or item.images)]
-            cut = [
-                (list(item.token_ids[:end]), list(item.loss_mask[:end]), list(item.behavior_logprobs[:end]))
-                for item in chosen
-                for end in [min(MAX_TOKENS, item.first_branch)]
-            ]
-            self._offered = [row for row in cut if any(row[1])]
-
-    def measure(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> dict[str, float]:
-        """The metrics of this version; collective, right after the update that made it."""
-        staleness = trainer.rollout.settings.max_staleness
-        if staleness == 0:
-            return {}
-        offered: list[_Row] = ranks_of(trainer.strategy).broadcast_json(self._offered)
-        is_due = bool(self._kept) and self._kept[0].weight_version + staleness <= weight_version
-        last, due = self._last, self._kept.popleft() if is_due else None
-        parts = [[] if then is None else then.rows for then in (last, due)] + [offered]
-        token_ids = [row[0] for part in parts for row in part]
-        scores = iter(trainer_scores(trainer, module, token_ids, is_scaled=True) if token_ids else [])
-        of_last, of_due, of_offered = (list(itertools.islice(scores, len(part))) for part in parts)
-        self._last = _Kept(weight_version, offered, of_offered) if offered else None
-        if self._last is not None and weight_version % EVERY == 1:
-            self._kept.append(self._last)
-        metrics = {} if last is None else {STEP: step_k3(*last.flat(of_last))}
-        return metrics if due is None else metrics | _lag(*due.flat(of_due)[1:])
-
-
-def kept_places(num_trajectories: int, num_tokens: int, least_tokens: int = NUM_TOKENS) -> range:
-    """Chooses the trajectories of an iteration to keep, from all groups alike; `num_tokens` are their completions'."""
-    num = max(MIN_ROWS, math.ceil(least_tokens * num_trajectories / max(1, num_tokens)))
-    num = max(1, min(num, round(MAX_FRACTION * num_trajectories)))
-    return range(0, num_trajectories, max(1, num_trajectories // num))[:num]
-
-
-def step_k3(behavior: Tensor, before: Tensor, after: Tensor) -> float:
-    """KL(before ‖ after) in nats per token, by k3 on tokens that an older policy sampled; logprobs [N].
-
-    A token that the policy before would seldom write counts less: its weight is policy before ÷ behavior, up to 1.
-    """
-    weights = (before - behavior).exp().clamp(max=1.0)
-    return float((weights * kl(before, after, estimator="k3")).sum() / weights.sum().clamp(min=1e-9))
-
-
-def _lag(before: Tensor, after: Tensor) -> dict[str, float]:
-    return {
-        "policy/lag_k3_nats": float(kl(before, after, estimator="k3").mean()),
-        "policy/lag_abs_dlogp_nats": float((after - before).abs().mean()),
-    }

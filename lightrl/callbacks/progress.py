@@ -86,9 +86,15 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         self._begun: tuple[float, int] = 0.0, 0  # monotonic clock and iterations that were done
 
     @property
+    def has_bars(self) -> bool:
+        """Whether bars are drawn, besides the lines that `is_enabled` prints."""
+        # A notebook draws bars although it is no terminal.
+        return self.is_enabled and (sys.stdout.isatty() or "ipykernel" in sys.modules)
+
+    @property
     def is_disabled(self) -> bool:
-        """True if there is no bar; lines may still be printed."""
-        return not self.is_enabled or not _is_terminal()
+        """What Lightning gives to tqdm: True if no bar is drawn."""
+        return not self.has_bars
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.train_progress_bar = self.init_train_tqdm()
@@ -112,18 +118,22 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             return
         done, total = _num_batches_done(trainer), num_batches_of_run(trainer)
         self.train_progress_bar.n = done
-        if not self.is_disabled:
+        if self.has_bars:
             self._show_metrics(trainer, pl_module)
         is_late = time.monotonic() - self._printed_s >= _SILENT_S
         if done % self.print_every_n_iterations == 0 or done == total or is_late:
             self._printed_s = time.monotonic()
-            of_total = f"/{total}{self._time_left(done, total)}" if total is not None else ""
+            of_total = "" if total is None else f"/{total}"
+            start_s, num_before = self._begun
+            if total is not None and num_before < done < total and not self.has_bars:  # a bar shows it
+                left_s = (time.monotonic() - start_s) / (done - num_before) * (total - done)
+                of_total += f", {duration_text(left_s)} left"
             self._print_line(f"iteration {done}{of_total}", _telling(self.get_metrics(trainer, pl_module)))
-        if not self.is_disabled and (done == total or (done % self.refresh_rate == 0 and self._is_due())):
+        if self.has_bars and (done == total or (done % self.refresh_rate == 0 and self._is_due())):
             self._repaint()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not self.is_disabled:
+        if self.has_bars:
             self._show_metrics(trainer, pl_module)
             self._repaint()
 
@@ -174,7 +184,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         self.reset_dataloader_idx_tracker()
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
-        if not self.is_disabled:
+        if self.has_bars:
             self._show_metrics(trainer, pl_module)
             self._repaint()
         values = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
@@ -203,17 +213,9 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         """Prints above the bars; without bars, like `print`."""
         Tqdm.write(sep.join(map(str, args)), **{"file": sys.stdout, **kwargs})
 
-    def _time_left(self, done: int, total: int) -> str:
-        """Estimates the time left at the pace of this fit; "" where a bar shows it."""
-        start_s, num_before = self._begun
-        if not num_before < done < total or not self.is_disabled:  # the bar has it
-            return ""
-        left_s = (time.monotonic() - start_s) / (done - num_before) * (total - done)
-        return f", {duration_text(left_s)} left"
-
     def _print_line(self, start: str, values: Mapping[str, object]) -> None:
         """`start  name=value  name=value`, as many as fit."""
-        most = _LINE_CHARS if self.is_disabled else min(_LINE_CHARS, shutil.get_terminal_size().columns)
+        most = min(_LINE_CHARS, shutil.get_terminal_size().columns) if self.has_bars else _LINE_CHARS
         num_chars, parts = len(start), [_styled(start, _BOLD)]
         for name, value in values.items():
             text = _short_number(value)
@@ -234,7 +236,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         """Draws at once if the phase is new, which may last long; without `done` it shows no numbers."""
         if not self._is_training or not self.is_enabled:
             return
-        if self.is_disabled:
+        if not self.has_bars:
             if time.monotonic() - self._printed_s >= _SILENT_PHASE_S:
                 self._printed_s = time.monotonic()
                 counts = f": {done}/{total}" if total else ""
@@ -293,10 +295,6 @@ def _telling(values: Mapping[str, object]) -> dict[str, object]:
 
 def _num_batches_done(trainer: L.Trainer) -> int:
     return trainer.fit_loop.total_batch_idx + 1
-
-
-def _is_terminal() -> bool:
-    return sys.stdout.isatty() or "ipykernel" in sys.modules  # a notebook draws bars although it is no terminal
 
 
 def _short_number(value: object) -> str:

@@ -20,7 +20,7 @@ from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.files import STATUS_FILE
 from lightrl.checks.printable import count_text
 from lightrl.engines import RolloutEngine
-from lightrl.strategies.atomic_write import write_whole
+from lightrl.strategies.checkpoints.atomic_write import write_whole
 
 if TYPE_CHECKING:
     import lightning as L
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 KINDS = {
     "config.yaml": "all settings but secrets, for fit --config",
     "learning_curve.png": "reward and accuracy over the iterations",
-    "learning_curve.csv": "the numbers of the image",
+    "learning_curve.csv": "the numbers of the plot",
     "metrics.csv": "every metric, a row per iteration",
     "events.out.tfevents*": "the same for tensorboard --logdir .",
     "trajectories": "what the policy wrote, a line each; lightrl inspect",

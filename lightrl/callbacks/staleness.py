@@ -9,7 +9,7 @@ import statistics
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lightrl.callbacks.probe import STEP
+from lightrl.callbacks.lag_probe import STEP
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds, check_positive
 from lightrl.errors import EngineError
@@ -95,7 +95,7 @@ class StalenessControl(RLCallback):
     docs/async.md.
 
     It warns where a few tokens have most of the weight (`policy/ess_fraction`, see loops/metrics.py), the policy has
-    left what it learns from (`policy/kl_behavior_nats`) or takes larger steps (`policy/step_k3_nats`, see probe.py)
+    left what it learns from (`policy/kl_behavior_nats`) or takes larger steps (`policy/step_k3_nats`, see lag_probe.py)
     than its gradients explain (`policy/grad_norm`), often long before the reward falls.
 
     Args:

@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from lightrl.callbacks.answer_check import AnswerCheck
-from lightrl.callbacks.probe import MIN_MISMATCH_TOKENS, PROBE_SEQUENCES, LagProbe, Probe
+from lightrl.callbacks.lag_probe import LagProbe
+from lightrl.callbacks.probe import PROBE_SEQUENCES, Probe
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.callbacks.rounding import MIN_MISMATCH_TOKENS
 from lightrl.checks.bounds import check_bounds
 from lightrl.engines import RolloutEngine
 from lightrl.errors import WeightSyncError, WeightSyncUndone
 from lightrl.models import ParallelModel
-from lightrl.models.lora import Part
+from lightrl.models.tuning import Part
 from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import Ranks, ranks_of
 from lightrl.strategies.offload import HOST, move_state
-from lightrl.strategies.shared_folder import ranks_without
+from lightrl.strategies.ranks.shared_folder import ranks_without
 from lightrl.weights import Bucket, SharedFolder
 from lightrl.weights.disk import ShareWriter, files_of
 
@@ -97,7 +99,7 @@ class WeightSync(RLCallback):
     `policy/kl_behavior_nats` measures two things together. The engine's numbers: `sync/mismatch_*` compares the tokens
     that the present version sampled with the trainer's logprobs, in an iteration's first minibatch;
     `sync/mismatch_present_abs_dlogp_nats` and the largest difference have bounds, which show stale caches and restarts
-    between syncs. The policy's lag: `policy/lag_*`, by the trainer's numbers alone; see probe.py.
+    between syncs. The policy's lag: `policy/lag_*`, by the trainer's numbers alone; see lag_probe.py.
 
     An engine with `placement: colocated` releases its memory before each update, and the optimizer's state is in host
     memory while the engine generates.
@@ -220,29 +222,24 @@ class RankShares:
     def buckets(self, trainer: RLTrainer, module: RLModule, bucket_bytes: int) -> Iterator[Bucket]:
         """Yields buckets for `rollout.load_weights`; collective, each rank must read them to the end.
 
-        An engine that serves adapters gets these, and after them the base if it needs that.
+        They are of the parts that the engine takes, one part after another.
         """
         model = module.parallel_models["policy"]
         holders = ranks_of(trainer.strategy).of_role("policy")
         if not holders.is_here:
             return model.full_parameters(bucket_bytes)
         engine = trainer.rollout.engine
-        needs_base = holders.broadcast_json(None if engine is None else engine.needs_base())
-        if needs_base is None:
-            return self._whole(trainer, model, bucket_bytes, "merged", holders)
-        adapters = model.full_parameters(bucket_bytes, part="adapters")
-        if not needs_base:
-            return adapters
-        base = self._whole(trainer, model, bucket_bytes, "base", holders)
-        return itertools.chain(adapters, base)
+        taken: list[Part] = ["whole"] if engine is None else engine.parts_to_load()
+        parts: list[Part] = holders.broadcast_json(taken)
+        return itertools.chain(*(self._of_part(trainer, model, bucket_bytes, part, holders) for part in parts))
 
-    def _whole(
+    def _of_part(
         self, trainer: RLTrainer, model: ParallelModel, bucket_bytes: int, part: Part, holders: Ranks
     ) -> Iterator[Bucket]:
-        """All parameters, from every rank or from rank 0."""
+        """All parameters, from every rank or from rank 0; what training adds is small, and comes from rank 0."""
         names = "module" if trainer.engine is None else trainer.engine.parameter_names  # every rank has the settings
         make = functools.partial(model.full_parameters, part=part, names=names)
-        if holders.size == 1:
+        if holders.size == 1 or part == "added":
             return make(bucket_bytes)
         if self._rollout is not trainer.rollout:  # new on every rank whenever it is opened
             self._rollout, self._folder = trainer.rollout, _shared_folder(trainer.rollout.engine, holders)

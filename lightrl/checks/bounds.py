@@ -1,4 +1,4 @@
-"""Checks of settings: bounds of numbers, words from a list, effects, equal shapes; messages name settings as typed."""
+"""Checks of settings: bounds, choices, settings without effect, equal shapes. Messages name settings as typed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_bounds(low: float, high: float = math.inf, /, **settings: float | None
 
 
 def finite_number(value: object, largest: float = 1e15) -> float | None:
-    """Converts what user code returned to a number; None if it is none, not finite, or larger."""
+    """Converts a value that user code returned to a number; None if it is not a number, not finite, or too large."""
     try:
         number = float(value) if hasattr(type(value), "__float__") else math.nan  # type: ignore[arg-type]
     except (OverflowError, TypeError, ValueError):  # an array of several numbers
@@ -55,7 +55,7 @@ def check_effect(reason: str, /, **settings: tuple[object, object]) -> None:
 
     Args:
         reason: ends the sentence "… has no effect".
-        settings: by name the value and the default, which may stay.
+        settings: name → (value, default); a value equal to its default is accepted.
     """
     for name, (value, default) in settings.items():
         if value != default:
@@ -81,7 +81,7 @@ def check_same_shape(**tensors: Tensor) -> None:
 def check_adamw(
     *, lr: float | None = None, weight_decay: float | None = None, betas: Sequence[float] = (0.0, 0.0)
 ) -> None:
-    """Raises ValueError if a setting of AdamW is out of its range, before there is a model."""
+    """Raises ValueError if a setting of AdamW is out of range, before a model exists."""
     for name, value in (("lr", lr), ("weight_decay", weight_decay)):
         if value is not None and not 0 <= value < math.inf:
             raise ValueError(f"{name} must be >= 0, got {value}.")

@@ -1,6 +1,6 @@
-"""Files: why one could not be written, publishing a complete one in one step, its SHA-256, those of `lightrl status`.
+"""Files: why a write failed, atomic publishing, SHA-256 sums, and the file names that `lightrl status` reads.
 
-Every writer reports a full disk in its own way. `publish` gives a file or folder its name when it is complete.
+Every writer reports a full disk in its own way. `publish` gives a file or folder its name once it is complete.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 # In errors without an errno: of safetensors, and of torch's zip writer, which finds too few bytes written.
@@ -38,11 +38,11 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def write_problem(error: BaseException, place: Path, num_bytes: int | None = None) -> str:
-    """Why `place` could not be written, as the end of a sentence.
+    """Says why `place` could not be written, as the end of a sentence.
 
     Args:
         error: what was raised; may be torch's collection of the errors of several processes.
-        place: the file or folder; delete its half-written part first, so that this counts as free.
+        place: the file or folder; delete its half-written part first, so that its space counts as free.
         num_bytes: the size to write; None if unknown.
     """
     if is_disk_full(error):
@@ -71,7 +71,7 @@ def _of_system(error: BaseException) -> Iterator[OSError]:
 
 
 def _links(error: BaseException) -> Iterator[BaseException]:
-    """The error and those that led to it; for other processes, only the first one's."""
+    """The error and its causes; of several processes' errors, only the first one's."""
     link: BaseException | None = error
     while link is not None:
         yield link
@@ -87,7 +87,7 @@ SUMS_FILE = "sha256sums.txt"
 
 
 def publish(part: Path, place: Path) -> None:
-    """Renames a complete file or folder to `place` in one step, so what has that name is always whole.
+    """Atomically renames a complete file or folder to `place`, so that whatever has that name is complete.
 
     The names are on the disk when this returns; the files' contents are synced by their writers.
     """
@@ -98,7 +98,7 @@ def publish(part: Path, place: Path) -> None:
 
 
 def restore(place: Path) -> None:
-    """Gives a folder its name back if a `publish` of a system without exchanging renames was killed in the middle."""
+    """Gives a folder its name back if a `publish` was killed midway on a system that cannot swap two names."""
     if not place.exists() and _replaced(place).exists():
         _replaced(place).rename(place)
 
@@ -125,22 +125,24 @@ def _sync_names(folder: Path) -> None:
 
 
 def _rename(part: Path, place: Path) -> None:
-    if place.is_dir() and not place.is_symlink():  # a rename cannot replace a folder that is not empty
-        if not _swap(part, place):
-            # Two steps: if killed between them, the old folder stays next to the new one, and `restore` returns it.
-            old = _replaced(place)
-            remove_path(old)
-            place.rename(old)
-            part.rename(place)
-            remove_path(old)
-            return
-        remove_path(part)
-    elif part.is_dir() and (place.is_symlink() or place.exists()) and _swap(part, place):
-        remove_path(part)
-    else:
-        if part.is_dir():
-            place.unlink(missing_ok=True)
+    """Renames a file or a folder to `place`, and removes what was there; in one step where the system can do that."""
+    is_link = place.is_symlink()
+    if not part.is_dir() and (is_link or not place.is_dir()):
         part.replace(place)
+    elif not is_link and not place.exists():
+        part.rename(place)
+    elif _swap(part, place):
+        remove_path(part)
+    elif is_link or not place.is_dir():
+        place.unlink()
+        part.rename(place)
+    else:
+        # Two steps: if killed between them, the old folder stays next to the new one, and `restore` returns it.
+        old = _replaced(place)
+        remove_path(old)
+        place.rename(old)
+        part.rename(place)
+        remove_path(old)
 
 
 def remove_path(path: Path) -> None:
@@ -162,25 +164,23 @@ def _swap(left: Path, right: Path) -> bool:
     return False
 
 
-def write_sums(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Writes the sums of these files of a folder; None means all of them."""
-    chosen = sorted(path.name for path in folder.iterdir()) if names is None else names
+def write_sums(folder: Path) -> None:
+    """Writes the sums of all files of a folder."""
+    names = sorted(path.name for path in folder.iterdir())
     with (folder / SUMS_FILE).open("w", encoding="utf-8", errors="surrogateescape") as file:
-        file.writelines(f"{_sum_of(folder / name)}  {name}\n" for name in chosen)
+        file.writelines(f"{_sum_of(folder / name)}  {name}\n" for name in names)
         file.flush()
         os.fsync(file.fileno())
 
 
-def check_sums(folder: Path, fix: str, *, needed: Iterable[str] = ()) -> None:
-    """Raises ValueError, with the `fix` at its end, for a file that is missing or has other bytes than its sum says.
+def check_sums(folder: Path, fix: str) -> None:
+    """Raises ValueError, ending with `fix`, if a file is missing or its bytes do not match its sum.
 
-    One of `needed` must have a sum, and so must weights next to files that have one.
+    Weights next to files that have a sum must have one too.
     """
     sums = folder / SUMS_FILE
     lines = sums.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if sums.is_file() else []
     sum_by_name = {name: expected_sum for expected_sum, _, name in (line.partition("  ") for line in lines)}
-    for name in sorted(set(needed) - sum_by_name.keys()):
-        raise ValueError(f"{str(sums)!r} is missing, or lacks {name}. {fix}")
     for file in sorted(folder.glob("*.safetensors")) if lines else []:
         if file.name not in sum_by_name:
             raise ValueError(f"{str(file)!r} is not in {SUMS_FILE}, so another save left it. Remove one of the two.")
@@ -204,11 +204,11 @@ STATE_FILE = "launch.json"  # a launch writes it
 
 
 def host_names(nodes: int) -> list[str]:
-    """The hosts of a launch that has yet to get them, as the scripts name them."""
+    """Placeholders for hosts that the scheduler has yet to assign, as the scripts name them."""
     return [f"${{hosts[{number}]}}" for number in range(nodes)]
 
 
 def with_hosts(text: str, hosts: Sequence[str]) -> str:
-    """A text with hosts in place of `host_names`; `?` for one that there is not."""
+    """A text with real hosts in place of `host_names`; `?` for a host that is not assigned."""
     host_by_name = dict(zip(host_names(len(hosts)), hosts, strict=True))
     return re.sub(r"\$\{hosts\[\d+\]\}", lambda name: host_by_name.get(name[0], "?"), text)

@@ -1,4 +1,4 @@
-"""Text for a terminal: of programs and models without control codes, which rewrite what it shows; counts, durations."""
+"""Text for a terminal: output of programs and models without control codes; counts and durations in words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def escape_unprintable(text: str, *, keep: str = "") -> str:
-    """Control characters, line breaks and the like as Python writes them, but for those to keep."""
+    """Escapes control characters, line breaks and the like as Python does, except those in `keep`."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter in keep else repr(letter)[1:-1] for letter in text)
@@ -21,7 +21,7 @@ def count_text(number: int, name: str) -> str:
 
 
 def one_period(text: str) -> str:
-    """One period instead of two, where a sentence ends with the text of an error that has its own."""
+    """Removes the second of two periods where a sentence ends with an error message that has its own."""
     return re.sub(r"(?<!\.)\.\.(?=\s|$)", ".", text)
 
 
@@ -32,7 +32,7 @@ def duration_text(seconds: float) -> str:
 
 
 def end_of_log(path: Path, max_bytes: int) -> str:
-    """The end of a text file of any size, printable; empty if there is no such file."""
+    """The printable end of a text file of any size; empty if the file does not exist."""
     if not path.is_file():
         return ""
     with path.open("rb") as file:

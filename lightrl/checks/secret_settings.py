@@ -1,6 +1,6 @@
-"""Secrets in settings, by names and a few forms of text: a run's files are shared, its environment is not.
+"""Finds secrets in settings by name and by a few forms of text: a run's files are shared, its environment is not.
 
-A leak is worse than a lost setting, but `chosen_key` names a column: a key of unknown owner counts by its value.
+A leak is worse than a lost setting, but `chosen_key` names a column: a key of an unknown owner is judged by its value.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 _WORDS = "pass(w(or)?ds?|phrase)?|pwd|auth(orization)?|bearer|jwt|dsn|(secret|credential|cookie)s?"
 _OWNERS = "api|access|secret|private|auth|bearer|refresh|session|server|admin|client|encryption|signing|ssh|license"
 _SERVICES = "hub|hf|wandb|openai|anthropic|aws|azure|google|github|gitlab"
-# Any part of a variable's name is one of these words: AWS_ACCESS_KEY_ID, SSH_AUTH_SOCK. NUM_TOKENS and PWD are none.
+# A variable is secret if any part of its name is one of these words: AWS_ACCESS_KEY_ID, SSH_AUTH_SOCK; not NUM_TOKENS.
 _VARIABLE = re.compile(rf"(?!pwd$|(max|min|num)_(.*_)?tokens?$)(.*_)?({_WORDS}|(api|access)?(key|token)s?)(_.*)?")
-# The end of a setting's name is: hf_token, but neither token_file nor max_new_tokens.
+# A setting is secret if its name ends in one of these: hf_token, but neither token_file nor max_new_tokens.
 _SETTING = re.compile(rf"(key|token|(.*_)?(({_OWNERS}|{_SERVICES})_?(key|token)s?|{_WORDS}))(_?\d+)?")
 _BY_VALUE = re.compile(r".*_(key|token)(_?\d+)?=(?=.*\d)[\w.~+/=-]{16,}")  # acme_key=..., not chosen_key=chosen
-_PLACEHOLDER = re.compile(r"(Bearer )?\{\w+\}")  # filled while the run runs
+_PLACEHOLDER = re.compile(r"(Bearer )?\{\w+\}")  # filled in during the run
 _USER = re.compile(r"(?<=://)[^\s/?#@:{}'\"]*:[^\s/?#{}'\"]*@|(?<=http://|ttps://)[^\s/?#{}'\"]+@")  # a URL's
 _ARGUMENT = re.compile(r"([\w.-]+) *[:=] *(\S.*)")  # an argument, or a header
 
@@ -35,7 +35,8 @@ def is_secret(name: str, value: str = "") -> bool:
 def without_secrets(settings: Any, instead: str | None = None) -> Any:
     """A copy without secrets at any depth, or with `instead` for each; numbers and placeholders (`{api_key}`) stay.
 
-    URLs lose their user and password, lists headers (`Authorization: ...`) and arguments (`--api-key`, `...`).
+    Also removes users and passwords from URLs, and headers (`Authorization: ...`) and arguments (`--api-key`, `...`)
+    from lists.
     """
     if isinstance(settings, Namespace):
         return type(settings)(**without_secrets(vars(settings), instead))
@@ -43,7 +44,7 @@ def without_secrets(settings: Any, instead: str | None = None) -> Any:
         texts = {name: str(value) for name, value in settings.items() if not isinstance(value, int | float | None)}
         hidden = {name for name in texts if is_secret(str(name), texts[name])}
         public = {name: instead if name in hidden else without_secrets(settings[name], instead) for name in settings}
-        # The name is left out too: null is invalid where a mapping must hold text.
+        # Remove the name as well: null is invalid where a mapping must hold text.
         return {name: value for name, value in public.items() if name not in hidden or instead is not None}
     if isinstance(settings, list | tuple):
         words = [item if isinstance(item, str) else "" for item in settings]

@@ -1,4 +1,4 @@
-"""Format strings that a configuration gives, such as `{prompt} Think first.`, checked before they are filled in."""
+"""Checks format strings from a configuration, such as `{prompt} Think first.`, before they are filled in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def names_of(template: str, setting: str) -> list[str]:
     """Return the names that a format string has in braces.
 
     Raises:
-        ValueError: if its braces do not match, or have no name between them, as those of JSON and LaTeX.
+        ValueError: if its braces do not match, or contain no name, as in JSON and LaTeX.
     """
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]

@@ -1,4 +1,4 @@
-"""User code: functions that a configuration names, and what they raise: rewards, chat templates, tools."""
+"""User code: finds functions that a configuration names (rewards, tools) and translates the exceptions of user code."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from lightrl.errors import LightRLError, RolloutError
 
 @contextmanager
 def user_code(translate: Callable[[BaseException], Exception], *unchanged: type[Exception]) -> Iterator[None]:
-    """Replaces each error raised inside by the one that `translate` makes of it.
+    """Replaces each error raised inside with the one that `translate` returns.
 
     Args:
-        translate: gets the exception; SystemExit too, but no cancellation and no Ctrl-C.
-        unchanged: exceptions that leave as they are.
+        translate: gets the exception, SystemExit included, but neither cancellation nor Ctrl-C.
+        unchanged: exceptions that are not translated.
     """
     try:
         yield
     except unchanged:
         raise
-    except (Exception, SystemExit) as error:  # user code raises anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         raise translate(error) from error
 
 
 def named_user_code(name: str, *, on: str = "") -> AbstractContextManager[None]:
-    """Replaces each error raised inside, but for ours, by a RolloutError that names the code and `on` what it ran."""
+    """Replaces each error raised inside, except ours, with a RolloutError that names the code and its input, `on`."""
     return user_code(lambda error: RolloutError(f"{name} raised {error!r}{on and f' on {on}'}."), LightRLError)
 
 
 def function_of(source: str | Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The function itself, or what the dotted path names; raises ValueError if there is no such function."""
+    """The function itself, or the one at a dotted path; raises ValueError if there is no such function."""
     if not isinstance(source, str):
         return source
     module, _, attribute = source.rpartition(".")

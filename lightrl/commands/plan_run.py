@@ -29,7 +29,7 @@ from lightrl.models.moe import moe_blocks
 from lightrl.module import RLModule
 from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, named_strategy
 from lightrl.strategies.empty_model import empty_model
-from lightrl.strategies.single import may_be_compiled
+from lightrl.strategies.layouts.probes import may_be_compiled
 
 log = logging.getLogger(__name__)
 

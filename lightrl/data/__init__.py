@@ -3,9 +3,11 @@
 Reading order:
     rows.py          rows of a file, a hub dataset or a function, by index; errors that name the row
     mixture.py       several weighted sources: whose row comes at each position
+    sources.py       the rows of one source, by index or read in order
     streamed.py      sources that can only be read in order
     chat.py          a row's columns to messages, messages to token ids
-    stream.py        prompts by position, and the loaders that Lightning iterates over
+    stream.py        prompts by position
+    batches.py       the loaders that Lightning iterates over
     loader.py        where a trainer's prompts come from; a user's own DataLoader as a stream
     prompts.py       PromptDataModule: what an RLModule trains and validates on
     curriculum.py    which prompts are worth a rollout, by past success
@@ -17,13 +19,14 @@ PromptDataModule and override `make_prompts(split)`. To add a file format, add a
 FILE_SUFFIXES.
 """
 
+from lightrl.data.batches import EpochLoader, PromptBatch
 from lightrl.data.chat import ChatRenderer
 from lightrl.data.completions import ChatBatch, PairBatch, PreferenceDataModule, SFTDataModule
 from lightrl.data.curriculum import SuccessRateCurriculum
 from lightrl.data.loader import prompt_source, prompts_of, wrap_train_loader
 from lightrl.data.mixture import DataSource, MixtureOrder
 from lightrl.data.prompts import PromptDataModule
-from lightrl.data.stream import EpochLoader, PromptBatch, PromptStream, iteration_clock, prompt_batches
+from lightrl.data.stream import PromptStream
 from lightrl.data.trajectories import TrajectoryDataModule
 
 __all__ = [
@@ -40,8 +43,6 @@ __all__ = [
     "EpochLoader",
     "ChatRenderer",
     "SuccessRateCurriculum",
-    "iteration_clock",
-    "prompt_batches",
     "prompt_source",
     "prompts_of",
     "wrap_train_loader",

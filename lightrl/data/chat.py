@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.checks.templates import names_of
 from lightrl.checks.user_code import user_code
-from lightrl.data.rows import Made, Row, is_missing
+from lightrl.data.rows import Row, is_missing
+from lightrl.data.sources import Made
 from lightrl.models import CONTEXT
 from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, opened, with_turn
 from lightrl.models.images import ImageReader, refusal

@@ -21,11 +21,13 @@ from torch import Tensor
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.concurrency.in_thread import result_of, submit
+from lightrl.data.batches import EpochLoader, PositionLoader, batches_in_order, check_run_length
 from lightrl.data.chat import ChatRenderer, Messages, completion_after, is_whole_chat, read_messages, shared_prompt
 from lightrl.data.mixture import Source, epoch_order
 from lightrl.data.prompts import PromptDataModule, Split, smallest
-from lightrl.data.rows import LocatedRow, Made, Row, require_column, without_errors
-from lightrl.data.stream import EpochLoader, PositionLoader, RowPrompts, SplitRows, batches_in_order, check_run_length
+from lightrl.data.rows import Row, require_column, without_errors
+from lightrl.data.sources import Made, PromptOf, SourceRows
+from lightrl.data.stream import RowPrompts
 from lightrl.data.streamed import ROWS_AT_ONCE
 from lightrl.experience import Experience
 from lightrl.models import CONTEXT
@@ -232,8 +234,8 @@ class CompletionDataModule(PromptDataModule):
     def collate(self, rows: Sequence[CompletedPrompt]) -> Any:
         raise NotImplementedError
 
-    def _prompts_of(self, rows: SplitRows, prompt_of: Callable[[LocatedRow], Prompt | None]) -> RowPrompts:
-        prompts = super()._prompts_of(rows, prompt_of)
+    def _prompts_of(self, parts: Sequence[SourceRows], prompt_of: PromptOf) -> RowPrompts:
+        prompts = super()._prompts_of(parts, prompt_of)
         tokenizer, _, image_reader = self.policy_inputs()
         renderer = ChatRenderer(tokenizer, image_reader=image_reader, max_tokens=self._most_tokens, unread=self._unread)
 
@@ -265,7 +267,14 @@ class CompletionDataModule(PromptDataModule):
             ]
             completion_ids, is_generated = map(list, zip(*completions, strict=True))
             row = CompletedPrompt(**vars(prompt), completion_ids=completion_ids, is_generated=is_generated)
-            return row if self._fits(row, renderer.max_tokens) else None
+            if renderer.max_tokens is None or row.num_tokens <= renderer.max_tokens:
+                return row
+            if self.prompt_overflow == "drop":
+                return None
+            raise ValueError(
+                f"The {self.row_name} of prompt {row.id!r} has {row.num_tokens} tokens, more than "
+                f"{renderer.max_tokens} (max_tokens, or {CONTEXT}). Shorten it, or set prompt_overflow='drop'."
+            )
         except ValueError as error:
             return error
 
@@ -340,16 +349,6 @@ class CompletionDataModule(PromptDataModule):
     def teardown(self, stage: str) -> None:
         if self._ahead is not None:
             self._ahead.wait()
-
-    def _fits(self, row: CompletedPrompt, max_tokens: int | None) -> bool:
-        if max_tokens is None or row.num_tokens <= max_tokens:
-            return True
-        if self.prompt_overflow == "drop":
-            return False
-        raise ValueError(
-            f"The {self.row_name} of prompt {row.id!r} has {row.num_tokens} tokens, more than {max_tokens} "
-            f"(max_tokens, or {CONTEXT}). Shorten it, or set prompt_overflow='drop'."
-        )
 
     def _evaluation_loader(self, split: Split) -> EpochLoader[Any]:
         def collate(rows: Sequence[CompletedPrompt], set_name: str | None) -> Any:

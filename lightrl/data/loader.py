@@ -15,19 +15,14 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from lightrl.data.chat import ChatRenderer, read_messages
 from lightrl.data.mixture import DataSource
-from lightrl.data.rows import LocatedRow, without_errors
-from lightrl.data.stream import PromptStream, RowPrompts, SplitRows
-from lightrl.data.streamed import ROWS_AT_ONCE, StreamedRows, shards_of
+from lightrl.data.rows import without_errors
+from lightrl.data.sources import IndexedRows, LocatedRow, SourceRows
+from lightrl.data.stream import PromptStream, RowPrompts
+from lightrl.data.streamed import StreamedRows, shards_of
 from lightrl.trajectory import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-_NO_BATCH_SIZE = (
-    "The loader has no batch_size, which is the number of prompts per iteration. Set batch_size and shuffle on the "
-    "DataLoader, not batch_sampler."
-)
 
 
 def prompt_source(
@@ -80,48 +75,44 @@ def wrap_train_loader(
     Raises:
         ValueError: if its sampler neither goes in order nor shuffles, or an item is no prompt.
     """
-    part: Sequence[Any] | StreamedRows
-    if isinstance(loader, DataLoader) and (
-        isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__getitem__")
-    ):
-        if loader.batch_size is None:
-            raise ValueError(_NO_BATCH_SIZE)
-        dataset: Any = loader.dataset
-        # Copies, since Lightning iterates over the loader too, to count iterations.
-        shards = shards_of(lambda: copy.deepcopy(dataset))
-        part = StreamedRows(type(dataset).__name__, shards, seed=0, shuffle=False, buffer_rows=ROWS_AT_ONCE)
-    else:
-        loader = _checked(loader)
-        dataset = loader.dataset
-        part = [dataset[index] for index in range(len(dataset))]  # once, in this thread: it may sample, or hold a file
-    source = DataSource(type(dataset).__name__)
-    split = SplitRows("train", [source], [part], name_row=lambda index, item: f"Item {index} of the train loader")
-
-    def prompt_of(located: LocatedRow) -> Prompt:
-        return prompt_from(located.row, located.prompt_id.removeprefix("train-"), "train")
-
-    render = ChatRenderer(tokenizer, max_tokens=max_prompt_tokens).rendered
-    prompts = RowPrompts(split, prompt_of, render, seed, isinstance(loader.sampler, RandomSampler))
-    if not isinstance(part, StreamedRows):
-        prompts = prompts.check()
-    assert loader.batch_size is not None
-    return PromptStream(prompts, batch_size=loader.batch_size)
-
-
-def _checked(loader: object) -> DataLoader[object]:
     if not isinstance(loader, DataLoader):
         raise ValueError(
             f"The train loader must be a torch DataLoader over a map-style dataset, got a {type(loader).__name__}. "
             "Wrap the data in one, or use PromptDataModule."
         )
+    if loader.batch_size is None:
+        raise ValueError(
+            "The loader has no batch_size, which is the number of prompts per iteration. Set batch_size and shuffle "
+            "on the DataLoader, not batch_sampler."
+        )
+    dataset: Any = loader.dataset
+    source = DataSource(type(dataset).__name__)
+    is_iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    rows: SourceRows
+    if is_iterable:
+        # Copies, since Lightning iterates over the loader too, to count iterations.
+        rows = StreamedRows(source, "train", shards_of(lambda: copy.deepcopy(dataset)), seed=0, shuffle=False)
+    else:
+        _check_map_style(loader)
+        items = [dataset[index] for index in range(len(dataset))]  # once, in this thread: it may sample, or hold a file
+        rows = IndexedRows(source, "train", items, name_row=lambda index: f"Item {index} of the train loader")
+
+    def prompt_of(located: LocatedRow) -> Prompt:
+        return prompt_from(located.row, located.prompt_id.removeprefix("train-"), "train")
+
+    render = ChatRenderer(tokenizer, max_tokens=max_prompt_tokens).rendered
+    prompts = RowPrompts([rows], prompt_of, render, seed, isinstance(loader.sampler, RandomSampler))
+    return PromptStream(prompts if is_iterable else prompts.check(), batch_size=loader.batch_size)
+
+
+def _check_map_style(loader: DataLoader[Any]) -> None:
+    """Raises ValueError for a dataset without a length, or a sampler that neither goes in order nor shuffles."""
     dataset = loader.dataset
     if not isinstance(dataset, Sized):
         raise ValueError(
             f"The loader's dataset, a {type(dataset).__name__}, must have __len__ and __getitem__: prompts are read by "
             "position, and resuming relies on that. Add __len__, or use an iterable dataset."
         )
-    if loader.batch_size is None:
-        raise ValueError(_NO_BATCH_SIZE)
     sampler = loader.sampler
     is_plain = isinstance(sampler, SequentialSampler) or (
         isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(dataset)
@@ -131,7 +122,6 @@ def _checked(loader: object) -> DataLoader[object]:
             f"The loader uses a {type(sampler).__name__}, but each prompt must come once per epoch, in order or "
             "shuffled. Set shuffle on the DataLoader instead of sampler, and select rows in its dataset."
         )
-    return loader
 
 
 def prompt_from(item: object, index: int | str, split: str) -> Prompt:

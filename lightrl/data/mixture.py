@@ -119,7 +119,7 @@ class MixtureOrder:
         self._turns = [
             [turn for turn, other in enumerate(self._cycle) if other == source] for source in range(len(sizes))
         ]
-        self._order = lru_cache(maxsize=3 * len(sizes))(self._epoch_of_source)
+        self._order = lru_cache(maxsize=3 * len(sizes))(epoch_order)
 
     def __getitem__(self, position: int) -> int:
         source = self.source(position)
@@ -137,11 +137,13 @@ class MixtureOrder:
         return cycle * len(turns) + bisect_left(turns, turn)
 
     def row(self, source: int, turn: int) -> int:
-        """The row of this source in one of its turns."""
+        """The row of this source in one of its turns: its index, or for a streamed source its number."""
         size = self.sizes[source]
-        assert size is not None
+        if size is None:
+            return turn
         epoch, index = divmod(turn, size)
-        return int(self._order(source, epoch)[index]) if self.shuffle else index
+        seed = self.seed if len(self.sizes) == 1 else f"{self.seed}/{source}"
+        return int(self._order(size, seed, epoch)[index]) if self.shuffle else index
 
     def __str__(self) -> str:
         """Describe all that determines the order, besides the rows."""
@@ -151,12 +153,6 @@ class MixtureOrder:
             for size, weight in zip(self.sizes, self.weights, strict=True)
         )
         return f"{order}, {shares}"
-
-    def _epoch_of_source(self, source: int, epoch: int) -> Tensor:
-        seed = self.seed if len(self.sizes) == 1 else f"{self.seed}/{source}"
-        size = self.sizes[source]
-        assert size is not None
-        return epoch_order(size, seed, epoch)
 
 
 def _shares(weights: Sequence[float]) -> list[int]:

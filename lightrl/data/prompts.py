@@ -13,19 +13,12 @@ import lightning as L
 
 from lightrl.checks.bounds import check_bounds, check_choice, check_effect
 from lightrl.checks.user_code import function_of, user_code
+from lightrl.data.batches import EpochLoader, PositionLoader, PromptBatch, batches_in_order, check_run_length
 from lightrl.data.chat import ChatRenderer, Messages, columns_shown, row_messages
 from lightrl.data.mixture import DataSource, Source, sources_of
-from lightrl.data.rows import LocatedRow, Row, check_source, json_able, read_rows, require_column
-from lightrl.data.stream import (
-    CheckedRows,
-    EpochLoader,
-    PromptStream,
-    RowPrompts,
-    SplitRows,
-    check_run_length,
-    iteration_clock,
-    prompt_batches,
-)
+from lightrl.data.rows import Row, check_source, json_able, read_rows, require_column
+from lightrl.data.sources import IndexedRows, LocatedRow, PromptOf, SourceRows
+from lightrl.data.stream import CheckedRows, PromptStream, RowPrompts
 from lightrl.data.streamed import ROWS_AT_ONCE, StreamedRows, open_stream
 from lightrl.models.chat_template import ChatTemplate, run_start, set_chat_template
 from lightrl.models.images import ImageReader, take_images
@@ -149,7 +142,7 @@ class PromptDataModule(L.LightningDataModule):
         self.prompts: dict[Split, RowPrompts] = {}  # only splits that are set up
         self._attached: PolicyInputs | None = None
         self._stream: PromptStream | None = None
-        self._rows: dict[Split, SplitRows] = {}
+        self._rows: dict[Split, list[SourceRows]] = {}  # of each source
         self._stage = ""  # the last that was set up
 
     def attach(
@@ -172,37 +165,41 @@ class PromptDataModule(L.LightningDataModule):
         Raises:
             ValueError: if the source is missing or empty, or a row lacks the prompt or the answer.
         """
-        rows = self._filtered(split)
-        return [self._prompt(rows.located(key)) for key in rows.row_keys()]
+        return [self._prompt(rows.located(index)) for rows in self._filtered(split) for index in rows.row_keys()]
 
-    def _filtered(self, split: Split) -> SplitRows:
+    def _filtered(self, split: Split) -> list[IndexedRows]:
         """The rows of a split that `row_filter` keeps; logs how many it drops."""
-        rows = self._open(split).read_whole()
+        parts = [rows.read_whole() for rows in self._open(split)]
         if self.row_filter is None:
-            return rows
+            return parts
         keep = self._filter()
-        filtered = rows.only([key for key in rows.row_keys() if keep(rows.located(key))])
-        num_dropped = (rows.num_rows or 0) - (filtered.num_rows or 0)
+        filtered = [rows.only([index for index in rows.row_keys() if keep(rows.located(index))]) for rows in parts]
+        num_rows = sum(rows.num_rows for rows in parts)
+        num_dropped = num_rows - sum(rows.num_rows for rows in filtered)
         if num_dropped:
-            names = ", ".join(repr(source.source) for source in rows.sources)
-            logger.warning("row_filter dropped %d of %d rows of %s.", num_dropped, rows.num_rows, names)
+            names = ", ".join(repr(rows.source.source) for rows in parts)
+            logger.warning("row_filter dropped %d of %d rows of %s.", num_dropped, num_rows, names)
         return filtered
 
-    def _own_rows(self, split: Split) -> SplitRows:
+    def _own_rows(self, split: Split) -> list[IndexedRows]:
         """The prompts of a subclass's `make_prompts` as rows, each of the source with the longest label its id has."""
         prompts, sources = self.make_prompts(split), self.sources[split]
         prefixes = [f"{split}-{source.label}-" for source in sources]
         owners = [max(filter(prompt.id.startswith, prefixes), key=len, default=None) for prompt in prompts]
-        parts = [[p for p, owner in zip(prompts, owners, strict=True) if owner == prefix] for prefix in prefixes]
+        indices = [[n for n, owner in enumerate(owners) if owner == prefix] for prefix in prefixes]
         if len(sources) < 2 or None in owners:
             if len({source.weight for source in sources}) > 1:
                 problem = (
                     "Weights of sources are not used: make_prompts's id %r starts with no label. Begin it with %r."
                 )
                 logger.warning(problem, prompts[owners.index(None)].id, prefixes[0])
-            sources, parts = [DataSource("make_prompts")], [prompts]
-        sources = [replace(source, columns={}) for source in sources]
-        return SplitRows(split, sources, parts, name_row=lambda index, prompt: f"Prompt {prompt.id!r}")
+            sources, indices = [DataSource("make_prompts")], [list(range(len(prompts)))]
+        return [
+            IndexedRows(
+                replace(source, columns={}), split, prompts, used=used, name_row=lambda n: f"Prompt {prompts[n].id!r}"
+            )
+            for source, used in zip(sources, indices, strict=True)
+        ]
 
     def _prompt(self, located: LocatedRow) -> Prompt:
         """The prompt of a row, with messages."""
@@ -244,29 +241,22 @@ class PromptDataModule(L.LightningDataModule):
             raise ValueError(f"{where}: {error}") from error
         return messages, images, row
 
-    def _open(self, split: Split) -> SplitRows:
-        """The rows of a split; none if it has no source."""
+    def _open(self, split: Split) -> list[SourceRows]:
+        """The rows of each source of a split."""
         if split not in self._rows:
-            parts = [self._open_source(split, number) for number in range(len(self.sources[split]))]
-            self._rows[split] = SplitRows(split, self.sources[split], parts)
+            self._rows[split] = [self._open_source(split, number) for number in range(len(self.sources[split]))]
         return self._rows[split]
 
-    def _open_source(self, split: Split, number: int) -> Sequence[Row] | StreamedRows:
+    def _open_source(self, split: Split, number: int) -> SourceRows:
         source = self.sources[split][number]
         check_source(source)
+        prefix = split if len(self.sources[split]) == 1 else f"{split}-{source.label}"
         arguments: dict[str, Any] = {"name": source.name, "arguments": source.arguments}
         arguments["split"] = source.split or ("train" if split == "train" else "test")
         if not source.streaming:
-            return read_rows(source.source, max_rows=source.max_rows, **arguments)
-        return StreamedRows(
-            source.source,
-            open_stream(source.source, **arguments),
-            seed=f"{self.order_seed}/{number}",
-            shuffle=self.shuffle,
-            buffer_rows=source.shuffle_buffer,
-            max_rows=source.max_rows,
-            row_of=_row_of,
-        )
+            return IndexedRows(source, prefix, read_rows(source.source, max_rows=source.max_rows, **arguments))
+        shards, seed = open_stream(source.source, **arguments), f"{self.order_seed}/{number}"
+        return StreamedRows(source, prefix, shards, seed=seed, shuffle=self.shuffle, row_of=_row_of)
 
     @property
     def order_seed(self) -> int:
@@ -295,11 +285,13 @@ class PromptDataModule(L.LightningDataModule):
 
     def prompts_on_reading(self, split: Split) -> RowPrompts:
         """The rendered prompts of a split's rows, each made, and checked, when it is read; None for a dropped row."""
-        rows = self._open(split) if split == "train" else self._open(split).read_whole()
+        parts: Sequence[SourceRows] = self._open(split)
+        if split != "train":
+            parts = [rows.read_whole() for rows in parts]
         keep = self._filter()
-        return self._prompts_of(rows, lambda located: self._prompt(located) if keep(located) else None)
+        return self._prompts_of(parts, lambda located: self._prompt(located) if keep(located) else None)
 
-    def _prompts_of(self, rows: SplitRows, prompt_of: Callable[[LocatedRow], Prompt | None]) -> RowPrompts:
+    def _prompts_of(self, parts: Sequence[SourceRows], prompt_of: PromptOf) -> RowPrompts:
         module = self.trainer.lightning_module if self.trainer is not None else None
         check = ReferenceCheck(getattr(module, "reward_source", None))
 
@@ -318,14 +310,14 @@ class PromptDataModule(L.LightningDataModule):
                 logger.warning(f"{problem}If it is meant as text, double the braces: {{{{%s}}}}.", column, column)
             return prompt
 
-        return RowPrompts(rows, checked, self._renderer().rendered, self.order_seed, self.shuffle)
+        return RowPrompts(parts, checked, self._renderer().rendered, self.order_seed, self.shuffle)
 
     def _checked(self, split: Split) -> RowPrompts:
         """The prompts of a split; raises ValueError for a bad row among those that are checked at the start."""
-        if self.makes_prompts_of_rows:
-            num_rows = self._open(split).num_rows
-            if split == "train" and (num_rows is None or num_rows > MAX_CHECKED):
-                prompts = self.prompts_on_reading(split)
+        if split == "train" and self.makes_prompts_of_rows:
+            prompts = self.prompts_on_reading(split)
+            num_rows = prompts.num_rows
+            if num_rows is None or num_rows > MAX_CHECKED:
                 made = prompts.first(ROWS_AT_ONCE if num_rows is None else NUM_CHECKED)
                 logger.info(
                     "Checked the first %d of %s train rows, of which %d make prompts; others are checked when read.",
@@ -334,6 +326,7 @@ class PromptDataModule(L.LightningDataModule):
                     sum(item is not None for item in made),
                 )
                 return prompts
+        if self.makes_prompts_of_rows:
             prompts = self._prompts_of(self._filtered(split), self._prompt)
         else:
             prompts = self._prompts_of(self._own_rows(split), lambda located: located.row)
@@ -353,9 +346,9 @@ class PromptDataModule(L.LightningDataModule):
             self.prompts[split] = self._checked(split)
         required = _SPLITS_OF_STAGE[stage][0]
         prompts = self.prompts[required]
-        if prompts.rows.num_rows == 0:
+        if prompts.num_rows == 0:
             names = [source.source for source in self.sources[required]]
-            if required in self._rows and (num_rows := self._rows[required].read_whole().num_rows):
+            if num_rows := sum(rows.read_whole().num_rows for rows in self._rows.get(required, [])):
                 limits = self._limits()
                 raise ValueError(
                     f"None of the {num_rows} rows of {required}={', '.join(names)} is left: row_filter, or a limit of "
@@ -366,10 +359,11 @@ class PromptDataModule(L.LightningDataModule):
                 f"{required} to a file or a hub name, or override make_prompts."
             )
         if stage == "fit":
-            for source, size in zip(prompts.rows.sources, prompts.rows.sizes, strict=True):
-                if size == 0:
+            for rows in prompts.parts:
+                if rows.num_rows == 0:
                     raise ValueError(
-                        f"No row of {source.source!r} passes the filters. Remove the source, or loosen the filters."
+                        f"No row of {rows.source.source!r} passes the filters. Remove the source, or loosen the "
+                        "filters."
                     )
             _warn_of_repeats(prompts.checked, self.prompts["validation"].checked)
             if not self.prompts["validation"]:
@@ -397,8 +391,12 @@ class PromptDataModule(L.LightningDataModule):
         return self._stream
 
     def train_dataloader(self) -> EpochLoader[Any]:
+        """The index of each iteration in its epoch; the prompts are in `prompt_stream`."""
         check_run_length(self.prompt_stream, self.trainer)
-        return iteration_clock(self.prompt_stream, self.trainer)
+        num = self.prompt_stream.num_iterations
+        if num is None:
+            return PositionLoader(None, lambda number: number, trainer=self.trainer)
+        return EpochLoader(num, lambda epoch, index: index, trainer=self.trainer)
 
     def val_dataloader(self) -> EpochLoader[Any]:
         return self._evaluation_loader("validation")
@@ -410,7 +408,7 @@ class PromptDataModule(L.LightningDataModule):
         return self.test_dataloader()
 
     def _evaluation_loader(self, split: Split) -> EpochLoader[Any]:
-        return prompt_batches(self.prompts[split], self.validation_batch_size)
+        return batches_in_order(self.prompts[split], self.validation_batch_size, PromptBatch)
 
     def policy_inputs(self) -> PolicyInputs:
         """The policy's tokenizer, longest prompt and image reader, from `attach` or from the trainer's module."""

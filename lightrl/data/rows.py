@@ -25,13 +25,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 from lightrl.trajectory import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     from lightrl.data.mixture import DataSource
-    from lightrl.trajectory import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -48,19 +47,6 @@ _LONGEST_FIELD = 2**31 - 1  # bytes in a CSV file; the module's own limit is 128
 _LONGEST_BLANK = 16  # a longer line of spaces is refused as invalid JSON
 _PROGRESS_S = 5.0  # between two messages while a large file is scanned
 _TO_UTF_8 = "It must be UTF-8: convert it with `iconv -f <its encoding> -t utf-8`."
-
-
-class LocatedRow(NamedTuple):
-    """A row of a split."""
-
-    row: Any  # a dict of columns, or an item of a user's own dataset
-    source: DataSource
-    where: str  # names it in messages
-    prompt_id: str  # unique in the split
-
-
-# What becomes of a row: its prompt, None if it is dropped, what is wrong with it.
-Made: TypeAlias = "Prompt | ValueError | None"
 
 
 @dataclass(eq=False)

@@ -28,6 +28,7 @@ from lightrl.data.rows import (
     refuse_pointer,
     without_padding,
 )
+from lightrl.data.sources import IndexedRows, SourceRows
 from lightrl.trajectory import JsonMapping, JsonObject
 
 OpenShard = Callable[[], Iterable[Any]]  # a shard, from its first row
@@ -55,21 +56,19 @@ class StreamedRow(NamedTuple):
 
 
 @dataclass(eq=False)
-class StreamedRows:
-    """The rows of one source by their number, counted over all passes; how many a pass has is not known."""
+class StreamedRows(SourceRows):
+    """Rows that are read in order: how many a pass has is not known, and the row is its own key."""
 
-    name: str  # names the source in messages
     shards: Sequence[OpenShard]  # each is read from its start to its end in every pass
     _: KW_ONLY
     seed: int | str  # determines the orders, with the pass and the block
     shuffle: bool  # False reads shards and rows in order
-    buffer_rows: int  # rows that are shuffled with one another
-    max_rows: int | None = None  # the most rows of a pass; None for all
     # Makes a row of an item of a shard, given where it is; raises ValueError if it is none.
     row_of: Callable[[object, str], Any] = lambda item, where: item
 
     def __post_init__(self) -> None:
-        self.block_rows = self.buffer_rows if self.shuffle else min(self.buffer_rows, ROWS_AT_ONCE)
+        buffer_rows = self.source.shuffle_buffer
+        self.block_rows = buffer_rows if self.shuffle else min(buffer_rows, ROWS_AT_ONCE)
         self._marks = [Mark()]  # blocks that were read, and the next one
         self._blocks: dict[int, list[StreamedRow]] = {}  # the last ones, by number, in the order of training
         self._reader: Iterator[tuple[list[StreamedRow], Mark]] | None = None  # at the last mark
@@ -77,9 +76,14 @@ class StreamedRows:
 
     def __str__(self) -> str:
         order = f"shuffled by {self.block_rows}" if self.shuffle else "in order"
-        return f"{self.name!r} streamed from {len(self.shards)} shards, {order}"
+        return f"{self.source.source!r} streamed from {len(self.shards)} shards, {order}"
 
-    def __getitem__(self, number: int) -> StreamedRow:
+    @property
+    def num_rows(self) -> None:
+        """How many rows a pass has is not known."""
+        return None
+
+    def key_at(self, number: int) -> StreamedRow:
         """Reads on to the end of the row's block; waits for the source."""
         with self._lock:
             if number < self._marks[0].number:
@@ -91,24 +95,21 @@ class StreamedRows:
                 self._keep(mark.number, next(self._blocks_from(mark))[0])
             return self._blocks[mark.number][number - mark.number]
 
-    def row(self, item: StreamedRow) -> Any:
-        """Raises ValueError if the source has something else there."""
-        return self.row_of(item.item, self.where(item))
+    def row(self, key: StreamedRow) -> Any:
+        return self.row_of(key.item, self.where(key))
 
-    def where(self, item: StreamedRow) -> str:
-        """Names a row in messages."""
-        shard = f" of shard {item.shard + 1}" if len(self.shards) > 1 else ""
-        return f"Row {item.place + 1}{shard} of {self.name!r}"
+    def where(self, key: StreamedRow) -> str:
+        shard = f" of shard {key.shard + 1}" if len(self.shards) > 1 else ""
+        return f"Row {key.place + 1}{shard} of {self.source.source!r}"
 
-    def id(self, item: StreamedRow) -> str:
-        """Identifies a row of the source."""
-        return f"{item.shard}-{item.place}" if len(self.shards) > 1 else str(item.place)
+    def id(self, key: StreamedRow) -> str:
+        return f"{key.shard}-{key.place}" if len(self.shards) > 1 else str(key.place)
 
-    def one_pass(self) -> Iterator[StreamedRow]:
-        """Every row once, in the order of the source."""
-        in_order = StreamedRows(
-            self.name, self.shards, seed=0, shuffle=False, buffer_rows=ROWS_AT_ONCE, max_rows=self.max_rows
-        )
+    def read_whole(self) -> IndexedRows:
+        return IndexedRows(self.source, self.prefix, [self.row(key) for key in self.row_keys()])
+
+    def row_keys(self) -> Iterator[StreamedRow]:
+        in_order = StreamedRows(self.source, self.prefix, self.shards, seed=0, shuffle=False)
         for rows, following in in_order._blocks_from(Mark()):
             yield from rows
             if following.epoch:
@@ -147,13 +148,14 @@ class StreamedRows:
 
     def _blocks_from(self, mark: Mark) -> Iterator[tuple[list[StreamedRow], Mark]]:
         """Block after block, in the order of the source, each with the mark of the next; some passes end empty."""
+        max_rows = self.source.max_rows
         while True:
-            num_left = None if self.max_rows is None else self.max_rows - mark.num_read
+            num_left = None if max_rows is None else max_rows - mark.num_read
             items, epoch = islice(self._rest_of_pass(mark), num_left), mark.epoch
             while mark.epoch == epoch:
                 block = list(islice(items, self.block_rows))
                 if not block and mark.num_read == 0:
-                    raise ValueError(f"Data {self.name!r} has no rows.")
+                    raise ValueError(f"Data {self.source.source!r} has no rows.")
                 number = mark.number + len(block)
                 if len(block) < self.block_rows:
                     mark = Mark(number, epoch + 1)

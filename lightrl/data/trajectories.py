@@ -9,7 +9,7 @@ from pathlib import Path
 import lightning as L
 
 from lightrl.checks.bounds import check_bounds
-from lightrl.data.stream import EpochLoader
+from lightrl.data.batches import EpochLoader
 from lightrl.trajectory import Group, Trajectory, files_of, read_records
 
 

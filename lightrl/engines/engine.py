@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
 
 # Engines import this at run time: jsonargparse parses a module that imports for type checkers again for each method.
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lightrl.engines.placing import PlannedEngine
+from lightrl.models.tuning import Part
 from lightrl.trajectory import FinishReason, JsonObject, Sampling, TokenArray, token_array
 from lightrl.weights import Bucket, SharedFolder
 
@@ -116,8 +116,8 @@ class RolloutEngine(ABC):
         """
         return ""
 
-    def expect(self, policy: nn.Module, *, num_versions: int) -> None:
-        """Called before `start`: the policy that is trained, and how many of its versions may be in use at once."""
+    def expect_policy(self, policy: PreTrainedModel, *, num_versions: int) -> None:
+        """Called before `start` with the model whose weights it gets, and the number of versions that may be in use."""
 
     def start(self, config: PretrainedConfig) -> None:
         """Builds the model of this config or connects to it; called on the main thread, before anything else."""
@@ -206,6 +206,10 @@ class RolloutEngine(ABC):
         """
         return {}
 
+    def parts_to_load(self) -> list[Part]:
+        """The parts of the policy's weights that the next `load_weights` takes, in order."""
+        return ["whole"]
+
     @abstractmethod
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
         """Pauses, loads, acknowledges `weight_version`, resumes; or rolls back to the old weights and raises.
@@ -216,10 +220,6 @@ class RolloutEngine(ABC):
         Raises:
             WeightSyncError: if a name, shape or value does not fit the model; the engine keeps its old weights.
         """
-
-    def needs_base(self) -> bool | None:
-        """Whether the next load must bring frozen parameters after the trained ones; None if it takes whole weights."""
-        return None
 
     def shared_folder(self) -> SharedFolder | None:
         """The folder into which every rank may write its share of the weights; None if they travel in another way."""

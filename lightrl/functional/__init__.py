@@ -37,10 +37,11 @@ from lightrl.functional.logprobs import (
     can_compile,
     hidden_logprobs,
     hidden_topk,
+    logits_logprobs,
+    logits_topk,
     predicted_token_ids,
     predicting_positions,
     token_logprobs,
-    token_topk,
 )
 from lightrl.functional.losses import (
     bradley_terry_loss,
@@ -71,8 +72,8 @@ from lightrl.functional.values import (
 __all__ = ["group_advantages", "optimal_advantages", "batch_normalized", "on_host", "to_device"]
 __all__ += ["policy_ratio", "sequence_ratio", "second_moment_mask", "interpolated_proximal_logprobs"]
 __all__ += ["ImportanceWeights", "KLController", "kl", "Divergence", "topk_divergence", "rest_mass", "check_divergence"]
-__all__ += ["can_compile", "token_logprobs", "hidden_logprobs", "token_topk", "hidden_topk", "predicting_positions"]
-__all__ += ["predicted_token_ids", "aligned_to_tokens"]
+__all__ += ["can_compile", "token_logprobs", "hidden_logprobs", "hidden_topk", "logits_logprobs", "logits_topk"]
+__all__ += ["predicting_positions", "predicted_token_ids", "aligned_to_tokens"]
 __all__ += ["clipped_policy_loss", "clipped_ratio_loss", "cispo_loss", "sapo_loss", "tapered_weights"]
 __all__ += ["regression_loss", "leaves_trust_region", "bradley_terry_loss", "preference_margin", "preference_loss"]
 __all__ += ["is_clipped", "rectangles", "bins"]

@@ -93,27 +93,47 @@ def token_logprobs(
     if masked_rows is not None:
         check_same_shape(entropy=logits[..., 0], masked_rows=masked_rows)
         masked_rows = masked_rows[:, 1:].reshape(-1)
-    mask = _checked(temperature, masked_ids, masked_rows)
     num, width, vocabulary = logits.shape
     if width == 0:
         return logits.new_zeros(token_ids.shape), logits.new_zeros(num, 0)
-    # A model may give -inf to ids it never generates; 0 · inf would make the entropy NaN.
-    predictions = logits[:, :-1].clamp(min=torch.finfo(logits.dtype).min).reshape(-1, vocabulary)
-    targets = token_ids[:, 1:].flatten(0, 1)
-
-    def read(rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        return _logits_logprobs(predictions[rows], targets[rows], temperature, mask_of(mask, rows), True)
-
-    if supports is None or not len(supports.limited):
-        logprobs, entropy = read(slice(None))
-    else:
-        _check_one_token_each(token_ids, 2)
-        scores = predictions[supports.limited[supports.rows], supports.ids]
-        scores = scores.float() if scores.dtype.itemsize < 4 else scores
-        logprobs, entropy = supports.filled(supports.logprobs(scores, temperature), read)
+    logprobs, entropy = logits_logprobs(
+        logits[:, :-1].reshape(-1, vocabulary),
+        token_ids[:, 1:].flatten(0, 1),
+        temperature,
+        masked_ids=masked_ids,
+        masked_rows=masked_rows,
+        supports=supports,
+    )
     first = (0, 0) * (token_ids.dim() - 2) + (1, 0)
     logprobs = torch.nn.functional.pad(logprobs.view(token_ids[:, 1:].shape), first)
     return logprobs, torch.nn.functional.pad(entropy.view(num, width - 1), (1, 0))
+
+
+def logits_logprobs(
+    logits: Tensor,
+    token_ids: Tensor,
+    temperature: float = 1.0,
+    *,
+    entropy_gradient: bool = True,
+    masked_ids: Tensor | None = None,
+    masked_rows: Tensor | None = None,
+    supports: Supports | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`hidden_logprobs` from the logits themselves, [N, V], for models whose head is more than a matrix product."""
+    mask = _checked(temperature, masked_ids, masked_rows, logits)
+    # A model may give -inf to ids it never generates; 0 · inf would make the entropy NaN.
+    logits = logits.clamp(min=torch.finfo(logits.dtype).min)
+
+    def read(rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        return _logits_logprobs(logits[rows], token_ids[rows], temperature, mask_of(mask, rows), entropy_gradient)
+
+    if supports is None or not len(supports.limited):
+        return read(slice(None))
+    _check_one_token_each(token_ids)
+    scores = logits[supports.limited[supports.rows], supports.ids]
+    scores = scores.float() if scores.dtype.itemsize < 4 else scores
+    logprobs, entropy = supports.filled(supports.logprobs(scores, temperature), read)
+    return logprobs, entropy if entropy_gradient else entropy.detach()
 
 
 def predicting_positions(loss_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,7 +213,7 @@ def hidden_logprobs(
     with torch.autocast(hidden.device.type, enabled=False):
         if supports is None or not len(supports.limited):
             return read(slice(None))
-        _check_one_token_each(token_ids, 1)
+        _check_one_token_each(token_ids)
         limited = hidden[supports.limited] if len(supports.others) else hidden
         scores = support_scores(limited, weight, bias, supports, chunk_tokens=chunk_tokens)
         logprobs, entropy = supports.filled(supports.logprobs(scores, temperature), read)
@@ -229,7 +249,7 @@ def hidden_topk(
 
 
 @torch.no_grad()
-def token_topk(
+def logits_topk(
     logits: Tensor,
     num: int,
     *,
@@ -237,11 +257,8 @@ def token_topk(
     masked_ids: Tensor | None = None,
     masked_rows: Tensor | None = None,
 ) -> Tensor:
-    """`hidden_topk` from the model's logits [B, T, V]: int64 [B, T, num], aligned; 0 at position 0."""
-    mask = _checked(1.0, masked_ids, None if masked_rows is None else masked_rows[:, 1:].reshape(-1))
-    predictions = logits[:, :-1]
-    topk = _largest(predictions.flatten(0, 1), num, num_ids, mask)
-    return torch.nn.functional.pad(topk.view(*predictions.shape[:2], num), (0, 0, 1, 0))
+    """`hidden_topk` from the logits themselves, [N, V]."""
+    return _largest(logits, num, num_ids, _checked(1.0, masked_ids, masked_rows, logits))
 
 
 def _largest(logits: Tensor, num: int, num_ids: int | None, mask: Mask | None) -> Tensor:
@@ -289,22 +306,19 @@ def are_few_logits(num: int, vocabulary: int) -> bool:
 Mask = tuple[Tensor, Tensor]
 
 
-def _checked(
-    temperature: float, masked_ids: Tensor | None, masked_rows: Tensor | None, hidden: Tensor | None = None
-) -> Mask | None:
+def _checked(temperature: float, masked_ids: Tensor | None, masked_rows: Tensor | None, states: Tensor) -> Mask | None:
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}. For greedy logprobs use 1.")
     if masked_ids is None and masked_rows is None:
         return None
     if masked_ids is None or masked_rows is None:
         raise ValueError("masked_ids and masked_rows must be passed together, got only one of them.")
-    if hidden is not None:
-        check_same_shape(positions=hidden[:, 0], masked_rows=masked_rows)
+    check_same_shape(positions=states[:, 0], masked_rows=masked_rows)
     return masked_ids, masked_rows
 
 
-def _check_one_token_each(token_ids: Tensor, dim: int) -> None:
-    if token_ids.dim() != dim:
+def _check_one_token_each(token_ids: Tensor) -> None:
+    if token_ids.dim() != 1:
         raise ValueError("Only sampled tokens have logprobs within their supports: token_ids needs one per position.")
 
 

@@ -9,7 +9,7 @@ Shapes: B trajectories, T tokens. Two exact forms of the same forward pass:
     └───────┘  └─────────────┘
 
 In a rectangle the padding is on the right, where a causal model needs no attention mask. In a packed row
-(strategies/shared_prefix.py) attention gets the starts of the trajectories (strategies/packed_attention.py).
+(shared_prefix.py in strategies/layouts) attention gets the starts of the trajectories (packed_attention.py there).
 """
 
 from __future__ import annotations

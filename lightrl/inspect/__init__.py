@@ -7,7 +7,7 @@ Reading order:
     server.py      the page on the loopback, with a token in its address
     page/          HTML, JavaScript and CSS, as the browser gets them
 
-May import: checks, trace, trajectory; nothing of torch or Lightning, so that the page opens at once. What a model wrote
-is only ever put into the page as text (`textContent`). To show one more thing: an answer here, a view in
+May import: checks, trace, trajectory; neither torch nor Lightning, so that the page opens at once. Text from a model
+only ever enters the page as text (`textContent`). To show something new, add an answer here and a view in
 page/inspect.js.
 """

@@ -23,19 +23,19 @@ from lightrl.inspect.run_folder import MAX_BYTES, Json, Run, open_file, read_tex
 from lightrl.trace import trace_files
 from lightrl.trajectory import rows_of
 
-MAX_POINTS = 600  # a curve's points: more than its columns on a screen
-MAX_TOKENS = 100_000  # shown of a trajectory
+MAX_POINTS = 600  # points of a curve: more than a screen has columns
+MAX_TOKENS = 100_000  # the most that a trajectory shows
 _MAX_IMAGE_BYTES = 32 * 2**20
 _KINDS = {b"\x89PNG\r\n": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
 
 _STEPS = ("step", "iteration")  # the column that is the horizontal axis; CSVLogger's, LearningCurve's
 _OTHERS = ("epoch", "created_at")
-_FIRST_FILES = 8  # indexed before the first page of the table
-_UPDATE_S = 2.0  # between two updates of an index
+_FIRST_FILES = 8  # rows to index before the table's first page
+_UPDATE_S = 2.0  # seconds between two updates of an index
 
 
 class Curves:
-    """Reads a file again when it has changed, and then only what was added."""
+    """Reads a file again when it has changed, and then only the added part."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -45,7 +45,7 @@ class Curves:
         self._points: dict[str, tuple[list[float], list[float]]] = {}  # metric → iterations, values
 
     def to_json(self) -> Json:
-        """Metric → {"x": iterations, "y": values}; a long curve has the mean of each part."""
+        """Metric → {"x": iterations, "y": values}; a long curve is reduced to means of its parts."""
         self._read()
         return {name: _shortened(*points) for name, points in sorted(self._points.items())}
 
@@ -63,7 +63,7 @@ class Curves:
                 self._read_bytes = len(head)
             file.seek(self._read_bytes)
             content = file.read(MAX_BYTES)
-        end = content.rfind(b"\n") + 1  # the last line may be in the making
+        end = content.rfind(b"\n") + 1  # the last line may be incomplete
         self._read_bytes += end
         text = content[:end].decode(errors="replace")
         names_of_columns = next(csv.reader([header]), [])
@@ -107,24 +107,24 @@ class _OpenRun:
 
 @contextlib.contextmanager
 def _anybodys_files(question: str) -> Iterator[None]:
-    """Inside, whatever the content of a run's files does is a LookupError or a ValueError."""
+    """Turns any error that the content of a run's files causes inside into a LookupError or a ValueError."""
     try:
         yield
     except (LookupError, ValueError):
         raise
-    except Exception as error:  # what a stranger has written there fails in any way
+    except Exception as error:  # a stranger's files may fail in any way
         raise ValueError(f"The run's files do not answer {question!r}: {type(error).__name__}: {error}") from error
 
 
 class Answers:
-    """The answers about some runs, whose number is their place; called from any thread. `cache` is for the indices."""
+    """The answers about some runs, numbered by position; called from any thread. `cache` holds the indices."""
 
     def __init__(self, runs: Sequence[Run], cache: Path | None = None) -> None:
         self.runs = [_OpenRun(run, cache) for run in runs]
         self._closed = threading.Event()
 
     def start(self) -> None:
-        """Follow the runs with the indices, in a thread; the newest trajectories are there at once."""
+        """Starts a thread that keeps the indices up to date; the newest trajectories are available at once."""
         for one in self.runs:
             one.index.update(max_files=_FIRST_FILES)
         threading.Thread(target=self._follow, name="lightrl-inspect-index", daemon=True).start()
@@ -199,7 +199,7 @@ class Answers:
 
 
 class TokenTexts:
-    """The texts of token ids that TrajectoryLog has written; reads what was added since."""
+    """The texts of token ids that TrajectoryLog has written; later reads cover only the additions."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "trajectories" / "tokens.jsonl"
@@ -223,7 +223,7 @@ class TokenTexts:
 
 
 def as_shown(record: Json, texts: TokenTexts) -> Json:
-    """A record of TrajectoryLog as the page reads it: lists with an entry for each token, aligned to the token."""
+    """A record of TrajectoryLog in the page's form: lists with one entry per token, aligned to the token."""
     trajectory = record["trajectory"]
     token_ids = trajectory["token_ids"][:MAX_TOKENS]
     num = len(token_ids)
@@ -268,7 +268,7 @@ def _images(trajectory: Json) -> list[str]:
 
 
 def image(record: Json, number: int) -> tuple[str, bytes]:
-    """Content type and bytes of an image of a trajectory; of a run's machine nothing but images is shown."""
+    """Content type and bytes of an image of a trajectory; no other file of the machine is served."""
     images = _images(record["trajectory"])
     if not 0 <= number < len(images):
         raise LookupError(f"The trajectory has {count_text(len(images), 'image')}; there is no number {number}.")
@@ -297,12 +297,12 @@ _CHUNK = 2**22
 
 
 class Timeline:
-    """Knows where in the trace's files each iteration begins; reads on where a file has grown."""
+    """Finds where in the trace's files each iteration begins; continues reading where a file has grown."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "trace"
         self._marks: dict[Path, list[tuple[int, int]]] = {}  # file → iteration and its first byte, in order
-        self._scanned: dict[Path, tuple[int, int]] = {}  # file → inode, and bytes that were searched
+        self._scanned: dict[Path, tuple[int, int]] = {}  # file → inode, and number of bytes searched
 
     def iterations(self) -> list[int]:
         for path in trace_files(self._folder):
@@ -381,7 +381,7 @@ class Timeline:
                     yield json.loads(line.rstrip(b","))
 
     def _names(self, path: Path) -> dict[tuple[int, int], str]:
-        """Names of the tracks; each is named once, in the iteration that it first occurs in."""
+        """Names of the tracks; each is named once, in the iteration in which it first occurs."""
         lines = []
         with open_file(path) as file:
             while file.tell() < self._scanned[path][1]:
@@ -403,7 +403,7 @@ def problems(run: Run) -> list[Json]:
     reported: list[Json] = []
     for path in sorted((run.folder / "problems").glob("rank-*.jsonl")):
         for line in read_text(path).splitlines():
-            with contextlib.suppress(ValueError, RecursionError):  # in the making, or not ours
+            with contextlib.suppress(ValueError, RecursionError):  # incomplete, or not ours
                 reported.append({"at": 0.0, **json.loads(line)})
     traceback = run.folder / "traceback.txt"
     if traceback.exists():

@@ -1,9 +1,9 @@
 """The table of a run's trajectories: an SQLite file in the user's cache, built from the first bytes of each line.
 
-Dropped trajectories are rows too, from the problems: with the reason as how they finished, and without tokens.
+Dropped trajectories are rows too, taken from the problems: with the reason as their finish, and without tokens.
 
-TrajectoryLog writes the table's columns before the trajectory, so a long line costs as much as a short one. By each
-file's size and time a run is read on, the newest files first, in a thread; the table can be read meanwhile.
+TrajectoryLog writes the table's columns before the trajectory, so a long line costs as much as a short one. A thread
+reads files whose size or time has changed, the newest first; the table can be read meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from lightrl.inspect.run_folder import Json, open_file
 
 _NUMBERS = ("iteration", "group", "sample", "reward", "advantage", "length", "staleness")
-_TEXTS = ("prompt", "prompt_text", "excerpt")  # searched for words
+_TEXTS = ("prompt", "prompt_text", "excerpt")  # columns that are searched for words
 COLUMNS = (*_NUMBERS, "finish", *_TEXTS)
 _MAX_WORDS = 100
 _MAX_LINE_BYTES = 2**28
@@ -60,7 +60,7 @@ class TrajectoryIndex:
             database.executescript(_CREATE)
 
     def update(self, *, max_files: int | None = None) -> int:
-        """Reads files that are new or have changed, the newest first; returns how many are left."""
+        """Reads new and changed files, the newest first; returns how many remain."""
         with self._updating, closing(self._connect()) as database:
             indexed_files = {
                 name: (size, time, number) for name, size, time, number in database.execute("SELECT * FROM files")
@@ -80,7 +80,7 @@ class TrajectoryIndex:
                     for name in batch:
                         if name in indexed_files:
                             _forget(database, name, indexed_files[name][2])
-                        with contextlib.suppress(OSError):  # no file that a run has written
+                        with contextlib.suppress(OSError):  # not a file that a run writes
                             _add(database, self._folder / name, next_id, name, _stamp(here[name]))
                         next_id += 1
                 self.num_missing -= len(batch)
@@ -92,16 +92,16 @@ class TrajectoryIndex:
         """Rows of the table, and how many there are.
 
         Args:
-            query: words, which the prompt or the completion must have, and conditions: `reward<0.5`.
+            query: words that the prompt or the completion must contain, and conditions: `reward<0.5`.
 
         Returns:
-            `total`, `rows`, and `notes` on what in the query looks like a condition and is none.
+            `total`, `rows`, and `notes` on parts of the query that look like conditions but are not.
         """
         if sort not in COLUMNS:
             raise ValueError(f"sort must be one of {', '.join(COLUMNS)}, got {sort!r}.")
         where, values, notes = condition(query)
         direction = "DESC" if descending else "ASC"
-        tie = "ASC" if sort == "iteration" else direction  # an iteration in its order; else the whole order of an index
+        tie = "ASC" if sort == "iteration" else direction  # the trajectories of an iteration in their order
         with closing(self._connect()) as database:
             (total,) = database.execute(f"SELECT count(*) FROM rows {where}", values).fetchone()
             rows = database.execute(
@@ -112,7 +112,7 @@ class TrajectoryIndex:
             return {"total": total, "rows": _dicts(rows), "notes": notes}
 
     def sample(self, num: int) -> list[Json]:
-        """Return at most `num` rows: as many of each iteration, whole groups where one fits."""
+        """Returns at most `num` rows: equally many of each iteration, in whole groups where one fits."""
         with closing(self._connect()) as database:
             total, iterations, size = database.execute(
                 "SELECT count(*), count(DISTINCT iteration), max(sample) + 1 FROM rows"
@@ -129,7 +129,7 @@ class TrajectoryIndex:
         return rows if len(rows) <= num else [rows[place * (len(rows) - 1) // (num - 1)] for place in range(num)]
 
     def line(self, row_id: int) -> Json:
-        """The record of a row as TrajectoryLog wrote it; raises LookupError if there is none, or none any more."""
+        """The record of a row as TrajectoryLog wrote it; raises LookupError if it is missing or replaced."""
         with closing(self._connect()) as database:
             row = database.execute(
                 "SELECT name, start, rows.size FROM rows JOIN files ON files.id = rows.file WHERE rows.rowid = ?",
@@ -160,7 +160,7 @@ def _dicts(rows: Iterable[Sequence[object]]) -> list[Json]:
 
 
 def condition(query: str) -> tuple[str, list[object], list[str]]:
-    """Return a query as SQL, its values, and notes on words that look like a condition but are searched as text."""
+    """Returns a query as SQL, its values, and notes on words that look like a condition but are searched as text."""
     clauses: list[str] = []
     values: list[object] = []
     notes: list[str] = []
@@ -176,7 +176,7 @@ def condition(query: str) -> tuple[str, list[object], list[str]]:
         elif word == "dropped" or (name == "finish" and sign in ("=", "!=")):
             clauses.append(f"finish {'NOT ' if sign == '!=' else ''}LIKE ?")
             values.append(f"{text if match else word}%")
-        elif name not in _NUMBERS or text:  # a number that is still being typed is no word
+        elif name not in _NUMBERS or text:  # a number that is still being typed is not a word
             clauses.append(f"({' OR '.join(f'instr(lower({column}), ?)' for column in _TEXTS)})")
             values += [word.encode().lower().decode()] * len(_TEXTS)  # ASCII only, like SQLite's lower
             notes += [_note(word, name, text)] if match else []
@@ -208,7 +208,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
     for name, start in (("trajectories", "iteration-"), ("problems", "rank-")):
         for path in (folder / name).glob(f"{start}*.jsonl"):
             with contextlib.suppress(OSError):  # the run has removed it
-                if path.name.isprintable():  # else it is not the run's, and may be no text for SQLite
+                if path.name.isprintable():  # otherwise it is not the run's, and SQLite may not accept it as text
                     yield f"{name}/{path.name}", path.lstat()
 
 
@@ -243,14 +243,14 @@ def _rows(path: Path, number: int) -> Iterator[Sequence[object]]:
 
 
 def _storable(value: object) -> object:
-    """SQLite holds no lone surrogates, which a completion may have, and neither lists nor integers of any size."""
+    """Makes a value storable: SQLite takes no lone surrogates, which completions may have, lists or huge integers."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     return value if isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63) else None
 
 
 def _columns(content: mmap.mmap, start: int, end: int) -> Json | None:
-    """Read the columns of a trajectory from the beginning of its line, or those of one that was dropped."""
+    """Reads the columns of a trajectory, also of a dropped one, from the beginning of its line."""
     cut = content.find(b', "trajectory": ', start, end)
     try:
         record: Json = json.loads(content[start:end] if cut < 0 else content[start:cut] + b"}")

@@ -15,14 +15,14 @@ import yaml
 from lightrl.checks.secret_settings import without_secrets
 
 _SIGNS = ("metrics.csv", "trajectories", "trace", "status.json", "learning_curve.csv", "problems")
-Json = dict[str, Any]  # an object of a file or of an answer
-MAX_BYTES = 2**26  # the most that is read of a file at a time
+Json = dict[str, Any]  # a JSON object of a file or an answer
+MAX_BYTES = 2**26  # the most to read of a file at a time
 _DEPTH = 3  # folders from a named one down to its runs: <root>/lightning_logs/version_0
 
 
 def open_file(path: Path, *, follows_link: bool = False) -> BinaryIO:
     """Opens a file of a run, which may be a stranger's; raises OSError for a link, a pipe, a device or a folder."""
-    flags = os.O_RDONLY | os.O_NONBLOCK  # a pipe makes nobody wait
+    flags = os.O_RDONLY | os.O_NONBLOCK  # opening a pipe must not block
     file = os.fdopen(os.open(path, flags if follows_link else flags | os.O_NOFOLLOW), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -31,7 +31,7 @@ def open_file(path: Path, *, follows_link: bool = False) -> BinaryIO:
 
 
 def read_text(path: Path) -> str:
-    """The end of such a file, as much as a page can show."""
+    """The end of a run's file, as much as a page can show."""
     with open_file(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_BYTES))
         return file.read(MAX_BYTES).decode(errors="replace")
@@ -42,10 +42,10 @@ class Run:
     """A run's folder."""
 
     folder: Path
-    name: str  # short, unlike those of the other runs
+    name: str  # short, and different from those of the other runs
 
     def status(self) -> Json:
-        """State of the run, from its `status.json`; empty without one."""
+        """The run's state, from its `status.json`; empty if there is none."""
         try:
             status = json.loads(read_text(self.folder / "status.json"))
         except (OSError, ValueError, RecursionError):
@@ -53,7 +53,7 @@ class Run:
         return status if isinstance(status, dict) else {}
 
     def settings(self) -> dict[str, str]:
-        """Return each setting of its `config.yaml` by the name that the command line has for it; empty without one."""
+        """The settings of its `config.yaml` under their names on the command line; empty if there is none."""
         try:
             text = read_text(self.folder / "config.yaml")
             depth = 0
@@ -83,7 +83,7 @@ def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:
 
 
 def find_runs(paths: Iterable[Path]) -> list[Run]:
-    """The runs in these folders: of each the folder itself or, if it is none, all runs in it, the newest last."""
+    """The runs among these folders. A folder that is not a run stands for all runs in it, the newest last."""
     folders: list[Path] = []
     for path in paths:
         runs = _runs_in(path.absolute(), _DEPTH)
@@ -106,7 +106,7 @@ def _runs_in(folder: Path, depth: int) -> list[Path]:
 
 
 def _short_names(folders: list[Path]) -> list[str]:
-    """The last parts of each path that no other path has; without `lightning_logs`."""
+    """The shortest ends of the paths that tell them apart; without `lightning_logs`."""
     parts = [[part for part in folder.parts if part != "lightning_logs"] for folder in folders]
     for num in range(2, 30):
         names = ["/".join(one[-num:]) for one in parts]

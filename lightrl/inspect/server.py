@@ -1,8 +1,8 @@
-"""The page on the loopback: a token in its address, no other host's name, and nothing that the browser may run.
+"""The page on the loopback: its address has a token, requests under other host names are refused, nothing else may run.
 
-A stranger's page in the same browser can send requests to the loopback, but does not know the token, and by another
-name (DNS rebinding) its `Host` is refused. What a run has written is data: answers are JSON, images are images, and
-the policy below lets the browser run nothing but the package's own script.
+A stranger's page in the same browser can send requests to the loopback, but does not know the token, and if it uses
+another name (DNS rebinding) its `Host` is refused. A run's files are data: answers are JSON, images are images, and
+the policy below lets the browser run only the package's own script.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HEADERS = {
 
 
 class PageServer:
-    """Serves the page and its started answers on 127.0.0.1 until it is closed; port 0 is a free one."""
+    """Serves the page and its started answers on 127.0.0.1 until it is closed; port 0 picks a free port."""
 
     def __init__(self, answers: Answers, *, port: int = 0) -> None:
         self.answers = answers
@@ -63,7 +63,7 @@ class _Server(ThreadingHTTPServer):
     page: PageServer
 
     def verify_request(self, request: object, client_address: object) -> bool:
-        return threading.active_count() < _MAX_THREADS  # a connection has one, and may send nothing
+        return threading.active_count() < _MAX_THREADS  # one per connection, which may send nothing
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -108,4 +108,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the addresses have the token."""
+        """Logs nothing: the addresses contain the token."""

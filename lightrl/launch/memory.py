@@ -28,8 +28,8 @@ from lightrl.strategies.costs import (
     parallel_3d_cost,
     peak_bytes,
 )
+from lightrl.strategies.layouts.probes import may_be_cut
 from lightrl.strategies.offload import Offloadable
-from lightrl.strategies.single import may_be_cut
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -10,7 +10,7 @@ Reading order:
     resume.py         what a resumed run continues from; fast_dev_run's check of it
     interrupt.py      Ctrl-C and SIGTERM wait for the end of an update
     shared_rollout.py rank 0's rollout controller as every rank sees it
-    sharing.py        rows, rewards and outputs of calls to the ranks that work on them
+    sharing.py        rows, rewards and outputs of calls to the ranks that work on them; shared_tables.py: tables
 
 May import: everything below; Lightning's private names, each listed in tests/test_structure.py.
 """

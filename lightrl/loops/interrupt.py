@@ -48,20 +48,20 @@ class InterruptGate:
 
     @contextlib.contextmanager
     def raised_at_once(self, ranks: Ranks) -> Iterator[None]:
-        """Inside, where rank 0 may wait for servers, SIGTERM ends the start as Ctrl-C does; Lightning only notes it.
+        """Inside, the first SIGTERM raises SIGTERMException at once, so that it ends a start that waits for servers.
 
-        With several ranks only rank 0 is ended: the others wait for its message. A second SIGTERM is not
-        raised.
+        Lightning's own handler only notes the signal, for the end of a batch. Of several ranks, rank 0 raises it; the
+        others ignore the signal, since rank 0's message ends them.
         """
-        previous = signal.getsignal(signal.SIGTERM)
-        has_come = False
+        lightning_handler = signal.getsignal(signal.SIGTERM)
+        num_received = 0
 
         def terminate(number: int, frame: FrameType | None) -> None:
-            nonlocal has_come
-            is_first, has_come = not has_come, True
-            if ranks.size == 1 and callable(previous):
-                previous(number, frame)  # Lightning's notes it; with several ranks it waits for the others
-            if is_first:
+            nonlocal num_received
+            num_received += 1
+            if ranks.size == 1 and callable(lightning_handler):  # that of several ranks would wait for the others
+                lightning_handler(number, frame)
+            if num_received == 1:
                 raise SIGTERMException
 
         with _handled_by({signal.SIGTERM: terminate} if ranks.is_main else _IGNORED):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
@@ -24,7 +25,7 @@ from lightrl.errors import LightRLError
 from lightrl.loops.update import GradientGuard
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import FSDP2Strategy, is_on_all_ranks, mark_as_on_all_ranks, ranks_of
-from lightrl.strategies.checkpoint import explained_mismatch, load_optimizers
+from lightrl.strategies.checkpoints.one_file import explained_mismatch, load_optimizers
 
 log = logging.getLogger(__name__)
 
@@ -162,32 +163,44 @@ class Resume:
             log.warning(
                 "Nothing is left to train: the checkpoint has all of trainer.max_steps=%d.", self.trainer.max_steps
             )
-        schedules = {id(item.scheduler.optimizer): item for item in self.trainer.lr_scheduler_configs}
-        olds_of = saved.get("optimizers", [])
-        for optimizer, groups, olds in zip(self.trainer.optimizers, self._optimizers, olds_of, strict=False):
-            config = schedules.get(id(optimizer))
-            scheduler: Any = None if config is None else config.scheduler
-            if isinstance(scheduler, LambdaLR):
-                scheduler.base_lrs = [group["lr"] for group in groups]
-                if not olds[0]["is_scheduled"]:
-                    is_per_step = config is not None and config.interval == "step"
-                    scheduler.last_epoch = self.trainer.global_step if is_per_step else self.trainer.current_epoch
-            for index, (group, new, old) in enumerate(zip(optimizer.param_groups, groups, olds, strict=True)):
-                names = [name for name in new if name in old and new[name] != old[name] and name in group]
-                updated = {name: new[name] for name in names if name != "lr"}
-                if isinstance(scheduler, LambdaLR):
-                    group["initial_lr"] = new["lr"]
-                    updated["lr"] = new["lr"] * scheduler.lr_lambdas[index](scheduler.last_epoch)
-                elif scheduler is None and ("lr" in names or old["is_scheduled"]):
-                    updated["lr"] = new["lr"]
-                elif "lr" in names:
+        config_of = {id(config.scheduler.optimizer): config for config in self.trainer.lr_scheduler_configs}
+        saved_optimizers = saved.get("optimizers", [])
+        for optimizer, groups, saved_groups in zip(
+            self.trainer.optimizers, self._optimizers, saved_optimizers, strict=False
+        ):
+            for group, new, old in zip(optimizer.param_groups, groups, saved_groups, strict=True):
+                names = [name for name in new if name in group and name in old and name != "lr"]
+                group.update({name: new[name] for name in names if new[name] != old[name]})
+            self._apply_rates(optimizer, groups, saved_groups, config_of.get(id(optimizer)))
+
+    def _apply_rates(
+        self, optimizer: Optimizer, groups: list[Settings], saved_groups: list[Settings], config: Any
+    ) -> None:
+        """Gives an optimizer this fit's learning rates; `config` is its scheduler's, None without a scheduler."""
+        was_scheduled = saved_groups[0]["is_scheduled"]
+        if config is None:
+            for group, new, old in zip(optimizer.param_groups, groups, saved_groups, strict=True):
+                if was_scheduled or new["lr"] != old["lr"]:
+                    group["lr"] = new["lr"]
+        elif isinstance(config.scheduler, LambdaLR):
+            step = config.scheduler.last_epoch
+            if not was_scheduled:
+                step = self.trainer.global_step if config.interval == "step" else self.trainer.current_epoch
+            for group, new, factor in zip(optimizer.param_groups, groups, config.scheduler.lr_lambdas, strict=True):
+                group["initial_lr"] = new["lr"]
+                group["lr"] = new["lr"] * factor(step)
+            rates = {
+                "base_lrs": [new["lr"] for new in groups],
+                "_last_lr": [group["lr"] for group in optimizer.param_groups],
+            }
+            config.scheduler.load_state_dict({**config.scheduler.state_dict(), **rates, "last_epoch": step})
+        else:
+            for new, old in zip(groups, saved_groups, strict=True):
+                if new["lr"] != old["lr"]:
                     log.warning(
                         "lr=%s has no effect on this resumed run: %s continues from the checkpoint's %s. To use the "
-                        "new one, start a run from its weights.", new["lr"], type(scheduler).__name__, old["lr"],
+                        "new one, start a run from its weights.", new["lr"], type(config.scheduler).__name__, old["lr"],
                     )  # fmt: skip
-                group.update(updated)
-            if isinstance(scheduler, LambdaLR):
-                scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
     def restore_rollout(self) -> None:
         """Loads the state of the checkpoint or of the previous fit, if there is one, into the newly opened rollout."""

@@ -31,7 +31,8 @@ from lightrl.loops.metrics import add_parts, values_of
 from lightrl.loops.resume import Resume
 from lightrl.loops.score import score
 from lightrl.loops.shared_rollout import SharedRollout
-from lightrl.loops.sharing import accept, add_rewards, shard, share_images
+from lightrl.loops.shared_tables import share_tables
+from lightrl.loops.sharing import accept, add_rewards, shard
 from lightrl.loops.update import GradientGuard, MinibatchLoss
 from lightrl.models.chat_template import with_stop_tokens
 from lightrl.models.optimizer import by_role
@@ -175,7 +176,7 @@ class RolloutLoop(_AutomaticOptimization):
         longest = int(experience.lengths.max()) if len(experience) else 0
         self.sizes = f", with {count_text(len(experience), 'trajectory')} of at most {count_text(longest, 'token')}"
         experience = shard(experience, module, self.ranks, seed=self._minibatch_seed, has_all=has_all)
-        return share_images(experience, trajectories, module.image_reader, has_all=has_all)
+        return share_tables(experience, trajectories, module, has_all=has_all)
 
     def _drop_unrewarded_rows(
         self, module: RLModule, experience: ShardedExperience, groups: list[Group], trajectories: list[Trajectory]

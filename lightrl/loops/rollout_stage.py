@@ -44,7 +44,7 @@ from lightrl.rewards import FailureLog, RewardWorker, make_reward_worker
 from lightrl.rollout import RecordedRollout, Rollout, RolloutController, RolloutSettings
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import LogprobSettings, Ranks, parallel_model, ranks_of
-from lightrl.strategies.halves import SMALL_MODEL_PARAMETERS
+from lightrl.strategies.layouts.halves import SMALL_MODEL_PARAMETERS
 from lightrl.strategies.precision import LeavesBatches, subclassed
 
 _AVERAGES = (
@@ -261,15 +261,13 @@ class RolloutStage:
             self.trainer.engine = LocalEngine()
         engine = self.trainer.engine
         policy: Any = module.policy
-        engine.expect(policy, num_versions=settings.max_staleness + 1)
+        engine.expect_policy(policy, num_versions=settings.max_staleness + 1)
         log.info("devices: %s", devices_text(self.trainer))
         engine.start(module.policy_config)
         self._engine_is_open = True
         workflow = module.configure_workflow()
         if workflow.template is not None:
-            workflow.template.image_reader = module.image_reader
-            for source, token_ids in module.stop_token_ids().items():
-                workflow.template.end_token_ids.update(token_ids if source != "sampling" else ())
+            module.complete_template(workflow.template)
         contexts = (module.context_tokens, engine.max_context)
         workflow.fit_context(min((tokens for tokens in contexts if tokens is not None), default=None))
         return RolloutController(

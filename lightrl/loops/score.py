@@ -20,7 +20,7 @@ from lightrl.functional import on_last_loss_token
 from lightrl.loops.run_calls import run_calls
 from lightrl.loops.sharing import gather, holders_of, is_forward, share_outputs
 from lightrl.models import untrained_reward_model
-from lightrl.models.lora import adapters_off
+from lightrl.models.tuning import tuning_of
 from lightrl.strategies import Microbatches, Ranks, ShardedExperience, mark_as_on_all_ranks
 from lightrl.strategies.sharded_experience import OnLossTokens, TokenRows
 from lightrl.strategies.sharded_experience.placement import microbatch_rows
@@ -124,13 +124,14 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
         has_end = torch.ones_like(experience.is_truncated)
     elif "bootstrap_values" in call.outputs:
         has_end = experience.is_truncated
-    # Another policy, such as this one without its adapters, did not sample the tokens: it routes natively.
-    lengths, rated = experience.lengths, experience.rollout_part(has_end, with_routes=not call.adapters_off)
+    # Another policy, such as this one's base, did not sample the tokens: it routes natively.
+    lengths, rated = experience.lengths, experience.rollout_part(has_end, with_routes=not call.base_only)
     rows = microbatch_rows(rated, ranks, call.microbatch_tokens or module.microbatch_tokens)
     parts = Microbatches(rated, rows, module.device)
-    plain = adapters_off(getattr(module, role)) if call.adapters_off else contextlib.nullcontext()
+    model = getattr(module, role)
+    as_called = tuning_of(model).base_only(model) if call.base_only else contextlib.nullcontext()
     numbers: dict[str, list[Tensor]] = {name: [] for name in (key, "teacher_topk_ids", "teacher_topk_logprobs")}
-    with _on_device(module, role), plain:
+    with _on_device(module, role), as_called:
         for output in module.parallel_models[role].forward(parts, topk=call.topk):
             values = output.values if scores_ends or key == "values" else output.logprobs
             if values is None:
@@ -141,9 +142,14 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
                 numbers["teacher_topk_ids"].append(output.teacher_topk_ids.long())
                 numbers["teacher_topk_logprobs"].append(output.teacher_topk.float())
         numbers = {name: [part.cpu() for part in parts] for name, parts in numbers.items()}  # waits after the last only
-    result: _Outputs = {
-        name: _per_token(parts, rows, lengths) for name, parts in numbers.items() if parts and not scores_ends
-    }
+    result: _Outputs = {}
+    for name, parts_of_rows in numbers.items():
+        if parts_of_rows and not scores_ends:
+            flat = [
+                part[: len(index)][torch.arange(part.shape[1]) < lengths[index][:, None]]
+                for index, part in zip(rows, parts_of_rows, strict=True)
+            ]
+            result[name] = TokenRows.of_flat(torch.cat(flat).numpy(), lengths, [row for index in rows for row in index])
     if has_end is not None:
         at_end = torch.zeros(len(lengths), dtype=torch.float32)
         for index, part in zip(rows, numbers[key], strict=True):
@@ -196,15 +202,6 @@ def _on_loss(name: str, values: Tensor, experience: ShardedExperience, is_whole:
         )
     masked = torch.where(mask, values.detach().float().cpu(), 0.0)
     return TokenRows.of_padded(masked, experience.lengths, rows)
-
-
-def _per_token(parts: Sequence[Tensor], rows: Sequence[list[int]], lengths: Tensor) -> TokenRows:
-    """Joins the results of microbatches with these rows, [b, t, ...] each, on the host."""
-    flat = [
-        part[: len(index)][torch.arange(part.shape[1]) < lengths[index][:, None]]
-        for index, part in zip(rows, parts, strict=True)
-    ]
-    return TokenRows.of_flat(torch.cat(flat).numpy(), lengths, [row for index in rows for row in index])
 
 
 @contextlib.contextmanager

@@ -19,7 +19,6 @@ from torch import Tensor
 from lightrl.checks.printable import count_text
 from lightrl.dataflow import REWARD, ModelCall, runs_in_thread
 from lightrl.experience import ROLLOUT_FIELDS, Experience
-from lightrl.models.images import ImageReader, ImageTable, renumbered
 from lightrl.strategies import Ranks, ShardedExperience
 from lightrl.strategies.sharded_experience.exchange import exchange
 from lightrl.strategies.sharded_experience.placement import place_rows, rows_by_rank
@@ -65,38 +64,10 @@ def shard(
     if ranks.size == 1:
         return placed
     reads_all = any(runs_in_thread(call) for call in graph.of_kind("infer") if call.name != REWARD)
-    has = _all_rows_of(placed, has_all)
-    needs = _work(placed)
+    has = all_rows_of(placed, has_all)
+    needs = working_rows(placed)
     needs[0] |= reads_all  # for functions and servers, which rank 0 calls
     return placed.with_tensors(exchange(placed, placed.tokens, has, needs))
-
-
-def share_images(
-    experience: ShardedExperience,
-    trajectories: Sequence[Trajectory],
-    image_reader: ImageReader | None,
-    *,
-    has_all: Collection[int],
-) -> ShardedExperience:
-    """Read the images on the ranks `has_all`, and send each once to the ranks that work on it. Collective."""
-    ranks = experience.ranks
-    rows = [(*item.prompt.images, *item.images) for item in trajectories] if ranks.rank in has_all else []
-    table = ImageTable.of(rows, image_reader)
-    if ranks.size == 1 or image_reader is None:
-        return experience if table is None else experience.with_tensors(table._asdict())
-    kinds = {} if table is None else table._replace(pixel_values=table.pixel_values[:0])._asdict()
-    fields = ranks.broadcast_tensors(kinds)
-    if not fields:
-        return experience
-    empty, grids, image_rows = (fields[name] for name in ImageTable._fields)
-    images = ShardedExperience({"lengths": grids.prod(1)}, {}, ranks)
-    held = _nowhere(images, empty) if table is None else TokenRows.of_flat(table.pixel_values.numpy(), images.lengths)
-    shown = [renumbered(image_rows.where(rows[:, None], -1), len(grids)) for rows in _work(experience)]
-    needs = torch.stack([is_shown for is_shown, _ in shown])
-    here = exchange(images, {"pixel_values": held}, _all_rows_of(images, has_all), needs)["pixel_values"]
-    is_here, image_rows = shown[ranks.rank]
-    local = ImageTable(torch.from_numpy(here.flat(here.here)), grids[is_here], image_rows)
-    return experience.with_tensors(local._asdict())
 
 
 def add_rewards(experience: ShardedExperience, trajectories: Sequence[Trajectory]) -> ShardedExperience:
@@ -105,8 +76,8 @@ def add_rewards(experience: ShardedExperience, trajectories: Sequence[Trajectory
     tokens, ranks = rewarded.tokens.get("token_rewards"), experience.ranks
     if ranks.size == 1 or not ranks.max_each([int(tokens is not None)])[0]:
         return rewarded
-    tokens = tokens or _nowhere(rewarded, torch.empty(0, dtype=torch.float32))
-    sent = exchange(rewarded, {"token_rewards": tokens}, _all_rows_of(rewarded, [0]), _work(rewarded))
+    tokens = tokens or nowhere(rewarded, torch.empty(0, dtype=torch.float32))
+    sent = exchange(rewarded, {"token_rewards": tokens}, all_rows_of(rewarded, [0]), working_rows(rewarded))
     return rewarded.with_tensors(sent)
 
 
@@ -119,7 +90,7 @@ def gather(experience: ShardedExperience, names: Collection[str]) -> ShardedExpe
     tokens = {name: experience.tokens[name] for name in names if name in experience.tokens}
     for name in set(names) - set(tokens):
         experience[name]
-    has = _work(experience)
+    has = working_rows(experience)
     return experience.with_tensors(exchange(experience, tokens, has, torch.ones_like(has)))
 
 
@@ -140,7 +111,7 @@ def accept(before: ShardedExperience, local: Experience, changed: Experience | N
     counts = torch.zeros(len(before), dtype=torch.int64)
     counts[rows] = accepted.loss_token_counts
     if before.ranks.size > 1:
-        tensors = exchange(before, tensors, _owned(before), _work(before))
+        tensors = exchange(before, tensors, _owned(before), working_rows(before))
     return before.with_tensors({**tensors, "_loss_tokens": before.total(counts)})
 
 
@@ -184,7 +155,7 @@ def share_outputs(
         call: that ran on the ranks of its role, each with its share of the rows, or on rank 0.
         outputs: of this rank; none if the call did not run here.
     """
-    ranks, needs = experience.ranks, _work(experience)
+    ranks, needs = experience.ranks, working_rows(experience)
     with ranks.phase(f"score: {call.name}", has_own_deadline=runs_in_thread(call)):
         if call.on_all_ranks:  # the advantages, of who answers for a row; with whole inputs every rank computes all
             tokens = {name: value for name, value in outputs.items() if isinstance(value, TokenRows)}
@@ -192,7 +163,7 @@ def share_outputs(
             has = torch.ones_like(needs) if module.advantage_inputs else _owned(experience)
             return {**outputs, **exchange(experience, tokens, has, needs)}
         holders = holders_of(call, ranks) if is_forward(call) else None
-        has = _all_rows_of(experience, [0]) if holders is None else rows_by_rank(experience, holders, ranks.size)
+        has = all_rows_of(experience, [0]) if holders is None else rows_by_rank(experience, holders, ranks.size)
         source = 0 if holders is None else holders.first_rank
         # Dtypes and shapes: of an output per token without a row, of [B] as it is on one rank.
         kinds = {
@@ -204,7 +175,7 @@ def share_outputs(
         shared: dict[str, Any] = {}
         for name in sorted(kinds):
             if not len(kinds[name]):
-                tokens = {name: outputs[name] if name in outputs else _nowhere(experience, kinds[name])}
+                tokens = {name: outputs[name] if name in outputs else nowhere(experience, kinds[name])}
                 needed = needs.clone()
                 needed[0] |= name in read_on_rank_0 or holders is None  # the trajectory log keeps a function's outputs
                 shared |= exchange(experience, tokens, has, needed)
@@ -216,7 +187,7 @@ def share_outputs(
         return shared
 
 
-def _work(experience: ShardedExperience) -> Tensor:
+def working_rows(experience: ShardedExperience) -> Tensor:
     """Return the rows that each rank works on, bool [W, B]."""
     return experience.rows["_work"].T.clone()
 
@@ -226,13 +197,13 @@ def _owned(experience: ShardedExperience) -> Tensor:
     return torch.arange(experience.ranks.size)[:, None] == experience.rows["_owner"]
 
 
-def _all_rows_of(experience: ShardedExperience, ranks: Collection[int]) -> Tensor:
+def all_rows_of(experience: ShardedExperience, ranks: Collection[int]) -> Tensor:
     """Return bool [W, B]: these ranks have all rows, the others none."""
     has = torch.zeros(experience.ranks.size, len(experience), dtype=torch.bool)
     has[list(ranks)] = True
     return has
 
 
-def _nowhere(experience: ShardedExperience, empty: Tensor) -> TokenRows:
+def nowhere(experience: ShardedExperience, empty: Tensor) -> TokenRows:
     """Return a field of which all rows are on other ranks."""
     return TokenRows([None] * len(experience), empty.numpy())

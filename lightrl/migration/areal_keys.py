@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,7 +158,7 @@ def recomputed(value: bool, areal: Leaves) -> Outcome:
 
 
 def normalization(name: str) -> dict[str, Rule]:
-    """The rows of `reward_norm` and `adv_norm`: GRPO normalizes once, PPO its advantages over the batch."""
+    """The rows of `reward_norm` and `adv_norm`: GRPO normalizes once, PPO normalizes advantages over the batch."""
     section = f"actor.{name}"
     is_first = name == "reward_norm"
 
@@ -212,20 +212,20 @@ def old_group_norm(value: bool, areal: Leaves) -> Outcome:
     return Outcome(left="it does not say which statistics are used instead: check model.advantage_mean and _std")
 
 
-def shaping(name: str, neutral: float | None) -> Rule:
-    """Bias, scaling and clip of rewards; without a critic, normalization may undo the first two."""
+def shaping(name: str, neutral: float | None, undone_by: Sequence[str] = ()) -> Rule:
+    """The rule of a reward's bias, scaling or clip, which changes nothing if it is `neutral`.
+
+    Without a critic, a normalization that has all levels of `undone_by` undoes it.
+    """
 
     def rule(value: float | None, areal: Leaves) -> Outcome:
         if value in (None, neutral):
             return Outcome()
-        shaped = Outcome({f"model.reward_shaping.{name}": value})
-        if has_critic(areal):
-            return shaped
         norm = "reward_norm" if _has_levels("reward_norm", areal) else "adv_norm"
-        needed = {"bias": ["mean_level"], "scaling": ["mean_level", "std_level"], "clip": ["-"]}[name]
-        if all(areal.get(f"actor.{norm}.{level}") in _GROUP_OR_BATCH for level in needed):
+        levels = [areal.get(f"actor.{norm}.{level}") for level in undone_by]
+        if levels and not has_critic(areal) and all(level in _GROUP_OR_BATCH for level in levels):
             return Outcome(note="dropped, since subtracting the mean and dividing by the deviation undo it")
-        return shaped
+        return Outcome({f"model.reward_shaping.{name}": value})
 
     return rule
 
@@ -317,7 +317,7 @@ RHYTHMS = {"steps": "every_n_train_steps", "secs": "train_time_interval", "epoch
 
 
 def _rhythm(section: str, areal: Leaves) -> tuple[str | None, object]:
-    """The one of `freq_steps`, `freq_secs` and `freq_epochs` that a callback follows, and its value."""
+    """The frequency that a callback follows, one of `freq_steps`, `freq_secs` and `freq_epochs`, and its value."""
     given = [(kind, areal.get(f"{section}.freq_{kind}")) for kind in RHYTHMS]
     return next(((kind, value) for kind, value in given if value is not None), (None, None))
 
@@ -370,7 +370,7 @@ def wandb(value: str, areal: Leaves) -> Outcome:
 
 
 def switch(setting: str, on: object) -> Rule:
-    """A switch that sets `setting` to `on`, and off leaves our default."""
+    """A rule for a switch: true sets `setting` to `on`, false keeps our default."""
     return lambda value, areal: Outcome({setting: on} if value else {})
 
 
@@ -384,7 +384,7 @@ SUPERVISED = {
     "rw": ("RewardModel", "PreferenceDataModule"),
     "dpo": ("DPO", "PreferenceDataModule"),
 }
-SUPERVISED_ROWS: dict[str, Rule] = {  # where they differ from the others
+SUPERVISED_ROWS: dict[str, Rule] = {  # only where they differ from the others
     "actor.is_critic": only(True, False, else_="the class has the head that it needs"),
     "*.mb_spec.*": left("a batch is one forward and backward: lower batch_size, raise trainer.accumulate_grad_batches"),
     "actor.optimizer.eps": only(1e-8, else_="AdamW's eps is 1e-8; override configure_optimizers"),
@@ -496,8 +496,8 @@ ROWS: dict[str, Rule] = {
     **normalization("reward_norm"),
     **normalization("adv_norm"),
     "actor.group_*_norm": old_group_norm,
-    "actor.reward_bias": shaping("bias", 0),
-    "actor.reward_scaling": shaping("scaling", 1),
+    "actor.reward_bias": shaping("bias", 0, ["mean_level"]),
+    "actor.reward_scaling": shaping("scaling", 1, ["mean_level", "std_level"]),
     "actor.reward_clip": shaping("clip", None),
     "actor.kl_ctl": reference_kl,
     "actor.kl_estimator": used_by("actor.kl_ctl"),
@@ -561,7 +561,7 @@ ROWS: dict[str, Rule] = {
     "*.fileroot": repeats("cluster.fileroot"),
 }  # fmt: skip
 
-# What AReaL takes where a file says nothing and lightrl would take something else, by the section that must be there.
+# AReaL's defaults that differ from lightrl's, by the section that must be present.
 DEFAULTS: dict[str, JsonObject] = {
     "gconfig.": {"gconfig.n_samples": 1, "gconfig.max_new_tokens": 16384},
     "actor.": {"actor.ppo_n_minibatches": 4},
@@ -577,7 +577,7 @@ DEFAULTS: dict[str, JsonObject] = {
 SUPERVISED_DEFAULTS = DEFAULTS["actor.optimizer."] | {"actor.optimizer.lr_scheduler_type": "constant"}
 
 
-# Names of AReaL before August 2025 (AReaL Core) and what they are now; a prefix ends with a dot.
+# Names of AReaL before August 2025 (AReaL Core) and their new names; a prefix ends with a dot.
 CORE = {
     "n_nodes": "cluster.n_nodes", "n_gpus_per_node": "cluster.n_gpus_per_node", "group_size": "gconfig.n_samples",
     "ppo.gen.n": "gconfig.n_samples", "ppo.gen.": "gconfig.", "ppo.ppo_n_minibatches": "actor.ppo_n_minibatches",
@@ -594,14 +594,14 @@ CORE = {
 
 
 def areal_key(key: str) -> str:
-    """The name of a setting as the rows have it; the longest of `CORE` that begins it counts."""
+    """The current name of a setting; the longest matching prefix in `CORE` applies."""
     fitting = [old for old in CORE if key == old or (old[-1] in "._" and key.startswith(old))]
     old = max(fitting, key=len, default="")
     return CORE[old] + key.removeprefix(old) if old else key
 
 
 def rule_of(key: str, *, is_supervised: bool = False) -> Rule | None:
-    """The row of a key of AReaL; None if there is none."""
+    """The rule for a key of AReaL; None if there is none."""
     for pattern, rule in SUPERVISED_ROWS.items() if is_supervised else ():
         if fnmatch.fnmatchcase(key, pattern):
             return rule

@@ -36,18 +36,18 @@ _SECTIONS = ("seed_everything", "trainer", "model", "data", "launch")  # in this
 
 @dataclass
 class Conversion:
-    """Our settings, and what became of each key of the file: it is in exactly one of the three."""
+    """Our settings, and the fate of each key of the file, which is in exactly one of three groups."""
 
     settings: JsonObject = field(default_factory=dict)
     converted: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)  # key → why
     unknown: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)  # our settings that a run needs and the file does not give
-    notes: dict[str, str] = field(default_factory=dict)  # key → what differs although it is converted
+    missing: list[str] = field(default_factory=list)  # our settings that a run needs and the file lacks
+    notes: dict[str, str] = field(default_factory=dict)  # key → how the converted setting behaves differently
 
 
 def convert(tree: JsonMapping) -> Conversion:
-    """Converts a configuration of AReaL, as YAML has it."""
+    """Converts a configuration of AReaL, as read from YAML."""
     given = dict(_leaves(tree))
     given = {key: _resolved(value, given, tree, (key,)) for key, value in given.items()}
     as_areal = {areal_key(key): value for key, value in given.items()}
@@ -97,7 +97,7 @@ def _classes(given: JsonMapping) -> tuple[str, str]:
 
 
 def report(result: Conversion) -> str:
-    """Lists what a person should read before the first run."""
+    """Lists what to check before the first run."""
     counts = f"{count_text(len(result.converted), 'setting')} converted, {len(result.left)} without a counterpart"
     lines = [f"{counts}, {len(result.unknown)} unknown."]
     for title, rows in (
@@ -155,7 +155,7 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _resolved(value: object, given: JsonMapping, tree: JsonMapping, path: tuple[str, ...]) -> object:
-    """The value with `${other.key}` replaced; what refers to nothing, or to itself, stays."""
+    """The value with `${other.key}` replaced; references to nothing, or to themselves, stay."""
     if not isinstance(value, str):
         return value
     if whole := _REFERENCE.fullmatch(value):
@@ -179,7 +179,7 @@ def _section(name: str, tree: object, default: object) -> object:
 
 
 def _nested(flat: JsonMapping, algorithm: str, data_class: str) -> JsonObject:
-    """Our YAML from dotted settings."""
+    """Nests dotted settings as in our YAML."""
     tree: JsonObject = {}
     for name, value in flat.items():
         *parents, last = name.split(".")

@@ -5,7 +5,7 @@ Reading order:
     model_spec.py     ModelSpec: where a role's model and tokenizer come from
     parallel_model.py Outputs, and ParallelModel, which each strategy implements
     conversion.py     names and layouts of checkpoints and servers ◄─► those of a model's modules
-    lora.py           adapters trained instead of weights
+    tuning.py         what training changes of a model: all weights, or weights added to a base (lora.py)
     moe.py            the blocks with experts, their routers; expert_parallel.py: experts divided over ranks
     routes.py         the experts that each token was sampled with, recorded and replayed
     images.py         models and prompts with images
@@ -19,6 +19,7 @@ May import: errors, checks, trajectory, experience, functional, weights. To supp
 needed here: transformers loads it. strategies/tensor_plans.py reads which can be split.
 """
 
+from lightrl.models.images import Attachments, auto_model, new_model, self_contained
 from lightrl.models.lora import LoRA
 from lightrl.models.model_spec import (
     CONTEXT,
@@ -42,6 +43,6 @@ from lightrl.models.role import Role, RoleMesh, models_made_by
 
 __all__ = ["LoRA"]
 __all__ += ["CONTEXT", "LONGROPE_LENGTH", "ModelSpec", "context_tokens", "is_silent", "scalar_head"]
-__all__ += ["untrained_reward_model"]
+__all__ += ["Attachments", "auto_model", "new_model", "self_contained", "untrained_reward_model"]
 __all__ += ["Backward", "Candidates", "LossFunction", "Metric", "Outputs", "ParallelModel", "teacher_candidates"]
 __all__ += ["Role", "RoleMesh", "models_made_by"]

@@ -1,6 +1,6 @@
 """The form of checkpoints: names and layouts of folders and servers on one side, of a model's modules on the other.
 
-transformers fuses the experts of a mixture into one parameter and renames parts of models with an image tower. Both
+transformers fuses the experts of a mixture into one parameter and renames parts of models with a vision tower. Both
 directions go through its own functions. These are semi-private: SEMI_PRIVATE lists those that lightrl imports.
 
     folder, servers                                 module
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lightrl.models.lora import is_adapter, merge
 from lightrl.models.model_spec import ModelSpec, check_loaded
+from lightrl.models.tuning import tuning_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,7 +86,7 @@ def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dic
     """Names and tensors that a checkpoint has for one parameter; views of `tensor`, or of one copy of its parts.
 
     Args:
-        name: of the model's module, without adapters.
+        name: of the model's module, as its base has it.
         tensor: whole.
 
     Raises:
@@ -106,9 +106,10 @@ def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dic
 
 
 def exported_tensors(model: PreTrainedModel, names: Names, name: str, sources: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Tensors to export for a name of `lora.exported_parameters`, with adapters merged, from its whole sources."""
-    tensor = merge(model, name, sources)
-    return {name: tensor} if names == "module" or is_adapter(name) else checkpoint_tensors(model, name, tensor)
+    """Tensors to export for a name of `Tuning.sources`, from its whole sources."""
+    tuning = tuning_of(model)
+    tensor = tuning.merge(model, name, sources)
+    return {name: tensor} if names == "module" or tuning.adds(name) else checkpoint_tensors(model, name, tensor)
 
 
 class _Slice:
@@ -138,7 +139,7 @@ def load_parts(
     """Reads a checkpoint into a model, of sharded parameters this rank's shards only; replaces the parameters.
 
     Args:
-        model: on `device`, with or without adapters, which stay as they are.
+        model: on `device`; what its tuning has added stays as it is.
         spec: has files, see `checkpoint_files`.
         on_tensor: called once for each tensor of the checkpoint that is sharded, also where nothing of it is read.
         renamed: name of a parameter → the end of the name in the checkpoint whose tensor it gets.
@@ -164,7 +165,8 @@ def load_parts(
     config = semi_private("LoadStateDictConfig")(
         dtype=spec.build_options["dtype"], device_map={"": device}, weight_mapping=conversions(model)
     )
-    with _bare_modules(model), _local_shapes(model), _one_at_a_time(), without_bars():
+    tuning = tuning_of(model)
+    with tuning.base_modules(model), _local_shapes(model), _one_at_a_time(), without_bars():
         info, _ = semi_private("convert_and_load_state_dict_in_model")(model, slices, config)
         # A checkpoint may leave out a tied weight's second name; a part may hold the weight under it alone.
         tied: dict[str, str] = (getattr(model, "all_tied_weights_keys", None) or {}) if is_whole else {}
@@ -189,7 +191,7 @@ def load_parts(
         raise ValueError(f"Weight {name!r} of {spec.path!r} cannot be converted: {problem}. Use an intact checkpoint.")
     if is_whole:
         model.tie_weights()
-    with _bare_modules(model):  # adapters have no values yet
+    with tuning.base_modules(model):  # what is added has no values yet
         check_loaded(f"Model {spec.path!r}", model, missing, info.unexpected_keys if is_whole else ())
 
 
@@ -214,27 +216,6 @@ def checkpoint_files(spec: ModelSpec) -> list[Path]:
     names = {"model.safetensors"} if index is None else set(json.loads(index.read_text())["weight_map"].values())
     files = [find(name) for name in sorted(names)]
     return [file for file in files if file is not None]
-
-
-@contextlib.contextmanager
-def _bare_modules(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, modules stand where their adapters have wrapped them, so that names are those without adapters."""
-    wrapped = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if name != "base_layer" and hasattr(child, "base_layer")
-    ]
-    for parent, name, child in wrapped:
-        bare = child.base_layer
-        while hasattr(bare, "base_layer"):  # one adapter for each of the module's parameters
-            bare = bare.base_layer
-        setattr(parent, name, bare)
-    try:
-        yield
-    finally:
-        for parent, name, child in wrapped:
-            setattr(parent, name, child)
 
 
 @contextlib.contextmanager

@@ -17,15 +17,16 @@ import binascii
 import io
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from lightrl.checks.printable import count_text
+from lightrl.errors import RolloutError
 from lightrl.functional import on_host, to_device
 from lightrl.models.hybrids import set_time_step_limits
 from lightrl.trajectory import JsonObject
@@ -187,6 +188,40 @@ class ImageReader:
         return ImageTable(values, grids, torch.arange(len(pairs))[None])
 
 
+@dataclass(frozen=True)
+class Attachments:
+    """The images of a prompt as servers take them, next to its tokens."""
+
+    prompt: list[int]  # the prompt's token ids, with one image token for each image: the server repeats it
+    body: dict[str, list[str]]  # joins the body of a request: data: URLs, for servers on other machines
+    image_token_id: int  # the id that stands for an image
+
+    @classmethod
+    def of(cls, image_reader: ImageReader | None, images: Sequence[str], token_ids: list[int]) -> Attachments:
+        """The images of a prompt, given how the policy reads them; raises ValueError if it takes none."""
+        if image_reader is None:
+            raise ValueError(refusal(len(images)))
+        if image_reader.frame:
+            raise ValueError(
+                "Servers take no images for models of type gemma3: they write line breaks around an image, which the "
+                "tokens of its prompt have already. Use LocalEngine."
+            )
+        image_reader.check(images, token_ids)
+        prompt = image_reader.collapsed(token_ids, images)
+        body = {"image_data": [data_url(image) for image in images]}
+        return cls(prompt, body, image_reader.image_token_id)
+
+    def input_ids(self, generated: Sequence[int]) -> list[int]:
+        """The prompt and what follows; raises RolloutError if a server would take one of its tokens for an image."""
+        token_ids = [*self.prompt, *generated]
+        if token_ids.count(self.image_token_id) != len(self.body["image_data"]):
+            raise RolloutError(
+                f"The policy has sampled an image token (id {self.image_token_id}), which a server would take for an "
+                "image in the next request."
+            )
+        return token_ids
+
+
 def image_kind(config: PretrainedConfig) -> Literal["plain", "grid", "bidirectional"] | None:
     """How models of this config see images; None if they cannot get any from us.
 
@@ -262,6 +297,20 @@ def data_url(image: str | bytes | Image) -> str:
     return "data:image/png;base64," + base64.b64encode(image).decode()
 
 
+def self_contained(answer: Any) -> Any:
+    """The answer with a data: URL for each image that is a file, which may be gone after a resume."""
+    if isinstance(answer, (list, tuple)):
+        return [self_contained(item) for item in answer]
+    if not isinstance(answer, dict):
+        return answer
+    if answer.get("type") == "image":
+        image = next((answer[key] for key in ("image", "path", "url") if answer.get(key)), None)
+        if isinstance(image, str):
+            with suppress(ValueError):  # the conversation reports an image that cannot be read
+                return {**answer, "image": data_url(image)}
+    return {key: self_contained(item) for key, item in answer.items()}
+
+
 def refusal(num_images: int) -> str:
     """The message about images for a model that takes token ids only."""
     return (
@@ -302,6 +351,8 @@ def image_inputs(
     embeddings = model.get_input_embeddings()(token_ids)
     images, device = images.shown(), embeddings.device
     is_blank = not len(images.image_grids)
+    from torch.distributed.fsdp import FSDPModule  # a fifth of all imports, for processes that train nothing
+
     if is_blank and not isinstance(model, FSDPModule):
         return {"inputs_embeds": pick(embeddings)}
     if is_blank:

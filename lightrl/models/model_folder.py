@@ -23,9 +23,9 @@ from lightrl.checks.files import is_disk_full, publish, restore, sync_files, wri
 from lightrl.concurrency.owner import own_mark, own_prefix, remove_left_behind
 from lightrl.models.conversion import without_bars
 from lightrl.models.images import save_processor
-from lightrl.models.lora import LoRA, adapter_config, is_adapter, merged_parameters, save_adapter
 from lightrl.models.model_spec import ModelSpec, names_function, scalar_head
-from lightrl.models.role import Role
+from lightrl.models.role import TUNINGS, Role
+from lightrl.models.tuning import Tuning, whole_parameters
 
 if TYPE_CHECKING:
     import torch
@@ -54,16 +54,17 @@ class ModelDescription:
         ModelDescription("transformers.Qwen3ForCausalLM", config='{"model_type": "qwen3", ...}',
                          generation_config=None, tokenizer="Qwen/Qwen3-0.6B")
 
-    With LoRA the checkpoint holds only adapters, and `base` is the model they belong to. A critic that is a head on
-    another role's body is described as the model that `with_head` makes of the two.
+    With a tuning that keeps the base, the checkpoint holds only the added weights, and `base` is the model they belong
+    to. A critic that is a head on another role's body is described as the model that `with_head` makes of the two.
     """
 
     model_class: str  # dotted path
     config: str  # JSON
     generation_config: str | None  # JSON
     tokenizer: str | None  # a name or path, as in ModelSpec; None: unknown
-    adapter_config: str | None = None  # JSON, as in peft's folders; None: no adapters
-    base: str | None = None  # JSON, the ModelSpec of the model without adapters
+    tuning: str = ""  # a key of `TUNINGS`
+    tuning_config: str | None = None  # JSON, see `Tuning.saved_config`; None: the checkpoint holds all weights
+    base: str | None = None  # JSON, the ModelSpec of the base if the tuning keeps it
     body: str | None = None  # the role whose weights are below this one's head; None: its own
 
     @classmethod
@@ -71,17 +72,16 @@ class ModelDescription:
         """The description of a role's model, whose weights may be sharded or on the meta device."""
         kind = next(base for base in type(model).__mro__ if not base.__name__.startswith("FSDP"))
         generation_config = getattr(model, "generation_config", None)
-        spec = role.spec
-        lora: dict[str, str] = {}
-        if role.lora is not None:
-            base = asdict(replace(spec, seed=spec.random_seed))
-            lora = {"adapter_config": adapter_config(model, spec.path), "base": json.dumps(base)}
+        spec, tuning = role.spec, role.tuning
+        base = json.dumps(asdict(replace(spec, seed=spec.random_seed))) if tuning.keeps_base else None
         return cls(
             model_class=f"{kind.__module__}.{kind.__name__}",
             config=model.config.to_json_string(use_diff=False),
             generation_config=None if generation_config is None else generation_config.to_json_string(use_diff=False),
             tokenizer=spec.tokenizer or spec.path,
-            **lora,
+            tuning=tuning.kind,
+            tuning_config=tuning.saved_config(model, spec.path),
+            base=base,
         )
 
     @classmethod
@@ -125,24 +125,24 @@ class ModelDescription:
         return {**{name: value for name, value in body.items() if name.startswith(prefix)}, "score.weight": weight}
 
     def save(self, tensors: Mapping[str, torch.Tensor], folder: Path, *, merged: bool = False) -> None:
-        """Writes the model to a folder: in Hugging Face's form, or with LoRA in peft's, adapters only.
+        """Writes the model to a folder in Hugging Face's form, or only what its tuning has added to the base.
 
         Args:
-            tensors: from a checkpoint: all weights, or with LoRA the trained ones.
+            tensors: from a checkpoint: all weights, or the trained ones if the tuning keeps the base.
             folder: must exist.
-            merged: with LoRA, write the whole model with the adapters merged into its weights. A critic or a reward
-                model is always written that way, since its head is trained too.
+            merged: write the whole model in any case. A critic or a reward model always is, since its head is
+                trained too.
         """
-        config = self.adapter_config
-        if config is not None and not merged and all(is_adapter(name) for name in tensors):
-            save_adapter(tensors, config, folder)
+        tuning, config = self._tuning(), self.tuning_config
+        if config is not None and not merged and all(tuning.adds(name) for name in tensors):
+            tuning.save(tensors, config, folder)
         else:
             model = self.build(tensors)
             save_model(model, folder)
             save_processor(model.config, folder)
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> PreTrainedModel:
-        """The model with these weights, without copying them; adapters are merged into the base.
+        """The model with these weights, without copying them; what the tuning adds is merged into the base.
 
         Args:
             tensors: under the names of the model's `state_dict`; the second name of a shared weight may be missing.
@@ -152,7 +152,7 @@ class ModelDescription:
         """
         import torch
 
-        if self.adapter_config is not None and any(is_adapter(name) for name in tensors):
+        if any(self._tuning().adds(name) for name in tensors):
             tensors = self._merged(tensors)
         model_class = self._model_class()
         with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-model-"), ignore_cleanup_errors=True) as folder:
@@ -196,19 +196,22 @@ class ModelDescription:
             raise ValueError(f"model_class={self.model_class!r} is not a class of models. The checkpoint is damaged.")
         return kind
 
+    def _tuning(self) -> Tuning:
+        if self.tuning not in TUNINGS:
+            raise ValueError(f"tuning={self.tuning!r} must be one of {list(TUNINGS)}. The checkpoint is damaged.")
+        return TUNINGS[self.tuning]()
+
     def _merged(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The weights of the base, loaded from its source, with the adapters merged into it."""
-        assert self.adapter_config is not None
+        """The weights of the base, loaded from its source, with what the tuning has added merged into it."""
+        assert self.tuning_config is not None
         assert self.base is not None
         model = replace(ModelSpec(**json.loads(self.base)), attn_implementation=None).load_model()
-        with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-model-"), ignore_cleanup_errors=True) as folder:
-            save_adapter(tensors, self.adapter_config, Path(folder))
-            LoRA(adapter=folder).add_to(model)
+        self._tuning().add_saved(model, tensors, self.tuning_config)
         head = scalar_head(model)
         if head is not None:
             own = {name.removeprefix("score."): tensor for name, tensor in tensors.items() if name.startswith("score.")}
             head.load_state_dict(own)
-        return {name: tensor.detach() for name, tensor in merged_parameters(model)}
+        return {name: tensor.detach() for name, tensor in whole_parameters(model)}
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
@@ -255,7 +258,8 @@ def check_model_folder(to: Path, *, asked_by: str, source: str = "") -> None:
         )
     files = sorted(to.iterdir()) if to.is_dir() else []
     foreign = [path.name for path in files if not path.is_file() or path.suffix not in _SUFFIXES]
-    if foreign or (files and not any((to / name).exists() for name in ("config.json", "adapter_config.json"))):
+    marks = [tuning.config_file for tuning in TUNINGS.values()]
+    if foreign or (files and not any((to / mark).exists() for mark in marks)):
         raise ValueError(
             f"{asked_by} replaces all of to={str(to)!r}, which must be empty or an earlier export, but holds "
             f"{(foreign or [files[0].name])[0]!r}. Choose another folder, or empty it."
@@ -298,13 +302,13 @@ def keep_trained(checkpoint: dict[str, Any], models: Models, saved: Collection[s
     Args:
         checkpoint: with `state_dict`, whose names begin with those of roles.
         models: all models of the module.
-        saved: the roles that the checkpoint keeps; with LoRA, what is trained of them.
+        saved: the roles that the checkpoint keeps; of those whose tuning keeps the base, what is trained.
     """
     state = checkpoint["state_dict"]
     for name, (model, role) in models.items():
         trained_names = {f"{name}.{key}" for key, value in model.named_parameters() if value.requires_grad}
         for key in [key for key in state if key.startswith(f"{name}.")]:
-            if name not in saved or (role.lora is not None and key not in trained_names):
+            if name not in saved or (role.tuning.keeps_base and key not in trained_names):
                 del state[key]
     descriptions = {name: ModelDescription.of(*pair) for name, pair in models.items() if name in saved}
     checkpoint["models"] = {name: dict(vars(description)) for name, description in descriptions.items()}
@@ -318,7 +322,7 @@ def fill_in(checkpoint: dict[str, Any], models: Models, saved: Collection[str]) 
     if "state_dict" not in checkpoint:
         return
     for name, (model, role) in models.items():
-        if name not in saved or role.lora is not None:
+        if name not in saved or role.tuning.keeps_base:
             for key, value in model.state_dict(prefix=f"{name}.").items():
                 checkpoint["state_dict"].setdefault(key, value)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightrl.experience import Experience
 from lightrl.models.conversion import Names
-from lightrl.models.lora import Part
+from lightrl.models.tuning import Part
 from lightrl.weights import Bucket
 
 
@@ -69,7 +69,7 @@ class ParallelModel(Protocol):
         ...
 
     def full_parameters(
-        self, bucket_bytes: int, *, part: Part = "merged", names: Names = "module", is_spread: bool = False
+        self, bucket_bytes: int, *, part: Part = "whole", names: Names = "module", is_spread: bool = False
     ) -> Iterator[Bucket]:
         """All parameters with their Hugging Face names, whole, in buckets of about `bucket_bytes`; collective.
 
@@ -77,7 +77,7 @@ class ParallelModel(Protocol):
         others get one empty bucket. Every rank must read its buckets to the end.
 
         Args:
-            part: of a model with adapters: weights with the adapters merged, the `base` without them, or `adapters`.
+            part: the weights as training has left them, those of the `base`, or what training has `added` to it.
             names: those of the model's modules, or those of its checkpoint, which servers expect: see conversion.py.
         """
         ...

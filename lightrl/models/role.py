@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Self
 from lightrl.checks.bounds import check_adamw, check_bounds
 from lightrl.models.lora import LoRA
 from lightrl.models.model_spec import ModelSpec, is_silent, untrained_reward_model
+from lightrl.models.tuning import ALL_WEIGHTS, Tuning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -109,21 +110,27 @@ class Role:
         return replace(self, model=replace(self.spec, head="scalar"))
 
     @property
+    def tuning(self) -> Tuning:
+        """What training changes of the model."""
+        return ALL_WEIGHTS if self.lora is None else self.lora
+
+    @property
     def initial(self) -> Self | None:
-        """The role of the policy that training starts from; None if that is this policy without its adapters."""
+        """The role of the policy that training starts from; None if that is this policy's base."""
         is_base = self.lora is not None and self.lora.adapter is None
         return None if is_base else replace(self, lr=None, weight_decay=None)
 
     def load_model(self) -> PreTrainedModel:
-        """`ModelSpec.load_model`, with the adapters. Inside `models_made_by` it is what that function makes."""
+        """`ModelSpec.load_model`, with what the tuning adds. Inside `models_made_by` it is what that function makes."""
         make = _MAKE.get()
         if make is not None:
             return make(self)
         model = self.spec.load_model()
-        if self.lora is not None:
-            self.lora.add_to(model, seed=self.spec.random_seed)
+        self.tuning.add_to(model, seed=self.spec.random_seed)
         return model
 
+
+TUNINGS: dict[str, type[Tuning]] = {tuning.kind: tuning for tuning in (Tuning, LoRA)}
 
 # What makes models instead of Role itself.
 _MAKE: ContextVar[Callable[[Role], PreTrainedModel] | None] = ContextVar("make_model", default=None)

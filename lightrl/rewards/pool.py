@@ -102,23 +102,20 @@ class RewardPool(Supervisor[bytes]):
 
     def _request_of(self, trajectory: Trajectory) -> tuple[bytes, int]:
         try:
-            request = trajectory.to_bytes(self._prompt_bytes(trajectory.prompt), for_training=False)
+            prompt = trajectory.prompt
+            encoded_prompt, encoded = self._prompts.get(id(prompt), (None, b""))
+            if encoded_prompt is not prompt:  # once for all trajectories of a group, which share the prompt
+                encoded = encode_json(prompt)
+                if len(self._prompts) >= _MAX_PROMPTS:
+                    del self._prompts[next(iter(self._prompts))]
+                self._prompts[id(prompt)] = (prompt, encoded)
+            request = trajectory.to_bytes(encoded, for_training=False)
         except (TypeError, ValueError) as error:
             raise RewardError(
                 f"Prompt {trajectory.prompt.id!r} or its trajectory cannot be sent to the reward process as JSON: "
                 f"{error}. Use numbers, strings, lists and dicts in its fields."
             ) from error
         return request, len(request)
-
-    def _prompt_bytes(self, prompt: Prompt) -> bytes:
-        """Made once for all trajectories of a group, which share the prompt."""
-        latest, data = self._prompts.get(id(prompt), (None, b""))
-        if latest is not prompt:
-            data = encode_json(prompt)
-            if len(self._prompts) >= _MAX_PROMPTS:
-                del self._prompts[next(iter(self._prompts))]
-            self._prompts[id(prompt)] = (prompt, data)
-        return data
 
 
 class WorkerProcess:
@@ -243,8 +240,11 @@ class WorkerProcess:
                 data = _read(descriptor)
                 if data == b"":
                     self._poller.unregister(descriptor)
-                if data is not None:
-                    self._log_lines(data, forward)
+                for line in self._printed.lines(data) if data is not None else []:
+                    text = escape_unprintable(line.decode(errors="replace"), keep="\t")
+                    self._log.append(text)
+                    if forward:
+                        sys.stderr.write(f"[reward worker {self._process.pid}] {text}\n")
         return bool(ready)
 
     def _write(self) -> None:
@@ -256,13 +256,6 @@ class WorkerProcess:
             self._outgoing = memoryview(b"")
         if not self._outgoing:
             self._poller.unregister(self._requests)
-
-    def _log_lines(self, data: bytes, forward: bool) -> None:
-        for line in self._printed.lines(data):
-            text = escape_unprintable(line.decode(errors="replace"), keep="\t")
-            self._log.append(text)
-            if forward:
-                sys.stderr.write(f"[reward worker {self._process.pid}] {text}\n")
 
     def _exit(self) -> os.waitid_result | None:
         # WNOWAIT: `end` waits for it, and until then no other process has its id.

@@ -1,7 +1,8 @@
 """Supervisor: hands trajectories to workers in batches, enforces the deadline of each call, and finds which one hangs.
 
-A worker is a process (pool.py) or a thread (hook.py). Each has one supervising thread here, which starts it, sends it a
-batch, receives its outcomes, and ends and replaces it when a call is overdue or the worker died.
+A worker is a process (pool.py) or a thread (hook.py). Each has one supervising thread (SupervisedWorker), which starts
+it, sends it a batch of the calls that wait (CallQueue), receives its outcomes, and ends and replaces it when a call is
+overdue or the worker died.
 
 Which call is at fault: a sync function runs one trajectory after another, so the first unfinished one of the batch is
 at fault and the rest waits for the next worker. An async function runs the whole batch together; if its worker hangs or
@@ -89,6 +90,228 @@ class _Call(Generic[Request]):
     is_alone: bool = False  # it hung or died together with others: next time it gets a worker for itself
 
 
+class CallQueue(Generic[Request]):
+    """The calls that wait for a worker; all are refused once it is closed or no worker is left."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.refusal: str | None = None  # why no more calls are taken
+        self._num_workers = num_workers
+        self._waiting: deque[_Call[Request]] = deque()
+        self._changed = threading.Condition()
+
+    def add(self, calls: Sequence[_Call[Request]], *, first: bool = False) -> None:
+        """Adds calls in their order, with `first` before all that wait."""
+        with self._changed:
+            if self.refusal is None:
+                if first:
+                    self._waiting.extendleft(reversed(calls))
+                else:
+                    self._waiting.extend(calls)
+                self._changed.notify(len(calls))
+                return
+        _settle((call, RewardError(str(self.refusal), reason="killed")) for call in calls)
+
+    def refuse(self, why: str) -> None:
+        """Refuses the calls that wait and all later ones; the first reason stays."""
+        with self._changed:
+            self.refusal = self.refusal or why
+            calls, self._waiting = list(self._waiting), deque()
+            self._changed.notify_all()
+        _settle((call, RewardError(why, reason="killed")) for call in calls)
+
+    def take(self, most: int) -> list[_Call[Request]]:
+        """The next calls for one worker, empty when closed; a fair share, so that all workers finish together."""
+        batch: list[_Call[Request]] = []
+        with self._changed:
+            while not batch and self.refusal is None:
+                if not self._waiting:
+                    self._changed.wait()
+                share = min(-(-len(self._waiting) // self._num_workers), most)
+                num_bytes = 0
+                while self._waiting and len(batch) < share:
+                    call = self._waiting[0]
+                    num_bytes += call.num_bytes
+                    if batch and (call.is_alone or num_bytes > _MAX_BATCH_BYTES):
+                        break
+                    self._waiting.popleft()
+                    if not call.future.done():  # not cancelled
+                        batch.append(call)
+                    if call.is_alone:
+                        break
+        return batch
+
+
+@dataclass(eq=False, kw_only=True)
+class SupervisedWorker(Generic[Request]):
+    """A worker, its spare, and when one replaces the other; `supervise` runs in a thread of its own."""
+
+    name: str
+    make_worker: Callable[[], Worker[Request]]
+    timeout_s: float
+    startup_timeout_s: float
+    recycle_after: int | None
+    calls: CallQueue[Request]
+    ready: Future[None]  # done when the first worker of all is ready
+    _spare: Worker[Request] | None = None  # starts while the worker works; exists after the first replacement
+    _num_calls: int = 0  # that the worker has run
+    _num_deaths: int = 0  # workers that died while idle, in a row
+    _max_batch: int = _MAX_TOGETHER
+
+    def supervise(self) -> None:
+        """Runs batches until calls are refused; answers every call that it has taken, whatever happens."""
+        worker: Worker[Request] | None = None
+        batch: list[_Call[Request]] = []
+        try:
+            worker = self._until_ready(None)
+            while batch := self.calls.take(self._max_batch):
+                if self._run_batch(worker, batch) and not self._is_worn_out():
+                    continue
+                worker.end()
+                worker, self._spare = self._spare, None  # so that whatever is raised ends both
+                worker = self._until_ready(worker)
+                self._num_calls = 0
+                self._spare = self._started_spare() if self.calls.refusal is None else None
+        except Exception as error:  # noqa: BLE001  # nobody else answers the calls, which would wait for ever
+            if not self.ready.done():
+                self.ready.set_exception(error if isinstance(error, ValueError) else WorkerDied(str(error)))
+            what = str(error) if isinstance(error, (ValueError, WorkerDied)) else repr(error)
+            self.calls.refuse(f"Reward function {self.name} has no worker left: {what}")
+            self.calls.add(batch)  # refuses those without a result
+        finally:
+            for each in (worker, self._spare):
+                if each is not None:
+                    each.end()
+            if not self.ready.done():
+                self.ready.set_exception(ValueError(str(self.calls.refusal)))
+
+    def _run_batch(self, worker: Worker[Request], batch: Sequence[_Call[Request]]) -> bool:
+        """Runs a batch, or puts it back if the worker died before; False if the worker cannot be used again."""
+        if not worker.is_alive():  # it died while idle: no trajectory is at fault
+            self.calls.add(batch, first=True)
+            self._num_deaths += 1
+            if self._num_deaths > _MAX_RESTARTS:
+                raise WorkerDied(f"its worker died {self._num_deaths} times in a row while idle.")
+            return False
+        self._num_deaths = 0
+        self._num_calls += len(batch)
+        began_s = time.monotonic()
+        is_usable = self._receive(worker, batch)
+        if not worker.runs_together:
+            call_s = (time.monotonic() - began_s) / len(batch)
+            self._max_batch = max(1, min(_MAX_BATCH, round(_BATCH_S / max(call_s, 1e-6))))
+        return is_usable
+
+    def _is_worn_out(self) -> bool:
+        """Whether the worker has run `recycle_after` calls and its successor, which this starts, is ready."""
+        if self.recycle_after is None or self._num_calls < self.recycle_after:
+            return False
+        self._spare = self._spare or self._started_spare()
+        return self._spare is not None and self._spare.is_ready(0.0)
+
+    def _until_ready(self, worker: Worker[Request] | None) -> Worker[Request]:
+        """A worker that is ready, this one if possible; if this is being closed, one that is still starting."""
+        for attempt in range(1 + _MAX_RESTARTS):
+            try:
+                worker = worker or self._started()
+                self._wait_until_ready(worker)
+                return worker
+            except (ValueError, WorkerDied):
+                if worker is not None:
+                    worker.end()
+                if attempt == _MAX_RESTARTS or not self.ready.done():  # the very first one: fail at once
+                    raise
+                worker = None
+                time.sleep(_RESTART_WAIT_S * attempt)  # a machine without processes or memory may have some soon
+        raise AssertionError("the last attempt returns or raises")
+
+    def _started(self) -> Worker[Request]:
+        try:
+            return self.make_worker()
+        except (OSError, MemoryError, RuntimeError) as error:  # no more processes, threads, memory or disk
+            raise WorkerDied(f"its worker could not be started: {error!r}.") from error
+
+    def _started_spare(self) -> Worker[Request] | None:
+        """None if the machine cannot start one now; the next one may."""
+        try:
+            return self._started()
+        except WorkerDied as error:
+            log.warning("Reward function %s has no spare worker: %s", self.name, error)
+            return None
+
+    def _wait_until_ready(self, worker: Worker[Request]) -> None:
+        deadline = time.monotonic() + self.startup_timeout_s
+        while self.calls.refusal is None:
+            if worker.is_ready(_TICK_S):
+                if not self.ready.done():
+                    self.ready.set_result(None)
+                return
+            if time.monotonic() > deadline:
+                raise WorkerDied(
+                    f"Importing reward function {self.name} took longer than "
+                    f"startup_timeout_s={self.startup_timeout_s:g}. Increase it, or make the import faster. It is "
+                    f"at:\n{worker.stack()}"
+                )
+
+    def _receive(self, worker: Worker[Request], batch: Sequence[_Call[Request]]) -> bool:
+        """Computes the rewards of a batch; False if the worker cannot be used again."""
+        unfinished = dict(enumerate(batch))
+        worker.send([call.request for call in batch])
+        allowed_s = self.timeout_s + (min(_ASYNC_GRACE_S, self.timeout_s) if worker.runs_together else 0.0)
+        since = time.monotonic()
+        while unfinished:
+            left_s = since + allowed_s - time.monotonic()
+            outcomes: dict[int, Outcome] = {}
+            death: WorkerDied | None = None
+            try:
+                for index, outcome in worker.receive(max(0.0, min(left_s, _TICK_S))):
+                    if index in outcomes or index not in unfinished:
+                        raise WorkerDied(f"it gave a second outcome for the call at position {index} of its batch")
+                    if isinstance(outcome, RewardResult):  # nobody else checks what comes from a process
+                        outcome = RewardResult.of(outcome, unfinished[index].trajectory)
+                    outcomes[index] = outcome
+            except WorkerDied as error:
+                death = error
+            except RewardError as error:
+                death = WorkerDied(f"its reply pipe carried a result that is none: {error}")
+            if outcomes:
+                _settle((unfinished.pop(index), outcome) for index, outcome in outcomes.items())
+            if death is not None:  # what came before it counts
+                if unfinished:
+                    self._blame(worker, unfinished, functools.partial(killed_error, self.name, str(death)))
+                return False
+            if outcomes:
+                if any(isinstance(item, RewardError) and item.reason == "killed" for item in outcomes.values()):
+                    self.calls.add(list(unfinished.values()), first=True)  # the worker has no memory left
+                    return False
+                if not worker.runs_together:
+                    since = time.monotonic()
+                if unfinished:
+                    time.sleep(_GATHER_S)  # so that threads are woken once for many
+            elif self.calls.refusal is not None:
+                self.calls.add(list(unfinished.values()), first=True)
+                return False
+            elif left_s <= 0:
+                overdue = functools.partial(timeout_error, self.name, self.timeout_s, worker.stack())
+                self._blame(worker, unfinished, overdue)
+                return False
+        return True
+
+    def _blame(
+        self,
+        worker: Worker[Request],
+        unfinished: dict[int, _Call[Request]],
+        error_of: Callable[[Trajectory], RewardError],
+    ) -> None:
+        calls = [unfinished[index] for index in sorted(unfinished)]
+        if worker.runs_together and len(calls) > 1:
+            for call in calls:
+                call.is_alone = True
+            self.calls.add(calls, first=True)
+            return
+        _settle([(calls[0], error_of(calls[0].trajectory))])
+        self.calls.add(calls[1:], first=True)
+
+
 class Supervisor(ABC, Generic[Request]):
     """The base of RewardPool and RewardHook: workers, their supervising threads, and the calls that wait for them.
 
@@ -115,16 +338,21 @@ class Supervisor(ABC, Generic[Request]):
     ) -> None:
         check_positive(workers=workers, timeout_s=timeout_s, startup_timeout_s=startup_timeout_s)
         self._name = name
-        self._make_worker = make_worker
         self._num_workers = workers
-        self._timeout_s = timeout_s
-        self._startup_timeout_s = startup_timeout_s
-        self._recycle_after = recycle_after
-        self._changed = threading.Condition()
-        self._waiting: deque[_Call[Request]] = deque()
-        self._threads: list[threading.Thread] = []
+        self._calls: CallQueue[Request] = CallQueue(workers)
         self._ready: Future[None] = Future()  # done when the first worker is ready
-        self._refusal: str | None = None  # why no more calls are taken
+        self._make_supervised = functools.partial(
+            SupervisedWorker[Request],
+            name=name,
+            make_worker=make_worker,
+            timeout_s=timeout_s,
+            startup_timeout_s=startup_timeout_s,
+            recycle_after=recycle_after,
+            calls=self._calls,
+            ready=self._ready,
+        )
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()  # of `_threads`
 
     def start(self) -> None:
         """Returns when one worker has the function; the others get ready meanwhile. A second call changes nothing.
@@ -132,9 +360,9 @@ class Supervisor(ABC, Generic[Request]):
         Raises:
             ValueError: if there is no such function, or it is not there within `startup_timeout_s`.
         """
-        with self._changed:
-            if self._refusal is not None:
-                raise RuntimeError(f"{self._refusal} Make a new one.")
+        with self._lock:
+            if self._calls.refusal is not None:
+                raise RuntimeError(f"{self._calls.refusal} Make a new one.")
             if not self._threads:
                 self._add_thread()
         try:
@@ -142,13 +370,13 @@ class Supervisor(ABC, Generic[Request]):
         except (ValueError, WorkerDied) as error:
             self.close()
             raise ValueError(str(error)) from error
-        with self._changed:
-            while len(self._threads) < self._num_workers and self._refusal is None:
+        with self._lock:
+            while len(self._threads) < self._num_workers and self._calls.refusal is None:
                 self._add_thread()
 
     def close(self) -> None:
         """Ends all workers within seconds; pending calls raise RewardError. May be called twice."""
-        self._refuse(f"The workers of reward function {self._name} were closed.")
+        self._calls.refuse(f"The workers of reward function {self._name} were closed.")
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_CLOSE_TIMEOUT_S)
@@ -179,13 +407,7 @@ class Supervisor(ABC, Generic[Request]):
                 calls.append(_Call(trajectory, request, num_bytes, futures[-1]))
             except RewardError as error:
                 futures[-1].set_exception(error)
-        with self._changed:
-            if self._refusal is None:
-                self._waiting.extend(calls)
-                self._changed.notify(len(calls))
-                return futures
-        for call in calls:
-            call.future.set_exception(RewardError(self._refusal, reason="killed"))
+        self._calls.add(calls)
         return futures
 
     @abstractmethod
@@ -193,194 +415,10 @@ class Supervisor(ABC, Generic[Request]):
         """Encodes what a worker gets; returns it with its size in bytes; raises RewardError if it cannot be sent."""
 
     def _add_thread(self) -> None:
-        thread = threading.Thread(target=self._supervise, name=f"reward-supervisor-{len(self._threads)}", daemon=True)
+        name = f"reward-supervisor-{len(self._threads)}"
+        thread = threading.Thread(target=self._make_supervised().supervise, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
-
-    def _refuse(self, why: str) -> None:
-        with self._changed:
-            self._refusal = self._refusal or why
-            calls, self._waiting = list(self._waiting), deque()
-            self._changed.notify_all()
-        _settle((call, RewardError(why, reason="killed")) for call in calls)
-
-    def _supervise(self) -> None:
-        worker: Worker[Request] | None = None
-        spare: Worker[Request] | None = None  # starts while the worker works; exists after the first replacement
-        batch: list[_Call[Request]] = []
-        try:
-            worker = self._new_worker()
-            deaths = num_calls = 0
-            most = _MAX_TOGETHER
-            while batch := self._take_batch(most):
-                if worker.is_alive():
-                    deaths = 0
-                    num_calls += len(batch)
-                    began_s = time.monotonic()
-                    is_usable = self._run(worker, batch)
-                    if not worker.runs_together:
-                        call_s = (time.monotonic() - began_s) / len(batch)
-                        most = max(1, min(_MAX_BATCH, round(_BATCH_S / max(call_s, 1e-6))))
-                    if is_usable and (self._recycle_after is None or num_calls < self._recycle_after):
-                        continue
-                    if is_usable:  # it works until its successor is ready
-                        spare = spare or self._started_spare()
-                        if spare is None or not spare.is_ready(0.0):
-                            continue
-                else:  # it died while idle: no trajectory is at fault
-                    self._put_back(batch)
-                    deaths += 1
-                    if deaths > _MAX_RESTARTS:
-                        raise WorkerDied(f"its worker died {deaths} times in a row while idle.")
-                worker.end()
-                worker, spare = spare, None  # so that whatever is raised ends both
-                worker = self._new_worker(worker)
-                num_calls = 0
-                spare = self._started_spare() if self._refusal is None else None
-        except Exception as error:  # noqa: BLE001  # nobody else answers the calls, which would wait for ever
-            if not self._ready.done():
-                self._ready.set_exception(error if isinstance(error, ValueError) else WorkerDied(str(error)))
-            what = str(error) if isinstance(error, (ValueError, WorkerDied)) else repr(error)
-            self._refuse(f"Reward function {self._name} has no worker left: {what}")
-            self._put_back(batch)  # refuses those without a result
-        finally:
-            for each in (worker, spare):
-                if each is not None:
-                    each.end()
-            if not self._ready.done():
-                self._ready.set_exception(ValueError(str(self._refusal)))
-
-    def _new_worker(self, worker: Worker[Request] | None = None) -> Worker[Request]:
-        """A worker that is ready, this one if possible; if this is being closed, one that is still starting."""
-        for attempt in range(1 + _MAX_RESTARTS):
-            try:
-                worker = worker or self._started()
-                self._wait_until_ready(worker)
-                return worker
-            except (ValueError, WorkerDied):
-                if worker is not None:
-                    worker.end()
-                if attempt == _MAX_RESTARTS or not self._ready.done():  # the very first one: fail at once
-                    raise
-                worker = None
-                time.sleep(_RESTART_WAIT_S * attempt)  # a machine without processes or memory may have some soon
-        raise AssertionError("the last attempt returns or raises")
-
-    def _started(self) -> Worker[Request]:
-        try:
-            return self._make_worker()
-        except (OSError, MemoryError, RuntimeError) as error:  # no more processes, threads, memory or disk
-            raise WorkerDied(f"its worker could not be started: {error!r}.") from error
-
-    def _started_spare(self) -> Worker[Request] | None:
-        """None if the machine cannot start one now; the next one may."""
-        try:
-            return self._started()
-        except WorkerDied as error:
-            log.warning("Reward function %s has no spare worker: %s", self._name, error)
-            return None
-
-    def _wait_until_ready(self, worker: Worker[Request]) -> None:
-        deadline = time.monotonic() + self._startup_timeout_s
-        while self._refusal is None:
-            if worker.is_ready(_TICK_S):
-                if not self._ready.done():
-                    self._ready.set_result(None)
-                return
-            if time.monotonic() > deadline:
-                raise WorkerDied(
-                    f"Importing reward function {self._name} took longer than "
-                    f"startup_timeout_s={self._startup_timeout_s:g}. Increase it, or make the import faster. It is "
-                    f"at:\n{worker.stack()}"
-                )
-
-    def _take_batch(self, most: int) -> list[_Call[Request]]:
-        """The next calls for one worker, empty when closed; a fair share, so that all workers finish together."""
-        batch: list[_Call[Request]] = []
-        with self._changed:
-            while not batch and self._refusal is None:
-                if not self._waiting:
-                    self._changed.wait()
-                share = min(-(-len(self._waiting) // self._num_workers), most)
-                num_bytes = 0
-                while self._waiting and len(batch) < share:
-                    call = self._waiting[0]
-                    num_bytes += call.num_bytes
-                    if batch and (call.is_alone or num_bytes > _MAX_BATCH_BYTES):
-                        break
-                    self._waiting.popleft()
-                    if not call.future.done():  # not cancelled
-                        batch.append(call)
-                    if call.is_alone:
-                        break
-        return batch
-
-    def _put_back(self, calls: Sequence[_Call[Request]]) -> None:
-        with self._changed:
-            if self._refusal is None:
-                self._waiting.extendleft(reversed(calls))
-                self._changed.notify(len(calls))
-                return
-        _settle((call, RewardError(str(self._refusal), reason="killed")) for call in calls)
-
-    def _run(self, worker: Worker[Request], batch: Sequence[_Call[Request]]) -> bool:
-        """Computes the rewards of a batch; False if the worker cannot be used again."""
-        unfinished = dict(enumerate(batch))
-        worker.send([call.request for call in batch])
-        allowed_s = self._timeout_s + (min(_ASYNC_GRACE_S, self._timeout_s) if worker.runs_together else 0.0)
-        since = time.monotonic()
-        while unfinished:
-            left_s = since + allowed_s - time.monotonic()
-            outcomes: dict[int, Outcome] = {}
-            death: WorkerDied | None = None
-            try:
-                for index, outcome in worker.receive(max(0.0, min(left_s, _TICK_S))):
-                    if index in outcomes or index not in unfinished:
-                        raise WorkerDied(f"it gave a second outcome for the call at position {index} of its batch")
-                    if isinstance(outcome, RewardResult):  # nobody else checks what comes from a process
-                        outcome = RewardResult.of(outcome, unfinished[index].trajectory)
-                    outcomes[index] = outcome
-            except WorkerDied as error:
-                death = error
-            except RewardError as error:
-                death = WorkerDied(f"its reply pipe carried a result that is none: {error}")
-            if outcomes:
-                _settle((unfinished.pop(index), outcome) for index, outcome in outcomes.items())
-            if death is not None:  # what came before it counts
-                if unfinished:
-                    self._blame(worker, unfinished, functools.partial(killed_error, self._name, str(death)))
-                return False
-            if outcomes:
-                if any(isinstance(item, RewardError) and item.reason == "killed" for item in outcomes.values()):
-                    self._put_back(list(unfinished.values()))  # the worker has no memory left
-                    return False
-                if not worker.runs_together:
-                    since = time.monotonic()
-                if unfinished:
-                    time.sleep(_GATHER_S)  # so that threads are woken once for many
-            elif self._refusal is not None:
-                self._put_back(list(unfinished.values()))
-                return False
-            elif left_s <= 0:
-                overdue = functools.partial(timeout_error, self._name, self._timeout_s, worker.stack())
-                self._blame(worker, unfinished, overdue)
-                return False
-        return True
-
-    def _blame(
-        self,
-        worker: Worker[Request],
-        unfinished: dict[int, _Call[Request]],
-        error_of: Callable[[Trajectory], RewardError],
-    ) -> None:
-        calls = [unfinished[index] for index in sorted(unfinished)]
-        if worker.runs_together and len(calls) > 1:
-            for call in calls:
-                call.is_alone = True
-            self._put_back(calls)
-            return
-        _settle([(calls[0], error_of(calls[0].trajectory))])
-        self._put_back(calls[1:])
 
 
 def _settle(outcomes: Iterable[tuple[_Call[Request], Outcome]]) -> None:

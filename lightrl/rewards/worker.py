@@ -35,7 +35,7 @@ from lightrl.checks.user_code import user_code
 from lightrl.concurrency import parent_guard
 from lightrl.errors import RewardError
 from lightrl.rewards.parts import RewardPart, bound, summed
-from lightrl.rewards.reward_result import Outcome, RewardFunction, Runner, user_traceback
+from lightrl.rewards.reward_result import RewardFunction, Runner, user_traceback
 from lightrl.trajectory import Trajectory
 
 _GRACE_S = 1.0  # for a sandbox, which leaves nothing of its program behind when the worker is gone
@@ -77,7 +77,10 @@ def main() -> None:
         for line in lines:
             batch = [lines.read(num_bytes) for num_bytes in json.loads(line)]
             for index, outcome in runner.outcomes(Trajectory.from_bytes(data).with_lists() for data in batch):
-                _reply(replies, _record(first + index, outcome))
+                record = vars(outcome)
+                if isinstance(outcome, RewardError):
+                    record = {"error": str(outcome), "reason": outcome.reason}
+                _reply(replies, {"index": first + index, **record})
             first += len(batch)
 
 
@@ -189,9 +192,3 @@ def _reply(replies: int, record: Mapping[str, object]) -> None:
     left = memoryview(json.dumps(record).encode() + b"\n")
     while left:
         left = left[os.write(replies, left) :]
-
-
-def _record(index: int, outcome: Outcome) -> dict[str, object]:
-    if isinstance(outcome, RewardError):
-        return {"index": index, "error": str(outcome), "reason": outcome.reason}
-    return {"index": index, **vars(outcome)}

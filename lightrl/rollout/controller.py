@@ -280,7 +280,10 @@ class RolloutController:
                 batch = self._scheduler.take(weight_version)
                 self._stragglers.count(len(batch.waits_for) if self._scheduler.is_held_back else 0)
                 if batch.group_ids is not None:
-                    self._give_up(batch.gives_up)
+                    for group_id in [one for one in batch.gives_up if one in self._running]:
+                        seed_name, task = self._running.pop(group_id)
+                        self._runner.end_group(seed_name)
+                        abandon([task])
                     if batch.gives_up:
                         self._tasks.spawn(self._start_admissible())
                     return list(self._scheduler.taken)
@@ -306,7 +309,8 @@ class RolloutController:
             # Off-policy an admission batch would stop what already runs, and no order is promised.
             is_batch = self.settings.max_staleness == 0
             async with self._admission.batch() if is_batch else contextlib.nullcontext():
-                self._start_groups()
+                if self._is_open():  # still, after the pause of the engine
+                    self._start_groups()
 
     def _is_open(self) -> bool:
         """Whether groups may start at all; on-policy only while a batch is waited for."""
@@ -315,8 +319,6 @@ class RolloutController:
         return has_prompts and self._tasks.failure is None and not self._is_closing and not is_idle
 
     def _start_groups(self) -> None:
-        if not self._is_open():
-            return
         version = self.weight_version
         try:
             for _ in range(self._scheduler.plan(version)):
@@ -408,14 +410,6 @@ class RolloutController:
             self._runner.end_group(running.seed_name)
             self._tasks.changed.set()
             self._tasks.spawn(self._start_admissible())
-
-    def _give_up(self, group_ids: Iterable[int]) -> None:
-        """Cancels what still runs of these groups."""
-        for group_id in group_ids:
-            if group_id in self._running:
-                seed_name, task = self._running.pop(group_id)
-                self._runner.end_group(seed_name)
-                abandon([task])
 
     async def _evaluate(
         self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, wait: Wait

@@ -116,11 +116,18 @@ class PromptCursor:
         Raises:
             RolloutError: if the stream or the curriculum raises, or if the curriculum skips too many prompts in a row.
         """
-        self._pass_on_observations()
+        while self._observations and self.curriculum is not None:
+            prompt_id, success_rate = self._observations.pop(min(self._observations))
+            with named_user_code(f"{type(self.curriculum).__name__}.observe"):
+                self.curriculum.observe(prompt_id, success_rate)
         for position in range(self.next_position, self.next_position + MAX_SKIPPED):
             prompt = self._at(position)
             is_chosen = prompt is not None and self._is_chosen(run_seed, position, prompt)
-            self._count_success(prompt, "played" if is_chosen else "skipped")
+            if prompt is not None and isinstance(self.curriculum, ShowsSuccess):
+                rate, what = self.curriculum.success_rate(prompt.id), "played" if is_chosen else "skipped"
+                if rate is not None:
+                    self.past_success[f"{what}_again"] += 1
+                    self.past_success[f"{what}_again_success"] += rate
             self.next_position = position + 1
             if is_chosen:
                 return position
@@ -205,21 +212,6 @@ class PromptCursor:
             name = f"{type(self.curriculum).__name__}.weight({prompt.id!r})"
             raise RolloutError(f"{name} must be a probability from 0 to 1, got {weight}.")
         return sampling_seed(run_seed, "curriculum", position) / 2**63 < weight
-
-    def _count_success(self, prompt: Prompt | None, what: str) -> None:
-        curriculum: object = self.curriculum
-        if prompt is None or not isinstance(curriculum, ShowsSuccess):
-            return
-        rate = curriculum.success_rate(prompt.id)
-        if rate is not None:
-            self.past_success[f"{what}_again"] += 1
-            self.past_success[f"{what}_again_success"] += rate
-
-    def _pass_on_observations(self) -> None:
-        while self._observations and self.curriculum is not None:
-            prompt_id, success_rate = self._observations.pop(min(self._observations))
-            with named_user_code(f"{type(self.curriculum).__name__}.observe"):
-                self.curriculum.observe(prompt_id, success_rate)
 
 
 @dataclass(eq=False)

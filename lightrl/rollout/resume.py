@@ -81,7 +81,11 @@ class InFlightCompletions:
             states_of_workers: what workflow workers have, as this method gives it.
         """
         logs = [item for logs in self._logs.values() for item in logs.items()]
-        completions = self._state_by_seed(unfinished) if self.workflow.continues else {}
+        completions: dict[int, Any] = {}
+        if self.workflow.continues:
+            generated = {seed: item for group in self._completions.values() for seed, item in group.items()}
+            known = {**self.started, **{seed: item or unfinished.get(seed) for seed, item in generated.items()}}
+            completions = {seed: item.state_dict() for seed, item in known.items() if item and len(item.token_ids)}
         answers = self._answers | {session: log.state_dict() for session, log in logs if log.answers}
         for state in states_of_workers:
             completions |= dict(state["written"])
@@ -90,11 +94,6 @@ class InFlightCompletions:
             "written": [[seed, item] for seed, item in completions.items()],
             "answers": answers,
         }
-
-    def _state_by_seed(self, unfinished: Mapping[int, Completion]) -> dict[int, Any]:
-        generated = {seed: item for group in self._completions.values() for seed, item in group.items()}
-        whole = {**self.started, **{seed: item or unfinished.get(seed) for seed, item in generated.items()}}
-        return {seed: item.state_dict() for seed, item in whole.items() if item is not None and len(item.token_ids)}
 
     def load_state_dict(self, state: State) -> None:
         self.started = {seed: Completion.from_state(item) for seed, item in state["written"]}

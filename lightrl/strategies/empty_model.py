@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from lightrl.models import Role
+from lightrl.models import Role, new_model
 from lightrl.models.conversion import checkpoint_files, keep_first_axis, load_parts
-from lightrl.models.images import new_model
-from lightrl.models.lora import adapter_reader, base_name, held_tensors, is_adapter
 from lightrl.models.model_spec import check_files
-from lightrl.strategies.planned_gather import box_of, part_at
-from lightrl.strategies.ranks import Ranks
+from lightrl.models.tuning import held_tensors
+from lightrl.strategies.ranks.planned_gather import box_of, part_at
+from lightrl.strategies.ranks.processes import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,16 +35,11 @@ def empty_model(role: Role) -> PreTrainedModel:
     """The role's model with its buffers but without its weights, which `fill_model` loads.
 
     Raises:
-        ValueError: for a quantized checkpoint, or adapters of parameters.
+        ValueError: for a quantized checkpoint, or a tuning that needs whole parameters.
     """
     from transformers import AutoModelForSequenceClassification, GenerationConfig
 
     spec = role.spec
-    if role.lora is not None and role.lora.target_parameters:
-        raise ValueError(
-            "lora.target_parameters can only be trained in one process so far. Set trainer.strategy to auto and "
-            "trainer.devices to 1, or remove them."
-        )
     config = spec.load_config()
     if any(getattr(part, "quantization_config", None) for part in (config, config.get_text_config())):
         raise ValueError(
@@ -60,9 +54,8 @@ def empty_model(role: Role) -> PreTrainedModel:
     if spec.path is not None:
         with contextlib.suppress(OSError):  # it is optional
             model.generation_config = GenerationConfig.from_pretrained(spec.path)
-    if role.lora is not None:
-        with _parameters_on_meta():
-            role.lora.add_to(model)
+    with _parameters_on_meta():
+        role.tuning.add_to(model)
     setattr(model, _ROLE, role)
     return model.eval()
 
@@ -76,8 +69,8 @@ def take_role(model: torch.nn.Module) -> Role | None:
 def fill_model(model: PreTrainedModel, role: Role, device: torch.device, ranks: Ranks) -> None:
     """Gives a sharded model of `empty_model` its weights; collective.
 
-    Each rank reads its own shards from the checkpoint's files. What no file has, random weights and adapters, the first
-    rank makes and distributes.
+    Each rank reads its own shards from the checkpoint's files. What no file has, random weights and what the tuning
+    adds, the first rank makes and distributes.
 
     Args:
         device: of the shards.
@@ -91,7 +84,7 @@ def fill_model(model: PreTrainedModel, role: Role, device: torch.device, ranks: 
         load_parts(model, role.spec, device=device, on_tensor=ranks.step)
     else:
         model.tie_weights()
-    read_adapter = None if role.lora is None else adapter_reader(role.lora, role.spec.random_seed)
+    added = role.tuning.added_values(role.spec.random_seed)
     made: dict[str, Tensor] = {}
     if not has_files and ranks.is_main:
         if role.spec.path is not None:
@@ -99,11 +92,10 @@ def fill_model(model: PreTrainedModel, role: Role, device: torch.device, ranks: 
         made = held_tensors(role.spec.load_model())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if is_adapter(name):
-                assert read_adapter is not None
-                _fill(parameter, read_adapter(name, parameter.shape) if ranks.is_main else None)
+            if role.tuning.adds(name):
+                _fill(parameter, added(name, parameter.shape) if ranks.is_main else None)
             elif not has_files:
-                _fill(parameter, made.pop(base_name(name)) if ranks.is_main else None)
+                _fill(parameter, made.pop(role.tuning.base_name(name)) if ranks.is_main else None)
             ranks.step()
         if not has_files:  # what remains are buffers
             model.load_state_dict(ranks.broadcast_tensors(made), strict=False)

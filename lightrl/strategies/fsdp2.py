@@ -38,14 +38,23 @@ from lightrl.models.expert_parallel import expert_mesh, num_split_experts, split
 from lightrl.models.moe import moe_blocks, router_of
 from lightrl.models.optimizer import model_children, own_parameters
 from lightrl.models.routes import Routes, recompute_contexts
-from lightrl.strategies.atomic_write import BackgroundWrites, logged_behind_failure
-from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, optimizer_state
+from lightrl.strategies.checkpoints.atomic_write import BackgroundWrites, logged_behind_failure
+from lightrl.strategies.checkpoints.folder import folder_writer, load_folder, optimizer_state
 from lightrl.strategies.empty_model import empty_model, fill_model, take_role
 from lightrl.strategies.fsdp2_model import FSDP2Model, cp_refused
+from lightrl.strategies.head import LogprobSettings
+from lightrl.strategies.layouts.probes import LAYER_DTYPE, compiles, decoder_layers, may_be_cut
 from lightrl.strategies.offload import HOST, OFFLOADABLE, Offloadable, move_state, offload_activations
 from lightrl.strategies.precision import ClipsByStrategy, subclassed
-from lightrl.strategies.ranks import START_TIMEOUT, ProcessRanks, Ranks, allow_long_waits, nearest_divisors, watch_all
-from lightrl.strategies.role_mesh import (
+from lightrl.strategies.ranks.processes import (
+    START_TIMEOUT,
+    ProcessRanks,
+    Ranks,
+    allow_long_waits,
+    nearest_divisors,
+    watch_all,
+)
+from lightrl.strategies.ranks.role_mesh import (
     OtherRanksModel,
     Place,
     check_meshes,
@@ -54,8 +63,7 @@ from lightrl.strategies.role_mesh import (
     planned_roles,
     role_meshes,
 )
-from lightrl.strategies.shared_folder import check_all_see
-from lightrl.strategies.single import LAYER_DTYPE, LogprobSettings, compiles, decoder_layers, may_be_cut
+from lightrl.strategies.ranks.shared_folder import check_all_see
 
 if TYPE_CHECKING:
     import lightning as L
@@ -383,7 +391,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             value_head=value_head,
             reduce_every_microbatch=self.reduce_every_microbatch,
             is_offloaded=self._offloads_parameters,
-            replays_routes=role == "policy",
+            is_policy=role == "policy",
             context_group=self._context_group,
         )
 

@@ -17,13 +17,14 @@ from lightrl.experience import Experience
 from lightrl.functional import rectangles
 from lightrl.models import Backward, Candidates, LossFunction, Outputs, teacher_candidates
 from lightrl.models.conversion import Names, exported_tensors
-from lightrl.models.images import image_kind
-from lightrl.models.lora import Part, exported_parameters, held_tensors
-from lightrl.strategies.planned_gather import PlannedGather
-from lightrl.strategies.ranks import ProcessRanks, Ranks
+from lightrl.models.tuning import Part, held_tensors, tuning_of
+from lightrl.strategies.head import LogprobSettings
+from lightrl.strategies.layouts.probes import may_be_cut
+from lightrl.strategies.layouts.shared_prefix import CALL_OVERHEAD_TOKENS
+from lightrl.strategies.ranks.planned_gather import PlannedGather
+from lightrl.strategies.ranks.processes import ProcessRanks, Ranks
 from lightrl.strategies.sharded_experience.microbatches import lengths_of
-from lightrl.strategies.shared_prefix import CALL_OVERHEAD_TOKENS
-from lightrl.strategies.single import LogprobSettings, SingleModel, may_be_cut
+from lightrl.strategies.single import SingleModel
 from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class FSDP2Model(SingleModel):
         value_head: a critic's, sharded too.
         reduce_every_microbatch: reduce gradients after each microbatch instead of after the last.
         is_offloaded: whether the strategy keeps all shards in CPU memory.
-        replays_routes: as of SingleModel.
+        is_policy: as in SingleModel.
         context_group: ranks that share packed rows and pass the same microbatches.
     """
 
@@ -56,15 +57,13 @@ class FSDP2Model(SingleModel):
         value_head: torch.nn.Linear | None = None,
         reduce_every_microbatch: bool = False,
         is_offloaded: bool = False,
-        replays_routes: bool = True,
+        is_policy: bool = True,
         context_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.ranks = ranks
-        self.context_group = context_group
         self.reduce_every_microbatch = reduce_every_microbatch
         self.is_offloaded = is_offloaded
         self._root = model
-        self._num_calls = 0  # for the current microbatch
         self._gather: PlannedGather | None = None
         # Makes the root's parameters whole for `function`, which returns tensors, possibly in tuples or dicts: FSDP
         # searches those for the start of the backward.
@@ -72,18 +71,19 @@ class FSDP2Model(SingleModel):
         register_fsdp_forward_method(model, "run_inside")
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # a few tokens are not worth a compilation
             # The strategy has compiled the layers before it sharded them.
-            made: dict[str, Any] = {"value_head": value_head, "compile_layers": False, "replays_routes": replays_routes}
+            made: dict[str, Any] = {"value_head": value_head, "compile_layers": False, "is_policy": is_policy}
+            made["context_group"] = context_group
             self._root.run_inside(functools.partial(super().__init__, **made), model, settings)
         reshard(self._root)
-        self.layouts = {}  # the number of its calls depends on the rows
-        if context_group is not None and not (self.can_pack and may_be_cut(model.config)):
+        self.forms.layouts = {}  # the number of its calls depends on the rows
+        if context_group is not None and not (self.forms.can_pack and may_be_cut(model.config)):
             raise cp_refused(context_group.size(), model.config.model_type)
-        self.form = "packed" if self.can_pack else "rectangles"
+        self.forms.form = "packed" if self.forms.can_pack else "rectangles"
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterator[Outputs]:
         for microbatch, calls in zip(microbatches, self._calls(microbatches), strict=True):
-            self._num_calls = calls
+            self.forms.num_calls = calls
             yield self._outputs(microbatch, topk)
             self.ranks.step()
         reshard(self._root)
@@ -92,7 +92,7 @@ class FSDP2Model(SingleModel):
 
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
         for index, (microbatch, calls) in enumerate(zip(microbatches, self._calls(microbatches), strict=True)):
-            self._num_calls = calls
+            self.forms.num_calls = calls
             is_last = index == len(microbatches) - 1
             for module in (self._root, self.value_head):
                 if isinstance(module, FSDPModule):
@@ -101,7 +101,7 @@ class FSDP2Model(SingleModel):
             self.ranks.step()
 
     def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
-        (self._num_calls,) = self._calls([microbatch])
+        (self.forms.num_calls,) = self._calls([microbatch])
         outputs = self._outputs(microbatch, topk)
         self.ranks.step()
         if not torch.is_grad_enabled():
@@ -109,7 +109,7 @@ class FSDP2Model(SingleModel):
         return outputs
 
     def full_parameters(
-        self, bucket_bytes: int, *, part: Part = "merged", names: Names = "module", is_spread: bool = False
+        self, bucket_bytes: int, *, part: Part = "whole", names: Names = "module", is_spread: bool = False
     ) -> Iterator[Bucket]:
         reshard(self._root)
         held = held_tensors(self.model)
@@ -119,7 +119,7 @@ class FSDP2Model(SingleModel):
             self._gather = PlannedGather(whole_of, held, group=self.ranks.control_group)
         buckets = self._gather.buckets(
             held,
-            exported_parameters(self.model, part),
+            tuning_of(self.model).sources(self.model, part),
             combine=functools.partial(exported_tensors, self.model, names),
             bucket_bytes=bucket_bytes,
             is_spread=is_spread,
@@ -134,8 +134,7 @@ class FSDP2Model(SingleModel):
 
     def _calls(self, microbatches: Sequence[Experience]) -> list[int]:
         """How often to call the model for each microbatch: as often as the rank that needs most."""
-        is_whole = image_kind(self.model.config) == "bidirectional" and microbatches[0].pixel_values is not None
-        if self.form == "packed" and not is_whole:
+        if self.forms.choose(microbatches[0])[0] == "packed":
             return [1] * len(microbatches)
         lengths = [[max(1, tokens - 1) for tokens in rows] for rows in lengths_of(microbatches)]
         return self.ranks.max_each([len(rectangles(rows, CALL_OVERHEAD_TOKENS)) for rows in lengths])
@@ -147,15 +146,6 @@ class FSDP2Model(SingleModel):
     def _tensors(self, experience: Experience, candidates: Candidates) -> tuple[Tensor | None, ...]:
         outputs = super()._outputs(experience, candidates)
         return tuple(getattr(outputs, field.name) for field in fields(outputs))
-
-    def _token_rectangles(self, experience: Experience) -> Iterator[tuple[Tensor, Tensor]]:
-        num = 0
-        for rectangle in super()._token_rectangles(experience):
-            yield rectangle
-            num += 1
-        nothing = torch.zeros(0, dtype=torch.int64, device=experience.token_ids.device)
-        for _ in range(self._num_calls - num):
-            yield nothing, experience.token_ids[:1, :1]
 
 
 def cp_refused(cp: int, model_type: str) -> ValueError:

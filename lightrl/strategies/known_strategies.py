@@ -11,10 +11,11 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, Strateg
 from lightrl.models import ParallelModel
 from lightrl.models.model_spec import check_outputs
 from lightrl.strategies.fsdp2 import FSDP2Strategy
+from lightrl.strategies.head import LogprobSettings
 from lightrl.strategies.parallel_3d import Parallel3DStrategy
-from lightrl.strategies.ranks import Ranks
-from lightrl.strategies.role_mesh import check_meshes, planned_roles
-from lightrl.strategies.single import LogprobSettings, SingleModel
+from lightrl.strategies.ranks.processes import Ranks
+from lightrl.strategies.ranks.role_mesh import check_meshes, planned_roles
+from lightrl.strategies.single import SingleModel
 
 if TYPE_CHECKING:
     import lightning as L
@@ -71,7 +72,7 @@ def parallel_model(
     check_outputs(model.config, f"The {role}")  # which configure_model may have changed
     if isinstance(strategy, FSDP2Strategy):
         return strategy.parallel_model(model, settings, role=role, value_head=value_head)
-    return SingleModel(model, settings, value_head=value_head, replays_routes=role == "policy")
+    return SingleModel(model, settings, value_head=value_head, is_policy=role == "policy")
 
 
 def ranks_of(strategy: Strategy) -> Ranks:

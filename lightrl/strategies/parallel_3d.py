@@ -24,18 +24,18 @@ from lightrl.experience import Experience
 from lightrl.functional import aligned_to_tokens, predicting_positions
 from lightrl.models import Backward, Candidates, LossFunction, Outputs, RoleMesh, teacher_candidates
 from lightrl.models.conversion import Names, exported_tensors
-from lightrl.models.lora import Part, exported_parameters, held_tensors
-from lightrl.strategies.branches import branch_rows
+from lightrl.models.tuning import Part, held_tensors, tuning_of
 from lightrl.strategies.empty_model import empty_model
 from lightrl.strategies.fsdp2 import FSDP2Strategy
-from lightrl.strategies.packed_attention import make_packable
+from lightrl.strategies.head import LogprobSettings
+from lightrl.strategies.layouts.branches import branch_rows
+from lightrl.strategies.layouts.packed_attention import make_packable
 from lightrl.strategies.pipeline import HeldActivations
-from lightrl.strategies.planned_gather import PlannedGather
-from lightrl.strategies.ranks import ProcessRanks
-from lightrl.strategies.role_mesh import OtherRanksModel, Place, check_meshes, make_place, planned_roles
-from lightrl.strategies.single import LogprobSettings
+from lightrl.strategies.ranks.planned_gather import PlannedGather
+from lightrl.strategies.ranks.processes import ProcessRanks
+from lightrl.strategies.ranks.role_mesh import OtherRanksModel, Place, check_meshes, make_place, planned_roles
 from lightrl.strategies.stages import Feed, SplitModel, ends_group, split_model
-from lightrl.strategies.tensor_plans import check_adapters, check_model, check_schedule, check_sizes, check_world
+from lightrl.strategies.tensor_plans import check_model, check_schedule, check_sizes, check_world, tensor_plan
 from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ class Parallel3DStrategy(FSDP2Strategy):
             config = role.spec.load_config()
             check_sizes(config, pp, tp, *self._schedule_at(pp))
             check_model(config, tp)
-            if role.lora is not None:
-                check_adapters(name, empty_model(role), tp)
+            if role.tuning.keeps_base:
+                role.tuning.check_split(name, empty_model(role), tensor_plan(config) if tp > 1 else None)
 
     def _make_mesh(self) -> dist.ProcessGroup:
         sizes = (self.pp, self.dp_size, self.tp)
@@ -319,7 +319,7 @@ class Parallel3DModel:
                     loss_of(index, result)
 
     def full_parameters(
-        self, bucket_bytes: int, *, part: Part = "merged", names: Names = "module", is_spread: bool = False
+        self, bucket_bytes: int, *, part: Part = "whole", names: Names = "module", is_spread: bool = False
     ) -> Iterator[Bucket]:
         self.split.reshard()
         held = self.split.held_tensors()
@@ -328,7 +328,7 @@ class Parallel3DModel:
             self._gather = PlannedGather(whole_of, held, group=self.group)
         return self._gather.buckets(
             held,
-            exported_parameters(self.split.whole, part),
+            tuning_of(self.split.whole).sources(self.split.whole, part),
             combine=functools.partial(exported_tensors, self.split.whole, names),
             bucket_bytes=bucket_bytes,
             is_spread=is_spread,
@@ -368,7 +368,7 @@ class Parallel3DModel:
         if num == 0:
             return outputs
         topk = aligned_to_tokens(result[:, 3 : 3 + num], *feed.positions, shape)
-        has_ids = isinstance(feed.candidates, int)
+        has_ids = isinstance(feed.targets.candidates, int)
         ids = aligned_to_tokens(result[:, 3 + num :].long(), *feed.positions, shape) if has_ids else None
         return replace(outputs, teacher_topk=topk, teacher_topk_ids=ids)
 

@@ -68,7 +68,9 @@ def _call_in_float32(router: torch.nn.Module, forward: Callable[..., Any], hidde
 
 def _call_in_autocast_dtype(experts: torch.nn.Module, forward: Callable[..., Any], hidden: Tensor, *others: Any) -> Any:
     device = hidden.device.type
-    if not torch.is_autocast_enabled(device) or hasattr(experts, "base_layer"):  # adapters
+    if not torch.is_autocast_enabled(device) or hasattr(
+        experts, "base_layer"
+    ):  # peft's wrapper, with parameters of its own
         return forward(hidden, *others)
     dtype = torch.get_autocast_dtype(device)
     weights = dict(experts.named_parameters())

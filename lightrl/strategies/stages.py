@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,26 +24,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightrl.experience import Experience
-from lightrl.functional import (
-    Supports,
-    hidden_logprobs,
-    hidden_topk,
-    on_host,
-    predicted_token_ids,
-    predicting_positions,
-    to_device,
-)
+from lightrl.functional import on_host, predicting_positions, to_device
 from lightrl.models import Candidates, Role, scalar_head
 from lightrl.models.conversion import checkpoint_files, load_parts, semi_private
-from lightrl.models.lora import adapter_reader, base_name, held_tensors, is_adapter
 from lightrl.models.model_spec import check_files
+from lightrl.models.tuning import held_tensors, tuning_of
 from lightrl.strategies.empty_model import give_memory, take_role
 from lightrl.strategies.fsdp2_model import reshard
-from lightrl.strategies.packed_attention import PackedRows, no_mask
+from lightrl.strategies.head import Logprobs, LogprobSettings, Targets, TopK, read_head, whole_head
+from lightrl.strategies.layouts.packed_attention import PackedRows, no_mask
+from lightrl.strategies.layouts.shared_prefix import each_alone, packed
 from lightrl.strategies.pipeline import Pipeline
-from lightrl.strategies.role_mesh import empty_out
-from lightrl.strategies.shared_prefix import each_alone, packed
-from lightrl.strategies.single import LogprobSettings, ids_to_read, stops_are_masked, supports_at
+from lightrl.strategies.ranks.role_mesh import empty_out
 from lightrl.strategies.tensor_parallel import (
     local,
     part_of_sequence,
@@ -70,14 +62,17 @@ class Feed:
     rows: Tensor  # [N], the predicting positions in [R, W]
     columns: Tensor
     positions: tuple[Tensor, Tensor]  # [N] each, row and column of these positions in the Experience
-    targets: Tensor  # int64 [N], the tokens predicted there
-    masked_rows: Tensor | None  # bool [N], True if stop tokens could not be sampled
-    supports: Supports | None  # the tokens that could be sampled; None for all
-    candidates: Candidates  # [N, K] further tokens to give the logprobs of, or K for the top-k
+    targets: Targets  # of these positions
 
     @classmethod
     def of(
-        cls, experience: Experience, settings: LogprobSettings, topk: Candidates, *, multiple: int, is_packed: bool
+        cls,
+        experience: Experience,
+        settings: LogprobSettings,
+        candidates: Candidates,
+        *,
+        multiple: int,
+        is_packed: bool,
     ) -> Feed:
         """The feed of a microbatch; W is a multiple of `multiple`."""
         rows, columns = positions = predicting_positions(experience.loss_mask)
@@ -95,7 +90,6 @@ class Feed:
             width += -width % multiple
             token_ids = experience.token_ids[:, :width]
             token_ids = nn.functional.pad(token_ids, (0, width - token_ids.shape[1]))
-        masked = stops_are_masked(experience.weight_versions, settings.min_new_tokens)
         return cls(
             token_ids=token_ids,
             position_ids=position_ids,
@@ -103,21 +97,19 @@ class Feed:
             rows=rows,
             columns=columns,
             positions=positions,
-            targets=predicted_token_ids(experience.token_ids, *positions),
-            masked_rows=None if masked is None else predicted_token_ids(masked, *positions),
-            supports=supports_at(experience, *positions),
-            candidates=topk if isinstance(topk, int) else predicted_token_ids(topk, *positions),
+            targets=Targets.at(experience, *positions, candidates, settings),
         )
 
     @property
     def num_candidates(self) -> int:
         """K."""
-        return self.candidates if isinstance(self.candidates, int) else self.candidates.shape[1]
+        candidates = self.targets.candidates
+        return candidates if isinstance(candidates, int) else candidates.shape[1]
 
     @property
     def width(self) -> int:
         """How many numbers the last stage returns per position."""
-        return 3 + self.num_candidates * (2 if isinstance(self.candidates, int) else 1)
+        return 3 + self.num_candidates * (2 if isinstance(self.targets.candidates, int) else 1)
 
 
 class Stage(nn.Module):
@@ -185,44 +177,34 @@ class Stage(nn.Module):
 
     def _results(self, hidden: Tensor, feed: Feed, settings: LogprobSettings) -> Tensor:
         is_split = self.tp.size() > 1
-        zeros = torch.zeros(len(feed.rows), 1, dtype=torch.float32, device=hidden.device)
-        logprobs, entropy, values = zeros, zeros, zeros
-        further = zeros.expand(-1, feed.width - 3)
+        zeros = torch.zeros(len(feed.rows), dtype=torch.float32, device=hidden.device)
+        results, values = {"logprobs": zeros, "entropy": zeros}, zeros
         if self.value_head is not None:
             scalars = self.value_head(hidden.to(self.value_head.weight.dtype))
             scalars = whole_sequence(scalars, self.tp, gradients_add_up=False) if is_split else scalars
-            values = scalars[feed.rows, feed.columns].float()
+            values = scalars[feed.rows, feed.columns, 0].float()
         if self.head is not None:
             whole = whole_sequence(hidden, self.tp, gradients_add_up=True) if is_split else hidden
-            logprobs, entropy, further = self._logprobs(whole[feed.rows, feed.columns], feed, settings)
-        return torch.cat([logprobs, entropy, values, further], 1)
+            readers = self._readers(whole[feed.rows, feed.columns])
+            results = read_head(*readers, feed.targets, settings, logit_scale=self.logits.scale)
+        columns = [results["logprobs"][:, None], results["entropy"][:, None], values[:, None]]
+        # Ids are exact up to 2^24, which no vocabulary reaches.
+        columns += [results[name].float() for name in ("teacher_topk", "teacher_topk_ids") if name in results]
+        return torch.cat(columns, 1)
 
-    def _logprobs(self, hidden: Tensor, feed: Feed, settings: LogprobSettings) -> tuple[Tensor, Tensor, Tensor]:
-        """Logprobs of the predicted tokens [N, 1], entropies [N, 1], and further results [N, width - 3]."""
-        topk, read = self._readers(hidden, settings.masks(feed.masked_rows, hidden.device))
-        ids = ids_to_read(feed.targets, feed.candidates, lambda num: topk(num=num, num_ids=settings.num_ids))
-        logprobs, entropy = read(
-            token_ids=ids,
-            temperature=settings.temperature / self.logits.scale,
-            entropy_gradient=settings.entropy_needs_gradient,
-            supports=feed.supports,
-        )
-        if ids.dim() == 1:
-            return logprobs[:, None], entropy[:, None], logprobs.new_empty(len(ids), 0)
-        further = logprobs[:, 1:]
-        if isinstance(feed.candidates, int):
-            further = torch.cat([further, ids[:, 1:].float()], 1)  # exact up to 2^24, which no vocabulary reaches
-        return logprobs[:, :1], entropy[:, None], further
-
-    def _readers(self, hidden: Tensor, masks: dict[str, Any]) -> tuple[Callable[..., Tensor], Callable[..., Any]]:
-        """Return the functions that find the top-k tokens and read logprobs at these positions."""
+    def _readers(self, hidden: Tensor) -> tuple[TopK, Logprobs]:
+        """The functions that read the head at positions with these hidden states [N, H]."""
         head: Any = self.head
         if self.tp.size() == 1 and self.logits.cap is None:
-            plain = {"hidden": hidden, "weight": head.weight, "bias": head.bias, **masks}
-            return functools.partial(hidden_topk, **plain), functools.partial(hidden_logprobs, **plain)
+            return whole_head(head, hidden)
         group = self.tp.get_group() if self.tp.size() > 1 else None
-        split = {"hidden": hidden, "weight": local(head.weight), "group": group, "cap": self.logits.cap, **masks}
-        return functools.partial(vocab_parallel_topk, **split), functools.partial(vocab_parallel_logprobs, **split)
+        inputs: dict[str, Any] = {
+            "hidden": hidden,
+            "weight": local(head.weight),
+            "group": group,
+            "cap": self.logits.cap,
+        }
+        return functools.partial(vocab_parallel_topk, **inputs), functools.partial(vocab_parallel_logprobs, **inputs)
 
 
 @dataclass
@@ -364,7 +346,8 @@ def _drop_other_stages(
 def _split_over_tp(model: PreTrainedModel, value_head: nn.Linear | None, tp: DeviceMesh) -> None:
     """Splits what this rank holds of the model, and the value head if it holds that, over the tp axis."""
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    split_parameters(model.base_model, model.get_output_embeddings(), tensor_plan(model.config), tp)
+    plan = tensor_plan(model.config)
+    split_parameters(model.base_model, model.get_output_embeddings(), plan, tp, tuning_of(model))
     for scalar in (scalar_head(model), value_head):
         if scalar is not None:
             share_parameters(scalar, tp)
@@ -385,13 +368,13 @@ def _load_held(model: PreTrainedModel, role: Role, device: torch.device, *, is_t
         load_parts(model, spec, device=device, renamed=renamed, is_whole=False)
     else:
         made = spec.load_model().state_dict()
-    read_adapter = None if role.lora is None else adapter_reader(role.lora, spec.random_seed)
+    added = role.tuning.added_values(spec.random_seed)
     with torch.no_grad():
         for name, tensor in held_tensors(model).items():
-            if read_adapter is not None and is_adapter(name):
-                tensor.copy_(read_adapter(name, tensor.shape))
+            if role.tuning.adds(name):
+                tensor.copy_(added(name, tensor.shape))
             elif made:
-                tensor.copy_(made[base_name(name)])
+                tensor.copy_(made[role.tuning.base_name(name)])
     if is_tied and head is not None and embed_tokens is not None:
         head.weight = embed_tokens.weight
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from lightrl.functional.logprobs import Mask, chunks, logits_gradient, mask_of, masked_scores, prepared
 from lightrl.functional.supports import Supports, support_scores
+from lightrl.models.tuning import Tuning
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 _CHUNK_LOGITS = 2**25
 
 
-def split_parameters(body: nn.Module, head: nn.Linear | None, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+def split_parameters(
+    body: nn.Module, head: nn.Linear | None, plan: Mapping[str, str], mesh: DeviceMesh, tuning: Tuning
+) -> None:
     """Turns the parameters of a causal language model into DTensors on the tp mesh, in place.
 
     Args:
@@ -36,11 +39,12 @@ def split_parameters(body: nn.Module, head: nn.Linear | None, plan: Mapping[str,
         head: the output head, if this rank has it; stays tied to the embedding if it was.
         plan: of `tensor_plan`.
         mesh: of the tp axis.
+        tuning: of the model.
     """
     embedding: Any = getattr(body, "embed_tokens", None)
     is_tied = head is not None and embedding is not None and head.weight is embedding.weight
     for layer in body.layers.children():  # type: ignore[union-attr]
-        _split_layer(layer, plan, mesh)
+        _split_layer(layer, plan, mesh, tuning)
     if isinstance(getattr(body, "norm", None), nn.Module):
         share_parameters(body.norm, mesh)  # type: ignore[arg-type]
     if embedding is not None:
@@ -52,20 +56,18 @@ def split_parameters(body: nn.Module, head: nn.Linear | None, plan: Mapping[str,
         _distribute_parameters(head, mesh, Shard(0))
 
 
-def _split_layer(layer: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+def _split_layer(layer: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, tuning: Tuning) -> None:
     styles: dict[str, ParallelStyle] = {}
     for name, style in plan.items():
-        adapted = hasattr(layer.get_submodule(name), "base_layer")
-        base, down, up = (f"{name}.{part}" for part in ("base_layer", "lora_A.default", "lora_B.default"))
-        if style == "colwise":
-            styles[base if adapted else name] = ColwiseParallel()
-            if adapted:  # all ranks compute A x of the whole sequence
-                styles[up] = ColwiseParallel()
-                _distribute_parameters(layer.get_submodule(down), mesh, Replicate())
-        elif style == "rowwise":
-            styles[base if adapted else name] = RowwiseParallel(output_layouts=Shard(1))
-            if adapted:
-                styles[down] = RowwiseParallel(output_layouts=Shard(1))
+        if style not in ("colwise", "rowwise"):
+            continue
+        for part, part_style in tuning.split_styles(name, layer.get_submodule(name), style).items():
+            if part_style == "colwise":
+                styles[part] = ColwiseParallel()
+            elif part_style == "rowwise":
+                styles[part] = RowwiseParallel(output_layouts=Shard(1))
+            else:
+                _distribute_parameters(layer.get_submodule(part), mesh, Replicate())
     for name in {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}:
         gather = functools.partial(_gather_input, mesh)
         layer.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
@@ -85,22 +87,28 @@ def _gather_input(
 
 
 def share_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Gives a module whose ranks see some of the tokens or heads its own parameters whole, as DTensors.
+    """Keeps the own parameters of a module whole on every tp rank, as DTensors.
 
-    Their gradients are each rank's summand.
+    Each rank runs the module on its part of the tokens or heads, so a parameter's gradient is the sum over ranks.
     """
     _distribute_parameters(module, mesh, Replicate())
     if any(True for _ in module.parameters(recurse=False)):
-        module.forward = functools.partial(_call_with_summands, module, module.forward)
+        module.forward = functools.partial(_call_with_local_parameters, module, module.forward)
 
 
-def _call_with_summands(module: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
-    """The module's forward with its DTensors as plain tensors, whose gradients are summands."""
-    held = dict(module.named_parameters(recurse=False))
-    if not any(isinstance(parameter, DTensor) for parameter in held.values()):
-        return forward(*args)  # functional_call has come back here
-    whole = {name: value.to_local(grad_placements=[Partial()]) for name, value in held.items()}  # type: ignore[attr-defined]
-    return torch.func.functional_call(module, whole, args)
+def _call_with_local_parameters(module: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
+    """Runs the module's forward on plain tensors, since its operations do not take DTensors.
+
+    `functional_call` replaces the parameters and calls the module, which calls this function a second time.
+    """
+    parameters = dict(module.named_parameters(recurse=False))
+    if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
+        return forward(*args)  # the second call
+    local_parameters = {
+        name: parameter.to_local(grad_placements=[Partial()])  # type: ignore[attr-defined]
+        for name, parameter in parameters.items()
+    }
+    return torch.func.functional_call(module, local_parameters, args)
 
 
 def _distribute_parameters(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:

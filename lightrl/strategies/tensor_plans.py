@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightrl.models.images import new_model
+from lightrl.models import new_model
 from lightrl.models.moe import moe_blocks
-from lightrl.strategies.ranks import divisors
-from lightrl.strategies.single import rope_depends_on_length
+from lightrl.strategies.layouts.probes import rope_depends_on_length
+from lightrl.strategies.ranks.processes import divisors
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
 SCHEDULES = ("1F1B", "Interleaved1F1B")
 
@@ -105,17 +105,6 @@ def _check_layer(config: PretrainedConfig, layer: nn.Module) -> None:
         size = head_size(config) if name.startswith("self_attn.") else config.hidden_size
         if shapes and ("norm" not in type(module).__name__.lower() or {*shapes} != {(size,)}):
             _refuse(config, f"no part of {name} ({type(module).__name__}) can be computed alone")
-
-
-def check_adapters(role: str, model: PreTrainedModel, tp: int) -> None:
-    """Raises ValueError for LoRA adapters of a role's model outside of its layers' split modules."""
-    for name in (name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name):
-        inside = name.partition(".layers.")[2].partition(".")[2]
-        if not inside or (tp > 1 and inside not in tensor_plan(model.config)):
-            raise ValueError(
-                f"The {role} has a LoRA adapter of {name!r}, which Parallel3DStrategy does not split. Leave it out of "
-                "lora.target_modules, or use FSDP2Strategy."
-            )
 
 
 class _Fake(nn.Module):

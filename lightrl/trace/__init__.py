@@ -1,11 +1,11 @@
 """Trace: what each process did when, as Chrome events, and where the time of an iteration went.
 
 Reading order:
-    spans.py    `span`: measures a block, kept while a trace is open; files of spans; peaks of memory within a block
+    spans.py    `span` measures a block, and records it while a trace is open; files of spans; peak memory of a block
     areas.py    the time of an iteration by area: rollout, reward, score, update, sync, data
 
-May import: nothing of lightrl, nor torch (spans.py looks for it among what is loaded). `callbacks/trace.py` opens the
-trace and prints the summary; `lightrl inspect` shows the files. To trace one more thing: `with span(...)` around it.
+May import: neither lightrl nor torch (spans.py uses torch only if it is already imported). `callbacks/trace.py` opens
+the trace and prints the summary; `lightrl inspect` shows the files. To trace a block, put `with span(...)` around it.
 """
 
 from lightrl.trace.areas import area_times

@@ -1,6 +1,6 @@
 """The time of an iteration by area, and the possible gain: computed from the events of rank 0's process.
 
-An iteration lasts from its start to that of the next. Its areas are what the trainer's thread did or waited for:
+An iteration lasts until the next one starts. Its areas are what the trainer's thread did or waited for:
 
     rollout   waited while at least one generation ran       score     models read the trajectories; advantages
     reward    waited while only rewards were missing         update    minibatches
@@ -39,9 +39,9 @@ class AreaTimes:
 
     total: float
     areas: dict[str, float]  # area → seconds
-    tail: float = 0.0  # end of the rollout: less than half of its most generations ran
-    collectives: float = 0.0  # in which the trainer's thread waited for other ranks
-    servers: dict[str, float] = field(default_factory=dict)  # address → at least one of its requests ran
+    tail: float = 0.0  # the rollout's tail, in which less than half of its peak number of generations ran
+    collectives: float = 0.0  # time in which the trainer's thread waited for other ranks
+    servers: dict[str, float] = field(default_factory=dict)  # address → time in which at least one of its requests ran
 
 
 def area_times(events: Iterable[Event], start_ns: int, end_ns: int) -> AreaTimes:
@@ -116,7 +116,7 @@ def length(intervals: Intervals) -> int:
 
 
 def _tail_ns(generations: Sequence[Event], waiting: Intervals) -> int:
-    """How long, while the trainer waited, some but less than half of the most generations ran."""
+    """How long, while the trainer waited, generations ran, but less than half of their peak number."""
     edges = sorted([(one.start_ns, 1) for one in generations] + [(one.end_ns, -1) for one in generations])
     most = num = 0
     for _, change in edges:
@@ -131,10 +131,10 @@ def _tail_ns(generations: Sequence[Event], waiting: Intervals) -> int:
 
 
 def summary_of(all_times: Sequence[AreaTimes], *, overlaps: bool = False) -> SummaryJson | None:
-    """The means of the iterations in seconds, and where to look first; None without an iteration.
+    """The means over iterations in seconds, and where to look first; None without an iteration.
 
-    The first one is left out where there are others: it warms up. `gain` is how often faster an iteration would be if
-    the area took no time, so the most that work on it gives. With `overlaps` rollouts already run during the update.
+    The first iteration, which warms up, is left out if there are others. `gain` is the speed-up of an iteration if the
+    area took no time: an upper bound. With `overlaps` rollouts already run during the update.
     """
     times = all_times[1:] or all_times
     if not times:

@@ -1,12 +1,12 @@
-"""span: measures a block of code; TraceFile writes what was measured; MemoryPeaks: a block's largest memory.
+"""`span` measures a block of code, TraceFile writes the events, MemoryPeaks measures the peak memory of blocks.
 
-Without a trace a span costs two reads of the clock, with one also an append: less than a microsecond. It may be around
-an `await`. Times are `time.perf_counter_ns`, which is one clock for all processes of a machine.
+Without a trace a span reads the clock twice, with one it also appends: less than a microsecond. It may contain an
+`await`. Times are `time.perf_counter_ns`, which is one clock for all processes of a machine.
 
 Files are in Chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open: a JSON array with one
-event per line, without its end, which the format allows. So it can be read while the run writes it, and a killed run
-leaves all it did. Each process is a row group (`pid` is its rank), each track of it a row (`tid`), or several where its
-events overlap.
+event per line and no closing bracket, which the format allows. So it can be read while the run writes it, and a killed
+run keeps all its events. Each process is a group of rows (`pid` is its rank), each of its tracks a row (`tid`), or
+several if its events overlap.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-# The offset of each machine's clock from rank 0's, with bounds that need no assumption about the network: no rank
-# leaves a barrier before the last has arrived. So what a rank reads after a barrier is later than what any rank read
-# before it, and each barrier bounds the offset of two clocks from both sides.
+# The offset of each machine's clock from rank 0's, bounded without assumptions about the network: no rank leaves a
+# barrier before the last has arrived. So any clock read after a barrier is later than any clock read before it, and
+# each barrier bounds the offset of two clocks from both sides.
 
 Reading = tuple[int, int]  # this rank's clock before and after a barrier, in ns
 
 
 def clock_offset_ns(own: Sequence[Reading], first: Sequence[Reading]) -> tuple[int, int]:
-    """Measures what to subtract from a rank's clock to get rank 0's, and its largest error, in ns.
+    """Computes what to subtract from a rank's clock to get rank 0's, and the largest error of that, in ns.
 
     Args:
         own, first: readings of the rank and of rank 0 around the same barriers, in order.
@@ -68,13 +68,13 @@ _tape: Tape | None = None
 
 
 def keep(tape: Tape | None) -> None:
-    """Starts to keep spans on this tape; None stops it."""
+    """Starts recording spans on this tape; None stops recording."""
     global _tape
     _tape = tape
 
 
 def record(name: str, category: str, track: str, start_ns: int, **args: object) -> None:
-    """Keeps a block that ends now, for those that are no block in the code."""
+    """Records an event that ends now, for events that are not a block in the code."""
     tape = _tape
     if tape is not None and tape.is_recording:
         tape.events.append(Event(name, category, track, start_ns, time.perf_counter_ns(), args))
@@ -85,8 +85,8 @@ class span:
 
     Args:
         name, category: of the event.
-        track: its line in the viewer; the thread's name if empty. Blocks that overlap need one of their own.
-        args: shown with the event; more may be put into `measured.args` inside.
+        track: its line in the viewer; the thread's name if empty. Overlapping blocks need separate tracks.
+        args: shown with the event; the block may add more to `measured.args`.
     """
 
     __slots__ = ("args", "category", "end_ns", "name", "start_ns", "track")
@@ -125,10 +125,10 @@ def thread_track() -> str:
 def in_microbatch_spans(
     loss: Callable[..., Any], backward: Callable[[Any], None]
 ) -> tuple[Callable[..., Any], Callable[[Any], None]]:
-    """`loss` and `backward` as they are without a trace; with one they leave an event for each forward and backward.
+    """`loss` and `backward`, unchanged without a trace; with one they record an event for each forward and backward.
 
-    A forward is the time from the thread's last backward to the loss. On a GPU these are times of the host, which only
-    starts the work there.
+    A forward lasts from the thread's last backward to the loss. On a GPU these are times of the host, which only
+    launches the work.
     """
     if _tape is None or not _tape.is_recording:
         return loss, backward
@@ -149,21 +149,21 @@ def in_microbatch_spans(
     return traced_loss, traced_backward
 
 
-_LANES = 10_000  # at most in a track; `tid` is the number of the track times this, plus the lane
+_LANES = 10_000  # the most rows of a track; `tid` is the track's number times this, plus the row
 _OPEN = "[\n"
 
 
 class TraceFile:
     """The events of one process, `<folder>/rank-00003.json`, with a marker before each iteration.
 
-    When it has half of `max_bytes` it becomes `rank-00003.before.json`, in place of an earlier one, and begins again:
-    the last iterations of a long run are there.
+    When the file reaches half of `max_bytes` it is renamed to `rank-00003.before.json`, replacing an earlier one, and
+    a new file begins: of a long run the last iterations are kept.
 
     Args:
-        folder: of the trace; made.
+        folder: of the trace; created if missing.
         rank: of this process.
         title: of the process in the viewer.
-        offset_ns: is subtracted from the clock.
+        offset_ns: subtracted from the clock.
         max_bytes: of both files together.
     """
 
@@ -187,7 +187,7 @@ class TraceFile:
         self._write(lines)
 
     def _row(self, event: Event, lines: list[dict[str, object]]) -> int:
-        """The `tid` of a row of the track that is free when the event starts; names a new one."""
+        """The `tid` of a row of the track that is free when the event starts; a new row gets its name."""
         number = self._numbers.setdefault(event.track, len(self._numbers) + 1)
         rows = self._rows.setdefault(event.track, [])
         overlaps = event.track in OVERLAPPING or event.track.startswith("http")
@@ -227,7 +227,7 @@ class TraceFile:
             self._begin()
 
 
-OVERLAPPING = frozenset({"generations", "rewards"})  # tracks besides those of servers, whose names are addresses
+OVERLAPPING = frozenset({"generations", "rewards"})  # tracks other than servers', whose names are addresses
 
 
 def trace_files(folder: Path) -> list[Path]:
@@ -236,7 +236,7 @@ def trace_files(folder: Path) -> list[Path]:
 
 
 def join_traces(folder: Path) -> Path | None:
-    """Writes the events of all processes, which are on one clock, as `trace.json`; None if there are none."""
+    """Writes the events of all processes, on one clock, as `trace.json`; None if there are none."""
     files = trace_files(folder)
     if not files:
         return None
@@ -250,7 +250,7 @@ def join_traces(folder: Path) -> Path | None:
                 for line in lines:
                     event = line.rstrip().removesuffix(",")
                     if not event.startswith("{") or not event.endswith("}"):
-                        continue  # the array's beginning; a line that a killed process did not finish
+                        continue  # the opening bracket; a line that a killed process did not finish
                     out.write(event if is_first else f",\n{event}")
                     is_first = False
         out.write("\n]\n")
@@ -262,10 +262,10 @@ _PROCESS = Path("/proc/self")
 
 
 class MemoryPeaks:
-    """Keeps the peak of each named block, in bytes: `host` (resident), and `cuda` where there is one.
+    """Keeps the peak memory of each named block, in bytes: `host` (resident), and `cuda` if there is a GPU.
 
-    Linux counts a peak since the last reset, and any process may reset its own. Where it may not, the host's peak is
-    that since the process began. Blocks must not be nested.
+    Linux counts a peak since the last reset, and a process may usually reset its own. If it may not, the host's peak
+    is the one since the process started. Blocks must not be nested.
     """
 
     def __init__(self) -> None:
@@ -288,7 +288,7 @@ class MemoryPeaks:
 
 
 def host_bytes(field: str = "VmRSS", process: Path = _PROCESS) -> int:
-    """A field of a process's status in /proc, in bytes; 0 where there is none."""
+    """A field of a process's status in /proc, in bytes; 0 if there is none."""
     with contextlib.suppress(OSError, ValueError):
         text = (process / "status").read_text(errors="replace")  # with the name that the process gave itself
         if (start := text.find(f"{field}:")) >= 0:
@@ -297,7 +297,7 @@ def host_bytes(field: str = "VmRSS", process: Path = _PROCESS) -> int:
 
 
 def child_bytes() -> dict[str, int]:
-    """Resident memory of the processes that this one started, servers and reward workers, by name; with their own."""
+    """Resident memory, by name, of the processes that this one started (servers, reward workers), children included."""
     totals: dict[str, int] = {}
     waiting = [_PROCESS]
     while waiting:

@@ -121,29 +121,38 @@ class DeltaFolder:
         self._checks[index] = check
 
     def finish(self, session: str, version: Version, num_parts: int, config: Mapping[str, Any]) -> Path:
-        """Makes the version from its parts; returns the folder that a server loads.
+        """Makes the version from its parts, which are files of a full version or a delta.
+
+        Args:
+            session: as in `begin`.
+            num_parts: how many parts were sent.
+            config: the content of config.json; a delta leaves that file as it is.
+
+        Returns:
+            The folder that a server loads.
 
         Raises:
-            DeltaError: if parts are missing or torn: nothing has changed. If the result is not the trainer's version:
-                the folder is empty then.
+            DeltaError: if parts are missing or torn, which changes nothing; or if the result is not the trainer's
+                version, which empties the folder.
         """
         self._check_session(session)
         self._session = ""
-        parts = [self.root / "incoming" / self._part(index) for index in range(num_parts)]
+        incoming = self.root / "incoming"
+        parts = [incoming / self._part(index) for index in range(num_parts)]
         for index, part in enumerate(parts):
             if index not in self._checks or not part.is_file() or checksum(part.read_bytes()) != self._checks[index]:
                 raise DeltaError(f"Part {index} of {num_parts} of version {version.weight_version} is missing or torn.")
         if self._base:
             self._check_base(self._base)
-            undo = self.version
+            previous = self.version
             self._change(parts, version)
             self._remove("undo")
-            (self.root / "incoming" / _STATE_FILE).write_text(json.dumps(asdict(undo)))
-            (self.root / "incoming").rename(self.root / "undo")
+            (incoming / _STATE_FILE).write_text(json.dumps(asdict(previous)))
+            incoming.rename(self.root / "undo")  # the same parts lead back to the previous version
         else:
-            self._open(self.root / "incoming")
-            (self.root / "incoming" / "config.json").write_text(json.dumps(config, indent=2))
-            self._name(self.root / "incoming", version)
+            self._open(incoming)
+            (incoming / "config.json").write_text(json.dumps(config, indent=2))
+            self._name(incoming, version)
         return self.path
 
     def revert(self, digest: str) -> Path:

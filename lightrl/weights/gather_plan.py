@@ -67,7 +67,8 @@ def make_plan(
 
     Args:
         layouts: of the parameters.
-        sources: exported tensor → the parameters that it is made of, such as a weight and its adapters; in order.
+        sources: exported tensor → the parameters that it is made of, in order, such as a weight and what
+            training adds to it.
         ranks: that may own tensors; [0] gathers everything on rank 0.
         bucket_bytes: most that a rank gathers at a time, counted over the parameters.
 

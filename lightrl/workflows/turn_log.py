@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightrl.errors import RolloutError
-from lightrl.models.images import data_url
+from lightrl.models import self_contained
 from lightrl.trajectory import Prompt
 from lightrl.workflows.environment import Environment, call_environment
 
@@ -37,7 +36,7 @@ class TurnLog:
         else:
             returned = await call_environment(environment, method, *arguments, timeout_s=timeout_s)
             try:
-                answer, state = json.loads(json.dumps([_with_data_urls(returned), environment.state_dict()]))
+                answer, state = json.loads(json.dumps([self_contained(returned), environment.state_dict()]))
             except (TypeError, ValueError) as error:
                 raise RolloutError(
                     f"{name} returned {returned!r:.200} with a state, one of which is not JSON ({error}); an "
@@ -49,17 +48,3 @@ class TurnLog:
 
     def state_dict(self) -> list[list[object]]:
         return [list(answer) for answer in self.answers]
-
-
-def _with_data_urls(answer: Any) -> Any:
-    """The answer with a data: URL for each image that is a file, which may be gone after a resume."""
-    if isinstance(answer, (list, tuple)):
-        return [_with_data_urls(item) for item in answer]
-    if not isinstance(answer, dict):
-        return answer
-    if answer.get("type") == "image":
-        image = next((answer[key] for key in ("image", "path", "url") if answer.get(key)), None)
-        if isinstance(image, str):
-            with suppress(ValueError):  # the conversation reports an image that cannot be read
-                return {**answer, "image": data_url(image)}
-    return {key: _with_data_urls(item) for key, item in answer.items()}

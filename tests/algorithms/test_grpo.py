@@ -15,7 +15,7 @@ from lightrl.experience import Experience
 from lightrl.functional import ImportanceWeights, RewardShaping
 from lightrl.loops.update import MinibatchLoss
 from lightrl.models import LoRA, Role
-from lightrl.models.lora import has_adapters
+from lightrl.models.tuning import tuning_of
 from lightrl.rewards import OverlongPenalty
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.trajectory import Sampling
@@ -135,7 +135,7 @@ def test_the_reference_policy_is_a_model_of_its_own_or_the_policy_without_its_ad
     assert set(GRPO(tiny_spec(), reward=len, reference=KL).models()) == {"policy", "reference"}
     adapted = GRPO(Role(tiny_spec(), lora=LoRA(rank=2)), reward=len, reference=ReferenceKL(0.1))
     assert set(adapted.models()) == {"policy"}
-    assert [(call.role, call.adapters_off) for call in adapted.model_calls()] == [("policy", True)]
+    assert [(call.role, call.base_only) for call in adapted.model_calls()] == [("policy", True)]
 
 
 @pytest.mark.parametrize("kind", [GRPO, PPO, ReinforcePlusPlus, DPO, IPO])
@@ -145,10 +145,10 @@ def test_every_algorithm_measures_from_the_adapters_that_training_starts_from(tm
     is_online = issubclass(kind, GRPO)
     module = kind(start, **({"reward": len, "reference": AdaptiveKL(0.1)} if is_online else {}))
     module.configure_model()
-    assert has_adapters(module.reference)
+    assert tuning_of(module.reference).keeps_base
     assert not any(value.requires_grad for value in module.reference.parameters())
     calls = module.model_calls() if is_online else ()
-    assert {(call.role, call.adapters_off) for call in calls if "reference" in call.name} <= {("reference", False)}
+    assert {(call.role, call.base_only) for call in calls if "reference" in call.name} <= {("reference", False)}
 
 
 def test_an_entropy_bonus_cannot_begin_where_entropies_have_no_gradient() -> None:

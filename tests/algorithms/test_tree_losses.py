@@ -26,8 +26,8 @@ from lightrl.functional.rows import every_token, support_fields
 from lightrl.loops.metrics import values_of
 from lightrl.loops.update import MinibatchLoss
 from lightrl.strategies import LogprobSettings, ShardedExperience, SingleModel
+from lightrl.strategies.layouts.forms import Form
 from lightrl.strategies.sharded_experience.microbatches import Microbatches, lengths_of
-from lightrl.strategies.single import Form
 from lightrl.trajectory import Prompt, Trajectory
 
 FORMS: list[Form] = ["rectangles", "shared_keys", "shared_rows", "packed"]

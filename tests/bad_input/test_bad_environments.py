@@ -50,7 +50,7 @@ def recurses():
 
 
 async def sleeps():
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
 
 
 ENVIRONMENTS = [
@@ -67,16 +67,16 @@ ENVIRONMENTS = [
     row("environment: metrics of 10^5 names", {"metrics": NAMES}, "Odd.metrics must return at most 1,000 numbers"),
     row("environment: it exits", {"step": exits}, "Odd.step raised SystemExit: 3"),
     row("environment: it calls itself", {"step": recurses}, "Odd.step raised RecursionError"),
-    row("environment: it hangs", {"step": lambda: HANG.wait(60)}, "Odd.step did not finish within 0.3 s"),
-    row("environment: it hangs in metrics", {"metrics": lambda: HANG.wait(60)}, "Odd.metrics did not finish within 0.3 s"),
-    row("environment: it awaits without end", {"step": sleeps}, "Odd.step did not finish within 0.3 s"),
+    row("environment: it hangs", {"step": lambda: HANG.wait(600)}, "Odd.step did not finish within 1 s"),
+    row("environment: it hangs in metrics", {"metrics": lambda: HANG.wait(600)}, "Odd.metrics did not finish within 1 s"),
+    row("environment: it awaits without end", {"step": sleeps}, "Odd.step did not finish within 1 s"),
 ]  # fmt: skip
 
 
 @each(ENVIRONMENTS)
 def test_a_trajectory_is_dropped_with_one_message(case):
     hangs = any("did not finish" in words for words in case.says)
-    flow = MultiTurn(chat_tokenizer(), lambda: Odd(**case.given), step_timeout_s=0.3 if hangs else 60)
+    flow = MultiTurn(chat_tokenizer(), lambda: Odd(**case.given), step_timeout_s=1 if hangs else 600)
     with pytest.raises(RolloutError) as caught:
         played(flow, writes([END]))
     HANG.set()  # threads that hang end
@@ -107,14 +107,14 @@ def test_the_copy_of_an_environment_that_forks_ends_and_the_original_continues(k
     read, written = os.pipe()
     flow = MultiTurn(chat_tokenizer(), lambda: kind(step=forked(written)))
     assert played(flow, writes([END])).rewards[-1] == 1.0
-    assert ended_within_a_minute(int(os.read(read, 99)))
+    assert ended_in_time(int(os.read(read, 99)))
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_the_copy_of_a_reward_that_forks_in_this_process_ends():
     read, written = os.pipe()
     fork = forked(written)
-    hook = RewardHook(lambda trajectory: fork()[1], timeout_s=30)
+    hook = RewardHook(lambda trajectory: fork()[1], timeout_s=600)
     hook.start()
 
     async def computed():
@@ -123,11 +123,11 @@ def test_the_copy_of_a_reward_that_forks_in_this_process_ends():
 
     assert asyncio.run(computed()).reward == 1.0
     hook.close()
-    assert ended_within_a_minute(int(os.read(read, 99)))
+    assert ended_in_time(int(os.read(read, 99)))
 
 
-def ended_within_a_minute(pid):
-    deadline = time.monotonic() + 60
+def ended_in_time(pid):
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         if os.waitpid(pid, os.WNOHANG)[0]:
             return True

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightrl.callbacks.probe import STEP
+from lightrl.callbacks.lag_probe import STEP
 from lightrl.callbacks.staleness import ESS, GRAD_NORM, KL, StalenessControl
 
 

@@ -63,7 +63,7 @@ def test_a_machine_without_gpus_says_that_it_assumed_cpus(launched, config, caps
 @pytest.mark.slow
 def test_two_ranks_and_a_server_train_and_leave_their_logs_in_one_place(launched, config):
     command = [sys.executable, "-m", "lightrl", "launch", "--config", config(launched)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "trainer-0 | iteration: 2 groups x 2 = 4 trajectories" in done.stderr
     folder = Path("runs/launch-0/127.0.0.1")
@@ -80,7 +80,6 @@ def test_two_ranks_and_a_server_train_and_leave_their_logs_in_one_place(launched
 
 @pytest.mark.extra
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_ctrl_c_at_the_command_saves_a_checkpoint_and_leaves_no_process(launched, config):
     launched["trainer"]["max_steps"] = 10_000
     launched["launch"] = {"ranks": 1, "servers": 1}
@@ -95,9 +94,9 @@ def test_ctrl_c_at_the_command_saves_a_checkpoint_and_leaves_no_process(launched
         processes = psutil.Process(launcher.pid).children(recursive=True)
         assert len(processes) >= 5  # guards, a rank, lightrl serve, its server
         launcher.send_signal(signal.SIGINT)
-        output, _ = launcher.communicate(timeout=300)
+        output, _ = launcher.communicate()
         assert launcher.returncode == 130, output
-    _, alive = psutil.wait_procs(processes, 60)
+    _, alive = psutil.wait_procs(processes, 600)
     assert not alive
     assert list(Path("runs").glob("lightning_logs/version_0/checkpoints/*.ckpt"))
     launch_state = json.loads(Path("runs/launch-0/launch.json").read_text())

@@ -33,7 +33,7 @@ def test_a_task_that_begins_after_the_last_step_is_cancelled_and_cleans_up() -> 
     thread.start()
     thread.close(last, 60)
     with pytest.raises(concurrent.futures.CancelledError):
-        late[0].result(60)
+        late[0].result(600)
     assert cleaned == ["resumed"]
     gc.collect()
 

@@ -7,6 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from lightrl.data import DataSource
 from lightrl.data.rows import read_rows
 from lightrl.data.streamed import StreamedRows, open_stream
 
@@ -97,7 +98,7 @@ def test_chats_in_parquet_lack_the_keys_that_only_other_messages_have(tmp_path: 
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
     if streaming:
         (shard,) = open_stream(str(path), name=None, split="train", arguments={})
-        rows = StreamedRows("chats", [shard], seed=0, shuffle=False, buffer_rows=4)
-        assert rows[0].item == row
+        rows = StreamedRows(DataSource("chats"), "train", [shard], seed=0, shuffle=False)
+        assert rows.key_at(0).item == row
     else:
         assert list(read_rows(str(path))) == [row]

@@ -1,12 +1,14 @@
 import pytest
 
-from lightrl.data import EpochLoader, PromptStream, prompt_batches
+from lightrl.data import EpochLoader, PromptBatch, PromptStream
+from lightrl.data.batches import batches_in_order
+from lightrl.data.stream import RowPrompts
 from lightrl.trajectory import Prompt
 
 
 def make_stream(num_prompts: int = 7, batch_size: int = 2, shuffle: bool = True) -> PromptStream:
     prompts = [Prompt(id=f"train-{index}", token_ids=[index]) for index in range(num_prompts)]
-    return PromptStream(prompts, batch_size=batch_size, seed=3, shuffle=shuffle)
+    return PromptStream(RowPrompts.of(prompts, seed=3, shuffle=shuffle), batch_size=batch_size)
 
 
 def ids(stream: PromptStream, start: int, end: int) -> list[str]:
@@ -50,7 +52,7 @@ def test_fewer_prompts_than_an_iteration_takes_are_refused():
 
 def test_equal_ids_are_refused():
     with pytest.raises(ValueError, match=r"1 train prompts have duplicate ids"):
-        PromptStream([Prompt(id="a", token_ids=[1]), Prompt(id="a", token_ids=[2])], batch_size=1)
+        PromptStream(RowPrompts.of([Prompt(id="a", token_ids=[1]), Prompt(id="a", token_ids=[2])]), batch_size=1)
 
 
 def test_a_negative_position_is_refused():
@@ -66,6 +68,6 @@ def test_a_loader_without_a_trainer_starts_again_each_time():
 
 def test_validation_batches_hold_each_prompt_once():
     prompts = [Prompt(id=str(index), token_ids=[index]) for index in range(5)]
-    batches = list(prompt_batches(prompts, 2))
+    batches = list(batches_in_order(RowPrompts.of(prompts), 2, PromptBatch))
     assert [len(batch) for batch in batches] == [2, 2, 1]
     assert [prompt for batch in batches for prompt in batch] == prompts

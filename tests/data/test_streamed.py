@@ -34,12 +34,13 @@ def folder(tmp_path: Path) -> str:
 
 
 def opened(folder: str, *, shuffle: bool = True, buffer_rows: int = 4, **settings: Any) -> StreamedRows:
+    source = DataSource(folder, streaming=True, shuffle_buffer=buffer_rows, **settings)
     shards = open_stream(folder, name=None, split="train", arguments={})
-    return StreamedRows(folder, shards, seed=1, shuffle=shuffle, buffer_rows=buffer_rows, **settings)
+    return StreamedRows(source, "train", shards, seed=1, shuffle=shuffle)
 
 
 def questions(rows: StreamedRows, first: int, end: int) -> list[str]:
-    return [rows[number].item["question"] for number in range(first, end)]
+    return [rows.key_at(number).item["question"] for number in range(first, end)]
 
 
 ALL = [f"{shard}-{place}" for shard, size in enumerate(SIZES) for place in range(size)]
@@ -56,7 +57,7 @@ def test_every_pass_has_each_row_once_in_an_order_of_its_own(folder: str):
 def test_without_shuffling_the_order_is_that_of_the_shards(folder: str):
     rows = opened(folder, shuffle=False)
     assert questions(rows, 0, 20) == [*ALL, *ALL[:2]]
-    assert [rows.where(rows[number]) for number in (0, 8)] == [
+    assert [rows.where(rows.key_at(number)) for number in (0, 8)] == [
         f"Row 1 of shard 1 of {folder!r}", f"Row 2 of shard 2 of {folder!r}"
     ]  # fmt: skip
 
@@ -113,12 +114,13 @@ class Stateful(IterableDataset):
     "make", [lambda: (number for number in range(10)), Stateful], ids=["a generator is skipped", "a state is loaded"]
 )
 def test_any_iterable_resumes_exactly(make: Any):
-    rows = StreamedRows("ten", shards_of(make), seed=0, shuffle=True, buffer_rows=4)
-    expected = [rows[number].item for number in range(40)]
+    ten = DataSource("ten", streaming=True, shuffle_buffer=4)
+    rows = StreamedRows(ten, "train", shards_of(make), seed=0, shuffle=True)
+    expected = [rows.key_at(number).item for number in range(40)]
     assert Counter(expected) == dict.fromkeys(range(10), 4)
-    resumed = StreamedRows("ten", shards_of(make), seed=0, shuffle=True, buffer_rows=4)
+    resumed = StreamedRows(ten, "train", shards_of(make), seed=0, shuffle=True)
     resumed.load_state_dict(rows.state_dict(27))
-    assert [resumed[number].item for number in range(27, 40)] == expected[27:]
+    assert [resumed.key_at(number).item for number in range(27, 40)] == expected[27:]
 
 
 def streamed(source: str, **settings: Any) -> DataSource:
@@ -176,10 +178,10 @@ def test_a_source_that_breaks_is_named_with_the_row(plain_tokenizer: Any):
         yield 0
         raise OSError("the network is gone")
 
-    rows = StreamedRows("far away", [breaks], seed=0, shuffle=False, buffer_rows=4)
+    rows = StreamedRows(DataSource("far away"), "train", [breaks], seed=0, shuffle=False)
     for _ in range(2):  # and again
         with pytest.raises(ValueError, match=r"Row 2 of 'far away' cannot be read: the network is gone"):
-            rows[0]
+            rows.key_at(0)
 
 
 def test_a_hub_name_without_a_network_says_so(plain_tokenizer: Any, monkeypatch: pytest.MonkeyPatch):

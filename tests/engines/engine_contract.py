@@ -44,7 +44,7 @@ class EngineCase:
         return int(depths["running"] + depths["waiting"])
 
 
-def run(coroutine: Coroutine[Any, Any, Any], timeout_s: float = 60.0) -> Any:
+def run(coroutine: Coroutine[Any, Any, Any], timeout_s: float = 600.0) -> Any:
     async def bounded() -> Any:
         return await asyncio.wait_for(coroutine, timeout_s)
 

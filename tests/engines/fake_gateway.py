@@ -119,7 +119,7 @@ class FakeGateway:
 
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
-        assert started.wait(30)
+        assert started.wait(600)
         try:
             yield self
         finally:
@@ -128,4 +128,4 @@ class FakeGateway:
     def stop(self) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ended.set)
-            self._thread.join(30)
+            self._thread.join(600)

@@ -36,7 +36,7 @@ def tell(**fields: Any) -> None:
 
 def ask(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url + path, data=data), timeout=10) as answer:
+    with urllib.request.urlopen(urllib.request.Request(url + path, data=data), timeout=60) as answer:
         return json.loads(answer.read())
 
 

@@ -35,7 +35,7 @@ from lightrl.testing import QUIET
 Kind = Literal["sglang", "vllm"]
 PROCESSES: dict[Kind, type[ModelProcess]] = {"sglang": SGLangProcess, "vllm": VLLMProcess}
 NAMES: dict[Kind, str] = {"sglang": "SGLang", "vllm": "vLLM"}
-STARTUP_S: dict[Kind, float] = {"sglang": 170, "vllm": 500}
+STARTUP_S: dict[Kind, float] = {"sglang": 600, "vllm": 600}
 
 
 def tiny_config(kind: Kind = "sglang", **changes: Any) -> Qwen3Config:

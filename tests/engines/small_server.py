@@ -1,7 +1,7 @@
 """A server of a few lines, in place of SGLang: `python small_server.py --port PORT [word ...]`; it starts at once.
 
 Words: `never_ready`, `dies` (at once, after a last line), `stubborn` (ignores SIGTERM), `child` (starts a process that
-ignores SIGTERM, in a session of its own; its id is at /child), `dies_after_1` (a second after its start), `late`
+ignores SIGTERM, in a session of its own; its id is at /child), `dies_after_1` (a second after it is ready), `late`
 (listens a second after its start).
 """
 
@@ -36,13 +36,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+        if "dies_after_1" in words:
+            threading.Timer(1, os._exit, [3]).start()
 
     def log_message(self, *_: object) -> None:
         pass
 
 
-if "dies_after_1" in words:
-    threading.Thread(target=lambda: (time.sleep(1), os._exit(3)), daemon=True).start()
 if "late" in words:
     time.sleep(1)
 sys.stderr.write("listening\n")

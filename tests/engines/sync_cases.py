@@ -53,7 +53,7 @@ def sync(
     weight_version: int,
     *,
     bucket_bytes: int = 1000,
-    request_s: float = 20.0,
+    request_s: float = 600.0,
     previous_version: int | None = None,
     report: SyncReport | None = None,
     **settings: Any,
@@ -67,7 +67,7 @@ def sync(
         ]
         buckets = None if named is None else fed(bucketed(named.items(), bucket_bytes))
         try:
-            syncing = ServerSync(transport, **{"timeout_s": 20.0, **settings})
+            syncing = ServerSync(transport, **{"timeout_s": 600.0, **settings})
             return await syncing.load(
                 targets, buckets, weight_version=weight_version, previous_version=previous_version, report=report
             )

@@ -87,7 +87,7 @@ def transport_to():
         transport = DeltaTransport(
             ServerForm(torch.bfloat16),
             Qwen3Config(),
-            connect=lambda url: Connection(url, token=token, timeouts=Deadlines(request_s=20)),
+            connect=lambda url: Connection(url, token=token, timeouts=Deadlines(request_s=600)),
             receiver_of=lambda url: places.get(url, receivers[0].url),
             wait_s=wait_s,
         )
@@ -194,7 +194,7 @@ def test_a_receiver_that_is_killed_while_it_applies_gets_the_whole_version(start
         stdout=subprocess.PIPE,
     )
     assert killer.stdout.readline() == b"watching\n"
-    restarting = threading.Thread(target=lambda: (killer.wait(60), receiver.process.wait(), receiver.start()))
+    restarting = threading.Thread(target=lambda: (killer.wait(600), receiver.process.wait(), receiver.start()))
     restarting.start()
     report = sync(servers, transport, parameters(1, **sizes), 1, bucket_bytes=2**26)
     restarting.join()

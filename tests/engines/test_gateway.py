@@ -208,7 +208,7 @@ def test_when_the_gateway_is_gone_the_error_names_it(
     end: Callable[[FakeGateway], None], fake: FakeGateway, start: Start, engine_on: EngineOn
 ) -> None:
     server = start(**SLOWLY)
-    timeouts = Deadlines(hang_s=0.5, request_s=5.0, sync_s=5.0, server_wait_s=2.0)
+    timeouts = Deadlines(hang_s=2.0, request_s=5.0, sync_s=5.0, server_wait_s=5.0)
     engine = engine_on(server, timeouts=timeouts, router=fake.url)
 
     async def scenario() -> list[Any]:
@@ -219,7 +219,7 @@ def test_when_the_gateway_is_gone_the_error_names_it(
 
     for error in asyncio.run(scenario()):
         assert isinstance(error, EngineError)
-        assert "engine.timeouts.startup_s=2" in str(error)
+        assert "engine.timeouts.startup_s=5" in str(error)
         assert f"Gateway {fake.url}" in str(error)
     assert engine.fleet.servers[server.url].state == "routable"
 

@@ -50,7 +50,7 @@ def receive(hosts: Hosts, number: int, folder: Path) -> None:
     command = [sys.executable, "-m", "lightrl.engines.servers.sync.receiver", "--host", address, "--port", "31000"]
     hosts.popen(number, [*command, "--folder", str(folder / f"receiver-{number}")], env=TOKEN)
     listens = f"until : >/dev/tcp/{address}/31000; do sleep 0.1; done"
-    assert hosts.popen(number, ["bash", "-c", listens], stderr=subprocess.DEVNULL).wait(60) == 0
+    assert hosts.popen(number, ["bash", "-c", listens], stderr=subprocess.DEVNULL).wait(600) == 0
 
 
 class Trainer:
@@ -78,7 +78,7 @@ def test_a_server_on_another_host_gets_the_weights(
     trainer = Trainer(hosts, transport, model_folder, tmp_path, url)
     assert trainer.line() == {"versions": {url: 0}}
     assert trainer.line() == {"is_right": True}
-    assert trainer.process.wait(60) == 0
+    assert trainer.process.wait(600) == 0
 
 
 @pytest.mark.cluster
@@ -108,7 +108,7 @@ def test_a_host_that_is_lost_during_a_sync_is_named_and_the_other_gets_the_weigh
     assert list(result["lost"]) == [doomed]
     assert doomed in result["lost"][doomed]
     record_property("synced_s", result["seconds"])
-    assert trainer.process.wait(60) == 0
+    assert trainer.process.wait(600) == 0
 
 
 @pytest.mark.cluster
@@ -128,7 +128,7 @@ def test_an_address_without_a_route_fails_within_seconds(hosts: Hosts, model_fol
     """`Timeouts.startup_s` is the default, 15 minutes."""
     trainer = Trainer(hosts, "disk", model_folder, tmp_path, "http://192.168.9.9:30000")
     assert "192.168.9.9 port 30000: Network is unreachable" in trainer.line()["refused"]
-    assert trainer.process.wait(60) == 0
+    assert trainer.process.wait(600) == 0
 
 
 def test_the_trainers_address_is_by_default_that_of_the_route() -> None:

@@ -37,8 +37,8 @@ from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.experience import Experience
 from lightrl.functional import ImportanceWeights
-from lightrl.models.images import new_model
-from lightrl.strategies.single import LogprobSettings, SingleModel
+from lightrl.models import new_model
+from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, block_fp8
 
@@ -488,8 +488,8 @@ def test_with_importance_weights_the_expected_gradient_is_the_trainers_own() -> 
     model, prompt = moe_model("qwen3", **FP8_SIZES).double(), [3, 7, 4]
     with engine_of(model, dtype="float64", quantization="fp8") as engine:
         assert engine.dtypes() == {"float64", "float8_e4m3fn"}
-        found = engine.top_logprobs([*prompt, 0], model.config.vocab_size)[-1]
-    behavior = torch.tensor([logprob for logprob, _ in sorted(found, key=lambda pair: pair[1])])[:, None].double()
+        scored = engine.score([[*prompt, token] for token in range(model.config.vocab_size)])["engine"]
+    behavior = torch.tensor([logprobs[-1] for logprobs in scored])[:, None].double()
     advantages = torch.linspace(-1, 2, len(behavior)).double()
 
     def gradient(probabilities: torch.Tensor, weights: torch.Tensor | float) -> torch.Tensor:

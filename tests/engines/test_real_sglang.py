@@ -31,7 +31,7 @@ from lightrl.errors import EngineError
 from lightrl.experience import Experience
 from lightrl.functional.rows import NATIVE
 from lightrl.models.conversion import checkpoint_tensors
-from lightrl.strategies.single import LogprobSettings, SingleModel
+from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.trajectory import Sampling
 from lightrl.weights import ServerForm, WeightFolder, block_fp8, bucketed
 
@@ -64,7 +64,6 @@ def loaded(
         engine.close()
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("ep", [1, 2])
 def test_experts_on_two_ranks_are_verified(ep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `ep_size` SGLang cannot generate on a CPU: its plain torch operations index experts of other ranks."""
@@ -87,7 +86,6 @@ def test_a_mixture_is_verified_and_returns_its_routes(family: str, tmp_path: Pat
                 assert torch.allclose(outputs.logprobs, experience.behavior_logprobs, atol=1e-4)
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_block_fp8_is_verified_and_its_logprobs_are_the_rounded_models(
     tp_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,6 @@ from lightrl.errors import EngineError, WeightSyncError
 pytestmark = [
     pytest.mark.extra,
     pytest.mark.real_vllm,
-    pytest.mark.timeout(900),
 ]  # a start takes minutes on a busy machine
 CONFIG = tiny_config("vllm")
 

@@ -20,7 +20,8 @@ from lightrl.engines.servers.processes.command import flags
 from lightrl.engines.sglang.command import SGLangProcess
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import WeightSyncError
-from lightrl.models.lora import AdapterShape, LoRA, exported_parameters, merge
+from lightrl.models.lora import LoRA
+from lightrl.models.tuning import tuning_of
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, bucketed
 
@@ -51,27 +52,28 @@ MODELS = [adapted(version) for version in range(4)]
 
 def buckets(model: PreTrainedModel, part: Any) -> Iterator[Bucket]:
     parameters = dict(model.named_parameters())
-    sources = exported_parameters(model, part)
+    tuning = tuning_of(model)
+    sources = tuning.sources(model, part)
     return bucketed(
-        ((name, merge(model, name, [parameters[one] for one in names])) for name, names in sources.items()), 20_000
+        ((name, tuning.merge(model, name, [parameters[one] for one in names])) for name, names in sources.items()),
+        20_000,
     )
 
 
 class AdapterCase(EngineCase):
     def buckets(self, version: int) -> Iterator[Bucket]:
         engine: Any = self.engine
-        yield from buckets(self.models[version % len(self.models)], "adapters")
-        if engine.needs_base():
-            yield from buckets(self.models[0], "base")
+        for part in engine.parts_to_load():
+            yield from buckets(self.models[0 if part == "base" else version % len(self.models)], part)
 
 
 def started(engine: SGLangEngine) -> AdapterCase:
-    engine.expect(MODELS[0], num_versions=NUM_VERSIONS)
+    engine.expect_policy(MODELS[0], num_versions=NUM_VERSIONS)
     engine.start(CONFIG)
     return AdapterCase(engine, MODELS, is_exact=False)
 
 
-TARGETS = list(AdapterShape.of(MODELS[0]).target_modules)
+TARGETS = tuning_of(MODELS[1]).served_form(MODELS[1], 1).config["target_modules"]
 LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": TARGETS}
 
 

@@ -33,7 +33,7 @@ def server() -> Iterator[FakeServerProcess]:
 
 def ask(url: str, question: Callable[[SGLangClient], Awaitable[Any]], **arguments: Any) -> Any:
     async def scenario() -> Any:
-        client = SGLangClient(url, **{"backoff_s": 0.01, "timeouts": Timeouts(request_s=5.0), **arguments})
+        client = SGLangClient(url, **{"backoff_s": 0.01, "timeouts": Timeouts(request_s=600.0), **arguments})
         try:
             return await question(client)
         finally:

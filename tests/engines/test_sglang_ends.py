@@ -53,7 +53,7 @@ def test_a_request_that_the_server_lost_is_sent_again_and_the_server_stays(
 ) -> None:
     monkeypatch.setattr(request_loop, "ABORT_TIMEOUT_S", 0.2)
     server = start()
-    engine = engine_on(server, timeouts=Deadlines(generate_s=0.3))
+    engine = engine_on(server, timeouts=Deadlines(generate_s=3))
     server.fault("hang", "/generate")
     assert len(generate(engine, 5).token_ids) == 5
     assert server.stats()["requests"]["/generate"] == 2
@@ -84,7 +84,7 @@ def test_the_only_server_returns_when_it_answers_again(start: Start, engine_on: 
         await loading
         return (await request)[0]
 
-    assert asyncio.run(asyncio.wait_for(scenario(), 60)).token_ids
+    assert asyncio.run(asyncio.wait_for(scenario(), 600)).token_ids
     assert engine.weight_version == 1
     assert engine.fleet.servers[server.url].state == "routable"
 

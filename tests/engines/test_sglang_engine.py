@@ -160,7 +160,7 @@ def test_requests_are_sent_while_weights_are_staged_and_wait_from_the_pause_on(s
 
     def staged() -> Iterator[Bucket]:
         is_staging.set()
-        may_go_on.wait(60)
+        may_go_on.wait(600)
         yield from one_weight(1)
 
     async def scenario() -> None:
@@ -168,7 +168,7 @@ def test_requests_are_sent_while_weights_are_staged_and_wait_from_the_pause_on(s
         await until(is_staging.is_set)
         during = await engine.generate([1], Sampling(max_new_tokens=3), session="s")
         assert during[0].weight_versions == [0, 0, 0]
-        server.fault("slow", "/pause_generation", seconds=2)
+        server.fault("slow", "/pause_generation", seconds=5)
         may_go_on.set()
         await until(lambda: server.stats()["requests"]["/pause_generation"] == 2)
         late = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=3), session="s"))

@@ -12,9 +12,10 @@ from transformers import Qwen3Config
 from lightrl.concurrency import loop_thread
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.server import Server
-from lightrl.engines.servers.sync import server_sync
+from lightrl.engines.servers.sync import bucket_feed
+from lightrl.engines.servers.sync.bucket_feed import BucketFeed
 from lightrl.engines.servers.sync.report import SyncFailed, SyncReport
-from lightrl.engines.servers.sync.server_sync import BucketFeed, ServerSync
+from lightrl.engines.servers.sync.server_sync import ServerSync
 from lightrl.engines.servers.sync.transports import BroadcastTransport, DiskTransport, SharedMemoryTransport
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.errors import WeightSyncError
@@ -55,7 +56,7 @@ def test_a_disk_that_hangs_pauses_no_server_and_is_named_at_the_deadline(folder,
         """As a network folder whose server is gone."""
 
         def begin(self, weight_version):
-            is_over.wait(60)
+            is_over.wait(600)
             return super().begin(weight_version)
 
     hanging = Hanging(folder.root, CONFIG, form=ServerForm())
@@ -157,11 +158,11 @@ def test_a_loop_that_has_ended_is_an_error_not_a_wait(is_closed: bool, monkeypat
 
 
 def test_a_blocked_loop_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_sync, "BLOCKED_S", 0.1)
+    monkeypatch.setattr(bucket_feed, "BLOCKED_S", 0.1)
     loop, unblocked = asyncio.new_event_loop(), threading.Event()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    loop.call_soon_threadsafe(unblocked.wait, 30)
+    loop.call_soon_threadsafe(unblocked.wait, 600)
     feed = BucketFeed(loop)
     with pytest.raises(WeightSyncError, match=r"did not answer for 0\.1 s during a weight sync"), feed:
         feed.put(BUCKET)
@@ -174,7 +175,7 @@ def test_a_blocked_loop_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch
 def make_transport(name, folder):
     if name == "disk":
         return DiskTransport(folder)
-    return BroadcastTransport(transfer_timeout_s=20) if name == "broadcast" else SharedMemoryTransport()
+    return BroadcastTransport() if name == "broadcast" else SharedMemoryTransport()
 
 
 @pytest.fixture

@@ -58,7 +58,6 @@ def test_healthy_syncs_give_no_alarm(servers: Servers) -> None:
 def test_there_is_a_run_for_each_silent_kind_of_fault() -> None:
     kinds = {fault.fault["kind"] for fault in FAULTS if fault.is_silent and not fault.damage}
     assert kinds == {*OF_LOADS, *OF_SERVED_WEIGHTS, "keep_cache", "old_adapter"}
-    assert sum(fault.is_silent for fault in FAULTS) >= 20
 
 
 def test_the_table_of_faults_has_exactly_these_faults() -> None:

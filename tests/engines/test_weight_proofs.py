@@ -24,7 +24,7 @@ from lightrl.weights import ServerForm, block_fp8, bucketed
 from lightrl.weights.digests import RankDigests
 
 URL = "http://server"
-PATIENT = Deadlines(request_s=20, sync_s=20)
+PATIENT = Deadlines(request_s=600, sync_s=600)
 UPDATE = "/update_weights_from_disk"
 
 

@@ -32,7 +32,7 @@ def executed(folder: Path) -> Any:
         "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
         "OMP_NUM_THREADS": "1",
     }
-    client = NotebookClient(notebook, timeout=150, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
+    client = NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
     return client.execute(env=environment)
 
 

@@ -66,7 +66,6 @@ def says_largest(prompt: list[int], sampling: Any, sample: int) -> list[int]:
 
 
 @pytest.mark.extra
-@pytest.mark.timeout(600)
 def test_a_task_of_verifiers_is_run_and_rewarded_by_its_own_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +85,6 @@ def test_a_task_of_verifiers_is_run_and_rewarded_by_its_own_agent(
 
 @pytest.mark.extra
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "program"), [("claude_code", "claude"), ("codex", "codex")])
 def test_the_real_program_trains_for_two_iterations(
     name: str, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -237,7 +237,9 @@ class EmbeddedModel(ScriptedModel):
         return self._engine_of(lora).score([token_ids])["engine"][0]
 
     def top_logprobs(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
-        return self._engine.top_logprobs(token_ids, num)
+        rows = self._engine._log_probabilities(token_ids)
+        logprobs, ids = rows.topk(min(num, rows.shape[1]), dim=1)
+        return [[], *(list(zip(*pair, strict=True)) for pair in zip(logprobs.tolist(), ids.tolist(), strict=True))]
 
     async def pause(self) -> None:
         for engine in [self._engine, *self._adapted.values()]:

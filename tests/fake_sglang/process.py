@@ -113,5 +113,5 @@ class FakeServerProcess:
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
-        with _open(urllib.request.Request(self.url + path, data=data), timeout=10) as answer:
+        with _open(urllib.request.Request(self.url + path, data=data), timeout=60) as answer:
             return json.loads(answer.read())  # type: ignore[no-any-return]

@@ -14,10 +14,10 @@ from lightrl.functional import (
     aligned_to_tokens,
     hidden_logprobs,
     hidden_topk,
+    logits_topk,
     predicted_token_ids,
     predicting_positions,
     token_logprobs,
-    token_topk,
 )
 from lightrl.functional import logprobs as logprobs_module
 
@@ -347,12 +347,12 @@ def test_tokens_that_could_not_be_sampled_are_the_last_of_the_top_k() -> None:
     assert hidden_topk(hidden[:0], weight, bias, 3).shape == (0, 3)
 
 
-def test_the_top_k_tokens_of_logits_are_aligned_to_their_place() -> None:
-    logits = torch.tensor([[[0.0, 3.0, 1.0], [2.0, 0.0, 1.0], [9.0, 0.0, 0.0]]])
-    masks = {"masked_ids": torch.tensor([0]), "masked_rows": torch.tensor([[False, False, True]])}
-    assert token_topk(logits, 2).tolist() == [[[0, 0], [1, 2], [0, 2]]]
-    assert token_topk(logits, 2, **masks).tolist() == [[[0, 0], [1, 2], [2, 1]]]
-    assert token_topk(logits, 2, num_ids=2).tolist() == [[[0, 0], [1, 0], [0, 1]]]
+def test_the_top_k_tokens_of_logits_leave_out_those_that_could_not_be_sampled() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0]])
+    masks = {"masked_ids": torch.tensor([0]), "masked_rows": torch.tensor([False, True])}
+    assert logits_topk(logits, 2).tolist() == [[1, 2], [0, 2]]
+    assert logits_topk(logits, 2, **masks).tolist() == [[1, 2], [2, 1]]
+    assert logits_topk(logits, 2, num_ids=2).tolist() == [[1, 0], [0, 1]]
 
 
 def test_a_top_k_above_the_vocabulary_is_refused() -> None:

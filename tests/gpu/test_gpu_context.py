@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
-from lightrl.strategies.packed_attention import PackedRows, attend
+from lightrl.strategies.layouts.packed_attention import PackedRows, attend
 
 LENGTHS = [300, 1, 129, 40, 700, 62]
 CP = 2

@@ -15,7 +15,7 @@ from lightrl.experience import Experience
 from lightrl.functional import hidden_logprobs
 from lightrl.models import Outputs
 from lightrl.strategies import LogprobSettings, SingleModel
-from lightrl.strategies.packed_attention import KERNELS, PackedRows, kernel_for
+from lightrl.strategies.layouts.packed_attention import KERNELS, PackedRows, kernel_for
 from lightrl.weights.block_fp8 import quantize
 
 tiny_model = functools.partial(tinier_model, head_dim=16)  # the smallest that both kernels for GPUs take

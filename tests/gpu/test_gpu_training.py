@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lightrl import FSDP2Strategy, LocalEngine
 from lightrl.callbacks.learning_curve import HELD_OUT_ACCURACY
+from lightrl.strategies.layouts.packed_attention import KERNELS
 from lightrl.strategies.offload import HOST, move_state
-from lightrl.strategies.packed_attention import KERNELS
 
 ROOT = Path(__file__).parents[2]
 GOAL = 0.92  # the worst of five seeds had 93.3 % on a CPU
@@ -129,13 +129,12 @@ def test_optimizer_state_leaves_the_device_and_comes_back(device: torch.device, 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(580)
 def test_the_quickstart_learns_its_task(accelerator: str, tmp_path: Path, not_pretended: None) -> None:
     short = [] if accelerator == "gpu" else ["--trainer.max_steps=2", "--trainer.val_check_interval=2"]
     config = ["--config", "examples/quickstart/grpo.yaml", f"--trainer.accelerator={accelerator}"]
     done = subprocess.run(
         [sys.executable, "-m", "lightrl", "fit", *config, f"--trainer.default_root_dir={tmp_path}", *short],
-        cwd=ROOT, capture_output=True, text=True, timeout=570, check=False,
+        cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [row for file in tmp_path.rglob("*.csv") for row in csv.DictReader(file.read_text().splitlines())]

@@ -18,7 +18,7 @@ from lightrl.launch.local import LocalLauncher
 from lightrl.launch.plan import Plan, Process
 from lightrl.launch.settings import Launch, Layout, Recover
 
-LONGEST_S = 150.0
+LONGEST_S = 600.0
 # A program that notes in a file that all share when it starts and when it is asked to end.
 NOTES = """
 import os, signal, sys, time

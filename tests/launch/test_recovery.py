@@ -20,7 +20,6 @@ class PlainRun(LaunchedRun):
 
 @pytest.mark.cluster
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.extra
 def test_a_killed_run_loses_one_iteration_at_most_and_no_loss_differs(tmp_path: Path) -> None:
     with PlainRun(tmp_path / "reference", ranks=1, iterations=6) as reference:

@@ -26,7 +26,7 @@ ON_SLURM = [
     pytest.mark.skipif(WHY_NOT is not None, reason=f"Slurm in a box: {WHY_NOT}"),
 ]
 TASK = Path(__file__).parents[1] / "commands"
-LONGEST_S = 90.0
+LONGEST_S = 600.0
 
 # In place of `python -m lightrl fit …` and `… serve …`: notes what it gets, and ends as these do.
 PROGRAM = """#!{python}
@@ -130,7 +130,6 @@ class TestOnSlurm:
     pytestmark = ON_SLURM
 
     @pytest.mark.extra
-    @pytest.mark.timeout(300)
     def test_both_steps_run_at_once_and_the_warning_before_the_time_limit_saves_and_requeues(self, slurm, tmp_path):
         plan = plan_in(tmp_path, recover=Recover(retries=1), time_limit="1", warning_s=40)
         job = self.submitted(slurm, plan, tmp_path)
@@ -147,7 +146,7 @@ class TestOnSlurm:
         host = first["node3"]["words"][first["node3"]["words"].index("--host") + 1]
         assert host == "node3"
 
-        slurm.wait_for(job, "COMPLETED", timeout_s=2 * LONGEST_S)  # of these a minute is the job's limit
+        slurm.wait_for(job, "COMPLETED", timeout_s=LONGEST_S)
         again = [one for one in notes(tmp_path)[3:] if one["role"] == "trainer" and one["word"] == "started"]
         assert [one["words"][-2:] for one in again] == [["--ckpt_path", "last"]] * 2
         ended = [one["role"] for one in notes(tmp_path)[3:] if one["word"] == "ended"]
@@ -158,7 +157,6 @@ class TestOnSlurm:
         assert "Requeued after 0 restarts." in log
 
     @pytest.mark.extra
-    @pytest.mark.timeout(300)
     @pytest.mark.parametrize("retries", [1, 0])
     def test_a_lost_host_ends_the_job_which_continues_elsewhere_if_it_may(self, retries, tmp_path):
         (tmp_path / "slurm").mkdir()
@@ -166,7 +164,7 @@ class TestOnSlurm:
             plan = plan_in(tmp_path, recover=Recover(retries=retries))
             job = self.submitted(slurm, plan, tmp_path)
             slurm.kill(2)
-            slurm.wait_for(job, "COMPLETED" if retries else "NODE_FAIL", timeout_s=2 * LONGEST_S)
+            slurm.wait_for(job, "COMPLETED" if retries else "NODE_FAIL", timeout_s=LONGEST_S)
         started = [one for one in notes(tmp_path)[3:] if one["word"] == "started" and one["role"] == "trainer"]
         assert [one["words"][-2:] for one in started] == [["--ckpt_path", "last"]] * 2 * retries
         assert {one["SLURMD_NODENAME"] for one in started} == ({"node1", "node3"} if retries else set())
@@ -177,7 +175,7 @@ class TestOnSlurm:
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
         words = [sys.executable, "-m", "lightrl", "launch", "--config", "run.yaml", "--wait"]
         paths = os.pathsep.join([str(TASK), *sys.path])
-        output = slurm.run(*words, cwd=tmp_path, env={"PYTHONPATH": paths}, timeout_s=170)
+        output = slurm.run(*words, cwd=tmp_path, env={"PYTHONPATH": paths}, timeout_s=LONGEST_S)
         assert "trainer-0 | iteration: 2 groups x 2 = 4 trajectories" in output, output
         text = status_text(tmp_path / "runs")
         assert "iteration  2 of 2; weight version 2" in text

@@ -20,7 +20,7 @@ from lightrl.commands.status import status_text
 
 WHY_NOT = why_not()
 TASK = Path(__file__).parents[1] / "commands"
-LONGEST_S = 240.0
+LONGEST_S = 600.0
 
 
 @pytest.fixture
@@ -60,7 +60,6 @@ def iteration(runs: Path) -> int:
 @pytest.mark.extra
 @pytest.mark.cluster
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.skipif(WHY_NOT is not None, reason=f"hosts in a box: {WHY_NOT}")
 def test_a_killed_torchrun_leaves_no_rank_and_the_run_continues_from_its_checkpoint(scripts, start):
     runs = scripts.parent

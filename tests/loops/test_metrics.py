@@ -124,9 +124,9 @@ class ThreadRanks(Ranks):
 
     def sum_(self, tensor: Tensor) -> Tensor:
         self.parts[self.dp_rank] = tensor
-        self.barrier.wait(timeout=60)
+        self.barrier.wait(timeout=600)
         total = torch.stack(list(self.parts)).sum(0)
-        self.barrier.wait(timeout=60)
+        self.barrier.wait(timeout=600)
         return total
 
 

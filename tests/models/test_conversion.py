@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.families import TOKENIZER, family_spec, make_folder
 from lightrl.models import LoRA, ModelSpec, Role, conversion
 from lightrl.models.conversion import SEMI_PRIVATE, checkpoint_tensors, exported_tensors, load_parts, semi_private
-from lightrl.models.lora import base_name, exported_parameters, held_tensors, is_adapter, merged_parameters
+from lightrl.models.tuning import held_tensors, tuning_of, whole_parameters
 from lightrl.strategies.empty_model import empty_model, give_memory
 
 
@@ -72,15 +72,15 @@ def test_merged_adapters_leave_under_the_names_of_the_checkpoint_each_time(tmp_p
     lora = LoRA(rank=2, target_parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
     model = Role(spec, lora=lora).load_model()
     held = held_tensors(model)
-    for name in filter(is_adapter, held):
+    for name in filter(lora.adds, held):
         held[name].data.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
     plain = spec.load_model()
-    plain.load_state_dict(dict(merged_parameters(model)))
+    plain.load_state_dict(dict(whole_parameters(model)))
     plain.save_pretrained(tmp_path)
     expected = saved(tmp_path)
     for _ in range(2):
         sent = {}
-        for name, sources in exported_parameters(model).items():
+        for name, sources in lora.sources(model).items():
             sent |= exported_tensors(model, "checkpoint", name, [held[source] for source in sources])
         assert sent.keys() == expected.keys()
         assert all(torch.equal(sent[name], expected[name]) for name in sent)
@@ -108,9 +108,10 @@ def test_a_model_read_by_parts_equals_the_loaded_one(family, tmp_path):
 def test_weights_are_read_below_their_adapters(tmp_path):
     spec = make_folder("qwen3_moe", str(tmp_path))
     model = read(spec, lora=LoRA(rank=2))
+    tuning = tuning_of(model)
     expected = held_tensors(spec.load_model())
-    own = {name: value for name, value in held_tensors(model).items() if not is_adapter(name)}
-    assert all(torch.equal(value, expected[base_name(name)]) for name, value in own.items())
+    own = {name: value for name, value in held_tensors(model).items() if not tuning.adds(name)}
+    assert all(torch.equal(value, expected[tuning.base_name(name)]) for name, value in own.items())
     assert not any(value.requires_grad for value in own.values())
 
 

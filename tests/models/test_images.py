@@ -30,7 +30,7 @@ from lightrl.engines.sglang.generation import request_of
 from lightrl.errors import RolloutError
 from lightrl.experience import Experience
 from lightrl.models.images import ImageReader, data_url, image_inputs, read_image
-from lightrl.strategies.single import LogprobSettings, SingleModel
+from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.weights import bucketed
 

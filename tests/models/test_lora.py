@@ -9,18 +9,9 @@ from tiny import FAMILIES, random_experience, tiny_model, tiny_spec
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.families import family_spec
-from lightrl.models.lora import (
-    AdapterShape,
-    LoRA,
-    adapter_config,
-    adapters_off,
-    has_adapters,
-    held_tensors,
-    is_adapter,
-    merged_parameters,
-    save_adapter,
-)
+from lightrl.models.lora import LoRA
 from lightrl.models.role import Role
+from lightrl.models.tuning import held_tensors, tuning_of, whole_parameters
 from lightrl.strategies import LogprobSettings, SingleModel
 
 TOKEN_IDS = torch.tensor([[3, 4, 5, 6]])
@@ -45,7 +36,7 @@ def test_fresh_adapters_change_nothing():
     model = tiny_model()
     before = logits(model)
     LoRA(rank=2).add_to(model)
-    assert has_adapters(model)
+    assert tuning_of(model).keeps_base
     torch.testing.assert_close(logits(model), before)
 
 
@@ -58,7 +49,7 @@ def test_only_the_adapters_train():
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
 def test_a_plain_model_with_the_merged_weights_computes_the_same(family):
     model = adapted(tiny_model(family))
-    merged = dict(merged_parameters(model))
+    merged = dict(whole_parameters(model))
     plain = tiny_model(family)
     assert merged.keys() == dict(plain.named_parameters()).keys()
     different = logits(plain)
@@ -69,7 +60,7 @@ def test_a_plain_model_with_the_merged_weights_computes_the_same(family):
 
 def test_with_adapters_off_the_model_is_the_one_it_came_from():
     model = adapted(tiny_model())
-    with adapters_off(model):
+    with tuning_of(model).base_only(model):
         torch.testing.assert_close(logits(model), logits(tiny_model()))
     assert (logits(model) - logits(tiny_model())).abs().max() > 0.1
 
@@ -123,7 +114,7 @@ def test_adapters_that_only_begin_elsewhere_leave_the_base_as_it_is(tmp_path, st
     again = tiny_model()
     LoRA(adapter=str(tmp_path)).add_to(again)
     torch.testing.assert_close(logits(again), logits(model))
-    with adapters_off(again):
+    with tuning_of(again).base_only(again):
         torch.testing.assert_close(logits(again), logits(tiny_model()))
 
 
@@ -170,7 +161,7 @@ def test_the_merged_weights_of_a_mixture_compute_what_its_adapters_do(family, pa
     weights = {name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
     assert any("experts" in name.replace("shared_experts", "") for name in weights) == bool(parameters)
     assert not any(name.endswith((".gate", ".router")) for name in weights)
-    merged = dict(merged_parameters(model))
+    merged = dict(whole_parameters(model))
     plain = mixture(family)
     assert merged.keys() == held_tensors(plain).keys()
     different = logits(plain)
@@ -187,8 +178,8 @@ def test_the_share_of_parameters_with_adapters_is_logged(caplog):
 
 def test_adapters_of_experts_are_gone_on_from(tmp_path):
     model = adapted(mixture("deepseek_v3"), target_parameters=EXPERTS)
-    adapters = {name: value for name, value in model.named_parameters() if is_adapter(name)}
-    save_adapter(adapters, adapter_config(model, None), tmp_path)
+    tuning = tuning_of(model)
+    tuning.save(dict(model.named_parameters()), tuning.saved_config(model, None), tmp_path)
     again = mixture("deepseek_v3")
     LoRA(adapter=str(tmp_path)).add_to(again)
     torch.testing.assert_close(logits(again), logits(model))
@@ -202,5 +193,6 @@ def test_a_parameter_that_the_model_does_not_have_gets_no_adapter():
 
 
 def test_adapters_of_experts_are_not_served():
+    model = adapted(mixture("qwen3_moe"), target_parameters=EXPERTS)
     with pytest.raises(ValueError, match=r"cannot serve adapters of lora\.target_parameters"):
-        AdapterShape.of(adapted(mixture("qwen3_moe"), target_parameters=EXPERTS))
+        tuning_of(model).served_form(model, num_versions=1)

@@ -5,10 +5,10 @@ from moe_cases import EACH_FAMILY, VOCABULARY, moe_model
 from tiny import tiny_model
 from torch import nn
 
-from benchmarks.packing import make_experience
+from benchmarks.trajectories import make_experience
 from lightrl.models.moe import moe_blocks, num_experts, router_of
+from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.strategies.precision import set_expert_precision
-from lightrl.strategies.single import LogprobSettings, SingleModel
 
 
 def test_a_dense_model_has_no_blocks():

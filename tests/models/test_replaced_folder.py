@@ -11,7 +11,6 @@ from tiny import tiny_model, tiny_spec
 
 from lightrl.checks import files
 from lightrl.models import LoRA, ModelSpec, model_folder
-from lightrl.models.lora import adapter_config, is_adapter, save_adapter
 from lightrl.models.model_folder import replaced_folder
 from lightrl.models.model_spec import check_files
 
@@ -68,10 +67,10 @@ def test_an_exported_file_with_one_other_bit_is_refused_by_name(name: str, role:
 
 def test_an_exported_adapter_with_one_other_bit_is_refused(tmp_path: Path) -> None:
     place, model = tmp_path / "export", tiny_model()
-    LoRA(rank=2).add_to(model)
-    adapters = {name: value for name, value in model.named_parameters() if is_adapter(name)}
+    lora = LoRA(rank=2)
+    lora.add_to(model)
     with replaced_folder(place) as folder:
-        save_adapter(adapters, adapter_config(model, None), folder)
+        lora.save(dict(model.named_parameters()), lora.saved_config(model, None), folder)
     content = bytearray((place / "adapter_model.safetensors").read_bytes())
     content[-9] ^= 1
     (place / "adapter_model.safetensors").write_bytes(content)

@@ -8,7 +8,7 @@ import pytest
 from tiny import tiny_spec
 
 from lightrl.models import LoRA, ModelSpec, Role
-from lightrl.models.lora import has_adapters
+from lightrl.models.tuning import tuning_of
 
 
 def test_a_role_is_made_of_a_path_or_a_model_or_is_one() -> None:
@@ -33,8 +33,8 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
 
 def test_adapters_belong_to_the_role_and_not_to_its_model() -> None:
     role = Role(tiny_spec(), lora=LoRA(rank=2))
-    assert has_adapters(role.load_model())
-    assert not has_adapters(role.spec.load_model())
+    assert tuning_of(role.load_model()).keeps_base
+    assert not tuning_of(role.spec.load_model()).keeps_base
 
 
 def test_a_scalar_head_changes_the_model_alone() -> None:

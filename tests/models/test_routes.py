@@ -15,8 +15,7 @@ from lightrl.experience import Experience
 from lightrl.functional.rows import NATIVE
 from lightrl.models.moe import moe_blocks, router_of
 from lightrl.models.routes import RouteLayout, Routes, as_bytes, joined_routes, load_entropy, spliced_routes
-from lightrl.strategies import FSDP2Strategy, fsdp2
-from lightrl.strategies.single import LogprobSettings, SingleModel
+from lightrl.strategies import FSDP2Strategy, LogprobSettings, SingleModel, fsdp2
 from lightrl.trajectory import TokenArray
 
 
@@ -145,7 +144,7 @@ def test_shared_prompts_are_not_used_and_another_role_routes_natively():
     (whole,) = SingleModel(model, LogprobSettings(), form="rectangles").forward([changed])
     (shared,) = SingleModel(model, LogprobSettings(), form="shared_rows").forward([changed])
     assert torch.equal(shared.logprobs, whole.logprobs)
-    (other_role,) = SingleModel(model, LogprobSettings(), replays_routes=False).forward([changed])
+    (other_role,) = SingleModel(model, LogprobSettings(), is_policy=False).forward([changed])
     assert torch.allclose(other_role.logprobs, experience.behavior_logprobs, atol=1e-5)
 
 

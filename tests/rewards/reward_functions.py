@@ -73,6 +73,13 @@ def _writes(descriptor: int) -> bool:
     return int(flags, 8) & os.O_ACCMODE == os.O_WRONLY
 
 
+def _write_later(pipe: int, files: dict[str, str]) -> None:
+    while not Path(files["begin"]).exists():
+        time.sleep(0.01)
+    os.write(pipe, b"stray\n")
+    Path(files["done"]).touch()
+
+
 def obey(trajectory: Trajectory) -> object:
     """Does what the prompt's field `do` says."""
     what = trajectory.prompt.fields.get("do")
@@ -98,7 +105,7 @@ def obey(trajectory: Trajectory) -> object:
         for line in trajectory.prompt.fields["lines"]:
             os.write(_reply_pipe(), line.encode())
     if what == "write into the pipe later":
-        threading.Timer(0.1, os.write, [_reply_pipe(), b"stray\n"]).start()
+        threading.Thread(target=_write_later, args=[_reply_pipe(), trajectory.prompt.fields]).start()
     if what == "print without a newline":
         for _ in range(trajectory.prompt.fields["times"]):
             os.write(1, b"." * (1 << 16))

@@ -56,7 +56,7 @@ def test_a_right_program_is_accepted(program, tests):
         ("print(4)", SUM, "wrong_answer"),
         ("raise ValueError", SUM, "runtime_error"),
         ("import os; os.abort()", SUM, "runtime_error"),
-        ("import time; time.sleep(9)", SUM, "time_limit"),
+        ("import time; time.sleep(600)", SUM, "time_limit"),
         ("x = [bytearray(1 << 24) for _ in range(100)]", SUM, "memory_limit"),
         ("while True: print('no')", SUM, "output_limit"),
         ("def add(a, b): return a * b", ASSERT, "wrong_answer"),
@@ -67,7 +67,8 @@ def test_a_right_program_is_accepted(program, tests):
     ],
 )
 def test_a_wrong_program_has_its_result(program, tests, result):
-    numbers = numbers_of(program, tests, wall_s=1.0, memory_mib=256)
+    limits = {"wall_s": 1.0} if result == "time_limit" else {"cpu_s": 600.0, "wall_s": 600.0, "total_s": 600.0}
+    numbers = numbers_of(program, tests, memory_mib=256, **limits)
     assert numbers["reward"] == numbers["accuracy"] == 0.0
     assert result_of(numbers) == result
 
@@ -116,7 +117,7 @@ def test_partial_credit_is_the_fraction_of_tests_passed():
 
 
 def test_tests_that_would_begin_too_late_count_as_time_limit():
-    numbers = numbers_of("import time; time.sleep(9)", SUM * 10, partial_credit=True, wall_s=0.3, total_s=0.5)
+    numbers = numbers_of("import time; time.sleep(600)", SUM * 10, partial_credit=True, wall_s=0.3, total_s=0.5)
     assert (numbers["reward"], numbers["time_limit"]) == (0.0, 1.0)
 
 

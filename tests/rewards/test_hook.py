@@ -50,7 +50,7 @@ def test_failures_have_their_reasons_and_the_rest_its_rewards(function):
 def hang_until(release: threading.Event):
     def reward(trajectory):
         if trajectory.prompt.fields.get("do") == "hang":
-            release.wait(60)
+            release.wait(600)
         return float(trajectory.sample)
 
     return reward
@@ -58,7 +58,7 @@ def hang_until(release: threading.Event):
 
 def test_a_hung_call_is_abandoned_alone_and_said_once(caplog):
     release = threading.Event()
-    hook = RewardHook(hang_until(release), timeout_s=1.0)
+    hook = RewardHook(hang_until(release), timeout_s=3.0)
     batch = [trajectory_that(sample=i, do="hang" if i in (2, 5) else None) for i in range(8)]
     with caplog.at_level(logging.WARNING, "lightrl.rewards.hook"):
         results = results_of(hook, *batch)
@@ -71,7 +71,7 @@ def test_a_hung_call_is_abandoned_alone_and_said_once(caplog):
 
 def test_a_hung_async_call_is_cancelled_without_its_neighbors(caplog):
     batch = [trajectory_that(give=float(i), do="hang" if i == 2 else None) for i in range(4)]
-    results = results_of(RewardHook(obey_async, timeout_s=1.0), *batch)
+    results = results_of(RewardHook(obey_async, timeout_s=3.0), *batch)
     assert reasons(results) == [0.0, 1.0, "timeout", 3.0]
     assert not caplog.records
 
@@ -85,7 +85,7 @@ def test_close_ends_the_threads():
     before = set(threading.enumerate())
     results_of(RewardHook(obey), trajectory_that())
     for thread in set(threading.enumerate()) - before:
-        thread.join(60)
+        thread.join(600)
     assert set(threading.enumerate()) <= before
 
 

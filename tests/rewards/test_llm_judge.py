@@ -34,7 +34,7 @@ class Server:
         self.num_open -= 1
         step = self.plan.pop(0) if self.plan else "Well.\n**Score:** 7"
         if step == "hang":
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         if step == "cut":
             request.transport.close()
             return web.Response()

@@ -25,10 +25,6 @@ RIGHT = {"reward": 1.0, "accuracy": 1.0, "lenient_accuracy": 1.0, "format": 1.0}
 UNMARKED = {"reward": 0.0, "accuracy": 0.0, "lenient_accuracy": 1.0, "format": 0.0}
 
 
-def test_there_are_a_hundred_cases_each_with_another_completion_or_reference():
-    assert len({(completion, str(answer)) for completion, answer, *_ in CASES}) == len(CASES) >= 100
-
-
 @pytest.mark.parametrize(
     ("completion", "answer", "accuracy", "format_", "reason"), CASES, ids=[f"{case[4]}: {case[0]}" for case in CASES]
 )

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import tracemalloc
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -91,11 +90,11 @@ def test_a_worker_that_dies_is_replaced_and_the_culprit_named(function, what):
 
 @pytest.mark.parametrize("function", ["obey", "obey_async"])
 def test_a_hung_call_in_the_middle_of_a_batch_is_the_only_one_that_fails(function):
-    with pool_of(function, timeout_s=1.0) as pool:
+    with pool_of(function, timeout_s=3.0) as pool:
         batch = [trajectory_that(sample=i, give=float(i), do="hang" if i == 20 else None) for i in range(64)]
         results = outcomes(pool, *batch)
     assert reasons(results) == [float(i) if i != 20 else "timeout" for i in range(64)]
-    assert "sample 20 within timeout_s=1" in str(results[20])
+    assert "sample 20 within timeout_s=3" in str(results[20])
 
 
 def test_a_function_that_forks_answers_once():
@@ -104,7 +103,7 @@ def test_a_function_that_forks_answers_once():
 
 
 def test_a_hang_that_blocks_the_event_loop_is_found_out_by_trying_alone():
-    with pool_of("block_async", timeout_s=1.0) as pool:
+    with pool_of("block_async", timeout_s=3.0) as pool:
         results = outcomes(pool, *(trajectory_that(sample=i, do="hang" if i == 1 else None) for i in range(4)))
     assert reasons(results) == [1.0, "timeout", 1.0, 1.0]
 
@@ -126,7 +125,7 @@ def test_expressions_that_grow_without_end_return_or_are_killed():
 
 @pytest.mark.parametrize("what", ["hang", "hold"], ids=["sleeping", "in C code"])
 def test_the_message_about_a_hang_says_where_it_was(what):
-    with pool_of("obey", timeout_s=0.3) as pool:
+    with pool_of("obey", timeout_s=2.0) as pool:
         (error,) = outcomes(pool, trajectory_that(do=what))
     assert error.reason == "timeout"
     assert 'reward_functions.py", line' in str(error)
@@ -169,7 +168,7 @@ def test_workers_use_one_thread_unless_told_otherwise(monkeypatch):
 
 
 def test_async_calls_of_one_worker_run_together():
-    with pool_of("obey_async", timeout_s=5.0) as pool:
+    with pool_of("obey_async", timeout_s=600.0) as pool:
         # The first call may leave alone before the second is there, so it is not one of the two that meet.
         results = outcomes(pool, trajectory_that(), trajectory_that(do="meet"), trajectory_that(do="meet"))
     assert reasons(results) == [1.0, 1.0, 1.0]
@@ -276,10 +275,13 @@ def test_a_stray_line_on_the_reply_pipe_costs_one_process(function, lines):
     assert "reply pipe" in str(results[2]) or "second outcome" in str(results[2])
 
 
-def test_a_stray_line_that_comes_between_two_calls_costs_no_call():
+def test_a_stray_line_that_comes_between_two_calls_costs_no_call(tmp_path):
     with pool_of("obey") as pool:
-        assert reasons(outcomes(pool, trajectory_that(do="write into the pipe later"))) == [1.0]
-        time.sleep(0.3)
+        begin, done = tmp_path / "begin", tmp_path / "done"
+        call = trajectory_that(do="write into the pipe later", begin=str(begin), done=str(done))
+        assert reasons(outcomes(pool, call)) == [1.0]
+        begin.touch()
+        assert comes_true(done.exists)
         assert reasons(outcomes(pool, trajectory_that(give=2.0))) == [2.0]
 
 
@@ -299,7 +301,7 @@ def test_a_reward_that_prints_without_a_newline_keeps_no_memory_here(capfd):
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives orphans to their guard")
 @pytest.mark.parametrize("end", ["close", "hang"])
 def test_processes_with_a_session_of_their_own_end_with_the_worker(end):
-    with pool_of("obey", timeout_s=1.0) as pool:
+    with pool_of("obey", timeout_s=5.0) as pool:
         (result,) = outcomes(pool, trajectory_that(do="spawn a session"))
         children = [int(result.metrics["child"]), int(result.metrics["grandchild"])]
         assert not any(map(is_gone, children))
@@ -405,8 +407,8 @@ def test_a_path_without_a_function_is_refused_at_start(path, message, tmp_path):
 
 def test_a_module_that_never_imports_is_refused_after_its_deadline(tmp_path):
     (tmp_path / "slow_reward_module.py").write_text("import time\ntime.sleep(600)\n")
-    pool = RewardPool("slow_reward_module.reward", search_paths=[str(tmp_path)], startup_timeout_s=5)
-    with pytest.raises(ValueError, match=r"(?s)startup_timeout_s=5.*slow_reward_module.py"):
+    pool = RewardPool("slow_reward_module.reward", search_paths=[str(tmp_path)], startup_timeout_s=6)
+    with pytest.raises(ValueError, match=r"(?s)startup_timeout_s=6.*slow_reward_module.py"):
         pool.start()
 
 

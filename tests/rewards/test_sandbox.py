@@ -11,12 +11,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from waits import comes_true
 
 from lightrl.concurrency.owner import own_prefix
 from lightrl.errors import RewardError
@@ -59,7 +59,7 @@ def guards() -> list[psutil.Process]:
 
 def run(sandbox: LocalSandbox, program: str, stdin: str = "", **limits: float) -> Run:
     """Runs it and checks that no process and no folder is left."""
-    result = sandbox.run(program, stdin, Limits(**{"cpu_s": 2, "wall_s": 2, **limits}))
+    result = sandbox.run(program, stdin, Limits(**{"cpu_s": 600, "wall_s": 600, **limits}))
     assert guards()
     assert [guard.children(recursive=True) for guard in guards()] == [[]] * len(guards())
     assert list(Path(tempfile.gettempdir()).glob(f"{own_prefix('lightrl-sandbox-')}*/program.py")) == []
@@ -104,19 +104,19 @@ def test_an_error_is_on_stderr(sandbox):
     ids=["sleeps", "ignores signals", "stops itself", "prints", "prints errors", "collects memory", "asks for memory"],
 )
 def test_a_program_that_takes_too_much_is_stopped(sandbox, program, cause):
-    wall_s = 0.4 if cause == "time" else 10
+    wall_s = 0.4 if cause == "time" else 600
     assert run(sandbox, program, wall_s=wall_s, memory_mib=128).stopped_by == cause
 
 
 def test_processor_time_is_bounded_apart_from_the_wall_clock(namespaced):
-    result = run(namespaced, "while True: pass", cpu_s=1, wall_s=20)
+    result = run(namespaced, "while True: pass", cpu_s=1)
     assert result.stopped_by == "time"
-    assert 0.8 < result.cpu_s < 2.5
+    assert 0.8 < result.cpu_s < 20
 
 
 def test_shared_memory_counts_where_there_is_a_cgroup_and_is_refused_elsewhere(sandbox):
-    program = "import mmap, time\nm = mmap.mmap(-1, 200 << 20)\nm.write(b'1' * (200 << 20))\ntime.sleep(5)"
-    result = run(sandbox, program, memory_mib=128, wall_s=10)
+    program = "import mmap, time\nm = mmap.mmap(-1, 200 << 20)\nm.write(b'1' * (200 << 20))\ntime.sleep(600)"
+    result = run(sandbox, program, memory_mib=128)
     assert result.stopped_by == "memory" if "cgroup" in result.layers else "PermissionError" in result.stderr
 
 
@@ -129,12 +129,12 @@ def in_pages_that_are_not_resident(file):
         memory.madvise(mmap.MADV_DONTNEED, at, 1 << 20)
     return memory
 def behind_a_first_thread_that_ended():
-    threading.Thread(target=lambda: [b"x" * (40 << 20), time.sleep(5)]).start()
+    threading.Thread(target=lambda: [b"x" * (40 << 20), time.sleep(600)]).start()
     ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)
 for _ in range(5):
     if os.fork() == 0:
         memory = HOW
-        time.sleep(5)
+        time.sleep(600)
         os._exit(0)
 print(sum(os.wait()[1] == 0 for _ in range(5)), "held it")
 """
@@ -150,7 +150,7 @@ print(sum(os.wait()[1] == 0 for _ in range(5)), "held it")
     ids=["shared", "/dev/zero", "another thread"],
 )
 def test_no_memory_is_held_outside_of_the_bound_for_all_processes(sandbox, how):
-    result = run(sandbox, HOLD.replace("HOW", how), memory_mib=128, wall_s=10)
+    result = run(sandbox, HOLD.replace("HOW", how), memory_mib=128)
     assert result.stopped_by == "memory" or "PermissionError" in result.stderr
     assert "5 held it" not in result.stdout
 
@@ -170,7 +170,7 @@ for _ in range(4):
         os._exit(0)
 print([os.wait()[1] for _ in range(4)], numpy.arange(3).sum())
 """
-    assert run(sandbox, program, wall_s=10).stdout == "[0, 0, 0, 0] 3\n"
+    assert run(sandbox, program).stdout == "[0, 0, 0, 0] 3\n"
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_threads_count_as_processes(sandbox):
     program = """
 import threading, time
 for _ in range(40):
-    threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 """
     result = run(sandbox, program, max_processes=8)
     assert "can't start new thread" in result.stderr or result.stopped_by == "processes"
@@ -353,17 +353,13 @@ os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)", "
 LocalSandbox().run(program, "", Limits(wall_s=60))
 """
     asker = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2])
-    deadline = time.monotonic() + 20
-    while not processes_with("mark-of-an-orphan") and time.monotonic() < deadline and asker.poll() is None:
-        time.sleep(0.05)
+    assert comes_true(lambda: processes_with("mark-of-an-orphan") or asker.poll() is not None)
     if asker.poll() is not None:
         pytest.skip("no sandbox here")
     assert processes_with("mark-of-an-orphan")
     os.kill(asker.pid, signal.SIGKILL)
     asker.wait()
-    while processes_with("mark-of-an-orphan") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert processes_with("mark-of-an-orphan") == []
+    assert comes_true(lambda: not processes_with("mark-of-an-orphan"))
 
 
 @pytest.mark.parametrize("layers", [(), ("landlock",), ("namespaces",)], ids=["none", "landlock", "namespaces"])

@@ -7,6 +7,7 @@ import pytest
 from test_controller import Make, fake, ids, iterate, load_version, make, through_disk, uneven
 
 from lightrl.data import PromptStream, SuccessRateCurriculum
+from lightrl.data.stream import RowPrompts
 from lightrl.engines import FakeEngine
 from lightrl.errors import RewardError, RolloutError
 from lightrl.rollout import GroupFilter
@@ -207,7 +208,8 @@ def test_a_curriculum_that_chooses_nothing_ends_the_run(make: Make, monkeypatch:
 
 def test_a_curriculum_that_chooses_nothing_of_a_stream_raises_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightrl.rollout.prompts.MAX_SKIPPED", 5_000)  # more than a stream keeps
-    prompts = PromptStream([Prompt(id=f"p{number}", token_ids=[1, 2]) for number in range(6)], batch_size=1)
+    rows = RowPrompts.of([Prompt(id=f"p{number}", token_ids=[1, 2]) for number in range(6)])
+    prompts = PromptStream(rows, batch_size=1)
     curriculum = SuccessRateCurriculum(solved_times=1)
     for number in range(6):
         curriculum.observe(f"p{number}", 1.0)

@@ -46,6 +46,6 @@ def test_so_is_one_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         home.spawn(keep_running(ended))
         await asyncio.sleep(0)
 
-    asyncio.run_coroutine_threadsafe(begin(), home.loop).result(10)
+    asyncio.run_coroutine_threadsafe(begin(), home.loop).result(600)
     home.close(home.end_tasks)
     assert ended == ["first", "second"]

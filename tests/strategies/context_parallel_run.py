@@ -30,7 +30,7 @@ from world_3d import SETTINGS, TOPK, difference, loss_of, make_model, parts
 from lightrl.experience import Experience
 from lightrl.strategies import Ranks, ShardedExperience, SingleModel, whole
 from lightrl.strategies.fsdp2_model import FSDP2Model
-from lightrl.strategies.single import decoder_layers
+from lightrl.strategies.layouts.probes import decoder_layers
 
 FIELDS = ("logprobs", "entropy", "values", "teacher_topk")
 

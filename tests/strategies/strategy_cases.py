@@ -24,6 +24,6 @@ def results_of(script: str, cases: list[list[Any]]) -> list[dict[str, Any]]:
     """What a script prints for each case; all its processes are started at once."""
     command = [sys.executable, str(Path(__file__).with_name(script)), json.dumps(cases)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = forked.run(command, capture_output=True, text=True, env=environment, timeout=170)
+    done = forked.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

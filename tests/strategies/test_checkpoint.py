@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_flatten
 
 from lightrl.checks.files import publish
 from lightrl.concurrency.owner import own_mark
-from lightrl.strategies import AtomicCheckpointIO, checkpoint
-from lightrl.strategies.atomic_write import BackgroundWrites, Progress, TrackedFile
-from lightrl.strategies.checkpoint import load_optimizers
-from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, optimizer_state
+from lightrl.strategies import AtomicCheckpointIO
+from lightrl.strategies.checkpoints import one_file
+from lightrl.strategies.checkpoints.atomic_write import BackgroundWrites, Progress, TrackedFile
+from lightrl.strategies.checkpoints.folder import folder_writer, load_folder, optimizer_state
+from lightrl.strategies.checkpoints.one_file import load_optimizers
 
 
 class DiesWhenWritten:
@@ -77,14 +78,14 @@ class HangingDisk:
             pipe.read()
         for thread in threading.enumerate():
             if thread.name == "lightrl-checkpoint":
-                thread.join(60)
+                thread.join(600)
 
 
 @pytest.mark.parametrize("save_async", [False, True])
 def test_a_disk_that_takes_nothing_is_named_and_no_later_save_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_async: bool
 ) -> None:
-    monkeypatch.setattr(checkpoint, "BackgroundWrites", functools.partial(BackgroundWrites, stall_s=0.5))
+    monkeypatch.setattr(one_file, "BackgroundWrites", functools.partial(BackgroundWrites, stall_s=0.5))
     writer = AtomicCheckpointIO(save_async=save_async)
     disk = HangingDisk(tmp_path / "1.ckpt")
 
@@ -102,7 +103,7 @@ def test_a_disk_that_takes_nothing_is_named_and_no_later_save_waits_for_it(
 def test_ctrl_c_ends_the_wait_for_a_disk_and_saving_at_the_end_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "BackgroundWrites", functools.partial(BackgroundWrites, stall_at_end_s=0.5))
+    monkeypatch.setattr(one_file, "BackgroundWrites", functools.partial(BackgroundWrites, stall_at_end_s=0.5))
     writer = AtomicCheckpointIO()
     disk = HangingDisk(tmp_path / "1.ckpt")
     signal.setitimer(signal.ITIMER_REAL, 0.5)
@@ -194,7 +195,7 @@ def saved_both_ways(place: Path) -> dict[str, Path]:
         copies=False,  # type: ignore[arg-type]
     )
     BackgroundWrites().run(folder, write)
-    parts = {name: folder / name for name in ("__0_0.distcp", "meta.pt", ".metadata")}
+    parts = {name: folder / name for name in ("__0_0.distcp", "meta.pt", "index.zip")}
     return {"a file": place / "one.ckpt", **parts}
 
 
@@ -231,7 +232,7 @@ Damage = Callable[[bytes, int, int, random.Random], bytes]
 
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("damage", [flipped, zeroed, overwritten, cut])
-@pytest.mark.parametrize("what", ["a file", "__0_0.distcp", "meta.pt", ".metadata"])
+@pytest.mark.parametrize("what", ["a file", "__0_0.distcp", "meta.pt", "index.zip"])
 def test_damaged_bytes_are_refused_with_the_files_name(what: str, damage: Damage, tmp_path: Path) -> None:
     file = saved_both_ways(tmp_path)[what]
     checkpoint = file if what == "a file" else file.parent
@@ -268,14 +269,12 @@ def test_one_bit_of_a_weight_is_refused_with_its_record(what: str, record: str, 
 
 
 @pytest.mark.usefixtures("world_of_one")
-@pytest.mark.parametrize("what", ["__0_0.distcp", "meta.pt", ".metadata", "sha256sums.txt", "__1_0.distcp", "renamed"])
+@pytest.mark.parametrize("what", ["__0_0.distcp", "meta.pt", "index.zip", "__1_0.distcp", "renamed"])
 def test_a_folder_mixed_from_two_saves_is_refused_with_the_files_name(what: str, tmp_path: Path) -> None:
     newer, older = (saved_both_ways(tmp_path / name)["meta.pt"].parent for name in ("newer", "older"))
     assert "save_id" not in AtomicCheckpointIO().load_checkpoint(newer)
     culprit = newer / what
-    if what == "sha256sums.txt":
-        culprit.unlink()
-    elif what == "renamed":
+    if what == "renamed":
         culprit = newer / "__1_0.distcp"
         culprit.write_bytes((newer / "__0_0.distcp").read_bytes())
     else:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu_update import make_parts
 from benchmarks.plan import MODELS, Machine, Times, best_3d_cost, best_fsdp2_cost
-from lightrl.strategies import LogprobSettings, SingleModel, packed_attention, single
+from lightrl.strategies import LogprobSettings, SingleModel, single
 from lightrl.strategies.costs import (
     Work,
     activation_bytes,
@@ -23,6 +23,7 @@ from lightrl.strategies.costs import (
     parallel_3d_cost,
     peak_bytes,
 )
+from lightrl.strategies.layouts import forms, packed_attention
 
 
 def config(**changes: Any) -> Any:
@@ -113,9 +114,9 @@ def kept_bytes(config: Any, work: Work, *, checkpointed: bool) -> tuple[int, int
 def test_what_autograd_keeps_is_what_the_paper_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing can be probed without numbers; flash attention is what a GPU runs.
     monkeypatch.setattr(single, "head_is_plain", lambda model: True)
-    monkeypatch.setattr(single, "exact_layouts", lambda model: {})
+    monkeypatch.setattr(forms, "exact_layouts", lambda model: {})
     monkeypatch.setattr(
-        single,
+        forms,
         "can_pack",
         lambda model, shares_prompt=False: not shares_prompt and packed_attention.make_packable(model),
     )
@@ -168,7 +169,7 @@ def test_a_pipeline_divides_layers_and_is_idle_at_its_ends() -> None:
 def test_without_a_pipeline_layers_are_gathered_again_for_each_microbatch() -> None:
     cost = parallel_3d_cost(config(), 1, 2, 1, WORK)
     assert cost.num_microbatches == 4
-    assert cost.sent_bytes == (8 * 393_216 + 4 * 4 * 8 * 40_960) / 2  # as benchmarks.parallel counts it
+    assert cost.sent_bytes == (8 * 393_216 + 4 * 4 * 8 * 40_960) / 2
     assert cost.gathered_bytes == 4 * 393_216 + 8 * (2 * 40_960 + 2 * 32_768)
 
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from lightrl.experience import Experience
 from lightrl.models import Outputs
-from lightrl.strategies import LogprobSettings, SingleModel, halves
-from lightrl.strategies.halves import cut_in_halves
+from lightrl.strategies import LogprobSettings, SingleModel
+from lightrl.strategies.layouts import halves
+from lightrl.strategies.layouts.halves import cut_in_halves
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lightrl.experience import Experience
 from lightrl.models import Outputs
-from lightrl.strategies import FSDP2Strategy, LogprobSettings, SingleModel, fsdp2, packed_attention
-from lightrl.strategies.packed_attention import PackedRows, arguments, attend, blocks, kernel_for, make_packable
+from lightrl.strategies import FSDP2Strategy, LogprobSettings, SingleModel, fsdp2
+from lightrl.strategies.layouts import packed_attention
+from lightrl.strategies.layouts.packed_attention import PackedRows, arguments, attend, blocks, kernel_for, make_packable
 
 CPU = torch.device("cpu")
 
@@ -242,12 +243,12 @@ def test_layers_that_compute_in_bfloat16_are_packed_too(monkeypatch: pytest.Monk
     strategy.parallel_devices = [CPU]
     strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
     strategy.shard(model)  # hidden states stay in float32
-    assert SingleModel(model, LogprobSettings(), form="packed").shares_packed_prompts
+    assert SingleModel(model, LogprobSettings(), form="packed").forms.shares_packed_prompts
 
 
 def test_a_model_whose_attention_is_not_plain_is_not_packed() -> None:
     model = tiny_model("gemma2 with capped logits")
-    assert not make_packable(model) or not SingleModel(model, LogprobSettings()).can_pack
+    assert not make_packable(model) or not SingleModel(model, LogprobSettings()).forms.can_pack
     with pytest.raises(packed_attention.NotPackable, match="without s_aux"):
         attend(model, *heads(4), None, packed_rows=PackedRows([4], CPU), s_aux=torch.zeros(4))
     with pytest.raises(packed_attention.NotPackable, match="did not get the starts"):

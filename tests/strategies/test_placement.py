@@ -10,7 +10,7 @@ from tiny import random_experience
 from lightrl.experience import Experience
 from lightrl.functional import bins
 from lightrl.strategies import Microbatches, ShardedExperience
-from lightrl.strategies.ranks import Ranks
+from lightrl.strategies.ranks.processes import Ranks
 from lightrl.strategies.sharded_experience.placement import (
     balanced_shares,
     microbatch_rows,

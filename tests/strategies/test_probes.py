@@ -13,8 +13,8 @@ from benchmarks.families import family_spec
 from lightrl.models.model_spec import cache_argument
 from lightrl.models.moe import moe_blocks, router_of
 from lightrl.strategies import LogprobSettings, SingleModel
-from lightrl.strategies.shared_prefix import LAYOUTS
-from lightrl.strategies.single import can_pack, exact_layouts, head_is_plain
+from lightrl.strategies.layouts.probes import can_pack, exact_layouts, head_is_plain
+from lightrl.strategies.layouts.shared_prefix import LAYOUTS
 
 PLAIN = ["llama", "qwen2", "qwen3", "gpt2"]
 

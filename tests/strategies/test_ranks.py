@@ -11,9 +11,10 @@ from tiny import random_trajectories
 
 from lightrl.callbacks.weight_sync import _gathered
 from lightrl.loops.shared_rollout import groups_of, set_remote_rewards, summaries_of
-from lightrl.strategies import ShardedExperience, rank_watch
-from lightrl.strategies.rank_watch import RankWatch
-from lightrl.strategies.ranks import Ranks, _watch_store
+from lightrl.strategies import ShardedExperience
+from lightrl.strategies.ranks import watch as rank_watch
+from lightrl.strategies.ranks.processes import Ranks, _watch_store
+from lightrl.strategies.ranks.watch import RankWatch
 from lightrl.trajectory import Group
 from lightrl.weights import Bucket
 
@@ -106,7 +107,7 @@ def test_of_two_ranks_that_fail_at_once_the_second_knows_of_the_first() -> None:
 def test_a_rank_that_stands_still_is_the_cause_of_what_the_others_raise(rank: int, watched: Watched) -> None:
     store, ended = torch.distributed.HashStore(), threading.Event()
     watch = RankWatch(store, 1 - rank, 2, hang_timeout_s=0.1, end_process=ended.set)
-    assert ended.wait(30)
+    assert ended.wait(600)
     assert str(watch.failed_before).startswith(f"Rank {rank} has not been heard of for hang_timeout_s=0.1")
     watch.close()
 
@@ -126,20 +127,20 @@ def test_a_rank_that_fails_since_rank_0_is_gone_raises_nothing_else() -> None:
 
 
 def test_a_phase_with_a_deadline_of_its_own_is_left_alone(watched: Watched) -> None:
-    (watch,), ended = watched(1, hang_timeout_s=0.1)
+    (watch,), ended = watched(1, hang_timeout_s=0.5)
     watch.begin()
     watch.enter("sync", has_own_deadline=True)
-    assert not ended.wait(0.6)
+    assert not ended.wait(2)
 
 
 def test_ranks_that_wait_for_the_engine_of_rank_0_are_left_alone(watched: Watched) -> None:
-    watches, ended = watched(hang_timeout_s=0.1)
+    watches, ended = watched(hang_timeout_s=0.5)
     for watch in watches:
         watch.begin()
         watch.enter("sync")
     watches[1].step()  # it has gathered the next parameter, and waits for rank 0 to do the same
     with watches[0].own_deadline(True):
-        assert not ended.wait(0.6)
+        assert not ended.wait(2)
 
 
 def test_a_rank_that_hangs_while_a_sync_gathers_is_named(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +154,7 @@ def test_a_rank_that_hangs_while_a_sync_gathers_is_named(watched: Watched, capsy
         yield Bucket({}, is_last=False)
         if rank == 0:  # rank 1 does not come
             watches[rank].step()
-        ended.wait(30)
+        ended.wait(600)
 
     class WatchedRanks(Ranks):
         def __init__(self, rank: int) -> None:
@@ -168,7 +169,7 @@ def test_a_rank_that_hangs_while_a_sync_gathers_is_named(watched: Watched, capsy
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(600)
     assert "It waits for rank 1." in capsys.readouterr().err
 
 
@@ -185,11 +186,11 @@ def test_a_rank_that_waits_for_one_that_continues_is_left_alone(watched: Watched
 @pytest.mark.parametrize(
     ("how", "rank", "message"),
     [
-        ("stop in sync", 1, "Rank 1 has not been heard of for hang_timeout_s=2, since it was in 'sync'"),
+        ("stop in sync", 1, "Rank 1 has not been heard of for hang_timeout_s=4, since it was in 'sync'"),
         pytest.param(
             "stop in update",
             0,
-            "Rank 0 has not been heard of for hang_timeout_s=2, since it was in 'update'",
+            "Rank 0 has not been heard of for hang_timeout_s=4, since it was in 'update'",
             marks=pytest.mark.extra,
         ),
         ("kill in update", 0, "Rank 0 was killed, or its machine or network failed"),
@@ -199,7 +200,7 @@ def test_a_rank_that_waits_for_one_that_continues_is_left_alone(watched: Watched
         pytest.param(
             "kill in rollout",
             2,
-            "Rank 2 has not been heard of for hang_timeout_s=2, since it was in 'rollout'",
+            "Rank 2 has not been heard of for hang_timeout_s=4, since it was in 'rollout'",
             marks=pytest.mark.extra,
         ),
     ],
@@ -216,7 +217,7 @@ def test_a_rank_that_is_stopped_or_killed_is_named_and_none_is_left(how, rank, m
 def test_a_rank_that_does_not_report_its_share_of_the_weights_is_named_at_the_deadline(tmp_path: Path) -> None:
     done = finished(Path(__file__).with_name("watched_ranks_run.py"), tmp_path, "late in share", "2")
     assert done.returncode == 1
-    assert "engine.timeouts.sync_s=1" in done.stderr
+    assert "engine.timeouts.sync_s=4" in done.stderr
     assert "Ranks 2" in done.stderr
 
 

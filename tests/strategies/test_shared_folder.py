@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.strategies import shared_folder
-from lightrl.strategies.ranks import Ranks, is_on_all_ranks
-from lightrl.strategies.shared_folder import check_all_see, leave_mark, ranks_without
+from lightrl.strategies.ranks import shared_folder
+from lightrl.strategies.ranks.processes import Ranks, is_on_all_ranks
+from lightrl.strategies.ranks.shared_folder import check_all_see, leave_mark, ranks_without
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,16 @@ from torch.testing import assert_close
 
 from lightrl.experience import Experience
 from lightrl.functional import predicting_positions
-from lightrl.strategies import LogprobSettings, SingleModel, shared_prefix
-from lightrl.strategies.shared_prefix import LAYOUTS, Row, find_shared_prompts, packed, shared_hidden, shared_rows
+from lightrl.strategies import LogprobSettings, SingleModel
+from lightrl.strategies.layouts import shared_prefix
+from lightrl.strategies.layouts.shared_prefix import (
+    LAYOUTS,
+    Row,
+    find_shared_prompts,
+    packed,
+    shared_hidden,
+    shared_rows,
+)
 
 
 def experience(*rows: tuple[int, Sequence[int], Sequence[int]]) -> Experience:
@@ -94,5 +102,5 @@ def test_the_cheapest_form_is_taken(prompt: int, completion: int, expected: str)
     """Four samples of each of four prompts; rows of a mask are short, and a prompt of two tokens is worth no call."""
     trained = range(prompt, prompt + completion)
     rows = [(group, [group] * (prompt + completion), trained) for group in range(4) for _ in range(4)]
-    form, _ = SingleModel(tiny_model(), LogprobSettings())._choose(experience(*rows))
+    form, _ = SingleModel(tiny_model(), LogprobSettings()).forms.choose(experience(*rows))
     assert form == expected

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from rank_scripts import fork_runs
 
 from lightrl.callbacks.weight_sync import shared
-from lightrl.strategies import rank_watch
-from lightrl.strategies.ranks import ProcessRanks, watch_all
+from lightrl.strategies.ranks import watch as rank_watch
+from lightrl.strategies.ranks.processes import ProcessRanks, watch_all
 from lightrl.weights import Bucket, SharedFolder
 
 _, folder, how, culprit = sys.argv
@@ -26,15 +26,15 @@ def play(size: int) -> None:
     rank_watch.POLL_S, rank_watch.GRACE_S = 0.1, 2.0
     dist.init_process_group("gloo")
     group = dist.group.WORLD
-    watch = watch_all(group, main_address="127.0.0.1", hang_timeout_s=2)
+    watch = watch_all(group, main_address="127.0.0.1", hang_timeout_s=4)
     ranks = ProcessRanks(dp_group=group, control_group=group, device=torch.device("cpu"), watch=watch)
     ranks.begin()
     signal_name, _, place = how.partition(" in ")
     if place == "share":
         if ranks.rank == int(culprit):
-            time.sleep(3)  # its connections stay open until the others' deadline
+            time.sleep(12)  # its connections stay open until the others' deadline
         else:
-            list(shared(iter([Bucket({}, is_last=True)]), SharedFolder(folder, None, [], timeout_s=1.0), ranks))
+            list(shared(iter([Bucket({}, is_last=True)]), SharedFolder(folder, None, [], timeout_s=4.0), ranks))
         return
     for phase in ("rollout", "update", "sync"):
         with ranks.phase(phase, has_own_deadline=phase in ("rollout", "sync")):
@@ -44,7 +44,7 @@ def play(size: int) -> None:
                         time.sleep(0.3)  # it holds the store: the others have read its phase by then
                     os.kill(os.getpid(), SIGNALS[signal_name])
                 elif phase == "rollout":
-                    time.sleep(60)
+                    time.sleep(600)
             try:
                 ranks.total(torch.ones(1))
             except RuntimeError as error:

@@ -28,10 +28,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.families import FAMILIES as OF_KINDS
 from lightrl.experience import Experience
 from lightrl.models import Outputs, scalar_head
-from lightrl.models.lora import held_tensors
+from lightrl.models.tuning import held_tensors
 from lightrl.strategies import LogprobSettings, ShardedExperience, SingleModel, whole
 from lightrl.strategies.parallel_3d import Parallel3DModel
-from lightrl.strategies.ranks import square_norm
+from lightrl.strategies.ranks.processes import square_norm
 from lightrl.strategies.stages import ends_group, split_model
 from lightrl.strategies.tensor_parallel import local
 

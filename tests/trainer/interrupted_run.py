@@ -16,7 +16,7 @@ from tiny_run import Digits, TinyGRPO, make_trainer, our_threads
 from lightrl import LocalEngine, RLCallback, Sampling
 
 ITERATION = 2  # so many are done when the run stops
-STOP_S = 120.0
+STOP_S = 600.0
 
 
 def main(folder: Path, place: str) -> None:

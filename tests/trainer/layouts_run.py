@@ -426,7 +426,7 @@ class AtOnce(TinyPPO):
 
     def meet(self, name: str, names: list[str]) -> None:
         (self.folder / name).touch()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while not all((self.folder / other).exists() for other in names):
             assert time.monotonic() < deadline, f"{name} waits for {names} in vain"
             time.sleep(0.01)

@@ -18,8 +18,6 @@ from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from transformers import AutoConfig
 
 from lightrl import FSDP2Strategy, LoRA, Role, SGLangEngine
-from lightrl.engines import Timeouts
-from lightrl.models.lora import AdapterShape
 from lightrl.weights import Bucket
 from lightrl.weights.disk import ShareWriter
 
@@ -34,8 +32,8 @@ def server(folder: Path) -> str:
     """A Python of fake servers with a model of the policy's config."""
     AutoConfig.for_model(**CONFIG).save_pretrained(folder / "model")
     words = ["--model-path", str(folder / "model"), "--enable-lora", "--max-lora-rank", "2", "--lora-target-modules"]
-    modules = AdapterShape.of(Role(POLICY, lora=LoRA(rank=2)).load_model()).target_modules
-    return python_of_fakes(folder, *words, *modules)
+    form = LoRA(rank=2).served_form(Role(POLICY, lora=LoRA(rank=2)).load_model(), 1)
+    return python_of_fakes(folder, *words, *form.config["target_modules"])
 
 
 def train(folder: Path, *, lora: Any = None, adapters: Any = "merged") -> dict[str, Any]:
@@ -43,9 +41,8 @@ def train(folder: Path, *, lora: Any = None, adapters: Any = "merged") -> dict[s
     folder.mkdir(exist_ok=True)
     module = TinyGRPO(Role(POLICY, lora=lora))
     engine = SGLangEngine(
-        servers=1, sglang_python=server(folder), adapters=adapters, weight_folder=str(folder / "weights"),
-        timeouts=Timeouts(sync_s=20),
-    )  # fmt: skip
+        servers=1, sglang_python=server(folder), adapters=adapters, weight_folder=str(folder / "weights")
+    )
     trainer = make_trainer(
         folder, engine=engine, devices=2, strategy=FSDP2Strategy(),
     )  # fmt: skip

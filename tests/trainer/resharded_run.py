@@ -25,7 +25,7 @@ from lightrl import (
     Role,
 )
 from lightrl.errors import LightRLError
-from lightrl.models.lora import exported_parameters, held_tensors, merge
+from lightrl.models.tuning import held_tensors, tuning_of
 from lightrl.strategies import AtomicCheckpointIO, whole
 
 # Two layers and two key-value heads, so that it can be split both ways.
@@ -77,8 +77,8 @@ def weights_of(module: Any) -> dict[str, Tensor]:
     policy = module.policy
     held = held_tensors(policy)
     return {
-        name: merge(policy, name, [whole(held[source]) for source in sources]).detach().clone()
-        for name, sources in exported_parameters(policy).items()
+        name: tuning_of(policy).merge(policy, name, [whole(held[source]) for source in sources]).detach().clone()
+        for name, sources in tuning_of(policy).sources(policy).items()
     }
 
 

@@ -21,7 +21,7 @@ from tiny_run import BATCH_SIZE, Digits, TinyGRPO, make_trainer, train
 from lightrl import Experience, FSDP2Strategy, LocalEngine, RLCallback, Trace, Trajectory, TrajectoryLog
 from lightrl.experience import LossUnit
 from lightrl.rollout import RolloutSettings
-from lightrl.strategies import rank_watch
+from lightrl.strategies.ranks import watch as rank_watch
 
 
 class BySGD:
@@ -174,8 +174,8 @@ class TerminatedAtStart(LocalEngine):
 def fail(folder: Path, rank: int, how: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     checkpoint = ModelCheckpoint(folder / how, save_on_exception=True, every_n_train_steps=100)
-    rank_watch.START_S = 5.0
-    strategy = FSDP2Strategy(hang_timeout_s=5 if how.startswith(("hang", "SIG")) else 600)
+    rank_watch.START_S = 20.0
+    strategy = FSDP2Strategy(hang_timeout_s=20 if how.startswith(("hang", "SIG")) else 600)
     engine = TerminatedAtStart() if how == "terminate" else LocalEngine()
     trainer = make_trainer(
         folder, engine=engine, devices=2, strategy=strategy, callbacks=[checkpoint], enable_checkpointing=True

@@ -162,18 +162,18 @@ def test_a_reward_that_never_comes_is_named(tmp_path: Path) -> None:
 
     class Silent(TinyGRPO):
         def reward(self, trajectory: Trajectory) -> Any:
-            over.wait(60)
+            over.wait(600)
             return super().reward(trajectory)
 
-    module = Silent(decoupled=True, num_minibatches=2, reward_timeout_s=60)
+    module = Silent(decoupled=True, num_minibatches=2, reward_timeout_s=600)
     try:
-        with pytest.raises(RolloutError, match=r"waited for the rewards, .* rollout_timeout_s=1"):
-            played(module, tmp_path, StalenessControl(rollout_timeout_s=1))
+        with pytest.raises(RolloutError, match=r"waited for the rewards, .* rollout_timeout_s=3"):
+            played(module, tmp_path, StalenessControl(rollout_timeout_s=3))
     finally:
         over.set()
         for thread in threading.enumerate():
             if thread.name == "reward-hook":  # was abandoned; it ends now
-                thread.join(60)
+                thread.join(600)
 
 
 @pytest.mark.parametrize("is_later", [True, False], ids=["awaits rewards", "has rewards first"])
@@ -184,7 +184,7 @@ def test_a_checkpoint_keeps_groups_whose_rewards_are_awaited(is_later, tmp_path,
     class Saving(TinyGRPO):
         def reward(self, trajectory: Trajectory) -> Any:
             if trajectory.newest_version == 1 and trajectory.sample == 1:
-                assert saved.wait(60)
+                assert saved.wait(600)
             return super().reward(trajectory)
 
         def on_rollout_end(self, groups: list[Group]) -> None:

@@ -79,9 +79,7 @@ def test_each_token_has_the_logprob_of_its_version_where_syncs_come_amid_complet
         num_mixed += num_mixed_rows(experience)
         for version in experience.weight_versions[experience.loss_mask].unique().tolist():
             model.load_state_dict(weights.of_version[version])
-            single = SingleModel(
-                model, LogprobSettings(), form="rectangles", replays_routes=False
-            )  # as of this version
+            single = SingleModel(model, LogprobSettings(), form="rectangles", is_policy=False)  # as of this version
             (outputs,) = single.forward([experience])
             is_its = experience.loss_mask & (experience.weight_versions == version)
             expected = experience.behavior_logprobs[is_its]

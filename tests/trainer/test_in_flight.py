@@ -42,7 +42,7 @@ class Slow(RLCallback):
 
 def fit(folder: Path, engine: Any, *callbacks: Any, ckpt_path: Path | None = None) -> Jittery:
     module = Jittery()
-    control = StalenessControl(2, rollout_timeout_s=20)
+    control = StalenessControl(2)
     trainer = make_trainer(
         folder,
         engine=engine,

@@ -42,7 +42,7 @@ from tiny_run import POLICY, Digits, Logged, TinyGRPO, are_equal, make_trainer, 
 
 import lightrl
 from lightrl import GRPO, RolloutMetrics, Sampling, StalenessControl, WeightSync
-from lightrl.callbacks.rollout_metrics import ALWAYS_LOGGED
+from lightrl.callbacks.monitors import ALWAYS_LOGGED
 
 
 @habit('ModelCheckpoint(monitor="rollout/reward", mode="max", every_n_train_steps=2)')

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from lightrl import HuggingFaceExport, LocalEngine, LoRA, ModelSpec, ReferenceKL, Role
 from lightrl.commands.export import export_checkpoint
-from lightrl.models.lora import is_adapter, merged_parameters
+from lightrl.models.tuning import whole_parameters
 from lightrl.strategies import LogprobSettings, SingleModel
 
 ADAPTED = Role(POLICY, lora=LoRA(rank=2))
@@ -48,13 +48,13 @@ def test_the_base_does_not_move_and_the_policy_does(finished: Any) -> None:
     policy = finished[0].policy
     plain = dict(POLICY.load_model().named_parameters())
     parameters = dict(policy.named_parameters())
-    kept = [name for name in parameters if not is_adapter(name)]
+    kept = [name for name in parameters if not LoRA().adds(name)]
     assert all(torch.equal(parameters[name], plain[name.replace(".base_layer.", ".")]) for name in kept)
-    assert any(not torch.equal(tensor, plain[name]) for name, tensor in merged_parameters(policy))
+    assert any(not torch.equal(tensor, plain[name]) for name, tensor in whole_parameters(policy))
 
 
 def test_the_engine_has_the_merged_weights(finished: Any) -> None:
-    merged = dict(merged_parameters(finished[0].policy))
+    merged = dict(whole_parameters(finished[0].policy))
     assert merged.keys() <= finished[0].synced.keys()
     assert all(torch.equal(finished[0].synced[name], merged[name]) for name in merged)
 
@@ -72,7 +72,7 @@ def test_the_reference_is_the_policy_without_adapters(finished: Any) -> None:
 def test_a_checkpoint_holds_adapters_only(finished: Any) -> None:
     state = torch.load(finished[1] / "run.ckpt", weights_only=True)["state_dict"]
     assert state
-    assert all(is_adapter(name) for name in state)
+    assert all(LoRA().adds(name) for name in state)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks for it

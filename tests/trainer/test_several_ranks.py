@@ -77,7 +77,7 @@ def test_the_trajectory_log_has_the_trainers_logprobs_of_every_ranks_trajectorie
 
 
 def test_a_rank_that_raises_ends_all_with_its_rank_and_traceback(tmp_path: Path) -> None:
-    done = finished(SCRIPT, tmp_path, "fail", "1", "raise", timeout_s=120, real=True)
+    done = finished(SCRIPT, tmp_path, "fail", "1", "raise", real=True)
     assert done.returncode != 0
     assert "[rank 0, in 'update'] Rank 1 failed in 'update'" in done.stderr
     assert 'raise ValueError("raised on purpose")' in done.stderr
@@ -89,7 +89,7 @@ def test_a_rank_that_raises_ends_all_with_its_rank_and_traceback(tmp_path: Path)
 @pytest.mark.extra
 @pytest.mark.parametrize(("rank", "how"), [("1", "hang"), ("1", "hang at the start"), ("0", "hang at the start")])
 def test_a_rank_that_hangs_is_named_after_the_deadline(rank: str, how: str, tmp_path: Path) -> None:
-    done = finished(SCRIPT, tmp_path, "fail", rank, how, timeout_s=150)
+    done = finished(SCRIPT, tmp_path, "fail", rank, how)
     assert done.returncode != 0
     assert f"It waits for rank {rank}." in done.stderr
     assert "time.sleep(600)" in done.stderr  # where it hangs
@@ -99,7 +99,7 @@ def test_a_rank_that_hangs_is_named_after_the_deadline(rank: str, how: str, tmp_
 @pytest.mark.parametrize(
     ("how", "cause"),
     [
-        ("SIGSTOP", "Rank 1 has not been heard of for hang_timeout_s=5"),
+        ("SIGSTOP", "Rank 1 has not been heard of for hang_timeout_s=20"),
         ("SIGKILL", "Rank 1 was killed, or its machine"),
     ],
 )
@@ -113,13 +113,13 @@ def test_the_last_line_names_a_rank_that_was_stopped_or_killed(how, cause, tmp_p
         subprocess.Popen(command, env={**os.environ, **place, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True)
         for rank in "01"
     ]
-    said, _ = (rank.communicate(timeout=170)[1] for rank in ranks)
+    said, _ = (rank.communicate()[1] for rank in ranks)
     assert ranks[0].returncode == 1
     assert cause in said.rstrip().rpartition("\n")[2], said[-3000:]
 
 
 def test_ctrl_c_ends_all_ranks_at_the_same_place_with_a_checkpoint(tmp_path: Path) -> None:
-    done = finished(SCRIPT, tmp_path, "fail", "0", "interrupt", timeout_s=120)
+    done = finished(SCRIPT, tmp_path, "fail", "0", "interrupt")
     assert done.returncode == 1
     assert [path.is_dir() for path in (tmp_path / "interrupt").iterdir()] == [True]
     assert "Traceback" not in done.stderr
@@ -127,14 +127,14 @@ def test_ctrl_c_ends_all_ranks_at_the_same_place_with_a_checkpoint(tmp_path: Pat
 
 @pytest.mark.extra
 def test_sigterm_while_rank_0_waits_for_an_engine_ends_all_ranks_in_order(tmp_path: Path) -> None:
-    done = finished(SCRIPT, tmp_path, "fail", "0", "terminate", timeout_s=120)
+    done = finished(SCRIPT, tmp_path, "fail", "0", "terminate")
     assert done.returncode == 0, done.stderr  # SIGTERMException is a SystemExit without a code
     assert "Rank 0 failed" not in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_failures_of_rank_0s_rollouts_are_raised_on_all_ranks(tmp_path: Path) -> None:
-    done = finished(SCRIPT, tmp_path, "fail", "0", "reward", timeout_s=120)
+    done = finished(SCRIPT, tmp_path, "fail", "0", "reward")
     assert done.returncode != 0
     assert "failed on purpose" in done.stderr
     assert "Rank 0 raised RolloutError" in done.stderr

@@ -1,23 +1,23 @@
 """A trainer that is killed amid a weight sync, and resumed: nothing is trained twice, no server outlives it."""
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import forked
 import psutil
 import sglang_run
 import torch
 from tiny_run import are_equal, weights
 
-DEADLINE_S = 90.0  # on a loaded machine
+DEADLINE_S = 600.0  # on a loaded machine
 
 
 def test_a_trainer_killed_during_a_sync_leaves_no_server_and_continues_as_if_it_had_not_been(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
     command = [sys.executable, sglang_run.__file__, str(tmp_path)]
-    with subprocess.Popen(command, env=environment) as trainer:
+    with forked.Popen(command, env=environment) as trainer:
         deadline = time.monotonic() + DEADLINE_S
         while not (tmp_path / "reached").exists():
             assert trainer.poll() is None, (tmp_path / "output.txt").read_text()

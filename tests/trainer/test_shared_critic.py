@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from lightrl import PPO, HuggingFaceExport, LoRA, ModelSpec, Role
 from lightrl.commands.export import export_checkpoint
 from lightrl.commands.main import main
-from lightrl.models.lora import merged_parameters
+from lightrl.models.tuning import whole_parameters
 from lightrl.strategies import LogprobSettings, SingleModel
 
 
@@ -64,7 +64,7 @@ def test_the_policys_export_is_a_plain_language_model_and_says_where_the_head_is
     assert "role critic exports body and head" in caplog.text
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", output_loading_info=True)
     assert not info["unexpected_keys"]
-    expected = dict(merged_parameters(finished.module.policy))
+    expected = dict(whole_parameters(finished.module.policy))
     assert all(torch.equal(value, expected[name]) for name, value in loaded.named_parameters())
 
 

@@ -29,7 +29,7 @@ class WaitForGroups(Callback):
         self.num = num
 
     def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while trainer.global_step == 1 and trainer.rollout.progress()["finished_groups"] < self.num:
             assert time.monotonic() < deadline, f"{self.num} groups are not finished: {trainer.rollout.progress()}"
             time.sleep(0.01)

@@ -66,7 +66,7 @@ def test_supports_stay_with_their_tokens_through_syncs_and_a_resume(tmp_path: Pa
     first, second = TinyGRPO(POLICY, sampling=SAMPLING), TinyGRPO(POLICY, sampling=SAMPLING)
     for module, num, resumed in ((first, 4, None), (second, 6, tmp_path / "step=3.ckpt")):
         save = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
-        callbacks = [StalenessControl(2, rollout_timeout_s=20), kept, save]
+        callbacks = [StalenessControl(2), kept, save]
         engine = LocalEngine(max_batch=3)
         trainer = make_trainer(tmp_path, engine=engine, callbacks=callbacks, max_steps=num, enable_checkpointing=True)
         trainer.fit(module, datamodule=Digits(), ckpt_path=resumed)

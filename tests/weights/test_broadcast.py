@@ -11,7 +11,8 @@ from lightrl.errors import WeightSyncError
 from lightrl.weights import BroadcastGroup, ServerForm, bucketed
 from lightrl.weights.broadcast import listen
 
-SPAWN = multiprocessing.get_context("spawn")
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["lightrl.weights"])
 
 
 def leading(listener: socket.socket, *, world_size: int, name: str = "test", timeout_s: float = 60) -> BroadcastGroup:
@@ -21,10 +22,10 @@ def leading(listener: socket.socket, *, world_size: int, name: str = "test", tim
 
 
 def test_two_receivers_get_two_rounds_bit_for_bit_while_another_group_is_open():
-    listener, answers = listen(), SPAWN.Queue()
+    listener, answers = listen(), CONTEXT.Queue()
     port = listener.getsockname()[1]
     arguments = [(port, rank, 3, torch.bfloat16, answers) for rank in (1, 2)]
-    receivers = [SPAWN.Process(target=receive_broadcast, args=a, daemon=True) for a in arguments]
+    receivers = [CONTEXT.Process(target=receive_broadcast, args=a, daemon=True) for a in arguments]
     for receiver in receivers:
         receiver.start()
     group = leading(listener, world_size=3)
@@ -35,22 +36,22 @@ def test_two_receivers_get_two_rounds_bit_for_bit_while_another_group_is_open():
         for bucket in bucketed(sent.items(), 160):
             group.broadcast(tensor for _, tensor in form.tensors(bucket))
         for _ in receivers:
-            _, received = answers.get(timeout=60)
+            _, received = answers.get(timeout=600)
             assert received.keys() == sent.keys()
             assert all((received[name] == sent[name].bfloat16().double().numpy()).all() for name in sent)
     alone.close()
     group.close()
     group.close()
     for receiver in receivers:
-        receiver.join(30)
+        receiver.join(600)
 
 
 def test_a_member_that_dies_ends_the_broadcast_with_an_error():
     listener = listen()
-    receiver = SPAWN.Process(target=die_in_broadcast, args=(listener.getsockname()[1],), daemon=True)
+    receiver = CONTEXT.Process(target=die_in_broadcast, args=(listener.getsockname()[1],), daemon=True)
     receiver.start()
     group = leading(listener, world_size=2, timeout_s=30)
-    receiver.join(30)
+    receiver.join(600)
     with pytest.raises(WeightSyncError, match=r"weight group at 127\.0\.0\.1:\d+ with 2 members"):
         group.broadcast([torch.zeros(2**22)])
     group.close()

@@ -12,12 +12,13 @@ from weight_cases import SHAPES, buckets, parameters, read_shared
 from lightrl.weights import ServerForm, SharedBucket
 from lightrl.weights.shared_memory import payload_of, with_uuid
 
-SPAWN = multiprocessing.get_context("spawn")
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["lightrl.weights"])
 
 
 def test_another_process_reads_every_bucket_bit_for_bit():
-    payloads, answers = SPAWN.Queue(), SPAWN.Queue()
-    reader = SPAWN.Process(target=read_shared, args=(payloads, answers), daemon=True)
+    payloads, answers = CONTEXT.Queue(), CONTEXT.Queue()
+    reader = CONTEXT.Process(target=read_shared, args=(payloads, answers), daemon=True)
     reader.start()
     before = mp.get_sharing_strategy()
     sent = {**parameters(), "odd": torch.tensor([1, 2, 3], dtype=torch.int8), "after": torch.tensor([4.0])}
@@ -26,9 +27,9 @@ def test_another_process_reads_every_bucket_bit_for_bit():
         shared.fill(bucket)
         for _ in range(2):  # two receivers
             payloads.put(shared.payload())
-            received |= answers.get(timeout=60)
+            received |= answers.get(timeout=600)
     payloads.put(None)
-    reader.join(30)
+    reader.join(600)
     assert received.keys() == {*SHAPES, "odd", "after"}
     for name, tensor in sent.items():
         wants = tensor.bfloat16() if tensor.is_floating_point() else tensor

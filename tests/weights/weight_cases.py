@@ -47,7 +47,7 @@ def read_shared(payloads: multiprocessing.Queue, answers: multiprocessing.Queue)
     """A server's side of shared memory; unpickles as SGLang does, which takes a GPU's UUID for its number."""
     rebuild = reductions.rebuild_cuda_tensor
     reductions.rebuild_cuda_tensor = lambda *given: rebuild(*given[:6], torch.cuda.current_device(), *given[7:])
-    while (payload := payloads.get(timeout=60)) is not None:
+    while (payload := payloads.get(timeout=600)) is not None:
         content = pickle.loads(base64.b64decode(payload))
         flat = content["flattened_tensor"]
         received = {}

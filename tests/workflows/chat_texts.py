@@ -118,4 +118,4 @@ async def play(workflow: Workflow, engine: Any, prompt: Prompt, sampling: Sampli
 
 
 def played(workflow: Workflow, engine: Any, prompt: Prompt | None = None, **kwargs: Any) -> Trajectory:
-    return asyncio.run(asyncio.wait_for(play(workflow, engine, prompt or chat_prompt(), **kwargs), 60))
+    return asyncio.run(asyncio.wait_for(play(workflow, engine, prompt or chat_prompt(), **kwargs), 600))

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -221,22 +220,20 @@ def test_a_program_at_its_deadline_is_killed_with_its_children() -> None:
     assert comes_true(lambda: not running("97531"))
 
 
-def test_children_that_a_program_leaves_are_killed_and_ask_nothing_more() -> None:
+def test_children_that_a_program_leaves_are_killed() -> None:
     program = """
 import subprocess
 ask("a")
-late = "import time, urllib.request; time.sleep(0.3); open('late.txt', 'w')"
 for _ in range(3):
-    subprocess.Popen([sys.executable, "-c", late], start_new_session=True)
+    subprocess.Popen(["sleep", "97536"], start_new_session=True)
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
         os.execvp("sleep", ["sleep", "97532"])
 """
-    trajectory = play(workflow_of(program))
+    play(workflow_of(program))
     assert not running("97532")
-    time.sleep(0.4)
-    assert not list(Path(str(trajectory.workspace)).iterdir())
+    assert not running("97536")
 
 
 @pytest.mark.extra

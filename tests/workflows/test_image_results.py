@@ -21,7 +21,7 @@ from lightrl.errors import RolloutError
 from lightrl.experience import Experience
 from lightrl.models.images import read_image
 from lightrl.rollout.runner import TrajectoryRunner
-from lightrl.strategies.single import LogprobSettings, SingleModel
+from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.testing import QUIET
 from lightrl.trajectory import JsonObject, Prompt, Sampling, Trajectory
 from lightrl.weights import bucketed

@@ -31,6 +31,7 @@ from agent_cases import (
 )
 from chat_texts import started
 from openai import AsyncOpenAI, DefaultHttpxClient, OpenAI
+from waits import until
 
 from lightrl.engines.fake_engine import FakeEngine
 from lightrl.errors import EngineError, RolloutError
@@ -235,7 +236,7 @@ released = threading.Event()
 
 
 def hangs_in_a_thread(prompt: Prompt, base_url: str, api_key: str) -> None:
-    released.wait(60)
+    released.wait(600)
 
 
 async def asks_nothing(prompt: Prompt, base_url: str, api_key: str) -> float:
@@ -276,10 +277,10 @@ def test_an_agent_that_fails_is_a_rollout_error(agent: Any, message: str, own_th
 
 def test_a_request_that_the_agent_gives_up_leaves_the_engine() -> None:
     async def talk(client: AsyncOpenAI) -> None:
-        with pytest.raises(openai.APITimeoutError):
-            await ask(client.with_options(timeout=0.1, max_retries=0), [user("hi")])
-        while engine.num_running:
-            await asyncio.sleep(0.01)
+        given_up = asyncio.ensure_future(ask(client, [user("hi")]))
+        await until(lambda: engine.num_running)
+        given_up.cancel()
+        await until(lambda: not engine.num_running)
         await ask(client, [user("hi")])
 
     engine = started(FakeEngine(seconds_per_token=lambda prompt, sampling: 3600.0 if not engine.requests[1:] else 0.0))

@@ -31,7 +31,6 @@ from lightrl.workflows import AgentWorkflow, openai_endpoint
 pytestmark = [
     pytest.mark.extra,
     pytest.mark.slow,
-    pytest.mark.timeout(900),
     pytest.mark.skipif(install.program("claude") is None, reason="scripts/agents/install.py has not installed them"),
 ]
 AGENTS = ("claude", "codex")

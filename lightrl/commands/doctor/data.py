@@ -95,7 +95,7 @@ def read_split(
             report.add(datamodule.prompts[split][:max_rows])
         return report
     prompts = datamodule.prompts_on_reading(split)
-    with tqdm(total=prompts.rows.num_rows, desc=split, disable=None, leave=False) as bar:
+    with tqdm(total=prompts.num_rows, desc=split, disable=None, leave=False) as bar:
         try:
             for made in prompts.one_pass():
                 if max_rows is not None and num_read >= max_rows:

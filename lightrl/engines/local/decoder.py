@@ -107,18 +107,22 @@ class Decoder(Protocol):
         ...
 
 
-def like_lengths(sequences: Sequence[Sequence[int]], max_tokens: int, *, pads: bool = True) -> Iterator[list[int]]:
-    """Indices of the sequences in chunks of similar lengths, longest first, each at most `max_tokens` when padded.
+def chunks_of_similar_length(
+    sequences: Sequence[Sequence[int]], max_tokens: int, *, may_pad: bool = True
+) -> Iterator[list[int]]:
+    """Divides sequences into chunks that are prefilled together; yields each chunk's indices, longest sequences first.
 
-    Padding is at most half of a chunk, none with `pads=False`; a sequence longer than `max_tokens` is a chunk of its
-    own.
+    Args:
+        sequences: token ids.
+        max_tokens: of a chunk, padded to its longest sequence; a longer sequence is a chunk of its own.
+        may_pad: True allows a sequence of half the longest one's length; False allows equal lengths only.
     """
     chunk: list[int] = []
     for index in sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i)):
         if chunk:
             longest, length = len(sequences[chunk[0]]), len(sequences[index])
-            is_unlike = 2 * length + 16 < longest if pads else length < longest
-            if (len(chunk) + 1) * longest > max_tokens or is_unlike:
+            is_too_short = 2 * length + 16 < longest if may_pad else length < longest
+            if (len(chunk) + 1) * longest > max_tokens or is_too_short:
                 yield chunk
                 chunk = []
         chunk.append(index)
@@ -278,7 +282,7 @@ class HuggingFaceDecoder:
         routes = [torch.zeros(0)] * len(sequences)
         shifts = torch.zeros(len(sequences), dtype=torch.int64, device=self._device)
         may_pad = self._may_pad and not any(images)
-        for chunk in like_lengths(sequences, self._prefill_tokens, pads=may_pad):
+        for chunk in chunks_of_similar_length(sequences, self._prefill_tokens, may_pad=may_pad):
             lengths = [len(sequences[index]) for index in chunk]
             filled = [[*[0] * (max(lengths) - len(sequences[index])), *sequences[index]] for index in chunk]
             token_ids = on_device(filled, self._device)

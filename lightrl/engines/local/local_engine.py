@@ -303,12 +303,6 @@ class LocalEngine(RolloutEngine):
     def dtypes(self) -> set[str]:
         return {str(self._dtype).removeprefix("torch."), *(["float8_e4m3fn"] if self.quantization else [])}
 
-    def top_logprobs(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
-        """Computes as `score` does logprob and id of the `num` most likely tokens at each place; none at place 0."""
-        rows = self._log_probabilities(token_ids)
-        logprobs, ids = rows.topk(min(num, rows.shape[1]), dim=1)
-        return [[], *(list(zip(*pair, strict=True)) for pair in zip(logprobs.tolist(), ids.tolist(), strict=True))]
-
     def read_weights(self) -> dict[str, Tensor]:
         """A copy of every parameter under its Hugging Face name, to compare with the trainer's; between two tokens."""
         with self._started().held("read_weights"):

@@ -37,7 +37,7 @@ class Row:
     prompt: tuple[int, ...]
     sampling: Sampling
     seed: int  # this completion's
-    images: tuple[str, ...] = ()  # the prompt's images: paths or data: URLs
+    attachments: tuple[str, ...] = ()  # what the prompt has besides tokens, as the decoder reads it
     started: Completion | None = None  # how it starts, generated before by this engine or another
     owner: Any = None  # the completion's owner; the batch hands it back
     version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on)
@@ -114,8 +114,8 @@ class RunningBatch:
     def admit(self, rows: Sequence[Row], weight_version: int) -> None:
         """Computes the prompts, equal ones once, and samples the first token of each row."""
         first, end = self.size, self.size + len(rows)
-        prompts, owners, images = _distinct([row.prompt for row in rows], rows)
-        logits = self._decoder.append(prompts, owners, images)
+        prompts, owners, attachments = _distinct([row.prompt for row in rows], rows)
+        logits = self._decoder.append(prompts, owners, attachments)
         for row in rows:
             row.version_changes = [(0, weight_version)]
         self._add_routes(rows, owners)
@@ -199,10 +199,10 @@ class RunningBatch:
         """Computes the key-values of rows that were `started` before; samples no token."""
         first = self.size
         starts = [row.started for row in rows if row.started is not None]
-        sequences, owners, images = _distinct(
+        sequences, owners, attachments = _distinct(
             [(*row.prompt, *part.token_ids[:-1]) for row, part in zip(rows, starts, strict=True)], rows
         )
-        self._decoder.append(sequences, owners, images)
+        self._decoder.append(sequences, owners, attachments)
         self._add_routes(rows, owners)
         lengths = [len(part.token_ids) for part in starts]
         self._fill_rows(rows, lengths)
@@ -227,8 +227,8 @@ class RunningBatch:
             tokens_by_row.append((*row.prompt, *self._token_ids[slot, : length - 1].tolist()))
             row.version_changes.append((length, weight_version))
             row.routes.clear()
-        sequences, owners, images = _distinct(tokens_by_row, self._rows)
-        self._decoder.append(sequences, owners, images)
+        sequences, owners, attachments = _distinct(tokens_by_row, self._rows)
+        self._decoder.append(sequences, owners, attachments)
         self._add_routes(self._rows, owners)
 
     def _longest(self) -> int:
@@ -364,13 +364,13 @@ def _longest_end(rows: Sequence[Row]) -> int:
 def _distinct(
     sequences: Sequence[tuple[int, ...]], rows: Sequence[Row]
 ) -> tuple[list[tuple[int, ...]], list[int], list[tuple[str, ...]]]:
-    """The sequences that differ in tokens or images; the index of each row's; and their images."""
+    """The sequences that differ in tokens or attachments; the index of each row's; and their attachments."""
     index_of: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
     owners = [
-        index_of.setdefault((sequence, row.images), len(index_of))
+        index_of.setdefault((sequence, row.attachments), len(index_of))
         for sequence, row in zip(sequences, rows, strict=True)
     ]
-    return [sequence for sequence, _ in index_of], owners, [images for _, images in index_of]
+    return [sequence for sequence, _ in index_of], owners, [attachments for _, attachments in index_of]
 
 
 def _changes(versions: Sequence[int]) -> list[tuple[int, int]]:

@@ -43,7 +43,7 @@ class ServerClient(Connection, ABC):
     """One server; see `Connection` for the arguments.
 
     A kind overrides the abstract methods. It overrides the others, which raise NotImplementedError, if it offers the
-    transports, the placement or the served adapters that need them.
+    transports or the placement that need them.
     """
 
     version: str  # program and version whose answers it reads, for messages
@@ -86,8 +86,12 @@ class ServerClient(Connection, ABC):
         return True
 
     @abstractmethod
-    async def logprobs(self, token_ids: list[int], *, adapter: str | None = None) -> list[float]:
-        """Logprobs of these tokens at temperature 1, 0 for the first, under an adapter; empty if it gives none."""
+    async def logprobs(self, token_ids: list[int], *, weights: str | None = None) -> list[float]:
+        """Logprobs of these tokens at temperature 1, 0 for the first; empty if it gives none.
+
+        Args:
+            weights: name of those to compute with, as in `NamedVersion`; None: the server's only ones.
+        """
 
     @abstractmethod
     async def num_cached(self, token_ids: list[int], rid: str, cache_key: str, *, timeout_s: float) -> int:
@@ -163,24 +167,6 @@ class ServerClient(Connection, ABC):
         self, payloads: Sequence[str], weight_version: str | None, *, timeout_s: float
     ) -> None:
         """Sends tensors, one payload per tp rank (see weights/shared_memory.py); the last call has the version."""
-        raise NotImplementedError
-
-    async def adapters(self) -> list[str]:
-        """Names of the LoRA adapters it has."""
-        raise NotImplementedError
-
-    async def load_adapter(
-        self, name: str, config: dict[str, Any], payloads: Sequence[str], checksums: dict[str, str], *, timeout_s: float
-    ) -> None:
-        """Adds a LoRA adapter, by value: one payload per tp rank. A tensor of another SHA-256 kills the server."""
-        raise NotImplementedError
-
-    async def unload_adapter(self, name: str, *, timeout_s: float = 0.0) -> None:
-        """Removes a LoRA adapter when no request uses it; the server holds other adapter updates back until then."""
-        raise NotImplementedError
-
-    def is_unknown_adapter(self, error: EngineError) -> bool:
-        """Whether it refused a request because it does not have the adapter: somebody restarted it."""
         raise NotImplementedError
 
     async def _update(

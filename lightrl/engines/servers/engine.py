@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.checks.entry_points import entry_point
@@ -49,7 +48,7 @@ from lightrl.engines.servers.processes.model_process import ModelProcess
 from lightrl.engines.servers.processes.own_processes import OwnProcesses
 from lightrl.engines.servers.processes.process import usable_token
 from lightrl.engines.servers.registry import registry_at
-from lightrl.engines.servers.request_loop import RequestLimits, RequestLoop
+from lightrl.engines.servers.request_loop import RequestLimits, RequestLoop, ServedVersions
 from lightrl.engines.servers.router import Router
 from lightrl.engines.servers.server import Server
 from lightrl.engines.servers.sync.adapter_versions import AdapterVersions
@@ -64,7 +63,7 @@ from lightrl.engines.servers.sync.verification import WeightVerifier
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.engines.servers.watch import Watch
 from lightrl.errors import EngineError
-from lightrl.models.lora import AdapterShape
+from lightrl.models.tuning import Part, ServedForm, tuning_of
 from lightrl.trajectory import JsonObject, Sampling
 from lightrl.weights import Bucket, ServerForm, SharedFolder, block_fp8
 
@@ -153,7 +152,7 @@ class ServerEngine(RolloutEngine):
                 "update, so a load of the adapters alone is not enough. Set adapters to merged."
             )
         if router is not None:
-            entry_point("gateway").check_setting(router, adapters=adapters)
+            entry_point("gateway").check_setting(router)
         check_local(weight_folder=weight_folder)
         self.urls = list(urls) if urls is not None else None
         self.num_servers = servers
@@ -168,11 +167,13 @@ class ServerEngine(RolloutEngine):
         self.trainer_host = trainer_host
         self.placement = placement
         self.adapters: Literal["merged", "served"] = adapters
+        if router is not None:
+            self.check_loads_whole("router")
         self.record_routes = record_routes
         self.timeouts = timeouts
 
         self.fleet = ServerFleet()  # the servers and their states; a new one at each start
-        self.expected_adapters: tuple[AdapterShape, int] | None = None  # shape, number of versions
+        self.served_form: ServedForm | None = None  # with `adapters` served: how servers hold them
         self._config: PretrainedConfig | None = None  # the servers'
         self._token: str | None = None
         self._num_connections = MAX_CONNECTIONS  # to each server, within the limit of open files
@@ -228,18 +229,23 @@ class ServerEngine(RolloutEngine):
         num = self.num_servers or len(self.urls or ()) or 1
         return PlannedEngine(type(self).__name__, "servers", num, self.tp, is_block_fp8=self.is_quantized)
 
-    def expect(self, policy: nn.Module, *, num_versions: int) -> None:
-        """If `adapters` is `served`, servers keep so many versions of them.
-
-        `load_weights` then gets the adapters under their names in the model, and after them the base if `needs_base`.
-        Servers that are started here get SGLang's arguments for these adapters.
-        """
+    def check_loads_whole(self, setting: str) -> None:
+        """Raises ValueError if a setting that needs whole weights in each load meets served adapters."""
         if self.adapters == "served":
-            self.expected_adapters = (AdapterShape.of(policy), num_versions)
+            raise ValueError(f"{setting} needs adapters='merged'. Set that, or omit {setting}.")
 
-    def needs_base(self) -> bool | None:
-        loader = self.parts.loader
-        return loader.needs_base if isinstance(loader, AdapterLoader) else None
+    def expect_policy(self, policy: PreTrainedModel, *, num_versions: int) -> None:
+        if self.adapters != "served":
+            return
+        tuning = tuning_of(policy)
+        if not tuning.keeps_base:
+            raise ValueError("engine.adapters='served' needs a policy with lora. Add lora to it, or set 'merged'.")
+        self.served_form = tuning.served_form(policy, num_versions)
+
+    def parts_to_load(self) -> list[Part]:
+        if self.served_form is None:
+            return super().parts_to_load()
+        return ["added"] if self.fleet.weight_version >= 0 else ["added", "base"]  # the fleet's is that of the base
 
     def check(self) -> None:
         """Raises ValueError if servers cannot be started or reached with these settings on this machine."""
@@ -391,9 +397,8 @@ class ServerEngine(RolloutEngine):
 
     def verified_by(self) -> dict[str, Verification]:
         """Returns the check by address of each routable server; there are no digests of adapters."""
-        is_served = isinstance(self.parts.loader, AdapterLoader)
         routable = self.fleet.in_state("routable")
-        return {server.url: "version" if is_served else server.verified_by for server in routable}
+        return {server.url: server.verified_by if self.served_form is None else "version" for server in routable}
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
         """Raises WeightSyncError only if no server has the new weights; `last_sync` has what happened to each."""
@@ -476,15 +481,14 @@ class ServerEngine(RolloutEngine):
             verifier=WeightVerifier(config, ServerForm.of(config, dtype), timeout_s=timeouts.sync_s),
             canary=canary if self.should_verify else None,
         )
-        versions = None
-        if self.adapters == "served" and self.expected_adapters is not None:
-            versions = AdapterVersions(fleet, *self.expected_adapters, timeout_s=timeouts.sync_s)
+        versions = ServedVersions()
+        make: Callable[..., WeightLoader] = WeightLoader
+        if self.served_form is not None:
+            versions = AdapterVersions(fleet, self.served_form, timeout_s=timeouts.sync_s)
+            make = functools.partial(AdapterLoader, versions=versions, form=ServerForm(dtype))
         traffic = Traffic()
         leader = Leader(home, members, traffic)
-        requests = RequestLoop(home, members, traffic, leader, limits=limits, timeouts=timeouts, adapters=versions)
-        make: Callable[..., WeightLoader] = WeightLoader
-        if versions is not None:
-            make = functools.partial(AdapterLoader, versions=versions, form=ServerForm(dtype))
+        requests = RequestLoop(home, members, traffic, leader, limits=limits, timeouts=timeouts, versions=versions)
         used = {"home": home, "members": members, "requests": requests, "sync": sync, "timeouts": timeouts}
         return Parts(home, members, leader, requests, make(**used, config=config, is_colocated=self.is_colocated))
 

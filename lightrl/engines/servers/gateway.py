@@ -114,12 +114,10 @@ class Gateway(Connection, Router):
     end_request = start_request
 
     @staticmethod
-    def check_setting(router: str, *, adapters: str) -> None:
-        """Raises ValueError if `router` is neither `smg` nor an address, or if adapters are served."""
+    def check_setting(router: str) -> None:
+        """Raises ValueError if `router` is neither `smg` nor an address."""
         if router != "smg" and ":" not in router:
             raise ValueError(f"router must be smg, or a gateway's address such as http://host:30000, got {router!r}.")
-        if adapters == "served":
-            raise ValueError(f"router={router!r} needs adapters='merged'. Set that, or omit router.")
 
     @staticmethod
     def check_installed(router: str) -> None:

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from lightrl.engines.engine import Completion
-from lightrl.errors import EngineError, RolloutError
+from lightrl.errors import EngineError
 from lightrl.functional import encode_supports
-from lightrl.models.images import ImageReader, data_url, refusal
+from lightrl.models import Attachments
 from lightrl.models.routes import RouteLayout, joined_routes
 from lightrl.trajectory import FinishReason, Sampling, TokenArray
 
@@ -62,41 +62,8 @@ def check_answers(rid: str, num_sent: int | None, answer_rid: object, num_read: 
 
 
 @dataclass(frozen=True)
-class RequestImages:
-    """The images of a prompt as servers take them."""
-
-    prompt: list[int]  # the prompt's token ids, with one image token for each image: the server repeats it
-    image_data: list[str]  # data: URLs, for servers on other machines
-    image_token_id: int  # the id that stands for an image
-
-    @classmethod
-    def of(cls, image_reader: ImageReader | None, images: Sequence[str], token_ids: list[int]) -> RequestImages:
-        """The images of a prompt, given how the policy reads them; raises ValueError if it takes none."""
-        if image_reader is None:
-            raise ValueError(refusal(len(images)))
-        if image_reader.frame:
-            raise ValueError(
-                "Servers take no images for models of type gemma3: they write line breaks around an image, which the "
-                "tokens of its prompt have already. Use LocalEngine."
-            )
-        image_reader.check(images, token_ids)
-        prompt = image_reader.collapsed(token_ids, images)
-        return cls(prompt, [data_url(image) for image in images], image_reader.image_token_id)
-
-    def input_ids(self, generated: Sequence[int]) -> list[int]:
-        """The prompt and what follows; raises RolloutError if a server would take one of its tokens for an image."""
-        token_ids = [*self.prompt, *generated]
-        if token_ids.count(self.image_token_id) != len(self.image_data):
-            raise RolloutError(
-                f"The policy has sampled an image token (id {self.image_token_id}), which a server would take for an "
-                "image in the next request."
-            )
-        return token_ids
-
-
-@dataclass(frozen=True)
-class AdapterVersion:
-    """The adapter that a request is sent to; its tokens are of this version."""
+class NamedVersion:
+    """A weight version that servers hold by name next to its base; the tokens of a request for it have this version."""
 
     version: int
     name: str
@@ -117,8 +84,8 @@ class CompletionDraft:
     route_layout: RouteLayout | None = None  # how to lay out the routes; None does not ask for them
     routes: TokenArray[int] | None = None  # routes of the prompt and the tokens so far, as far as they are known
     finish_reason: FinishReason | None = None
-    images: RequestImages | None = None
-    adapter: AdapterVersion | None = None  # adapter of the latest request
+    attachments: Attachments | None = None
+    named_version: NamedVersion | None = None  # of the latest request; None: the server's only weights
     vocab_size: int = 2**31
 
     @property
@@ -137,13 +104,12 @@ class CompletionDraft:
             raise MalformedAnswer(
                 f"{server} answered {route} with {answer.problem}. Check that this run loaded its weights."
             )
-        if self.adapter is not None:
-            if other := sorted({version for version, _ in versions.runs()} - {self.adapter.base_version}):
+        if (named := self.named_version) is not None:
+            if other := sorted({version for version, _ in versions.runs()} - {named.base_version}):
                 raise MalformedAnswer(
-                    f"{server} generated with base {other} below adapter {self.adapter.name}, which belongs to base "
-                    f"{self.adapter.base_version}."
+                    f"{server} generated with base {other}, but {named.name} belongs to base {named.base_version}."
                 )
-            versions = TokenArray.of_runs([(self.adapter.version, len(token_ids))], "i")
+            versions = TokenArray.of_runs([(named.version, len(token_ids))], "i")
         if token_ids and max(token_ids) >= self.vocab_size:
             raise MalformedAnswer(
                 f"{server} generated token id {max(token_ids)}, outside the trainer's vocabulary (0 to "
@@ -190,12 +156,12 @@ class CompletionDraft:
         """Raises MalformedAnswer for the answer to another request than `rid`, or weights the server has not had since.
 
         Args:
-            oldest, newest: weight versions that it may have had; of its base, if it has the adapters.
+            oldest, newest: weight versions that it may have had; of the base of a named version.
         """
         if answer.problem:  # `add` says which
             return
-        # A server counts an image's tokens itself, and none of what it aborts unread.
-        is_counted = self.images is None and (answer.num_read is not None or answer.finish != "abort")
+        # A server counts the tokens of attachments itself, and none of what it aborts unread.
+        is_counted = self.attachments is None and (answer.num_read is not None or answer.finish != "abort")
         num_sent = len(self.prompt) + len(self.token_ids) if is_counted else None
         check_answers(rid, num_sent, answer.rid, answer.num_read, server)
         versions = [version for version, _ in answer.weight_versions.runs()]

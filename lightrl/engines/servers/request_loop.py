@@ -17,7 +17,9 @@ import secrets
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PretrainedConfig
 
 from lightrl.engines.engine import Completion, check_request
 from lightrl.engines.servers.client import ABORT_TIMEOUT_S, abort_at
@@ -26,19 +28,15 @@ from lightrl.engines.servers.fleet import ServerFleet
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.leader import Leader, Traffic
 from lightrl.engines.servers.members import Members
-from lightrl.engines.servers.request import CompletionDraft, MalformedAnswer, RequestImages
+from lightrl.engines.servers.request import CompletionDraft, MalformedAnswer, NamedVersion
 from lightrl.engines.servers.server import Server
-from lightrl.engines.servers.sync.adapter_versions import AdapterVersions
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
-from lightrl.models import context_tokens
+from lightrl.models import Attachments, context_tokens
 from lightrl.models.images import ImageReader
 from lightrl.models.routes import RouteLayout, joined_routes
 from lightrl.trace import span
 from lightrl.trajectory import Sampling, token_array
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +89,26 @@ class RequestLimits:
         return cls(vocab_size, context_tokens(config), ImageReader.of(config), layout)
 
 
+class ServedVersions:
+    """Which of a server's weights a request gets: by default the only ones."""
+
+    def choose(self, started_with: NamedVersion | None) -> NamedVersion | None:
+        """The version for the next request of a completion that has started with this one."""
+        return None
+
+    def used(self, named: NamedVersion | None, rid: str, server: Server) -> contextlib.AbstractContextManager[None]:
+        """Inside, a request under this version is running."""
+        return contextlib.nullcontext()
+
+    def min_version(self, draft: CompletionDraft) -> int:
+        """The oldest weight version of a server that may continue the completion."""
+        return draft.last_version
+
+    def is_missing(self, server: Server, error: EngineError) -> bool:
+        """Whether the server refused a request because it does not have the version."""
+        return False
+
+
 @dataclass(eq=False)
 class RequestLoop:
     """Generates completions while the gate is open."""
@@ -101,7 +119,7 @@ class RequestLoop:
     leader: Leader  # with followers, they alone send requests, and the traffic is theirs
     limits: RequestLimits
     timeouts: Timeouts
-    adapters: AdapterVersions | None = None  # None if the policy is merged
+    versions: ServedVersions = field(default_factory=ServedVersions)
     _paused: set[Server] = field(default_factory=set)  # servers that `pause` has paused and nothing resumed since
     _at_load: set[Server] = field(default_factory=set)  # a load pauses and resumes them
     _drafts: dict[int, CompletionDraft] = field(default_factory=dict)  # seed to a completion that is generated alone
@@ -123,8 +141,8 @@ class RequestLoop:
         """Generates as RolloutEngine's does; a cancellation aborts the requests on the servers."""
         limits = self.limits
         check_request(token_ids, sampling, n, vocab_size=limits.vocab_size, max_context=limits.max_context)
-        request_images = RequestImages.of(limits.image_reader, images, token_ids) if images else None
-        shared: dict[str, Any] = {"images": request_images, "vocab_size": limits.vocab_size}
+        attachments = Attachments.of(limits.image_reader, images, token_ids) if images else None
+        shared: dict[str, Any] = {"attachments": attachments, "vocab_size": limits.vocab_size}
         shared |= {"route_layout": limits.route_layout}
         with self.home.counted():
             if n == 1:
@@ -166,8 +184,9 @@ class RequestLoop:
         failures = _Failures()
         while self.fleet.has(server) and server.state == "routable":
             try:
-                adapter = None if self.adapters is None else self.adapters.choose(None).name
-                requests = (server.client.logprobs(token_ids, adapter=adapter) for token_ids in sequences)
+                named = self.versions.choose(None)
+                name = None if named is None else named.name
+                requests = (server.client.logprobs(token_ids, weights=name) for token_ids in sequences)
                 return list(await asyncio.gather(*requests))
             except EngineError as error:
                 await self._wait_to_retry(server, error, failures)
@@ -257,8 +276,7 @@ class RequestLoop:
         """Sends requests until the completion is finished: again after an abort, elsewhere after a loss."""
         failures = _Failures()
         while draft.finish_reason is None:
-            # Every routable server has every adapter; the version of its base says nothing.
-            min_version = draft.last_version if self.adapters is None else -1
+            min_version = self.versions.min_version(draft)
             server = await self._find_server(session, failures.servers, min_version=min_version)
             before = len(draft.token_ids)
             try:
@@ -273,7 +291,7 @@ class RequestLoop:
     async def _wait_to_retry(self, server: Server, error: EngineError, failures: _Failures) -> None:
         """Returns after a while if the request may be sent again; else raises."""
         is_refused = isinstance(error, ServerRefused) and not error.is_passing
-        if is_refused and self.adapters is not None and server.client.is_unknown_adapter(error):
+        if is_refused and self.versions.is_missing(server, error):
             self.members.lose(server, str(error))
             is_refused = False
         passing = (ServerRefused, EngineUnreachable, EngineTimeout, MalformedAnswer, OutOfFiles)
@@ -313,11 +331,8 @@ class RequestLoop:
         limit_s = self.timeouts.generate_s  # then the server returns what it has, unless it lost the request
         overdue = asyncio.get_running_loop().call_later(limit_s, abort)
         try:
-            used: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if self.adapters is not None:
-                draft.adapter = self.adapters.choose(draft.adapter)
-                used = self.adapters.used(draft.adapter.version, rid, server)
-            with used:
+            draft.named_version = self.versions.choose(draft.named_version)
+            with self.versions.used(draft.named_version, rid, server):
                 body = server.client.request_of(draft, rid, fleet.cache_key(server.weight_version))
                 oldest = min(one.weight_version for one in router.may_reach(server, "routable"))
                 since = time.monotonic()

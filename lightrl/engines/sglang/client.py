@@ -17,7 +17,7 @@ import torch
 
 from lightrl.engines.servers.client import GroupPlace, MemoryPart, ServerClient, TensorLayout
 from lightrl.engines.servers.connection import ServerRefused
-from lightrl.engines.servers.request import check_answers
+from lightrl.engines.servers.request import CompletionDraft, check_answers
 from lightrl.engines.servers.server_info import ServerInfo
 from lightrl.engines.sglang import generation
 from lightrl.errors import EngineError
@@ -46,14 +46,18 @@ class SGLangClient(ServerClient):
         (_NOT_FOUND, "/model_info"): "This is not an SGLang server. If it is a gateway, set router to it, and urls to "
         "the servers."
     }
-    request_of = staticmethod(generation.request_of)
     read_answer = staticmethod(generation.read_answer)
 
-    async def logprobs(self, token_ids: list[int], *, adapter: str | None = None) -> list[float]:
+    @staticmethod
+    def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, Any]:
+        body, named = generation.request_of(draft, rid, cache_key), draft.named_version
+        return body if named is None else body | {"lora_path": named.name}
+
+    async def logprobs(self, token_ids: list[int], *, weights: str | None = None) -> list[float]:
         params = {"max_new_tokens": 0, "temperature": 1.0}
         body = {"input_ids": token_ids, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
-        if adapter is not None:
-            body["lora_path"] = adapter
+        if weights is not None:
+            body["lora_path"] = weights
         answer = await self.ask(body, num_retries=0)
         with self.reading(self.generate_path):
             logprobs = answer["meta_info"].get("input_token_logprobs") or []
@@ -168,6 +172,7 @@ class SGLangClient(ServerClient):
         await self._update("/update_weights_from_tensor", body | _TARGET | _version(weight_version), timeout_s)
 
     async def adapters(self) -> list[str]:
+        """Names of the LoRA adapters it has."""
         models = await self.request("GET", "/v1/models")
         with self.reading("/v1/models"):
             return [entry["id"] for entry in models["data"] if entry.get("parent") is not None]
@@ -175,11 +180,13 @@ class SGLangClient(ServerClient):
     async def load_adapter(
         self, name: str, config: dict[str, Any], payloads: Sequence[str], checksums: dict[str, str], *, timeout_s: float
     ) -> None:
+        """Adds a LoRA adapter, by value: one payload per tp rank. A tensor of another SHA-256 kills the server."""
         body = {"lora_name": name, "config_dict": config, "expected_checksums": checksums, "load_format": LOAD_FORMAT}
         body |= {"serialized_named_tensors": list(payloads)}
         await self._update("/load_lora_adapter_from_tensors", body, timeout_s)
 
     async def unload_adapter(self, name: str, *, timeout_s: float = 0.0) -> None:
+        """Removes a LoRA adapter when no request uses it; the server holds other adapter updates back until then."""
         await self._update("/unload_lora_adapter", {"lora_name": name}, timeout_s)
 
     async def set_weight_version(self, weight_version: str) -> None:
@@ -200,6 +207,7 @@ class SGLangClient(ServerClient):
             raise
 
     def is_unknown_adapter(self, error: EngineError) -> bool:
+        """Whether it refused a request because it does not have the adapter: somebody restarted it."""
         return isinstance(error, ServerRefused) and "LoRA adapter" in str(error)
 
 

@@ -42,8 +42,7 @@ class SGLangEngine(ServerEngine):
         super().check()
         if not self.is_quantized:
             return
-        if self.adapters == "served":
-            raise ValueError("server_args.quantization needs adapters='merged'. Set it, or omit quantization.")
+        self.check_loads_whole("server_args.quantization")
         if self.transport == "distributed" and not torch.cuda.is_available():
             raise ValueError("transport='distributed' cannot send float8 over gloo. Set disk, tensor or delta.")
 
@@ -58,10 +57,7 @@ class SGLangEngine(ServerEngine):
             args["enable_memory_saver"] = True
         if self.record_routes is not False and RouteLayout.of(self._config) is not None:
             args["enable_return_routed_experts"] = True
-        if self.adapters == "served" and self.expected_adapters is not None:
-            shape, num_versions = self.expected_adapters
-            args |= shape.server_args(num_versions)
-        return args
+        return args if self.served_form is None else args | self.served_form.server_args
 
     def dtype_of_auto(self, config: PretrainedConfig | None) -> torch.dtype:
         return dtype_of_auto(config)

@@ -22,10 +22,10 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
         params["stop_token_ids"] = list(sampling.stop_token_ids)
     else:  # SGLang then ignores the stop ids of the request too
         params["ignore_eos"] = True
-    images = draft.images
+    attached = draft.attachments
     body = {
         "rid": rid,
-        "input_ids": [*draft.prompt, *draft.token_ids] if images is None else images.input_ids(draft.token_ids),
+        "input_ids": [*draft.prompt, *draft.token_ids] if attached is None else attached.input_ids(draft.token_ids),
         "sampling_params": params,
         "return_logprob": True,
         "extra_key": cache_key,
@@ -34,10 +34,8 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
         body["return_sampling_mask"] = True
     if draft.route_layout is not None:
         body["return_routed_experts"] = True
-    if images is not None:
-        body["image_data"] = images.image_data
-    if draft.adapter is not None:
-        body["lora_path"] = draft.adapter.name
+    if attached is not None:
+        body |= attached.body
     return body
 
 

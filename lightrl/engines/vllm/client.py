@@ -51,7 +51,7 @@ class VLLMClient(ServerClient):
     read_answer = staticmethod(generation.read_answer)
     _checked_identity = ""  # identity of the process whose arguments suffice
 
-    async def logprobs(self, token_ids: list[int], *, adapter: str | None = None) -> list[float]:
+    async def logprobs(self, token_ids: list[int], *, weights: str | None = None) -> list[float]:
         params = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
         answer = await self._ask(
             {"request_id": secrets.token_hex(16), "token_ids": token_ids, "sampling_params": params}

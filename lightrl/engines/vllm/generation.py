@@ -21,7 +21,7 @@ _IMPOSSIBLE = -9999.0  # the logprob that vLLM sends for -inf
 
 def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, Any]:
     """The next request to `/inference/v1/generate`, for the missing tokens; shares key-values under `cache_key`."""
-    if draft.images is not None:
+    if draft.attachments is not None:
         raise ValueError("VLLMEngine sends no images yet. Use SGLangEngine for a policy that reads them.")
     sampling, num_generated = draft.sampling, len(draft.token_ids)
     params: dict[str, Any] = {

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrl.strategies.ranks import Send
+from lightrl.strategies.ranks.processes import Send
 from lightrl.strategies.sharded_experience.experience import ShardedExperience
 from lightrl.strategies.sharded_experience.token_rows import TokenRows
 from lightrl.trace import span

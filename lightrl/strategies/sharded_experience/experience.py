@@ -36,7 +36,7 @@ from lightrl.functional.rows import (
     support_fields,
 )
 from lightrl.models.images import ImageTable
-from lightrl.strategies.ranks import Ranks
+from lightrl.strategies.ranks.processes import Ranks
 from lightrl.strategies.sharded_experience.token_rows import TokenRows, Values
 from lightrl.trajectory import Trajectory, token_array
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightrl.experience import LossUnit, cut_minibatches, minibatch_order
 from lightrl.functional.packing import microbatch_bins
-from lightrl.strategies.ranks import Ranks
+from lightrl.strategies.ranks.processes import Ranks
 from lightrl.strategies.sharded_experience.experience import ShardedExperience
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightrl.engines.local.decoder import like_lengths, on_device
+from lightrl.engines.local.decoder import chunks_of_similar_length, on_device
 from lightrl.engines.local.fast.kernels import (
     HEAD_SIZES,
     CacheOfKernel,
@@ -268,7 +268,7 @@ class LlamaDecoder:
         for offset, owner in enumerate(owners):
             rows_of[owner].append(first + offset)
         logits = torch.empty(len(sequences), len(self._embedding), device=self._device)
-        for chunk in like_lengths(sequences, self._prefill_tokens):
+        for chunk in chunks_of_similar_length(sequences, self._prefill_tokens):
             token_ids, lengths = _padded([sequences[index] for index in chunk], self._device)
             rows = self._index([row for index in chunk for row in rows_of[index]])
             sources = on_device([p for p, index in enumerate(chunk) for _ in rows_of[index]], self._device)

@@ -28,7 +28,7 @@ from lightrl.engines.servers.addresses import TOKEN_VARIABLE
 from lightrl.engines.servers.connection import is_out_of_files
 from lightrl.engines.servers.processes.command import devices_of_servers
 from lightrl.errors import EngineError, EngineTimeout
-from lightrl.models.images import auto_model
+from lightrl.models import auto_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

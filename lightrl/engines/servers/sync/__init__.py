@@ -1,8 +1,10 @@
 """Weight versions, on their way to the servers and verified there.
 
 Reading order:
-    loader.py             a version, checked, to all servers or to one that is back
-    server_sync.py        new weights into paused servers, verified; report.py  what happened to each server
+    loader.py             a version to all servers or to one that is back
+    parameter_check.py    is a load complete, and finite?
+    server_sync.py        new weights into paused servers; report.py  what happened to each server
+    bucket_feed.py        buckets from the thread that gathers them to the event loop
       transports/         how the bytes get there
       receiver.py         the delta transport's process next to the servers; receivers.py  where
     served_adapters.py    adapters next to their base; adapter_versions.py  one per version, and who uses it

@@ -11,19 +11,21 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.servers.fleet import ServerFleet
-from lightrl.engines.servers.request import AdapterVersion
+from lightrl.engines.servers.request import CompletionDraft, NamedVersion
+from lightrl.engines.servers.request_loop import ServedVersions
 from lightrl.engines.servers.server import Server
 from lightrl.engines.servers.sync.transports.transport import num_ranks
 from lightrl.errors import EngineError
-from lightrl.models.lora import AdapterShape
+from lightrl.models.tuning import ServedForm
 from lightrl.weights.shared_memory import payload_of
 
 log = logging.getLogger(__name__)
@@ -52,41 +54,60 @@ class Adapter:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
+class AdapterClient(Protocol):
+    """What loading adapters needs of a server's client, as SGLangClient has it."""
+
+    async def adapters(self) -> list[str]: ...
+
+    async def load_adapter(
+        self, name: str, config: dict[str, Any], payloads: Sequence[str], checksums: dict[str, str], *, timeout_s: float
+    ) -> None: ...
+
+    async def unload_adapter(self, name: str, *, timeout_s: float = 0.0) -> None: ...
+
+    def is_unknown_adapter(self, error: EngineError) -> bool: ...
+
+
 @dataclass
-class AdapterVersions:
+class AdapterVersions(ServedVersions):
     """The adapter versions that every routable server has."""
 
     fleet: ServerFleet  # its weight version is that of the base
-    shape: AdapterShape
-    num_kept: int  # versions
+    form: ServedForm
     timeout_s: float  # for each request, and for the last request under a version that is removed
     newest: int = -1
     _adapters: dict[int, Adapter] = field(default_factory=dict)  # weight version to adapter, oldest first
     _in_use: dict[int, dict[str, Server]] = field(default_factory=dict)  # version to its requests: id to server
 
-    def choose(self, started_with: AdapterVersion | None) -> AdapterVersion:
+    def choose(self, started_with: NamedVersion | None) -> NamedVersion:
         """The version for the next request of a completion: the one it started with, or the newest."""
         version = self.newest
         if started_with is not None and started_with.version in self._adapters:
             version = started_with.version
-        return AdapterVersion(version, name_of(version), self.fleet.weight_version)
+        return NamedVersion(version, name_of(version), self.fleet.weight_version)
 
     @contextlib.contextmanager
-    def used(self, version: int, rid: str, server: Server) -> Iterator[None]:
-        """Counts a request under this version while it runs."""
-        requests = self._in_use.setdefault(version, {})
+    def used(self, named: NamedVersion | None, rid: str, server: Server) -> Iterator[None]:
+        assert named is not None
+        requests = self._in_use.setdefault(named.version, {})
         requests[rid] = server
         try:
             yield
         finally:
             del requests[rid]
 
+    def min_version(self, draft: CompletionDraft) -> int:
+        return -1  # every routable server has every adapter; the version of its base says nothing
+
+    def is_missing(self, server: Server, error: EngineError) -> bool:
+        return _client(server).is_unknown_adapter(error)
+
     async def add(self, version: int, adapter: Adapter) -> list[int]:
         """Keeps a version that all routable servers have; returns those that are dropped, whose requests it aborts."""
         self._adapters.pop(version, None)  # from before this run was resumed from an older checkpoint
         self._adapters[version] = adapter
         self.newest = version
-        dropped = list(self._adapters)[: -self.num_kept]
+        dropped = list(self._adapters)[: -self.form.num_versions]
         for old in dropped:
             del self._adapters[old]
         requests = [request for old in dropped for request in self._in_use.get(old, {}).items()]
@@ -95,16 +116,16 @@ class AdapterVersions:
 
     async def give(self, server: Server, version: int, adapter: Adapter, payload: str) -> None:
         """Afterwards the server has this adapter under the version's name, and lists it; others of ours are removed."""
-        client, name = server.client, name_of(version)
+        client, name = _client(server), name_of(version)
         current = {name_of(one) for one in (*self._adapters, *self._in_use)} - {name}
         for other in await client.adapters():
             if other.startswith(_PREFIX) and other not in current:  # left by an earlier run, or from before a resume
                 await client.unload_adapter(other, timeout_s=self.timeout_s)
         payloads = [payload] * await num_ranks(server)
         checksums = dict(adapter.checksums)
-        await client.load_adapter(name, self.shape.config, payloads, checksums, timeout_s=self.timeout_s)
+        await client.load_adapter(name, self.form.config, payloads, checksums, timeout_s=self.timeout_s)
         if name not in await client.adapters():
-            raise EngineError(f"{client.url} acknowledged the adapter {name} but does not list it in /v1/models.")
+            raise EngineError(f"{server.url} acknowledged the adapter {name} but does not list it in /v1/models.")
 
     async def give_all(self, server: Server) -> None:
         """Gives a server that is back all kept versions, before it gets requests."""
@@ -129,7 +150,11 @@ class AdapterVersions:
             return
         for server in self.fleet.in_state("routable"):
             with contextlib.suppress(EngineError):  # it may have been lost meanwhile
-                await server.client.unload_adapter(name_of(version), timeout_s=self.timeout_s)
+                await _client(server).unload_adapter(name_of(version), timeout_s=self.timeout_s)
+
+
+def _client(server: Server) -> AdapterClient:
+    return cast(AdapterClient, server.client)
 
 
 def name_of(version: int) -> str:

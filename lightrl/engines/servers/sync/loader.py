@@ -14,8 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from lightrl.engines.servers.connection import NO_ANSWER
 from lightrl.engines.servers.fleet import ServerFleet
 from lightrl.engines.servers.home_loop import HomeLoop
@@ -23,10 +21,11 @@ from lightrl.engines.servers.members import Members
 from lightrl.engines.servers.request_loop import RequestLoop
 from lightrl.engines.servers.server import ACTIVE, Server
 from lightrl.engines.servers.server_info import other_model
+from lightrl.engines.servers.sync.parameter_check import ParameterCheck
 from lightrl.engines.servers.sync.report import SyncFailed, SyncReport, SyncServers
 from lightrl.engines.servers.sync.server_sync import ServerSync
 from lightrl.engines.servers.timeouts import Timeouts
-from lightrl.errors import EngineError, WeightSyncError
+from lightrl.errors import EngineError
 from lightrl.weights import Bucket, ServerForm, SharedFolder
 from lightrl.weights.disk import read_back
 
@@ -49,7 +48,7 @@ class WeightLoader:
     is_colocated: bool = False  # the servers give their memory to the trainer between loads
     last_report: SyncReport | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)  # one load at a time
-    _shapes: dict[str, list[int]] | None = None  # parameters of the first load
+    _parameters: ParameterCheck = field(default_factory=ParameterCheck)
     _refused: set[Server] = field(default_factory=set)  # since a load: they lack an argument
     _is_over: bool = False
 
@@ -145,19 +144,14 @@ class WeightLoader:
         closing.join(self.timeouts.request_s)
 
     def _checked(self, buckets: Iterable[Bucket], weight_version: int, servers: Sequence[Server]) -> Iterator[Bucket]:
-        """The buckets as servers take them; raises if they are not the parameters of the first load, or not finite.
+        """The buckets as servers take them, checked.
 
         Their digests are computed meanwhile, those of files that other ranks wrote from the files.
         """
-        shapes: dict[str, list[int]] = {}
         form = ServerForm.of(self.config)
         verifier = self.sync.verifier if self.sync.verify else None
         digests = verifier.begin(weight_version, servers) if verifier is not None else None
-        for bucket in buckets:
-            self._check_tensors(bucket, shapes)
-            # The last one carries the version: it is sent only if all is right.
-            if bucket.is_last and self._shapes is not None and (missing := sorted(set(self._shapes) - set(shapes))):
-                raise WeightSyncError(f"Parameters {missing[:4]} are missing; the first load had them.")
+        for bucket in self._parameters.checked(buckets):
             bucket = form.quantized(bucket)
             if digests is not None:
                 for part in (*read_back(bucket.files), bucket):
@@ -165,20 +159,6 @@ class WeightLoader:
             yield bucket
             if form.is_block_fp8:
                 bucket.tensors.clear()  # a copy, which would stay while the next bucket is made
-        self._shapes = shapes
-
-    def _check_tensors(self, bucket: Bucket, shapes: dict[str, list[int]]) -> None:
-        """Rejects tensors that the first load did not have; adds the shapes to those of this load."""
-        for name, shape in bucket.shapes.items():
-            if name in shapes or (self._shapes is not None and self._shapes.get(name) != shape):
-                raise WeightSyncError(
-                    f"Parameter {name!r} of shape {shape} arrived twice, or was not in the first load in this shape. "
-                    "Every load must have the same parameters."
-                )
-            shapes[name] = shape
-        for name, tensor in bucket.tensors.items():  # the ranks that wrote the others have checked them
-            if not torch.isfinite(tensor).all():
-                raise WeightSyncError(f"Parameter {name!r} has values that are not finite.")
 
     async def _let_go(self, server: Server) -> None:
         self.fleet.drain(server)

@@ -14,18 +14,18 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.servers.server import Server
 from lightrl.engines.servers.sync.adapter_versions import Adapter, AdapterVersions
 from lightrl.engines.servers.sync.loader import WeightLoader
+from lightrl.engines.servers.sync.parameter_check import ParameterCheck
 from lightrl.engines.servers.sync.report import SyncReport, SyncServers
 from lightrl.errors import WeightSyncError
-from lightrl.models.lora import is_adapter, peft_name
+from lightrl.models.tuning import Tuning
 from lightrl.weights import Bucket, ServerForm
 from lightrl.weights.shared_memory import payload_of
 
@@ -36,25 +36,21 @@ class AdapterLoader(WeightLoader):
 
     versions: AdapterVersions
     form: ServerForm
-    _adapter_shapes: dict[str, torch.Size] | None = None  # adapters of the first load
+    _adapters: ParameterCheck = field(default_factory=ParameterCheck)
 
     @property
     def weight_version(self) -> int:
         """The newest adapter version on all routable servers."""
         return self.versions.newest
 
-    @property
-    def needs_base(self) -> bool:
-        return self.fleet.weight_version < 0
-
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
-        """Loads the adapters of a version, and before them the base, which comes last, if `needs_base`.
+        """Loads the base, if the buckets have it after the adapters, and then the adapters of a version.
 
         Raises:
             WeightSyncError: if the adapters are not those of the first load, or no server takes them.
         """
         start = time.perf_counter()
-        tensors, base = _split(buckets)
+        tensors, base = _split(buckets, self.versions.form.tuning)
         adapter = self._checked_adapter(tensors)
         if base is not None:
             super().load(base, weight_version)
@@ -67,17 +63,12 @@ class AdapterLoader(WeightLoader):
         await self.versions.give_all(server)
 
     def _checked_adapter(self, tensors: dict[str, Tensor]) -> Adapter:
-        shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        if not shapes or (self._adapter_shapes is not None and shapes != self._adapter_shapes):
-            raise WeightSyncError(
-                f"The load has {len(shapes)} adapter tensors instead of the {len(self._adapter_shapes or shapes)} of "
-                "the first load, in the same shapes. Every load must have the same."
-            )
-        for name, tensor in tensors.items():
-            if not torch.isfinite(tensor).all():
-                raise WeightSyncError(f"Parameter {name!r} has values that are not finite.")
-        self._adapter_shapes = shapes
-        return Adapter.of({peft_name(name): tensor.cpu() for name, tensor in self.form.tensors(Bucket(tensors))})
+        if not tensors:
+            raise WeightSyncError("The load has no adapters. Every load must have those of the first.")
+        for _ in self._adapters.checked([Bucket(tensors, is_last=True)]):
+            pass
+        saved_name = self.versions.form.tuning.saved_name
+        return Adapter.of({saved_name(name): tensor.cpu() for name, tensor in self.form.tensors(Bucket(tensors))})
 
     async def _load_adapter(self, adapter: Adapter, weight_version: int) -> SyncReport:
         versions = self.versions
@@ -90,7 +81,7 @@ class AdapterLoader(WeightLoader):
             lost = "; ".join(f"{url}: {reason}" for url, reason in servers.lost.items())
             raise WeightSyncError(
                 f"The adapters of version {weight_version} reached no server: {lost or 'no server is left'}. "
-                f"{versions.shape.how_to_serve}"
+                f"{versions.form.how_to_start}"
             )
         self.fleet.sessions.clear()
         for dropped in await versions.add(weight_version, adapter):
@@ -100,12 +91,12 @@ class AdapterLoader(WeightLoader):
         return SyncReport(weight_version, versions=loaded, lost=servers.lost, num_bytes=num_bytes)
 
 
-def _split(buckets: Iterable[Bucket]) -> tuple[dict[str, Tensor], Iterator[Bucket] | None]:
+def _split(buckets: Iterable[Bucket], tuning: Tuning) -> tuple[dict[str, Tensor], Iterator[Bucket] | None]:
     """Splits off the adapters, which come first, as copies; then the base's buckets, None if there are none."""
     tensors: dict[str, Tensor] = {}
     rest = iter(buckets)
     for bucket in rest:
-        if not all(is_adapter(name) for name in bucket.tensors):
+        if not all(tuning.adds(name) for name in bucket.tensors):
             return tensors, itertools.chain([bucket], rest)
         tensors |= {name: tensor.detach().clone() for name, tensor in bucket.tensors.items()}
     return tensors, None

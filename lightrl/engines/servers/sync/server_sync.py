@@ -15,123 +15,22 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import hashlib
-import json
 import logging
-import threading
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
-from lightrl.concurrency.in_thread import in_thread
-from lightrl.concurrency.loop_thread import LoopBlocked, LoopEnded, deaths, wait_on_loop, wake_up
-from lightrl.engines.engine import Verification
 from lightrl.engines.servers.connection import ServerRefused
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.server import Server
+from lightrl.engines.servers.sync.bucket_feed import BucketFeed, loop_ended, wait_while_running
 from lightrl.engines.servers.sync.cache_canary import CacheCanary
 from lightrl.engines.servers.sync.report import SyncFailed, SyncReport, SyncServers, SyncUndone
 from lightrl.engines.servers.sync.transports import WeightTransport
-from lightrl.engines.servers.sync.verification import WeightVerifier
+from lightrl.engines.servers.sync.verification import WeightVerifier, verify_servers
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trace import span
 from lightrl.weights import Bucket
-
-BLOCKED_S = 60.0  # a loop that runs nothing for this long is blocked
-
-
-class BucketFeed:
-    """Buckets from the thread that gathers them to a coroutine; `put` returns when the coroutine has taken the bucket.
-
-    The thread puts buckets inside `with feed:`, whose end or error ends the coroutine's iteration. The coroutine waits
-    `timeout_s` for each bucket.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, timeout_s: float = 600.0) -> None:
-        self.timeout_s = timeout_s
-        self._loop = loop
-        self._changed = asyncio.Event()
-        self._taken = threading.Event()
-        self._next: Bucket | None = None  # offered, not yet taken
-        self._taken_bucket = Bucket({})
-        self._is_complete = False  # no further bucket will be put
-        self._is_stopped = False  # no further bucket will be taken
-        self._error: BaseException | None = None
-
-    def put(self, bucket: Bucket) -> bool:
-        """Hands a bucket over; False if the coroutine takes no more. The coroutine has the deadlines."""
-        self._taken.clear()
-        if self._is_stopped:
-            return False
-        self._next = Bucket(dict(bucket.tensors), bucket.is_last, bucket.files)  # the iterator empties its own
-        wake_up(self._loop, self._changed.set)
-        wait_while_running(self._loop, self._taken.wait)  # `stop` ends the wait when the coroutine is done
-        return not self._is_stopped
-
-    def stop(self) -> None:
-        """The coroutine is done."""
-        self._is_stopped = True
-        self._taken.set()
-
-    def __enter__(self) -> BucketFeed:
-        return self
-
-    def __exit__(
-        self, type_: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._error = error
-        self._is_complete = True
-        wake_up(self._loop, self._changed.set)
-
-    def __aiter__(self) -> BucketFeed:
-        return self
-
-    async def __anext__(self) -> Bucket:
-        """Waits for the next `put` or the end of `with`, at most `timeout_s`; empties the bucket before."""
-        self._taken_bucket.tensors.clear()
-        while self._next is None:
-            if self._error is not None:
-                raise WeightSyncError(f"the export of weights failed: {self._error!r}") from self._error
-            if self._is_complete:
-                raise StopAsyncIteration
-            self._changed.clear()
-            try:
-                await asyncio.wait_for(self._changed.wait(), self.timeout_s)
-            except TimeoutError as error:
-                raise WeightSyncError(
-                    f"the trainer sent no bucket for {self.timeout_s:g} s; a rank may hang"
-                ) from error
-        self._taken_bucket, self._next = self._next, None
-        self._taken.set()
-        return self._taken_bucket
-
-
-def wait_while_running(loop: asyncio.AbstractEventLoop, wait: Callable[[float], bool]) -> None:
-    """Calls `wait` with a number of seconds until it is true; from another thread.
-
-    Raises:
-        WeightSyncError: if the loop has ended, or is blocked: then nothing on it keeps its deadline.
-    """
-    try:
-        wait_on_loop(loop, wait, silent_s=BLOCKED_S)
-    except LoopEnded as error:
-        raise loop_ended(loop) from error
-    except LoopBlocked as error:
-        raise WeightSyncError(
-            f"The event loop of the engine's requests did not answer for {BLOCKED_S:g} s during a weight sync. A "
-            "workflow, environment or async reward blocks it: use await there, or move the work to a thread."
-        ) from error
-
-
-def loop_ended(loop: asyncio.AbstractEventLoop) -> WeightSyncError:
-    """The error of a sync whose loop no longer runs."""
-    why = f"The thread of the rollouts died: {deaths[loop]!r}" if loop in deaths else "The log says why"
-    return WeightSyncError(
-        f"The event loop of the engine's requests ended during a weight sync. {why}. Resume from the last checkpoint."
-    )
-
 
 log = logging.getLogger(__name__)
 
@@ -223,8 +122,8 @@ class ServerSync:
                             break  # the sync has failed
             finally:
                 with contextlib.suppress(WeightSyncError):
-                    _wait(future, loop)
-        _wait(future, loop)
+                    wait_while_running(loop, lambda seconds: concurrent.futures.wait([future], seconds).done)
+        wait_while_running(loop, lambda seconds: concurrent.futures.wait([future], seconds).done)
         try:
             return future.result()
         except concurrent.futures.CancelledError as error:
@@ -257,7 +156,7 @@ class ServerSync:
             report.num_bytes = await self._transfer(sync, buckets, report.weight_version)
         with _timed(report, "verify"):
             if self.verify:
-                report.verified_by = await _verify(sync, report.weight_version, self.verifier)
+                report.verified_by = await verify_servers(sync, report.weight_version, self.verifier)
                 sync.check_some_left()
         with _timed(report, "resume"):
             report.versions = dict.fromkeys(await self._resume(sync), report.weight_version)
@@ -348,14 +247,10 @@ class ServerSync:
         with contextlib.suppress(WeightSyncError):
             await self._pause(sync)
             await self._transfer(sync, None, previous_version)
-            report.verified_by = await _verify(sync, previous_version, self.verifier)
+            report.verified_by = await verify_servers(sync, previous_version, self.verifier)
             for url in await self._resume(sync):
                 report.versions[url] = previous_version
                 report.rolled_back[url] = report.lost.pop(url)
-
-
-def _wait(future: concurrent.futures.Future[SyncReport], loop: asyncio.AbstractEventLoop) -> None:
-    wait_while_running(loop, lambda seconds: bool(concurrent.futures.wait([future], seconds).done))
 
 
 async def _resumed(sync: SyncServers) -> list[str]:
@@ -371,47 +266,6 @@ async def _begin(server: Server) -> bool:
     except ServerRefused:
         await server.client.end_weight_update()
         return await server.client.begin_weight_update()
-
-
-async def _verify(sync: SyncServers, weight_version: int, verifier: WeightVerifier | None) -> dict[str, Verification]:
-    """The check that each server passed. Those that have another version or other parameters are lost."""
-    infos = await sync.ask(lambda server: server.client.model_info(timeout_s=sync.timeout_s))
-    for server, info in infos.items():
-        if str(info.get("weight_version")) != str(weight_version):
-            sync.lose(server, f"it reports version {info.get('weight_version')!r} instead of {weight_version}")
-    digests = await sync.ask(lambda server: server.client.digests(timeout_s=sync.timeout_s))
-    checked: dict[Server, Verification] = dict.fromkeys(digests, "version")
-    if verifier is not None:
-        await in_thread(verifier.finish, weight_version)
-        for server, ranks in digests.items():
-            check, problem = verifier.verify(server, weight_version, ranks)
-            if check is None:
-                sync.lose(server, problem)
-            else:
-                checked[server] = check
-    others = {
-        server: (len(ranks), hashlib.sha256(json.dumps(ranks, sort_keys=True).encode()).hexdigest())
-        for server in sync.left
-        if checked[server] == "version" and (ranks := digests[server])
-    }
-    for server, agrees in _agreeing(others).items():
-        if agrees:
-            checked[server] = "replicas"
-        else:
-            sync.lose(server, f"its weights have checksum {others[server][1][:12]}, unlike those of the other servers")
-    return {server.url: checked[server] for server in sync.left}
-
-
-def _agreeing(checksum_of: Mapping[Server, tuple[int, str]]) -> dict[Server, bool]:
-    """Whether a server is in the majority of those with as many ranks; without servers that cannot be compared."""
-    agrees: dict[Server, bool] = {}
-    for num_ranks in {num for num, _ in checksum_of.values()}:  # what a rank holds depends on the number of ranks
-        group = {server: checksum for server, (num, checksum) in checksum_of.items() if num == num_ranks}
-        ranked = Counter(group.values()).most_common(2)
-        majority = ranked[0][0] if len(ranked) == 1 or ranked[0][1] > ranked[1][1] else None
-        if len(group) > 1:
-            agrees |= {server: checksum == majority for server, checksum in group.items()}
-    return agrees
 
 
 @contextlib.contextmanager

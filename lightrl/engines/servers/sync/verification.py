@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.engine import Verification
 from lightrl.engines.servers.server import Server
+from lightrl.engines.servers.sync.report import SyncServers
 from lightrl.weights import Digests, ServerForm, ServerLayout
 from lightrl.weights.bucket import OUTPUT_HEAD
 from lightrl.weights.digests import RankDigests
@@ -149,3 +154,46 @@ class WeightVerifier:
         if all(_USUAL.fullmatch(name) for name in extra + missing):
             return None, f"it serves another model: there are {differences}"
         return "version", f"there are {differences}"
+
+
+async def verify_servers(
+    sync: SyncServers, weight_version: int, verifier: WeightVerifier | None
+) -> dict[str, Verification]:
+    """The check that each server passed. Those that have another version or other parameters are lost."""
+    infos = await sync.ask(lambda server: server.client.model_info(timeout_s=sync.timeout_s))
+    for server, info in infos.items():
+        if str(info.get("weight_version")) != str(weight_version):
+            sync.lose(server, f"it reports version {info.get('weight_version')!r} instead of {weight_version}")
+    digests = await sync.ask(lambda server: server.client.digests(timeout_s=sync.timeout_s))
+    checked: dict[Server, Verification] = dict.fromkeys(digests, "version")
+    if verifier is not None:
+        await in_thread(verifier.finish, weight_version)
+        for server, ranks in digests.items():
+            check, problem = verifier.verify(server, weight_version, ranks)
+            if check is None:
+                sync.lose(server, problem)
+            else:
+                checked[server] = check
+    others = {
+        server: (len(ranks), hashlib.sha256(json.dumps(ranks, sort_keys=True).encode()).hexdigest())
+        for server in sync.left
+        if checked[server] == "version" and (ranks := digests[server])
+    }
+    for server, agrees in _agreeing(others).items():
+        if agrees:
+            checked[server] = "replicas"
+        else:
+            sync.lose(server, f"its weights have checksum {others[server][1][:12]}, unlike those of the other servers")
+    return {server.url: checked[server] for server in sync.left}
+
+
+def _agreeing(checksum_of: Mapping[Server, tuple[int, str]]) -> dict[Server, bool]:
+    """Whether a server is in the majority of those with as many ranks; without servers that cannot be compared."""
+    agrees: dict[Server, bool] = {}
+    for num_ranks in {num for num, _ in checksum_of.values()}:  # what a rank holds depends on the number of ranks
+        group = {server: checksum for server, (num, checksum) in checksum_of.items() if num == num_ranks}
+        ranked = Counter(group.values()).most_common(2)
+        majority = ranked[0][0] if len(ranked) == 1 or ranked[0][1] > ranked[1][1] else None
+        if len(group) > 1:
+            agrees |= {server: checksum == majority for server, checksum in group.items()}
+    return agrees

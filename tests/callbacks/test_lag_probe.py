@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightrl.callbacks.probe import kept_places, step_k3
+from lightrl.callbacks.lag_probe import kept_places, step_k3
 
 
 @pytest.mark.parametrize(

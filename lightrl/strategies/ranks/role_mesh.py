@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightrl.models import Role, RoleMesh
 from lightrl.models.conversion import Names
-from lightrl.models.lora import Part
 from lightrl.models.optimizer import own_parameters
-from lightrl.strategies.ranks import START_TIMEOUT, OtherRanks, ProcessRanks, Ranks, allow_long_waits
+from lightrl.models.tuning import Part
+from lightrl.strategies.ranks.processes import START_TIMEOUT, OtherRanks, ProcessRanks, Ranks, allow_long_waits
 from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class OtherRanksModel:
     forward = forward_backward = measure = move_to = _refuse
 
     def full_parameters(
-        self, bucket_bytes: int, *, part: Part = "merged", names: Names = "module", is_spread: bool = False
+        self, bucket_bytes: int, *, part: Part = "whole", names: Names = "module", is_spread: bool = False
     ) -> Iterator[Bucket]:
         """One empty bucket."""
         yield Bucket({}, is_last=True)

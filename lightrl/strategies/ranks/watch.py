@@ -292,10 +292,15 @@ class RankWatch:
         return None if rank == self._rank else (text, dead_ranks)
 
     def _read_states(self, *, all_ranks: bool) -> None:
+        """Reads what rank 0, or every rank, has published, and notes when each rank's state last changed.
+
+        A rank whose state has changed since the roll call began is alive.
+        """
         ranks = range(self._size if all_ranks else 1)
-        for rank, text in zip(ranks, self._store.multi_get([f"state/{rank}" for rank in ranks]), strict=True):
-            values = json.loads(text)
-            state = None if values is None else RankState(**values)
+        published = self._store.multi_get([f"state/{rank}" for rank in ranks])
+        for rank, text in zip(ranks, published, strict=True):
+            fields = json.loads(text)  # None before the rank's first publication
+            state = None if fields is None else RankState(**fields)
             if rank not in self._states or self._states[rank][0] != state:
                 self._states[rank] = state, self._now_s
                 self._roll_call.pop(rank, None)

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from lightrl.experience import Reduction
-from lightrl.strategies.rank_watch import RankWatch
+from lightrl.strategies.ranks.watch import RankWatch
 from lightrl.trace import span
 from lightrl.weights.broadcast import listen
 

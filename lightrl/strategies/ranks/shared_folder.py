@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from lightrl.checks.files import nearest_folder
-from lightrl.strategies.ranks import Ranks, mark_as_on_all_ranks
+from lightrl.strategies.ranks.processes import Ranks, mark_as_on_all_ranks
 
 VISIBLE_WITHIN_S = 10.0  # a new file on a network file system, on another host
 _LOOK_S = 0.1
@@ -26,11 +26,11 @@ def ranks_without(folder: Path, ranks: Ranks) -> list[tuple[int, str]]:
     if ranks.is_main:
         (folder / mark).touch()
     root, mark = ranks.broadcast_json([str(folder), mark])
-    has_left = leave_mark(Path(root), ranks.rank, mark)
-    answers = ranks.gather_json([socket.gethostname(), has_left], timeout_s=_ARRIVE_WITHIN_S)
+    has_marked = leave_mark(Path(root), ranks.rank, mark)
+    answers = ranks.gather_json([socket.gethostname(), has_marked], timeout_s=_ARRIVE_WITHIN_S)
     missing: list[tuple[int, str]] = []
     if ranks.is_main:
-        marks = {rank: folder / f"{mark}-{rank}" for rank, (_, has_left) in enumerate(answers) if has_left}
+        marks = {rank: folder / f"{mark}-{rank}" for rank, (_, has_marked) in enumerate(answers) if has_marked}
         present = _appeared(marks.values())
         missing = [(rank, host) for rank, (host, _) in enumerate(answers) if marks.get(rank) not in present]
         for path in (folder / mark, *marks.values()):
@@ -54,7 +54,7 @@ def check_all_see(folders: Iterable[Path], ranks: Ranks) -> None:
 
 
 def leave_mark(folder: Path, rank: int, mark: str) -> bool:
-    """Whether this rank sees rank 0's mark in the folder, and has left one for rank 0."""
+    """Writes a file for rank 0 to see; False if this rank does not see rank 0's, or cannot write there."""
     if not _appeared([folder / mark]):
         return False
     try:

@@ -1,0 +1,86 @@
+"""Callbacks and schedulers that wait for a metric: a mistyped name is found before the run has lost anything by it.
+
+A name near one that every run logs gets a warning before anything starts. The error comes once all names are known:
+after the sanity check, or one iteration.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import lightning as L
+
+    from lightrl.trajectory import Group
+
+log = logging.getLogger(__name__)
+
+# Logged by every run that validates, whatever its reward and loss.
+ALWAYS_LOGGED = frozenset(
+    f"{prefix}/{name}"
+    for prefix, names in {
+        "rollout": "reward reward_std length_tokens truncated_fraction mixed_version_fraction dropped_trajectories",
+        "val": "reward length_tokens truncated_fraction failed_fraction prompts",
+        "policy": "loss grad_norm skipped_updates",
+    }.items()
+    for name in names.split()
+)
+_NEAR = 0.85  # difflib's ratio; 1 is equal
+
+
+def warn_of_monitors(trainer: L.Trainer) -> None:
+    """Names a monitor that looks mistyped; before models are loaded."""
+    for name, monitor in _monitors(trainer):
+        near = difflib.get_close_matches(monitor, ALWAYS_LOGGED, n=1, cutoff=_NEAR)
+        if near and near[0] != monitor:
+            log.warning(
+                "%s monitors %s, which is logged only if your reward, module or a callback does it. Did you mean %s?",
+                name,
+                monitor,
+                near[0],
+            )
+
+
+def check_monitors(trainer: L.Trainer, *prefixes: str, coming: Collection[str] = ()) -> None:
+    """Finds a mistyped name before the run has done anything that is lost with it.
+
+    Args:
+        prefixes: of the metrics that have been logged, such as `val/`.
+        coming: metrics that will be logged.
+
+    Raises:
+        ValueError: if a callback or a scheduler waits for a metric with one of these prefixes that is not logged.
+    """
+    logged = {*trainer.callback_metrics, *coming}
+    for name, monitor in _monitors(trainer):
+        if monitor.startswith(prefixes) and monitor not in logged:
+            near = "".join(f" Did you mean {other}?" for other in difflib.get_close_matches(monitor, logged, n=1))
+            own = ", ".join(sorted(other for other in logged if other.startswith(prefixes)))
+            raise ValueError(f"{name} monitors {monitor}, which is not logged.{near} There are: {own}.")
+
+
+def names_of_validation(groups: Iterable[Group], group_size: int) -> set[str]:
+    """Names what a validation will log, from rewarded training groups, whose tokens only rank 0 has."""
+    own = {name for group in groups for item in group.trajectories for name in item.metrics}
+    own = {"accuracy_fraction" if name == "accuracy" else name for name in own}
+    own |= {f"pass_at_{group_size}_fraction"} if group_size > 1 else set()
+    return {*ALWAYS_LOGGED, *(f"val/{name}" for name in own)}
+
+
+def is_ours(trainer: Any, module: Any) -> bool:
+    """Whether no code of a user can log a metric of validation but the reward, so that all names are known."""
+    kinds = [type(module), *map(type, trainer.callbacks)]
+    own = any(not kind.__module__.startswith(("lightrl.", "lightning.")) for kind in kinds)
+    return not own and not module.validation_metrics
+
+
+def _monitors(trainer: Any) -> Iterator[tuple[str, str]]:
+    """Finds the callbacks that need a metric, and its name."""
+    plateaus = (config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau)
+    for one in (*trainer.callbacks, *plateaus):
+        monitor = getattr(one, "monitor", None)
+        if isinstance(monitor, str) and getattr(one, "strict", True):
+            yield type(getattr(one, "scheduler", one)).__name__, monitor

@@ -1,0 +1,99 @@
+"""How far the engine's logprobs may be from the trainer's: what rounding explains, by the dtypes of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+
+from lightrl.errors import WeightSyncError
+from lightrl.module import RLModule
+from lightrl.rollout.rl_trainer import RLTrainer
+from lightrl.strategies import PACKED_ATTENTION, SingleModel
+
+# Rounding of a logprob in units of eps · (1 + mean |logprob|), since it grows with the logits. The differences of
+# healthy engines are at most 0.2 units for models of 0.1 M to 4 M parameters, 1.8 for one of 2,000 with very peaked
+# distributions, and 1.2 in bfloat16 for large ones, which is 0.12 nats. Depth, other kernels and longer sums add to
+# it. The factor is 32 up to `USUAL_NATS`, and 4 above: a false alarm ends a run, and digests find what is smaller.
+ROUNDINGS = 32.0
+ROUNDINGS_ABOVE = 4.0
+USUAL_NATS = 0.2
+LEAST_NATS = 1e-5  # what does not shrink with the format, such as tables of rotary embeddings
+MISMATCH_NATS = 1e-3  # more for sampled tokens: they are further from the context's start, and may be few
+MIN_MISMATCH_TOKENS = 64  # of fewer, one at its own bound may lift the mean
+LARGEST = 16.0  # × the bound of the mean: the largest of a million normal roundings is 6 means; real tails are longer
+
+
+def bound_nats(eps: float, mean_abs_logprob: float) -> float:
+    """The bound of the mean difference between logprobs that were computed with this machine epsilon."""
+    rounding = eps * (1 + mean_abs_logprob)
+    return max(LEAST_NATS, min(ROUNDINGS * rounding, USUAL_NATS), ROUNDINGS_ABOVE * rounding)
+
+
+@dataclass
+class Rounding:
+    """The machine epsilons that trainer and engine compute with."""
+
+    trainer_eps: float  # the probe's
+    training_eps: float  # an update's
+    engine_eps: float  # the coarsest of the engine's
+    dtypes: list[str]  # the probe's and the engine's
+
+
+def mismatch_bound_nats(rounding: Rounding, entropy_nats: float) -> float:
+    """The bound of the mean difference on tokens that the trainer scores under the weights that sampled them."""
+    return bound_nats(max(rounding.training_eps, rounding.engine_eps), entropy_nats) + MISMATCH_NATS
+
+
+def check_mismatch(which: str, num_tokens: int, mean: float, largest: float, bound: float, dtypes: list[str]) -> None:
+    """Raises WeightSyncError if the engine's and the trainer's logprobs differ by more than rounding.
+
+    Args:
+        which: the weights that sampled the tokens.
+        mean, largest: differences in nats.
+        bound: of the mean of many tokens.
+    """
+    mean_bound = bound if num_tokens >= MIN_MISMATCH_TOKENS else bound * (1 + LARGEST / num_tokens)
+    if not (mean <= mean_bound and largest <= LARGEST * bound):
+        raise WeightSyncError(
+            f"The {num_tokens} tokens that the engine sampled with {which} differ by {mean:.3g} nats each from the "
+            f"trainer's logprobs, and one of them by {largest:.3g} (at most {mean_bound:.3g} and {LARGEST * bound:.3g} "
+            f"for {' and '.join(dtypes)}), although the probe agreed after the sync. Look for stale key-values (a "
+            "prefix cache that was not flushed), a server that restarted with older weights, a proxy that changes "
+            "answers, or sampling settings that trainer and engine apply differently; or set WeightSync.verify to "
+            "false."
+        )
+
+
+def rounding(trainer: RLTrainer, module: RLModule) -> Rounding:
+    """The largest epsilon of trainer's and engine's dtypes; float32 on a GPU may be TF32, with float16's epsilon."""
+    policy: Any = module.policy
+    weights = str(next(policy.parameters()).dtype).removeprefix("torch.")
+    kind = str(trainer.precision).split("-")[0]
+    training = {weights, {"16": "float16", "bf16": "bfloat16", "64": "float64"}.get(kind, "float32")}
+    probe = {weights} if skips_autocast(trainer, module) else training
+    engines = {"float32"} if trainer.engine is None else trainer.engine.dtypes()
+    is_gpu = trainer.strategy.root_device.type == "cuda"
+    eps = {name: _eps(name, is_gpu=is_gpu) for name in training | engines}
+    return Rounding(
+        max(eps[name] for name in probe),
+        max(eps[name] for name in training),
+        max(eps[name] for name in engines),
+        sorted(probe | engines),
+    )
+
+
+def _eps(dtype: str, *, is_gpu: bool) -> float:
+    if dtype == "float32" and is_gpu:
+        dtype = "float16"
+    return torch.finfo(getattr(torch, dtype, torch.bfloat16)).eps  # bfloat16's for a name that torch does not know
+
+
+def skips_autocast(trainer: RLTrainer, module: RLModule) -> bool:
+    """Whether the probe is scored in the parameters' own dtype, which shows smaller steps than autocast's."""
+    attention = getattr(module.policy_config, "_attn_implementation", None)
+    is_single = type(module.parallel_models.get("policy")) is SingleModel
+    is_any_dtype = attention in ("sdpa", "eager", PACKED_ATTENTION)
+    return isinstance(trainer.precision_plugin, MixedPrecision) and is_single and is_any_dtype

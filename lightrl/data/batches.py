@@ -1,0 +1,125 @@
+"""The loaders that Lightning iterates over: EpochLoader of sized data, PositionLoader of data that may have no end.
+
+An epoch of the train loader has n // batch_size iterations for n prompts; those left over at its end come first in the
+next. If a source is streamed, n is unknown and the loader never ends: Trainer says how long a run is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from lightrl.data.stream import PromptStream, RowPrompts
+from lightrl.trajectory import JsonObject, Prompt
+
+if TYPE_CHECKING:
+    import lightning as L
+
+T = TypeVar("T")
+
+
+class EpochLoader(Generic[T]):
+    """A sized loader without state: batch k of epoch e follows from (e, k), and Lightning keeps the count.
+
+    So it resumes at the right batch from anywhere: mid-epoch, after an error within a batch, at a limit. Lightning's
+    epoch number would not do: it is already one higher in the checkpoint of a run that `max_steps` stopped mid-epoch.
+    It is not a torch DataLoader because workers would have nothing to do.
+
+    Args:
+        num_batches: per epoch.
+        batch_at: gives batch k of epoch e as `batch_at(e, k)`.
+        trainer: whose fit loop this loader feeds; None always starts at batch 0 of epoch 0, as validation does.
+    """
+
+    def __init__(
+        self, num_batches: int | None, batch_at: Callable[..., T], *, trainer: L.Trainer | None = None
+    ) -> None:
+        self.num_batches = num_batches
+        self.batch_at = batch_at
+        self._trainer = trainer
+
+    def __len__(self) -> int:
+        if self.num_batches is None:
+            raise TypeError("How many batches streamed data has is not known.")
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[T]:
+        first, num = 0, len(self)
+        per_epoch = num
+        if self._trainer is not None:
+            # Read when the first batch is requested: Lightning creates the iterator before it sets its counters.
+            first = self._trainer.fit_loop.epoch_loop.batch_progress.total.completed
+            per_epoch = min(num, int(self._trainer.num_training_batches))
+        for position in range(first, first + num):  # Lightning stops at the end of its epoch
+            yield self.batch_at(*divmod(position, per_epoch))
+
+    def state_dict(self) -> JsonObject:
+        """Empty; Lightning resumes mid-epoch only with a loader that has this method."""
+        return {}
+
+    def load_state_dict(self, state_dict: JsonObject) -> None:
+        """Nothing to restore."""
+
+
+class PositionLoader(EpochLoader[T]):
+    """An EpochLoader with batches by number over the whole run: an epoch continues where the last one ended.
+
+    Without `num_batches` per epoch the loader has no length and does not end.
+    """
+
+    def __iter__(self) -> Iterator[T]:
+        first = 0
+        if self._trainer is not None:
+            # Without a length Lightning requests a batch before it has set `completed`, which EpochLoader reads.
+            counters: Any = self._trainer.fit_loop.epoch_loop.batch_progress.total
+            first = counters.processed
+        is_endless = self.num_batches is None
+        for number in itertools.count(first) if is_endless else range(first, first + len(self)):
+            yield self.batch_at(number)
+
+
+def check_run_length(stream: PromptStream, trainer: L.Trainer | None) -> None:
+    """Raises ValueError if the train rows are streamed and nothing says how long an epoch is."""
+    if stream.num_prompts is not None or trainer is None:
+        return
+    if trainer.max_steps == -1 and trainer.max_epochs != -1 and isinstance(trainer.limit_train_batches, float):
+        raise ValueError(
+            "How many rows streamed data has is not known, so the Trainer cannot know when an epoch ends. Set "
+            "trainer.max_steps, or trainer.limit_train_batches to the number of iterations of an epoch."
+        )
+
+
+class PromptBatch(list[Prompt]):
+    """Prompts, which moving to a device leaves unchanged; `set_name` is the validation set's, if there are several.
+
+    Overriding `transfer_batch_to_device` would work too, but Lightning warns about that in a module with a data module.
+    """
+
+    def __init__(self, prompts: Iterable[Prompt] = (), set_name: str | None = None) -> None:
+        super().__init__(prompts)
+        self.set_name = set_name
+
+    def to(self, *args: object, **kwargs: object) -> PromptBatch:
+        return self
+
+
+def batches_in_order(
+    prompts: RowPrompts, batch_size: int, collate: Callable[[list[Any], str | None], T]
+) -> EpochLoader[T]:
+    """Collated batches of consecutive prompts of one source, which has a name if there are several.
+
+    The last batch of each source may be smaller.
+    """
+    sizes = prompts.size_by_set
+    batches = [
+        (slice(start, min(start + batch_size, end)), name)
+        for (name, size), end in zip(sizes.items(), itertools.accumulate(sizes.values()), strict=True)
+        for start in range(end - size, end, batch_size)
+    ]
+
+    def batch_at(epoch: int, index: int) -> T:
+        chosen, name = batches[index]
+        return collate([prompt for prompt in prompts[chosen] if prompt is not None], name)
+
+    return EpochLoader(len(batches), batch_at)

@@ -1,0 +1,127 @@
+"""SourceRows: the rows of one source of a split. IndexedRows has them by index; streamed.py reads them in order."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from lightrl.data.mixture import DataSource
+from lightrl.data.rows import renamed
+from lightrl.trajectory import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from lightrl.trajectory import Prompt
+
+# What becomes of a row: its prompt, None if it is dropped, what is wrong with it.
+Made: TypeAlias = "Prompt | ValueError | None"
+PromptOf: TypeAlias = (
+    "Callable[[LocatedRow], Prompt | None]"  # None for a row that a filter drops; raises for a bad one
+)
+
+
+class LocatedRow(NamedTuple):
+    """A row of a split."""
+
+    row: Any  # a dict of columns, or an item of a user's own dataset
+    source: DataSource
+    where: str  # names it in messages
+    prompt_id: str  # unique in the split
+
+
+@dataclass(eq=False)
+class SourceRows(ABC):
+    """The rows of one source, each of which a key identifies.
+
+    A run reads pass after pass over the source. A row's number counts over all passes.
+    """
+
+    source: DataSource
+    prefix: str  # begins the ids of the source's prompts
+
+    @property
+    @abstractmethod
+    def num_rows(self) -> int | None:
+        """Rows of a pass; None if that is not known."""
+
+    @abstractmethod
+    def row_keys(self) -> Iterable[Any]:
+        """The key of every row, in the order of the data."""
+
+    @abstractmethod
+    def key_at(self, number: int) -> Any:
+        """The key of the row with this number; may wait for the source, and raises ValueError if that fails."""
+
+    @abstractmethod
+    def row(self, key: Any) -> Any:
+        """The row with this key; raises ValueError if it cannot be read."""
+
+    @abstractmethod
+    def id(self, key: Any) -> str:
+        """Identifies a row of the source."""
+
+    @abstractmethod
+    def where(self, key: Any) -> str:
+        """Names a row in messages."""
+
+    @abstractmethod
+    def read_whole(self) -> IndexedRows:
+        """The same rows, all by index; reads a source without indices to its end."""
+
+    def located(self, key: Any) -> LocatedRow:
+        """The row with this key, its columns renamed; raises ValueError if it cannot be read."""
+        row, where = self.row(key), self.where(key)
+        if self.source.columns:
+            row = renamed(row, self.source.columns, where=where)
+        return LocatedRow(row, self.source, where, f"{self.prefix}-{self.id(key)}")
+
+    @abstractmethod
+    def state_dict(self, number: int) -> JsonObject | None:
+        """Where the source is read again to continue with this row; None if rows are read by index."""
+
+    @abstractmethod
+    def load_state_dict(self, state: JsonMapping) -> None:
+        """Continues from there without reading what comes before."""
+
+
+@dataclass(eq=False)
+class IndexedRows(SourceRows):
+    """Rows by index: the key is the index in `rows`."""
+
+    rows: Sequence[Any]
+    _: KW_ONLY
+    used: Sequence[int] | None = None  # indices of the rows in use; None uses all
+    name_row: Callable[[int], str] | None = None  # names a row in messages; None: by its number and source
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_keys())
+
+    def row_keys(self) -> Sequence[int]:
+        return range(len(self.rows)) if self.used is None else self.used
+
+    def key_at(self, number: int) -> int:
+        return self.row_keys()[number % self.num_rows]
+
+    def row(self, key: int) -> Any:
+        return self.rows[key]
+
+    def id(self, key: int) -> str:
+        return str(key)
+
+    def where(self, key: int) -> str:
+        return f"Row {key + 1} of {self.source.source!r}" if self.name_row is None else self.name_row(key)
+
+    def read_whole(self) -> IndexedRows:
+        return self
+
+    def state_dict(self, number: int) -> None:
+        return None
+
+    def load_state_dict(self, state: JsonMapping) -> None:
+        """Nothing to restore."""
+
+    def only(self, keys: Sequence[int]) -> IndexedRows:
+        """The rows with these keys, which are in the order of the data."""
+        return self if len(keys) == self.num_rows else replace(self, used=keys)

@@ -1,0 +1,105 @@
+"""BucketFeed: buckets from the thread that gathers weights to the event loop that sends them to servers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from lightrl.concurrency.loop_thread import LoopBlocked, LoopEnded, deaths, wait_on_loop, wake_up
+from lightrl.errors import WeightSyncError
+from lightrl.weights import Bucket
+
+BLOCKED_S = 60.0  # a loop that runs nothing for this long is blocked
+
+
+class BucketFeed:
+    """Buckets from the thread that gathers them to a coroutine; `put` returns when the coroutine has taken the bucket.
+
+    The thread puts buckets inside `with feed:`, whose end or error ends the coroutine's iteration. The coroutine waits
+    `timeout_s` for each bucket.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, timeout_s: float = 600.0) -> None:
+        self.timeout_s = timeout_s
+        self._loop = loop
+        self._changed = asyncio.Event()
+        self._taken = threading.Event()
+        self._next: Bucket | None = None  # offered, not yet taken
+        self._taken_bucket = Bucket({})
+        self._is_complete = False  # no further bucket will be put
+        self._is_stopped = False  # no further bucket will be taken
+        self._error: BaseException | None = None
+
+    def put(self, bucket: Bucket) -> bool:
+        """Hands a bucket over; False if the coroutine takes no more. The coroutine has the deadlines."""
+        self._taken.clear()
+        if self._is_stopped:
+            return False
+        self._next = Bucket(dict(bucket.tensors), bucket.is_last, bucket.files)  # the iterator empties its own
+        wake_up(self._loop, self._changed.set)
+        wait_while_running(self._loop, self._taken.wait)  # `stop` ends the wait when the coroutine is done
+        return not self._is_stopped
+
+    def stop(self) -> None:
+        """The coroutine is done."""
+        self._is_stopped = True
+        self._taken.set()
+
+    def __enter__(self) -> BucketFeed:
+        return self
+
+    def __exit__(
+        self, type_: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._error = error
+        self._is_complete = True
+        wake_up(self._loop, self._changed.set)
+
+    def __aiter__(self) -> BucketFeed:
+        return self
+
+    async def __anext__(self) -> Bucket:
+        """Waits for the next `put` or the end of `with`, at most `timeout_s`; empties the bucket before."""
+        self._taken_bucket.tensors.clear()
+        while self._next is None:
+            if self._error is not None:
+                raise WeightSyncError(f"the export of weights failed: {self._error!r}") from self._error
+            if self._is_complete:
+                raise StopAsyncIteration
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), self.timeout_s)
+            except TimeoutError as error:
+                raise WeightSyncError(
+                    f"the trainer sent no bucket for {self.timeout_s:g} s; a rank may hang"
+                ) from error
+        self._taken_bucket, self._next = self._next, None
+        self._taken.set()
+        return self._taken_bucket
+
+
+def wait_while_running(loop: asyncio.AbstractEventLoop, wait: Callable[[float], bool]) -> None:
+    """Calls `wait` with a number of seconds until it is true; from another thread.
+
+    Raises:
+        WeightSyncError: if the loop has ended, or is blocked: then nothing on it keeps its deadline.
+    """
+    try:
+        wait_on_loop(loop, wait, silent_s=BLOCKED_S)
+    except LoopEnded as error:
+        raise loop_ended(loop) from error
+    except LoopBlocked as error:
+        raise WeightSyncError(
+            f"The event loop of the engine's requests did not answer for {BLOCKED_S:g} s during a weight sync. A "
+            "workflow, environment or async reward blocks it: use await there, or move the work to a thread."
+        ) from error
+
+
+def loop_ended(loop: asyncio.AbstractEventLoop) -> WeightSyncError:
+    """The error of a sync whose loop no longer runs."""
+    why = f"The thread of the rollouts died: {deaths[loop]!r}" if loop in deaths else "The log says why"
+    return WeightSyncError(
+        f"The event loop of the engine's requests ended during a weight sync. {why}. Resume from the last checkpoint."
+    )

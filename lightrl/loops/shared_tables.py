@@ -1,0 +1,43 @@
+"""The tables of an Experience, which rows point into: images, sent once to each rank that has rows which show them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightrl.loops.sharing import all_rows_of, nowhere, working_rows
+from lightrl.models.images import ImageTable, renumbered
+from lightrl.strategies import ShardedExperience
+from lightrl.strategies.sharded_experience.exchange import exchange
+from lightrl.strategies.sharded_experience.token_rows import TokenRows
+from lightrl.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from lightrl.module import RLModule
+
+
+def share_tables(
+    experience: ShardedExperience, trajectories: Sequence[Trajectory], module: RLModule, *, has_all: Collection[int]
+) -> ShardedExperience:
+    """Read the images on the ranks `has_all`, and send each once to the ranks that work on it. Collective."""
+    image_reader = module.image_reader
+    ranks = experience.ranks
+    rows = [(*item.prompt.images, *item.images) for item in trajectories] if ranks.rank in has_all else []
+    table = ImageTable.of(rows, image_reader)
+    if ranks.size == 1 or image_reader is None:
+        return experience if table is None else experience.with_tensors(table._asdict())
+    kinds = {} if table is None else table._replace(pixel_values=table.pixel_values[:0])._asdict()
+    fields = ranks.broadcast_tensors(kinds)
+    if not fields:
+        return experience
+    empty, grids, image_rows = (fields[name] for name in ImageTable._fields)
+    images = ShardedExperience({"lengths": grids.prod(1)}, {}, ranks)
+    held = nowhere(images, empty) if table is None else TokenRows.of_flat(table.pixel_values.numpy(), images.lengths)
+    shown = [renumbered(image_rows.where(rows[:, None], -1), len(grids)) for rows in working_rows(experience)]
+    needs = torch.stack([is_shown for is_shown, _ in shown])
+    here = exchange(images, {"pixel_values": held}, all_rows_of(images, has_all), needs)["pixel_values"]
+    is_here, image_rows = shown[ranks.rank]
+    local = ImageTable(torch.from_numpy(here.flat(here.here)), grids[is_here], image_rows)
+    return experience.with_tensors(local._asdict())

@@ -1,0 +1,125 @@
+"""The output head: which tokens it reads the logprobs of at each predicting position, and what it returns.
+
+Models whose head is whole and the last stage of a split model read the same Targets, with functions of their own.
+
+Shapes: B trajectories, T tokens; N positions that predict a token, K further tokens whose logprobs are read at each.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrl.experience import Experience, row_codes
+from lightrl.functional import Supports, hidden_logprobs, hidden_topk, predicted_token_ids, to_device
+from lightrl.models import Candidates
+
+
+@dataclass(frozen=True)
+class LogprobSettings:
+    """The changes that the engine makes to logits before sampling, which the trainer's logprobs repeat."""
+
+    temperature: float = 1.0
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    entropy_needs_gradient: bool = True
+    num_ids: int | None = None  # the top-k is among these first ids, the policy's vocabulary; None for all
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The tokens whose logprobs the head reads at N predicting positions, and which tokens could be sampled there."""
+
+    token_ids: Tensor  # int64 [N], the tokens that the positions predict
+    candidates: Candidates  # int64 [N, K], further tokens at each position; or K, for the head's own top-k
+    masked_rows: Tensor | None  # bool [N], True where stop tokens could not be sampled; None if they always could
+    supports: Supports | None  # the tokens that could be sampled; None for all
+
+    @classmethod
+    def at(
+        cls, experience: Experience, rows: Tensor, columns: Tensor, candidates: Candidates, settings: LogprobSettings
+    ) -> Targets:
+        """The targets of positions (rows [N], columns [N]) of an experience.
+
+        Args:
+            candidates: int64 [B, T, K], aligned to the tokens; or K.
+        """
+        masked = stops_are_masked(experience.weight_versions, settings.min_new_tokens)
+        return cls(
+            token_ids=predicted_token_ids(experience.token_ids, rows, columns),
+            candidates=candidates if isinstance(candidates, int) else predicted_token_ids(candidates, rows, columns),
+            masked_rows=None if masked is None else predicted_token_ids(masked, rows, columns),
+            supports=supports_at(experience, rows, columns),
+        )
+
+
+# Functions like `functional.hidden_topk` and `functional.hidden_logprobs` that have their hidden states and head.
+TopK = Callable[..., Tensor]
+Logprobs = Callable[..., tuple[Tensor, Tensor]]
+
+
+def whole_head(head: torch.nn.Linear, hidden: Tensor) -> tuple[TopK, Logprobs]:
+    """The readers of hidden states [N, H] for a head that this process has whole."""
+    inputs: dict[str, Any] = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
+    return functools.partial(hidden_topk, **inputs), functools.partial(hidden_logprobs, **inputs)
+
+
+def read_head(
+    topk: TopK,
+    logprobs: Logprobs,
+    targets: Targets,
+    settings: LogprobSettings,
+    *,
+    logit_scale: float = 1.0,
+) -> dict[str, Tensor]:
+    """The fields of Outputs at the N positions of the targets: [N], those of a top-k [N, K].
+
+    Args:
+        topk, logprobs: the readers of these positions.
+        logit_scale: the model multiplies its logits by this, which the readers do not.
+    """
+    masks: dict[str, Any] = {}
+    if targets.masked_rows is not None:
+        stop_ids = torch.tensor(settings.stop_token_ids, dtype=torch.int64)
+        masks = {"masked_ids": to_device(stop_ids, targets.masked_rows.device), "masked_rows": targets.masked_rows}
+    further = targets.candidates
+    finds_topk = isinstance(further, int)
+    if isinstance(further, int):
+        further = topk(num=further, num_ids=settings.num_ids, **masks) if further > 0 else None
+    ids = targets.token_ids if further is None else torch.cat([targets.token_ids[:, None], further], -1)
+    values, entropy = logprobs(
+        token_ids=ids,
+        temperature=settings.temperature / logit_scale,
+        entropy_gradient=settings.entropy_needs_gradient,
+        supports=targets.supports,
+        **masks,
+    )
+    if further is None:
+        return {"logprobs": values, "entropy": entropy}
+    outputs = {"logprobs": values[:, 0], "entropy": entropy, "teacher_topk": values[:, 1:]}
+    return {**outputs, "teacher_topk_ids": further} if finds_topk else outputs
+
+
+def supports_at(experience: Experience, rows: Tensor, columns: Tensor) -> Supports | None:
+    """The supports of the tokens predicted at (rows [N], columns [N]); None if all tokens could be sampled."""
+    if experience.supports is None:
+        return None
+    return Supports.at(row_codes(experience), experience.lengths, experience.token_ids, rows, columns)
+
+
+def stops_are_masked(weight_versions: Tensor, min_new_tokens: int) -> Tensor | None:
+    """[B, T], True where the engine could not sample a stop token: the first `min_new_tokens` of each turn.
+
+    The versions mark what the policy generated; a callback may have removed tokens from the loss mask since.
+    """
+    if min_new_tokens == 0:
+        return None
+    is_generated = weight_versions >= 0
+    count = is_generated.long().cumsum(1)
+    before_turn = torch.where(is_generated, 0, count).cummax(1).values
+    return is_generated & (count - before_turn <= min_new_tokens)

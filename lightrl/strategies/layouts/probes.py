@@ -1,0 +1,176 @@
+"""What a model can do: whether its head is plain, which layouts are exact, which of its layers are compiled.
+
+A run on a few tokens shows it. Families differ, and a wrong guess would silently train on wrong logprobs, so nothing is
+assumed by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightrl.functional import can_compile
+from lightrl.models import new_model
+from lightrl.models.hybrids import keeps_states
+from lightrl.models.model_spec import cache_argument
+from lightrl.models.moe import moe_blocks
+from lightrl.strategies.layouts.packed_attention import TOLERANCE, PackedRows, arguments, is_flash, make_packable
+from lightrl.strategies.layouts.shared_prefix import LAYOUTS, Layout, Row, new_cache, shared_hidden
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+LAYER_DTYPE = "lightrl_layer_dtype"  # attribute of a model whose layers compute in less than hidden states have
+
+# Kinds of rotary embedding whose angles depend on the number of tokens in a forward.
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+@torch.no_grad()
+def head_is_plain(model: PreTrainedModel) -> bool:
+    """Whether the logits are just the output head applied to the body's last hidden state."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear) or model.base_model is model:
+        return False
+    token_ids = _some_tokens(model, 4)
+    calls: list[tuple[Tensor, Tensor]] = []
+
+    def replace_output(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        # Large numbers, since a cap such as 30 · tanh(logits / 30) hardly changes logits near 0.
+        large = torch.linspace(-100, 100, output.numel(), device=output.device).view_as(output).to(output.dtype)
+        calls.append((inputs[0], large))
+        return large
+
+    hook = head.register_forward_hook(replace_output)
+    try:
+        logits = model(input_ids=token_ids, use_cache=False).logits
+    finally:
+        hook.remove()
+    if len(calls) != 1:
+        return False
+    (read, large), hidden = calls[0], _hidden(model, token_ids)
+    return read.shape == hidden.shape and _is_close(model, read, hidden) and _is_close(model, logits, large)
+
+
+@torch.no_grad()
+def exact_layouts(model: PreTrainedModel) -> dict[str, Layout]:
+    """Layouts of shared_prefix.py whose forwards give the same as one over whole rows; only with full attention."""
+    from transformers.cache_utils import DynamicLayer
+
+    if not cache_argument(model.base_model) or rope_depends_on_length(model):
+        return {}
+    if not all(type(layer) is DynamicLayer for layer in new_cache(model).layers):
+        return {}
+    token_ids = torch.cat([_some_tokens(model, 4), _some_tokens(model, 6)[:, [0, 1, 4, 5]]])
+    prompt = Row(num_prompt_tokens=2, members=[0, 1], sizes=[2, 2])
+    predicting = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([1, 2, 3, 1, 2, 3])
+    whole, exact = _hidden(model, token_ids), {}
+    for name, layout in LAYOUTS.items():
+        try:
+            parts = list(
+                shared_hidden(model, token_ids, predicting, layout([prompt]), lambda _, ids: {"input_ids": ids})
+            )
+        except (RuntimeError, TypeError, ValueError):  # it takes another form of mask
+            continue
+        if all(_is_close(model, hidden, whole[rows, columns]) for rows, columns, hidden in parts):
+            exact[name] = layout
+    return exact
+
+
+@torch.no_grad()
+def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
+    """Whether trajectories in one row do not see each other; gives the model an attention that keeps them apart.
+
+    Args:
+        shares_prompt: ask for two completions of one prompt, which stands in the row once.
+    """
+    if getattr(model.config.get_text_config(), "index_topk", None):
+        return False  # sparse selection among a row's keys; these few tokens are below its size
+    if not _takes(model, "position_ids") or rope_depends_on_length(model) or not make_packable(model):
+        return False
+    with_states = keeps_states(model.config)
+    if shares_prompt and (with_states or is_flash(model)):  # transformers' flash attention cannot repeat keys
+        return False
+    # Longer than convolutions; the second crosses the borders of a scan's chunks, the third starts beyond them.
+    lengths = [6, 262, 6] if with_states else [3, 1, 2]
+    prompts = [-1, 0, 0] if shares_prompt else [-1, -1, -1]
+    parts = torch.split(token_ids := _some_tokens(model, sum(lengths)), lengths, dim=1)
+    trajectories = [
+        part if prompt < 0 else torch.cat([parts[prompt], part], dim=1)
+        for part, prompt in zip(parts, prompts, strict=True)
+    ]
+    positions = [torch.arange(trajectory.shape[1], device=model.device) for trajectory in trajectories]
+    position_ids = torch.cat([row[-num:] for row, num in zip(positions, lengths, strict=True)])[None]
+    # Layers of FSDP2 compute in bfloat16; where compilation is off, as here, a trial of flex attention would mislead.
+    rows = PackedRows(lengths, model.device, dict.fromkeys((model.dtype, torch.bfloat16), "sdpa"), prompts)
+    starts = arguments(model, rows, with_states=with_states)
+    try:
+        output = model.base_model(input_ids=token_ids, position_ids=position_ids, use_cache=False, **starts)
+    except (TypeError, ValueError) as error:
+        # Arguments that it does not take; NotPackable; or transformers' own error for a recurrence without kernels.
+        log.info("%s: %s", "Packed rows repeat prompts" if shares_prompt else "Trajectories are padded", error)
+        return False
+    expected = [_hidden(model, row)[:, -num:] for row, num in zip(trajectories, lengths, strict=True)]
+    return _is_close(model, output.last_hidden_state, torch.cat(expected, dim=1))
+
+
+def may_be_cut(config: PretrainedConfig) -> bool:
+    """Whether attention alone mixes tokens, by a model without memory; `can_pack` then tries a real one."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    if {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}:
+        return False  # a state of its own, such as that of a convolution, or the index of sparse attention
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = new_model(config)
+    return not rope_depends_on_length(model) and make_packable(model)
+
+
+def _some_tokens(model: PreTrainedModel, num: int) -> Tensor:
+    vocabulary: int = model.get_input_embeddings().weight.shape[0]
+    return torch.arange(num, device=model.device)[None] % vocabulary
+
+
+def _hidden(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
+    hidden: Tensor = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+    return hidden
+
+
+def _takes(model: PreTrainedModel, argument: str) -> bool:
+    return argument in set(inspect.signature(model.base_model.forward).parameters)
+
+
+def rope_depends_on_length(model: PreTrainedModel) -> bool:
+    parameters: dict[str, Any] = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return any(kind.get("rope_type") in _LENGTH_DEPENDENT_ROPE for kind in kinds)
+
+
+def _is_close(model: PreTrainedModel, left: Tensor, right: Tensor) -> bool:
+    dtype: torch.dtype = getattr(model, LAYER_DTYPE, left.dtype)
+    tolerance = TOLERANCE.get(dtype, 1e-3) * max(1e-6, float(right.float().abs().max()))
+    return torch.allclose(left.float(), right.float(), rtol=0, atol=tolerance)
+
+
+def compiles(model: torch.nn.Module, device: torch.device, compile_layers: bool | None) -> bool:
+    """Whether to compile the decoder layers: as set; None compiles those without experts and states on NVIDIA GPUs."""
+    if compile_layers is not None:
+        return compile_layers
+    return can_compile(device.type) and may_be_compiled(model)
+
+
+def may_be_compiled(model: torch.nn.Module) -> bool:
+    """Whether the decoder layers have neither experts nor states."""
+    config = getattr(model, "config", None)
+    return not moe_blocks(model) and (config is None or not keeps_states(config))
+
+
+def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The repeated layers of a Hugging Face model, by `_no_split_modules`; none if it does not name them."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
