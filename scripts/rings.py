@@ -28,12 +28,12 @@ class Leaf(NamedTuple):
 
 
 LEAVES = {
-    "supervised": Leaf(993, "lightrl.SFT", "algorithms", "algorithms.md",
+    "supervised": Leaf(992, "lightrl.SFT", "algorithms", "algorithms.md",
         "algorithms/dpo.py algorithms/reward_model.py algorithms/sft.py algorithms/supervised.py data/completions.py"),
     "distillation": Leaf(161, "lightrl.Distillation", "algorithms", "algorithms.md", "algorithms/distillation.py"),
-    "fast decoder": Leaf(770, "fast decoder", "engines", "performance.md", "engines/local/fast"),
-    "gateway": Leaf(260, "gateway", "engines", "gateway.md", "engines/servers/gateway.py"),
-    "vLLM": Leaf(457, "lightrl.VLLMEngine", "engines", "serve-with-sglang.md", "engines/vllm"),
+    "fast decoder": Leaf(772, "fast decoder", "engines", "performance.md", "engines/local/fast"),
+    "gateway": Leaf(240, "gateway", "engines", "gateway.md", "engines/servers/gateway.py"),
+    "vLLM": Leaf(458, "lightrl.VLLMEngine", "engines", "serve-with-sglang.md", "engines/vllm"),
     "math": Leaf(1096, "lightrl.rewards.math_answer", "rewards", "write-a-reward.md",
         "rewards/math_answer.py rewards/math_expressions.py rewards/math_units.py"),
     "code": Leaf(1550, "lightrl.rewards.code_tests", "rewards", "write-a-reward.md",
@@ -53,19 +53,20 @@ LEAVES = {
     "export": Leaf(411, "lightrl.HuggingFaceExport", "callbacks", "share-a-model.md",
         "callbacks/export.py commands/export.py"),
     "inspector": Leaf(1049, "lightrl inspect", "inspect", "inspect.md", "commands/inspect.py inspect"),
-    "doctor": Leaf(882, "lightrl doctor", "commands", "check-a-run.md", "commands/doctor"),
-    "plan": Leaf(1248, "lightrl plan", "commands", "which-when.md",
-        "commands/plan.py commands/plan_run.py launch/memory.py strategies/costs.py"),
-    "launch": Leaf(1865, "lightrl launch", "launch", "clusters.md",
-        "commands/launch.py launch/__init__.py launch/launcher.py launch/local.py launch/plan.py launch/ray.py "
-        "launch/scripts.py launch/settings.py launch/slurm.py"),
+    "status": Leaf(106, "lightrl status", "commands", "clusters.md", "commands/status.py"),
+    "serve": Leaf(311, "lightrl serve", "commands", "serve-with-sglang.md", "commands/serve.py"),
+    "fake engine": Leaf(297, "lightrl.FakeEngine", "engines", "test-your-code.md", "engines/fake_engine.py"),
+    "doctor": Leaf(883, "lightrl doctor", "commands", "check-a-run.md", "commands/doctor"),
+    "plan": Leaf(1212, "lightrl plan", "plan", "which-when.md", "commands/plan.py plan"),
+    "launch": Leaf(1920, "lightrl launch", "launch", "clusters.md",
+        "commands/launch.py launch"),
     "convert": Leaf(830, "lightrl convert", "migration", "coming-from-areal.md", "migration"),
 }  # fmt: skip
 
 OPTIONS = """functional/supports.py functional/branches.py strategies/layouts/branches.py
     strategies/layouts/halves.py strategies/layouts/shared_prefix.py
     engines/servers/follower.py engines/servers/leader.py rollout/workflow_pool.py rollout/workflow_worker.py
-    commands/serve.py engines/servers/registry.py engines/servers/sync/receiver.py
+    engines/servers/registry.py engines/servers/sync/receiver.py
     engines/servers/sync/receivers.py engines/servers/sync/transports/delta.py weights/delta.py
     weights/delta_folder.py engines/servers/sync/transports/broadcast.py weights/broadcast.py
     weights/shared_memory.py engines/servers/sync/adapter_versions.py engines/servers/sync/served_adapters.py
@@ -76,7 +77,7 @@ OPTIONS = """functional/supports.py functional/branches.py strategies/layouts/br
     callbacks/trace.py trace"""
 
 # What travels with tokens, or what an adapter changes -> the word by which a file names it.
-NAMED = {"supports": r"support(s|_)", "routes": r"route", "images": r"image", "LoRA": r"(?i)lora|adapter"}
+NAMED = {"supports": r"support(s|_)", "routes": r"route(?!r)", "images": r"image", "LoRA": r"(?i)lora|adapter"}
 
 
 def files_of(names: str) -> set[Path]:

@@ -30,6 +30,7 @@ LAYERS = [
     {"rollout", "module", "data"},
     {"algorithms", "loops", "callbacks"},
     {"trainer"},
+    {"plan"},
     {"inspect", "launch"},
     {"migration"},
     {"commands"},

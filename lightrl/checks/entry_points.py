@@ -11,7 +11,7 @@ from typing import Any
 
 ENTRY_POINTS = {
     "launch section": "lightrl.launch.Launch",  # the section `launch` of a configuration
-    "memory estimate": "lightrl.commands.plan_run.use_estimate",  # what a GPU's memory decides in `lightrl fit`
+    "memory estimate": "lightrl.plan.planned_run.use_estimate",  # what a GPU's memory decides in `lightrl fit`
     "gateway": "lightrl.engines.servers.gateway.Gateway",  # what `router` of an engine of servers names
     "fast decoder": "lightrl.engines.local.fast.decoder.fast_decoder",  # LocalEngine's, for models that it takes
 }

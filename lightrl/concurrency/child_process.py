@@ -1,4 +1,4 @@
-"""ChildProcess: a command on this machine that ends with this process; GuardedProcesses: several of them, by name."""
+"""ChildProcess: a command on this machine that ends with this process."""
 
 from __future__ import annotations
 
@@ -101,56 +101,6 @@ class ChildProcess:
 def ending_of(code: int) -> str:
     """How a command with this exit code ended, for messages."""
     return f"signal {abs(code) % 128}" if code < 0 or code > 128 else f"exit code {code}"
-
-
-class GuardedProcesses:
-    """Commands on this host, by name; all end with this process.
-
-    No method waits, so that a launcher can also call them on another host.
-    """
-
-    def __init__(self) -> None:
-        self.children: dict[str, ChildProcess] = {}
-
-    def start(
-        self,
-        name: str,
-        command: Sequence[str],
-        *,
-        environment: Mapping[str, str],
-        secret_files: Mapping[str, str],
-        log_file: str,
-        grace_s: float,
-        folder: str,
-    ) -> None:
-        """Starts a command, in place of the one that had this name and has ended.
-
-        Args:
-            environment: variables to add to this process's.
-            secret_files: variable → the file that holds its value.
-            log_file: its output is appended there.
-            grace_s, folder: see ChildProcess.
-        """
-        secrets = {variable: Path(file).read_text().strip() for variable, file in secret_files.items()}
-        variables = {**os.environ, **environment, **secrets}
-        Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-        with Path(log_file).open("ab") as log:
-            self.children[name] = ChildProcess(
-                command, environment=variables, grace_s=grace_s, log=log.fileno(), folder=folder
-            )
-
-    def codes(self) -> dict[str, int | None]:
-        """The exit code of each command; see `ChildProcess.code`."""
-        return {name: child.code for name, child in self.children.items()}
-
-    def ask_to_end(self, names: Collection[str], grace_s: float) -> None:
-        """Asks those of these commands that are here."""
-        for child in (self.children[name] for name in names if name in self.children):
-            child.ask_to_end(grace_s)
-
-    def kill(self, name: str) -> None:
-        if name in self.children:
-            self.children[name].kill()
 
 
 def import_path(*first: str) -> list[str]:

@@ -41,16 +41,15 @@ class LoopBlocked(Exception):
 
 def wait_on_loop(
     loop: asyncio.AbstractEventLoop,
-    is_done: Callable[[float], bool],
+    awaited: concurrent.futures.Future[T] | threading.Event,
     *,
     silent_s: float,
     on_answer: Callable[[], None] = lambda: None,
     on_wait: Callable[[], None] = lambda: None,
 ) -> None:
-    """Waits, in another thread than the loop's, for what happens on the loop.
+    """Waits, in another thread than the loop's, until what happens on the loop is done or set.
 
     Args:
-        is_done: waits up to so many seconds for it.
         silent_s: a loop that runs nothing for so long is blocked.
         on_answer: called on the loop each time it answers.
         on_wait: called here about ten times a second; may raise, for a deadline or a signal.
@@ -65,6 +64,11 @@ def wait_on_loop(
     def answer() -> None:
         on_answer()
         has_answered.set()
+
+    def is_done(seconds: float) -> bool:
+        if isinstance(awaited, threading.Event):
+            return awaited.wait(seconds)
+        return bool(concurrent.futures.wait([awaited], seconds).done)
 
     while not is_done(0.0 if loop in deaths else WAIT_S):
         num_idle = 0 if loop.is_running() else num_idle + 1
@@ -143,13 +147,7 @@ class LoopThread(threading.Thread):
         """
         future = self._submit(coroutine)
         try:
-            wait_on_loop(
-                self.loop,
-                lambda seconds: bool(concurrent.futures.wait([future], seconds).done),
-                silent_s=self.loop_timeout_s,
-                on_answer=on_answer,
-                on_wait=on_wait,
-            )
+            wait_on_loop(self.loop, future, silent_s=self.loop_timeout_s, on_answer=on_answer, on_wait=on_wait)
             if future.cancelled():
                 raise RolloutError(f"{who} waited, but the controller was closed.")
             return future.result()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import functools
 import logging
 import math
 import time
@@ -119,8 +118,7 @@ class HomeLoop:
                 )
 
         try:
-            is_done = functools.partial(_is_done, future)
-            wait_on_loop(loop, is_done, silent_s=math.inf, on_wait=check)  # the deadline finds a blocked one
+            wait_on_loop(loop, future, silent_s=math.inf, on_wait=check)  # the deadline finds a blocked one
             return future.result()
         except LoopEnded as error:
             death = error.__cause__
@@ -187,7 +185,3 @@ class HomeLoop:
         """Returns at the next `wake`, or after `timeout_s`."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._changed.wait(), timeout_s)
-
-
-def _is_done(future: concurrent.futures.Future[Any], seconds: float) -> bool:
-    return bool(concurrent.futures.wait([future], seconds).done)

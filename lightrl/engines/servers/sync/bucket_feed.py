@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from concurrent.futures import Future
 from types import TracebackType
+from typing import Any
 
 from lightrl.concurrency.loop_thread import LoopBlocked, LoopEnded, deaths, wait_on_loop, wake_up
 from lightrl.errors import WeightSyncError
@@ -39,7 +40,7 @@ class BucketFeed:
             return False
         self._next = Bucket(dict(bucket.tensors), bucket.is_last, bucket.files)  # the iterator empties its own
         wake_up(self._loop, self._changed.set)
-        wait_while_running(self._loop, self._taken.wait)  # `stop` ends the wait when the coroutine is done
+        wait_while_running(self._loop, self._taken)  # `stop` ends the wait when the coroutine is done
         return not self._is_stopped
 
     def stop(self) -> None:
@@ -80,14 +81,14 @@ class BucketFeed:
         return self._taken_bucket
 
 
-def wait_while_running(loop: asyncio.AbstractEventLoop, wait: Callable[[float], bool]) -> None:
-    """Calls `wait` with a number of seconds until it is true; from another thread.
+def wait_while_running(loop: asyncio.AbstractEventLoop, awaited: Future[Any] | threading.Event) -> None:
+    """Waits, in another thread, until what happens on the loop is done or set.
 
     Raises:
         WeightSyncError: if the loop has ended, or is blocked: then nothing on it keeps its deadline.
     """
     try:
-        wait_on_loop(loop, wait, silent_s=BLOCKED_S)
+        wait_on_loop(loop, awaited, silent_s=BLOCKED_S)
     except LoopEnded as error:
         raise loop_ended(loop) from error
     except LoopBlocked as error:

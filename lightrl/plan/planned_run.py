@@ -1,4 +1,4 @@
-"""Builds a run without a trainer, and reads a PlannedRun from it or from a Trainer; `plan`, `launch` and `doctor` do.
+"""Reads a PlannedRun from a run's classes, with a Trainer or without one; `plan`, `launch` and `doctor` do.
 
 `fit` takes from it what a GPU's memory decides. Models are built without memory to count their parameters, and no
 device is asked for anything.
@@ -17,16 +17,14 @@ import torch
 
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks import StalenessControl
-from lightrl.commands.cli import LightRLCLI
 from lightrl.data import PairBatch, TrajectoryDataModule
 from lightrl.engines import LocalEngine, RolloutEngine
 from lightrl.functional import can_compile
-from lightrl.launch import memory
-from lightrl.launch.memory import PlannedRole, PlannedRun, UnknownMemory
-from lightrl.launch.plan import num_devices
 from lightrl.models import Role
 from lightrl.models.moe import moe_blocks
 from lightrl.module import RLModule
+from lightrl.plan import memory
+from lightrl.plan.memory import PlannedRole, PlannedRun, UnknownMemory, num_devices
 from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, named_strategy
 from lightrl.strategies.empty_model import empty_model
 from lightrl.strategies.layouts.probes import may_be_compiled
@@ -77,18 +75,6 @@ class TrainerSettings:
             num_nodes=nodes,
             accumulate_grad_batches=int(section.get("accumulate_grad_batches") or 1),
         )
-
-
-class UnstartedCLI(LightRLCLI):
-    """Builds model, data, engine and callbacks as `lightrl fit` does, but no trainer, so that no GPU is needed."""
-
-    def instantiate_trainer(self, **kwargs: Any) -> Any:
-        return TrainerSettings.of(self.config_init[self.config.subcommand].trainer)
-
-    def before_fit(self) -> None:
-        """Needs no checkpoint, and after the fit no run folder."""
-
-    after_fit = before_fit
 
 
 def planned(module: Any, trainer: Any, data: Any) -> PlannedRun | None:
