@@ -42,9 +42,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import lightrl
 from benchmarks.trajectories import make_experience
 from lightrl import GRPO, LocalEngine, ModelSpec, Prompt, PromptDataModule, RLCallback, Sampling
+from lightrl.columns import NATIVE
 from lightrl.errors import LightRLError
 from lightrl.experience import Experience
-from lightrl.functional.rows import NATIVE
 from lightrl.models import Outputs, Role
 from lightrl.models.expert_parallel import expert_mesh
 from lightrl.models.routes import Routes
@@ -392,7 +392,7 @@ class _ReplayDifferences(RLCallback):
             (outputs,) = module.parallel_models["policy"].forward([experience])
             return float((outputs.logprobs - experience.behavior_logprobs)[experience.loss_mask].abs().max())
 
-        self.native, self.replayed = largest(dataclasses.replace(experience, routes=None)), largest(experience)
+        self.native, self.replayed = largest(experience.without(["routes"])), largest(experience)
         routes = Routes(module.policy)
         with torch.no_grad(), routes.recording() as recorded:
             module.policy(input_ids=experience.token_ids[:, :-1], use_cache=False)

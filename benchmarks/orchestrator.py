@@ -54,6 +54,7 @@ from lightrl.engines.servers.server import Server as EngineServer
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.rewards import RewardResult
 from lightrl.rollout import RolloutController, RolloutSettings
+from lightrl.rollout.prompts import Prompts
 from lightrl.trajectory import Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
 from lightrl.workflows import SingleTurn
@@ -140,7 +141,7 @@ class NoText:
         return ""
 
 
-class Prompts:
+class SamePrompts(Prompts):
     def __getitem__(self, position: int) -> Prompt:
         return Prompt(f"p{position}", token_ids=list(PROMPT))
 
@@ -229,7 +230,7 @@ def controller_run(setting: Setting) -> None:
                 workflow_workers=setting.workers,
             ),
             sampling=setting.sampling,
-            prompts=Prompts(),  # type: ignore[arg-type]
+            prompts=SamePrompts(),  # type: ignore[arg-type]
         )
         try:
             workers = ready_workers(setting.workers)

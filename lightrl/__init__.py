@@ -5,6 +5,7 @@ The packages; each imports only from those above it in this list:
     errors        the exceptions of a run, as a tree
     checks        what a configuration says, checked with clear errors
     concurrency   threads, event loops and processes
+    columns       what travels with tokens, from the engine to the loss
     trace         what a process did when, for Perfetto; where the time went
     trajectory    Prompt, Sampling, Trajectory, Group: plain Python
     functional    equations: advantages, losses, KL, logprobs, packing

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, get_args
 
 from lightrl.checks.bounds import check_bounds, check_choice
-from lightrl.experience import ROLLOUT_FIELDS
+from lightrl.experience import rollout_fields
 from lightrl.trajectory import Sampling
 
 Kind = Literal["generate", "infer", "train"]
@@ -235,14 +235,14 @@ def iteration_graph(
         )
     reward_fields = ("rewards", "token_rewards")
     rollout = [
-        ModelCall(GENERATE, "policy", "generate", (), tuple(sorted(ROLLOUT_FIELDS.difference(reward_fields)))),
+        ModelCall(GENERATE, "policy", "generate", (), tuple(sorted(rollout_fields().difference(reward_fields)))),
         ModelCall(REWARD, None, "infer", ("token_ids",), reward_fields, run=reward),
     ]
     late = _later_than_advantages(model_calls, advantage_keys)
     inputs = ("rewards", *(key for call in model_calls for key in call.outputs if call.name not in late))
     learn = ModelCall(ADVANTAGES, inputs=inputs, outputs=advantage_keys, run=advantages, on_all_ranks=True)
     calls = [*([] if from_file else rollout), *model_calls, learn, *train_calls]
-    return DataFlowGraph(calls, roles=roles, given=ROLLOUT_FIELDS if from_file else ())
+    return DataFlowGraph(calls, roles=roles, given=rollout_fields() if from_file else ())
 
 
 def _later_than_advantages(calls: Sequence[ModelCall], advantage_keys: Sequence[str]) -> set[str]:
@@ -287,4 +287,4 @@ def runs_in_thread(call: ModelCall) -> bool:
 
 def follows_from_trajectories(call: ModelCall) -> bool:
     """Whether its outputs depend on no model of the trainer, so that recorded ones stay valid."""
-    return runs_in_thread(call) and not call.after and ROLLOUT_FIELDS.issuperset(call.inputs)
+    return runs_in_thread(call) and not call.after and rollout_fields().issuperset(call.inputs)

@@ -6,30 +6,19 @@ to the token it describes, position 0 of a logprob is 0. Logprobs are in nats.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self, cast, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from lightrl.checks.bounds import check_choice
+from lightrl.columns import column_of, registered
 from lightrl.functional.branches import row_lengths
 from lightrl.functional.device_copy import on_host, to_device
 from lightrl.functional.packing import microbatch_bins
-from lightrl.functional.rows import (
-    NATIVE,
-    check_trajectories,
-    every_token,
-    padded_rows,
-    reward_fields,
-    route_rows,
-    row_fields,
-    support_codes,
-    support_fields,
-)
+from lightrl.functional.rows import check_trajectories, reward_fields, row_fields, row_tensors, token_rows
 from lightrl.trajectory import Trajectory
 
 # What a loss reads as a whole; minibatches and microbatches never split it.
@@ -42,9 +31,9 @@ Reduction = Literal["sum", "max"]  # over ranks
 class Experience:
     """Trajectories as tensors. Frozen: phases add fields with `with_tensors`.
 
-    The outputs of a user's own model calls are kept in `extras` under their key, read as `experience["key"]`, and
-    travel with the other fields. Rows keep the (prompt, sample) order of the rollout. Images are stored once and
-    shared by parts; `image_rows` says which of them a row shows.
+    `columns` are what travels with tokens, and `extras` the outputs of a user's own model calls: both are read as
+    `experience["key"]`, and every copy keeps them. Rows keep the (prompt, sample) order of the rollout. Images are
+    stored once and shared by parts; `image_rows` says which of them a row shows.
     """
 
     token_ids: Tensor  # int64 [B, T], 0 on the padding
@@ -55,10 +44,6 @@ class Experience:
     group_ids: Tensor  # int64 [B]
     is_truncated: Tensor  # bool [B]
     lengths: Tensor  # int64 [B], tokens of each trajectory, prompt included
-    # int64 [B, T], tokens between a token and the one before it in its conversation; None if every trajectory is one
-    # conversation. For a tree of conversations see functional/branches.py.
-    gaps: Tensor | None = None
-    token_rewards: Tensor | None = None  # float32 [B, T], when the reward is given per token or turn
     proximal_logprobs: Tensor | None = None  # float32 [B, T], of the policy at the start of the update
     reference_logprobs: Tensor | None = None  # float32 [B, T], of the reference policy
     teacher_logprobs: Tensor | None = None  # float32 [B, T], of the teacher that is distilled
@@ -69,15 +54,13 @@ class Experience:
     pixel_values: Tensor | None = None  # float32 [P, ...], the entries of all images (models/images.py)
     image_grids: Tensor | None = None  # int64 [M, 3], of each image; their products are its entries
     image_rows: Tensor | None = None  # int64 [B, I], the images of each row in order, as indices of those; -1: none
-    supports: Tensor | None = None  # uint8 [S], in host memory: the codes of all supports (functional/supports.py)
-    support_starts: Tensor | None = None  # int64 [B], in host memory: where the codes of a row begin
-    support_sizes: Tensor | None = None  # int64 [B], in host memory: bytes of its codes
-    routes: Tensor | None = None  # uint8 [B, T, w], the experts that each token was sampled with (models/routes.py)
+    # The fields of columns (lightrl/columns) that a trajectory has values of: [B, T, ...], or codes in host memory.
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # [B], [B, T] or [B, T, ...], of a user's own calls
 
     def __post_init__(self) -> None:
         num, width = self.token_ids.shape
-        taken = sorted(set(self.extras) & FIELDS)
+        taken = sorted(name for name in self.extras if name in FIELDS or column_of(name) is not None)
         if taken:
             raise ValueError(f"extras has the key {taken[0]!r}, which is a field of Experience. Choose another key.")
         if len({value is None for value in (self.pixel_values, self.image_grids, self.image_rows)}) > 1:
@@ -94,27 +77,43 @@ class Experience:
                 trains although nothing predicts it.
         """
         check_trajectories(trajectories)
-        others: Any = row_fields(trajectories)
-        if any(item.supports is not None for item in trajectories):
-            others |= support_fields([support_codes(item) for item in trajectories])
-        routes = route_rows(trajectories)
-        if routes is not None:
-            others["routes"] = pad_sequence([*map(torch.tensor, routes)], batch_first=True, padding_value=NATIVE)
-        if any(item.gaps is not None for item in trajectories):
-            others["gaps"] = padded_rows([item.gaps or [0] * len(item.token_ids) for item in trajectories], 0, np.int64)
-        others["rewards"], token_rewards = reward_fields(trajectories)
-        if token_rewards is not None:
-            others["token_rewards"] = padded_rows(token_rewards, 0.0, np.float32)
-        return cls(
-            token_ids=padded_rows([item.token_ids for item in trajectories], 0, np.int64),
-            loss_mask=padded_rows([item.loss_mask for item in trajectories], False, np.bool_),
-            behavior_logprobs=padded_rows([item.behavior_logprobs for item in trajectories], 0.0, np.float32),
-            weight_versions=padded_rows([item.weight_versions for item in trajectories], -1, np.int64),
-            **others,
-        )
+        rows, tensors = token_rows(trajectories), row_fields(trajectories)
+        tensors["rewards"], token_rewards = reward_fields(trajectories)
+        rows |= {} if token_rewards is None else {"token_rewards": token_rewards}
+        for name, values in rows.items():
+            tensors |= row_tensors(name, values)
+        return cls.of_tensors(tensors)
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
+
+    @property
+    def gaps(self) -> Tensor | None:
+        """Tokens between a token and the one before it in its conversation, int64 [B, T]; None if there are none.
+
+        For a tree of conversations see functional/branches.py.
+        """
+        return self.columns.get("gaps")
+
+    @property
+    def token_rewards(self) -> Tensor | None:
+        """Rewards of the tokens, float32 [B, T], if some trajectory's are given per token or turn."""
+        return self.columns.get("token_rewards")
+
+    @property
+    def supports(self) -> Tensor | None:
+        """The codes of all supports (functional/supports.py), uint8 [S], in host memory; see `row_codes`."""
+        return self.columns.get("supports")
+
+    @property
+    def routes(self) -> Tensor | None:
+        """The experts that each token was sampled with (models/routes.py), uint8 [B, T, w]."""
+        return self.columns.get("routes")
+
+    def row_codes(self, field: str) -> list[Tensor]:
+        """The codes of each row's tokens in a column of codes, uint8, in host memory."""
+        codes, starts, sizes = (self.columns[f"{field}{part}"] for part in ("", "_starts", "_sizes"))
+        return [codes[start : start + size] for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
 
     @property
     def loss_token_counts(self) -> Tensor:
@@ -165,36 +164,43 @@ class Experience:
         return values
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are set, by name, and the extras."""
+        """The fields that are set, by name, with those of columns and the extras."""
         values = ((name, getattr(self, name)) for name in _FIELD_ORDER)
-        return {**{name: value for name, value in values if value is not None}, **self.extras}
+        return {**{name: value for name, value in values if value is not None}, **self.columns, **self.extras}
 
     def __getitem__(self, name: str) -> Tensor:
         """A field or an extra by its name; raises KeyError if it is not set."""
-        value = self.extras.get(name) if name not in FIELDS else getattr(self, name)
+        value = getattr(self, name) if name in FIELDS else self.columns.get(name, self.extras.get(name))
         if value is None:
             raise KeyError(f"Experience has no {name!r}; it has {sorted(self.tensors())}. Add a model call for it.")
         return cast(Tensor, value)
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
-        """Returns a copy with these fields set; names that are not fields become extras."""
+        """Returns a copy with these fields set; names that are neither fields nor those of columns become extras."""
         return self.of_tensors({**self.tensors(), **tensors})
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Make one of fields and extras by name."""
+        """Make one of fields, columns and extras by name."""
         fields_set = {name: value for name, value in tensors.items() if name in FIELDS}
-        return cls(**fields_set, extras={name: value for name, value in tensors.items() if name not in FIELDS})
+        others = {name: value for name, value in tensors.items() if name not in FIELDS}
+        columns = {name: value for name, value in others.items() if column_of(name) is not None}
+        extras = {name: value for name, value in others.items() if name not in columns}
+        return cls(**fields_set, columns=columns, extras=extras)
+
+    def without(self, names: Collection[str]) -> Self:
+        """Returns a copy without these fields; those that are not set are ignored."""
+        return self.of_tensors({name: value for name, value in self.tensors().items() if name not in names})
 
     def select(self, rows: Tensor | Sequence[int]) -> Self:
         """The trajectories at these rows, in this order, cut to the longest of them."""
         index = torch.as_tensor(rows, dtype=torch.int64, device=self.token_ids.device)
         width = int(self.lengths[index].max()) if len(index) else 0
-        on_host = index.cpu() if self.supports is not None else index
+        index_on_host = index.cpu() if any(map(is_on_host, self.columns)) else index
         picked = {
-            name: value[on_host if name in ON_HOST else index]
+            name: value[index_on_host if is_on_host(name) else index]
             for name, value in self.tensors().items()
-            if name not in TABLES
+            if not is_table(name)
         }
         cut = {name: value[:, :width] for name, value in picked.items() if value.dim() >= 2 and name != "image_rows"}
         return self.with_tensors({**picked, **cut})
@@ -202,7 +208,7 @@ class Experience:
     def to(self, device: torch.device | str) -> Self:
         """Copies to this device; the host does not wait, and `on_host` of a field is what was copied."""
         place = torch.device(device)
-        moved = {name: to_device(value, place) for name, value in self.tensors().items() if name not in ON_HOST}
+        moved = {name: to_device(value, place) for name, value in self.tensors().items() if not is_on_host(name)}
         return self.with_tensors(moved)
 
     def minibatches(self, num: int, *, epochs: int = 1, seed: int = 0, unit: LossUnit = "trajectory") -> Iterator[Self]:
@@ -234,7 +240,7 @@ class Experience:
         return units_of(self.group_ids.tolist(), unit)
 
     def to_tensordict(self) -> Any:
-        """A `tensordict.TensorDict` of the fields that are set, batch size [B], without images and `supports`.
+        """A `tensordict.TensorDict` of the fields that are set, batch size [B], without images and columns of codes.
 
         Raises:
             ImportError: if tensordict is not installed.
@@ -243,16 +249,29 @@ class Experience:
             from tensordict import TensorDict
         except ImportError as error:
             raise ImportError("to_tensordict needs tensordict: pip install tensordict.") from error
-        tensors = {name: value for name, value in self.tensors().items() if name not in (*TABLES, *ON_HOST)}
+        tensors = {name: value for name, value in self.tensors().items() if not (is_table(name) or is_on_host(name))}
         return TensorDict(tensors, batch_size=[len(self)])
 
 
-_FIELD_ORDER = tuple(item.name for item in fields(Experience) if item.name != "extras")
-FIELDS = frozenset(_FIELD_ORDER)  # Experience's, less the extras
-TABLES = ("pixel_values", "image_grids", "supports")  # stored once; other fields say which part belongs to a row
-ON_HOST = ("supports", "support_starts", "support_sizes")  # strategies decode them there
-# The fields that the rollout fills in; model calls may read them.
-ROLLOUT_FIELDS = frozenset(_FIELD_ORDER[: _FIELD_ORDER.index("token_rewards") + 1])
+_FIELD_ORDER = tuple(item.name for item in fields(Experience) if item.name not in ("columns", "extras"))
+FIELDS = frozenset(_FIELD_ORDER)  # Experience's, less the columns and extras
+_OF_ROLLOUT = _FIELD_ORDER[: _FIELD_ORDER.index("proximal_logprobs")]
+
+
+def rollout_fields() -> frozenset[str]:
+    """The fields that the rollout fills in; model calls may read them."""
+    return frozenset(_OF_ROLLOUT).union(*(column.fields for column in registered() if not column.is_hidden))
+
+
+def is_table(name: str) -> bool:
+    """Whether the field is stored once, and others say which part of it belongs to a row."""
+    return name in ("pixel_values", "image_grids") or (is_on_host(name) and not name.endswith(("_starts", "_sizes")))
+
+
+def is_on_host(name: str) -> bool:
+    """Whether the field stays in host memory, where strategies decode it."""
+    column = column_of(name)
+    return column is not None and column.is_coded
 
 
 def units_of(group_ids: Sequence[int], unit: LossUnit) -> list[list[int]]:
@@ -290,17 +309,9 @@ def minibatch_order(num: int, epochs: int, seed: int) -> list[int]:
     return [*range(num), *(index for order in later for index in order)]
 
 
-def row_codes(experience: Experience) -> list[Tensor]:
-    """The codes of the supports of each row's tokens, uint8, in host memory."""
-    if experience.supports is None or experience.support_starts is None or experience.support_sizes is None:
-        return [every_token(length) for length in experience.lengths.tolist()]
-    starts, sizes = experience.support_starts.tolist(), experience.support_sizes.tolist()
-    return [experience.supports[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-
-
 def check_shape(name: str, tensor: Tensor, num: int, width: int) -> None:
     """Raises ValueError unless the field is [B] or [B, T, ...]; `image_rows` are [B, I]."""
-    if name in TABLES:
+    if is_table(name):
         return
     expected = (num, width) if tensor.dim() >= 2 and name != "image_rows" else (num,)
     if tuple(tensor.shape[: len(expected) if name == "image_rows" else 2]) != expected:

@@ -51,9 +51,8 @@ from lightrl.loops import (
     keep_rows,
     logging_allowed,
 )
-from lightrl.models import LoRA, ModelSpec, Role, RoleMesh
+from lightrl.models import LoRA, ModelSpec, Role, RoleMesh, check_compiled
 from lightrl.models.precision import rounding_warning
-from lightrl.models.routes import NOT_COMPILED, RouteLayout
 from lightrl.module import RLModule, TrainedModule
 from lightrl.rewards.length_penalty import OverlongPenalty
 from lightrl.rollout.rl_trainer import RLTrainer
@@ -435,9 +434,7 @@ class Trainer(RLTrainer):
         if self.engine is None:
             return
         if is_fit and isinstance(self.strategy, FSDP2Strategy) and self.strategy.compile_layers:
-            records = self.engine.record_routes is not False
-            if records and RouteLayout.of(module.models()["policy"].spec.load_config()) is not None:
-                raise ValueError(NOT_COMPILED)
+            check_compiled(self.engine, module.models()["policy"].spec.load_config())
         self.engine.check()
         for sampling in (module.sampling, module.validation_sampling):
             self.engine.check_sampling(sampling)

@@ -1,5 +1,5 @@
-"""The records of a rollout: Prompt, Sampling, Turn, TokenArray, Trajectory, Group. Plain Python: reward workers import
-neither torch nor numpy.
+"""The records of a rollout: Prompt, Sampling, Turn, Trajectory, Group. Plain Python: reward workers import neither
+torch nor numpy.
 
 A trajectory has two encodings: `to_bytes` for other processes and checkpoints, and a line of JSON (`encode_json`) for
 files that people read.
@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import itertools
 import json
 import math
 import re
 import struct
-from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overload
+from typing import Any, Literal, TypeAlias, cast
+
+from lightrl.columns import TOKENS, TokenArray, as_columns, registered
 
 FinishReason = Literal["stop", "length", "abort"]
 
 JsonObject: TypeAlias = dict[str, Any]  # a chat message, the columns of a row, a schema, a state
 JsonMapping: TypeAlias = Mapping[str, Any]  # the same, only read
-
-_Number = TypeVar("_Number", bound=float, covariant=True)
 
 
 @dataclass(frozen=True)
@@ -241,157 +239,6 @@ class Turn:
     finish_reason: FinishReason = "stop"
 
 
-class TokenArray(Sequence[_Number]):
-    """Numbers of one type, one for each token, without a Python object for each. Reads like a list; never changes.
-
-    `array == [1, 2]`, `array[3:5]`, `sum(array)` and `[0] + array` work as with a list. `numpy.asarray(array)` has its
-    dtype and makes no copy, unless the numbers are stored as runs. A slice is a TokenArray, `[0] + array` a list.
-
-    Args:
-        values: a list, an array of numpy or torch, or any other numbers.
-        code: the dtype, in the letters of `memoryview.format`: "i" int32, "f" float32, "d" float64, "?" bool,
-            "B" uint8.
-        as_runs: store each run of equal numbers as the number and its end instead, unless that takes more memory.
-
-    Raises:
-        TypeError, OverflowError: if a number does not fit the dtype; float32 rounds instead.
-    """
-
-    __slots__ = ("_ends", "_values", "code")
-
-    def __init__(self, values: Iterable[float], code: str, *, as_runs: bool = False) -> None:
-        self.code = code
-        self._values: bytes | memoryview = _packed(values, code)
-        self._ends = b""  # int32 [runs]; empty if each number is stored
-        if as_runs and len(self):
-            runs = TokenArray[_Number].of_runs(self.runs(), code)
-            if runs.nbytes < self.nbytes:
-                self._values, self._ends = runs._values, runs._ends
-
-    @classmethod
-    def of_runs(cls, runs: Iterable[tuple[float, int]], code: str) -> TokenArray[_Number]:
-        """Builds an array from (number, how often it comes), without a step for each token."""
-        numbers: list[float] = []
-        ends, end = array("i"), 0
-        for number, length in runs:
-            end += length
-            if length and numbers and number == numbers[-1]:
-                ends[-1] = end
-            elif length:
-                numbers.append(number)
-                ends.append(end)
-        return cls.of_stored(_packed(numbers, code), ends.tobytes(), code)
-
-    @classmethod
-    def joined(cls, parts: Iterable[Sequence[float]], code: str, *, as_runs: bool = False) -> TokenArray[_Number]:
-        arrays = [part if isinstance(part, TokenArray) and part.code == code else cls(part, code) for part in parts]
-        if as_runs:
-            return cls.of_runs([run for part in arrays for run in part.runs()], code)
-        return cls.of_stored(b"".join([part._bytes() for part in arrays]), b"", code)
-
-    @classmethod
-    def of_stored(cls, values: bytes | memoryview, ends: bytes, code: str) -> TokenArray[_Number]:
-        """The inverse of `stored`."""
-        result = cls.__new__(cls)
-        result.code, result._values, result._ends = code, values, ends
-        return result
-
-    @property
-    def stored(self) -> tuple[bytes, bytes]:
-        """The numbers in this machine's byte order, and int32 ends of their runs or nothing, for files and messages."""
-        return bytes(self._values), self._ends
-
-    @classmethod
-    def of_text(cls, text: str, code: str) -> TokenArray[_Number]:
-        values, ends = map(base64.b64decode, text.split(":"))
-        return cls.of_stored(values, ends, code)
-
-    @property
-    def text(self) -> str:
-        """`stored` as text for JSON that nobody reads."""
-        return ":".join(base64.b64encode(part).decode() for part in self.stored)
-
-    @property
-    def nbytes(self) -> int:
-        return len(self._values) + len(self._ends)
-
-    def runs(self) -> list[tuple[_Number, int]]:
-        """(number, how often it comes) of each run of equal numbers."""
-        if not self._ends:
-            return [(number, len(list(run))) for number, run in itertools.groupby(self)]
-        ends = self._run_ends().tolist()
-        runs = zip(_view(self._values, self.code), ends, [0, *ends[:-1]], strict=True)
-        return [(number, end - start) for number, end, start in runs]
-
-    def tolist(self) -> list[_Number]:
-        return cast("list[_Number]", self._expanded().tolist())
-
-    def __len__(self) -> int:
-        return self._run_ends()[-1] if self._ends else len(self._values) // _SIZES[self.code]
-
-    @overload
-    def __getitem__(self, index: int) -> _Number: ...
-    @overload
-    def __getitem__(self, index: slice) -> TokenArray[_Number]: ...
-    def __getitem__(self, index: int | slice) -> _Number | TokenArray[_Number]:
-        if isinstance(index, slice):
-            numbers = self._expanded()[index]
-            return TokenArray.of_stored(numbers.cast("B") if numbers.contiguous else numbers.tobytes(), b"", self.code)
-        if self._ends:
-            index = bisect_right(self._run_ends(), range(len(self))[index])
-        return cast(_Number, _view(self._values, self.code)[index])
-
-    def __iter__(self) -> Iterator[_Number]:
-        return iter(self._expanded())
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, TokenArray):
-            return self._expanded() == other._expanded()
-        return self.tolist() == other if isinstance(other, list) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __add__(self, other: Sequence[Any]) -> list[Any]:
-        return [*self, *other]
-
-    def __radd__(self, other: Sequence[Any]) -> list[Any]:
-        return [*other, *self]
-
-    def __repr__(self) -> str:
-        return repr(self.tolist())
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        import numpy as np
-
-        return np.array(self.numpy(), dtype=dtype, copy=copy)
-
-    def numpy(self) -> Any:
-        """An array of its dtype, [T], that cannot be written to; as `numpy.asarray`, but faster."""
-        import numpy as np  # here, since reward workers do without
-
-        return np.frombuffer(self._bytes(), self.code)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return TokenArray.of_stored, (*self.stored, self.code)
-
-    def _run_ends(self) -> memoryview[int]:
-        return memoryview(self._ends).cast("i")
-
-    def _expanded(self) -> memoryview[Any]:
-        return _view(self._bytes(), self.code)
-
-    def _bytes(self) -> bytes | memoryview:
-        """Each number, in this machine's byte order."""
-        if not self._ends:
-            return self._values
-        values, size, start, parts = bytes(self._values), _SIZES[self.code], 0, []
-        for place, end in enumerate(self._run_ends()):
-            parts.append(values[place * size : (place + 1) * size] * (end - start))
-            start = end
-        return b"".join(parts)
-
-
 Span = tuple[int, int]  # tokens from start to end
 
 
@@ -425,8 +272,8 @@ def rows_of(num_tokens: int, branches: Iterable[tuple[int, int]]) -> list[list[S
 class Trajectory:
     """One finished interaction: a completion, a conversation of several turns, or a tree of conversations.
 
-    A list that is given or assigned to a per-token field becomes a TokenArray, which takes 8 bytes a token for all of
-    them together, and up to 8 more for rewards that differ from token to token.
+    The constructor turns lists of per-token numbers into TokenArrays, which take 8 bytes a token for all of them
+    together, and up to 8 more for rewards that differ from token to token.
 
     Example (prompt of 5 tokens, completion of 2, sampled by weight version 4):
         Trajectory(prompt=..., group_id=12, sample=0,
@@ -451,13 +298,8 @@ class Trajectory:
     finish_reason: FinishReason = "stop"
     is_truncated: bool = False  # ended by a length limit
     reward: float | None = None  # None until it is computed
-    rewards: Sequence[float] | None = None  # float64 [T], for rewards per token; then `reward` is their sum
-    # uint8, the codes of the T tokens' supports (functional/supports.py); None if no distribution was truncated.
-    supports: Sequence[int] | None = None
-    # uint8 [T * w], the experts of the T tokens (models/routes.py); None if the engine returned none.
-    routes: Sequence[int] | None = None
-    # int32 [T], how many tokens between it and the one before it in its conversation; None if all are 0.
-    gaps: Sequence[int] | None = None
+    # What else travels with the tokens, by name (lightrl/columns), such as rewards per token.
+    columns: dict[str, Any] = field(default_factory=dict)
     images: list[str] = field(default_factory=list)  # images of observations, as data: URLs
     turns: list[Turn] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)  # name → number, logged for the reward or the workflow
@@ -466,25 +308,33 @@ class Trajectory:
     # Outputs of LLM judges and teachers, by key: a number, or a numpy array [T, ...].
     call_outputs: JsonObject = field(default_factory=dict)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in TOKEN_FIELDS and value is not None and "_arrays" not in self.__dict__:
-            value = token_array(name, value)
-        self.__dict__[name] = value
-
-    if not TYPE_CHECKING:  # else every attribute would be known
-
-        def __getattr__(self, name: str) -> object:
-            arrays = self.__dict__.get("_arrays", {})  # see `with_lists`
-            if name not in arrays:
-                raise AttributeError(f"Trajectory has no {name!r}; it has {sorted(self.__dataclass_fields__)}.")
-            self.__dict__[name] = arrays[name].tolist()
-            return self.__dict__[name]
-
     def __post_init__(self) -> None:
-        both = [token_array("token_ids", ids) for ids in (self.token_ids, self.completion_ids)]
-        all_ids, last_ids = (bytes(ids._bytes()) for ids in both)
-        if last_ids and all_ids.endswith(last_ids):
-            self.completion_ids = self.token_ids[-len(self.completion_ids) :]  # in the same memory
+        self.pack()
+
+    def pack(self) -> None:
+        """Turn assigned lists into TokenArrays; raises ValueError if a number does not fit its dtype."""
+        for name, column in TOKENS.items():
+            setattr(self, name, column.array(getattr(self, name)))
+        self.columns = as_columns(self.columns)
+        last_ids = TOKENS["token_ids"].array(self.completion_ids)
+        num = len(last_ids)
+        end = TOKENS["token_ids"].array(self.token_ids)[-num:] if num else last_ids
+        self.completion_ids = end if end.stored == last_ids.stored else last_ids  # `end` is in the same memory
+
+    @property
+    def rewards(self) -> Sequence[float] | None:
+        """Rewards per token, float64 [T], whose sum `reward` then is; None if there is one for the whole."""
+        return self.columns.get("rewards")
+
+    @rewards.setter
+    def rewards(self, values: Sequence[float] | None) -> None:
+        others = {name: value for name, value in self.columns.items() if name != "rewards"}
+        self.columns = others | as_columns({"rewards": values})
+
+    @property
+    def gaps(self) -> Sequence[int] | None:
+        """How many tokens are between a token and the one before it in its conversation, [T]; None if all are 0."""
+        return self.columns.get("gaps")
 
     def __eq__(self, other: object) -> bool:
         return self.to_json() == other.to_json() if isinstance(other, Trajectory) else NotImplemented
@@ -521,7 +371,7 @@ class Trajectory:
 
     @property
     def num_loss_tokens(self) -> int:
-        return sum(length for trains, length in token_array("loss_mask", self.loss_mask).runs() if trains)
+        return sum(length for trains, length in TOKENS["loss_mask"].array(self.loss_mask).runs() if trains)
 
     @property
     def answer(self) -> str:
@@ -539,15 +389,11 @@ class Trajectory:
         return self.metrics.get("accuracy", float((self.reward or 0.0) >= 1.0))
 
     def with_lists(self) -> Trajectory:
-        """A copy for user code: its per-token fields are lists, made when first read; without supports and routes."""
-        values = dict(vars(self))
-        arrays = {name: values.pop(name) for name in TOKEN_FIELDS if isinstance(values.get(name), TokenArray)}
-        for name in _ONLY_FOR_TRAINING:
-            arrays.pop(name, None)
+        """A copy for user code: its per-token fields are lists, and it has no hidden columns."""
         copy = object.__new__(type(self))
-        copy.__dict__.update(values, _arrays=arrays)
-        for name in arrays.keys() & {"rewards", "gaps"}:  # `__getattr__` is not called, since the class has a default
-            setattr(copy, name, arrays[name].tolist())
+        lists = {name: column.array(getattr(self, name)).tolist() for name, column in _ARRAYS.items()}
+        shown = {name: values.tolist() for name, values in self.columns.items() if not _is_hidden(name)}
+        copy.__dict__.update(vars(self), **lists, columns=shown)
         return copy
 
     def to_bytes(self, prompt: bytes | None = None, *, for_training: bool = True) -> bytes:
@@ -557,19 +403,18 @@ class Trajectory:
 
         Args:
             prompt: the prompt's `encode_json`, made once for a group; b"" if the reader has the prompt.
-            for_training: False leaves out supports and routes.
+            for_training: False leaves out hidden columns.
 
         Raises:
             TypeError, ValueError: if JSON cannot hold a field.
         """
-        others = {name: value for name, value in vars(self).items() if name != "prompt" and name not in TOKEN_FIELDS}
-        parts: list[bytes] = []
-        for name in TOKEN_FIELDS:
-            values = vars(self)[name]
-            is_sent = values is not None and (for_training or name not in _ONLY_FOR_TRAINING)
-            parts += values.stored if is_sent else (b"", b"")
+        others = {name: value for name, value in vars(self).items() if name not in ("prompt", "columns", *_ARRAYS)}
+        arrays = {name: column.array(getattr(self, name)) for name, column in _ARRAYS.items()}
+        arrays |= {name: values for name, values in self.columns.items() if for_training or not _is_hidden(name)}
+        parts = [part for values in arrays.values() for part in values.stored]
+        kinds = [[name, values.code] for name, values in arrays.items()]
         prompt = encode_json(self.prompt) if prompt is None else prompt
-        other_json = encode_json({**others, "lengths": [*map(len, parts)]})
+        other_json = encode_json({**others, "arrays": kinds, "lengths": [*map(len, parts)]})
         return b"".join([_LENGTHS.pack(len(prompt), len(other_json)), prompt, other_json, *parts])
 
     @classmethod
@@ -581,18 +426,18 @@ class Trajectory:
             prompt = Prompt(**json.loads(data[_LENGTHS.size : start]))
         values = json.loads(data[start : start + num_others])
         start += num_others
-        lengths = iter(values.pop("lengths"))
-        for name, num_numbers, num_ends in zip(TOKEN_FIELDS, lengths, lengths, strict=True):
+        columns: dict[str, TokenArray[Any]] = {}
+        kinds, lengths = values.pop("arrays"), iter(values.pop("lengths"))
+        for (name, code), num_numbers, num_ends in zip(kinds, lengths, lengths, strict=True):
             middle, end = start + num_numbers, start + num_numbers + num_ends
-            is_none = num_numbers == 0 and name in ("rewards", "gaps", *_ONLY_FOR_TRAINING)
-            array: TokenArray[float] = TokenArray.of_stored(data[start:middle], data[middle:end], TOKEN_FIELDS[name][0])
-            values[name] = None if is_none else array
+            array: TokenArray[Any] = TokenArray.of_stored(data[start:middle], data[middle:end], code)
+            (values if name in _ARRAYS else columns)[name] = array
             start = end
         values["turns"] = [Turn(**turn) for turn in values["turns"]]
         values["call_outputs"] = {key: as_array(value) for key, value in values["call_outputs"].items()}
         trajectory = object.__new__(cls)
-        trajectory.__dict__.update(values, prompt=prompt)
-        trajectory.__post_init__()
+        trajectory.__dict__.update(values, prompt=prompt, columns=columns)
+        trajectory.pack()
         return trajectory
 
     def to_text(self, prompt: bytes | None = None) -> str:
@@ -610,30 +455,26 @@ class Trajectory:
     @classmethod
     def from_json(cls, record: JsonMapping) -> Trajectory:
         values = {**record, "prompt": Prompt(**record["prompt"])}
-        texts = {name: values[name] for name in TOKEN_FIELDS if isinstance(values.get(name), str)}
-        values.update((name, TokenArray.of_text(text, TOKEN_FIELDS[name][0])) for name, text in texts.items())
+        columns = {column: values.pop(column.name, None) for column in registered()}
+        values["columns"] = {
+            column.name: TokenArray.of_text(numbers, column.code) if isinstance(numbers, str) else numbers
+            for column, numbers in columns.items()
+        }
         values["turns"] = [Turn(**turn) for turn in values.get("turns", [])]
         recorded = values.get("call_outputs", {})
         values["call_outputs"] = {key: as_array(value) for key, value in recorded.items()}
         return cls(**values)
 
     def _version_runs(self) -> list[tuple[int, int]]:
-        return token_array("weight_versions", self.weight_versions).runs()
+        return TOKENS["weight_versions"].array(self.weight_versions).runs()
 
 
-# The per-token fields: code of the TokenArray, and whether runs of equal numbers are usual.
-TOKEN_FIELDS: dict[str, tuple[str, bool]] = {
-    "token_ids": ("i", False),
-    "loss_mask": ("?", True),
-    "behavior_logprobs": ("f", False),
-    "weight_versions": ("i", True),
-    "completion_ids": ("i", False),
-    "rewards": ("d", True),
-    "supports": ("B", False),
-    "routes": ("B", False),
-    "gaps": ("i", True),
-}
-_ONLY_FOR_TRAINING = ("supports", "routes")  # bytes that nobody reads as numbers
+# The per-token fields that are no columns, and how each is stored.
+_ARRAYS = {**TOKENS, "completion_ids": TOKENS["token_ids"]}
+
+
+def _is_hidden(name: str) -> bool:
+    return any(column.is_hidden for column in registered() if column.name == name)
 
 
 @dataclass
@@ -674,27 +515,12 @@ def encode_json(value: object) -> bytes:
     return _ENCODER.encode(value).encode(errors="backslashreplace")
 
 
-def token_array(name: str, values: Iterable[Any]) -> TokenArray[Any]:
-    """The TokenArray for a per-token field.
-
-    Raises:
-        ValueError: if a number does not fit its dtype.
-    """
-    code, as_runs = TOKEN_FIELDS[name]
-    if isinstance(values, TokenArray) and values.code == code:
-        return values
-    try:
-        return TokenArray(values, code, as_runs=as_runs)
-    except (TypeError, OverflowError) as error:
-        raise ValueError(f"{name} must be numbers of type {_DTYPES[code]}, one for each token: {error}.") from error
-
-
 def _as_plain(value: object) -> object:
     """A record, a TokenArray, or an array or number of numpy or torch, as JSON can hold it."""
     if isinstance(value, Prompt):
         return value.to_json()
     if isinstance(value, Trajectory):
-        return {name: getattr(value, name) for name in value.__dataclass_fields__}
+        return {name: getattr(value, name) for name in value.__dataclass_fields__ if name != "columns"} | value.columns
     if isinstance(value, Turn):
         return vars(value)
     if isinstance(value, TokenArray) and value.code == "B":  # nobody reads them as numbers
@@ -742,22 +568,6 @@ def sampling_seed(run_seed: int, prompt_id: str, sample: int, turn: int = 0) -> 
     """The seed of one generation, [0, 2^63): the same on every machine and in any order of arrival."""
     text = f"{run_seed}/{prompt_id}/{sample}/{turn}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
-
-
-_DTYPES = {"i": "int32", "f": "float32", "d": "float64", "?": "bool", "B": "uint8"}
-_SIZES = {code: struct.calcsize(code) for code in _DTYPES}
-
-
-def _packed(values: Any, code: str) -> bytes:
-    if hasattr(values, "tolist"):  # an array of numpy or torch
-        if str(getattr(values, "dtype", "")) == _DTYPES[code]:
-            return cast(bytes, values.tobytes())
-        values = values.tolist()
-    return bytes(map(bool, values)) if code == "?" else array(code, values).tobytes()
-
-
-def _view(data: bytes | memoryview, code: str) -> memoryview[Any]:
-    return memoryview(data).cast(code)  # type: ignore[call-overload,no-any-return]
 
 
 def as_array(value: object) -> object:

@@ -31,10 +31,10 @@ LEAVES = {
     "supervised": Leaf(992, "lightrl.SFT", "algorithms", "algorithms.md",
         "algorithms/dpo.py algorithms/reward_model.py algorithms/sft.py algorithms/supervised.py data/completions.py"),
     "distillation": Leaf(161, "lightrl.Distillation", "algorithms", "algorithms.md", "algorithms/distillation.py"),
-    "fast decoder": Leaf(772, "fast decoder", "engines", "performance.md", "engines/local/fast"),
-    "gateway": Leaf(240, "gateway", "engines", "gateway.md", "engines/servers/gateway.py"),
+    "fast decoder": Leaf(774, "fast decoder", "engines", "performance.md", "engines/local/fast"),
+    "gateway": Leaf(240, "gateway", "engines", "clusters.md", "engines/servers/gateway.py"),
     "vLLM": Leaf(458, "lightrl.VLLMEngine", "engines", "serve-with-sglang.md", "engines/vllm"),
-    "math": Leaf(1096, "lightrl.rewards.math_answer", "rewards", "write-a-reward.md",
+    "math": Leaf(1172, "lightrl.rewards.math_answer", "rewards", "write-a-reward.md",
         "rewards/math_answer.py rewards/math_expressions.py rewards/math_units.py"),
     "code": Leaf(1550, "lightrl.rewards.code_tests", "rewards", "write-a-reward.md",
         "rewards/code_tests.py rewards/sandbox.py rewards/sandbox_guard"),
@@ -44,7 +44,7 @@ LEAVES = {
     "tools": Leaf(620, "lightrl.ToolEnvironment", "workflows", "write-an-environment.md",
         "workflows/mcp_tools.py workflows/tools.py"),
     "OpenEnv": Leaf(264, "lightrl.workflows.OpenEnv", "workflows", "write-an-environment.md", "workflows/openenv.py"),
-    "agents": Leaf(1891, "lightrl.AgentWorkflow", "workflows", "train-an-agent.md",
+    "agents": Leaf(1854, "lightrl.AgentWorkflow", "workflows", "train-an-agent.md",
         "workflows/agent_command.py workflows/agent_protocol.py workflows/agent_session.py workflows/agent_workflow.py "
         "workflows/chat_protocol.py workflows/completion_parser.py workflows/messages_protocol.py "
         "workflows/openai_endpoint.py workflows/responses_protocol.py"),
@@ -55,15 +55,16 @@ LEAVES = {
     "inspector": Leaf(1049, "lightrl inspect", "inspect", "inspect.md", "commands/inspect.py inspect"),
     "status": Leaf(106, "lightrl status", "commands", "clusters.md", "commands/status.py"),
     "serve": Leaf(311, "lightrl serve", "commands", "serve-with-sglang.md", "commands/serve.py"),
-    "fake engine": Leaf(297, "lightrl.FakeEngine", "engines", "test-your-code.md", "engines/fake_engine.py"),
-    "doctor": Leaf(883, "lightrl doctor", "commands", "check-a-run.md", "commands/doctor"),
+    "fake engine": Leaf(299, "lightrl.FakeEngine", "engines", "test-your-code.md", "engines/fake_engine.py"),
+    "doctor": Leaf(882, "lightrl doctor", "commands", "check-a-run.md", "commands/doctor"),
     "plan": Leaf(1212, "lightrl plan", "plan", "which-when.md", "commands/plan.py plan"),
     "launch": Leaf(1920, "lightrl launch", "launch", "clusters.md",
         "commands/launch.py launch"),
     "convert": Leaf(830, "lightrl convert", "migration", "coming-from-areal.md", "migration"),
 }  # fmt: skip
 
-OPTIONS = """functional/supports.py functional/branches.py strategies/layouts/branches.py
+OPTIONS = """columns/supports.py columns/routes.py functional/supports.py functional/branches.py
+    strategies/layouts/branches.py
     strategies/layouts/halves.py strategies/layouts/shared_prefix.py
     engines/servers/follower.py engines/servers/leader.py rollout/workflow_pool.py rollout/workflow_worker.py
     engines/servers/registry.py engines/servers/sync/receiver.py
@@ -74,10 +75,16 @@ OPTIONS = """functional/supports.py functional/branches.py strategies/layouts/br
     engines/servers/sync/cache_canary.py weights/block_fp8.py
     models/images.py loops/shared_tables.py models/tuning.py models/lora.py models/expert_parallel.py models/moe.py
     models/routes.py models/hybrids.py callbacks/dynamic_sampling.py data/curriculum.py data/mixture.py data/streamed.py
-    callbacks/trace.py trace"""
+    callbacks/trace.py concurrency/listener.py trace"""
 
-# What travels with tokens, or what an adapter changes -> the word by which a file names it.
-NAMED = {"supports": r"support(s|_)", "routes": r"route(?!r)", "images": r"image", "LoRA": r"(?i)lora|adapter"}
+# What travels with tokens, or what an adapter changes -> how a file names it. The verb `supports`, and routes of HTTP
+# or of a network, are not the columns, which count by the names that code has for them.
+NAMED = {
+    "supports": r"""SUPPORTS|Supports\b|the(ir)? supports|support_\w|\w_supports\b|\bsupports(?=[\].,:=)'"`])""",
+    "routes": r"""ROUTES|Routes\b|RouteLayout|\w_routes\b(?!\()|routed_experts|\broutes(?=[\].,=)'"`])""",
+    "images": r"image",
+    "LoRA": r"(?i)lora|adapter",
+}
 
 
 def files_of(names: str) -> set[Path]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.families import FAMILIES, family_spec
 from lightrl import LocalEngine, ModelSpec, Prompt, RolloutEngine, Sampling
-from lightrl.models.routes import joined_routes
+from lightrl.columns import extended
 from lightrl.trajectory import Trajectory
 from lightrl.weights import Bucket
 
@@ -93,7 +93,7 @@ def sampled_by(engine: RolloutEngine) -> list[Trajectory]:
             completion_ids=made.token_ids,
             completion="",
             reward=0.0,
-            routes=joined_routes(None, len(prompt), made.routes, len(made.token_ids)),
+            columns=extended({}, len(prompt), made.columns, len(made.token_ids)),
         )
         for index, (prompt, made) in enumerate(zip(prompts, completions, strict=True))
     ]

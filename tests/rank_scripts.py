@@ -16,7 +16,7 @@ import forked
 import torch
 
 from lightrl.engines.servers.processes.process import HeldPort
-from lightrl.experience import Experience
+from lightrl.experience import Experience, is_on_host
 
 if TYPE_CHECKING:
     import pytest
@@ -67,7 +67,7 @@ def gathered_tensors(experience: Experience) -> dict[str, torch.Tensor]:
     rows, num, width = experience.local_rows, len(experience), int(experience.lengths.max())
     found = {}
     for name, value in experience.local.tensors().items():
-        if name.startswith("support"):  # one byte after another, of all rows
+        if is_on_host(name):  # one byte after another, of all rows
             continue
         fill = {"weight_versions": -1, "routes": 255}.get(name, 0)  # of what a rank's shorter rows lack
         number = value.int() if value.dtype == torch.bool else value

@@ -38,7 +38,7 @@ def test_rows_are_padded_on_the_right_with_what_means_nothing() -> None:
 
 
 def test_a_reward_of_the_whole_goes_to_the_last_loss_token_where_others_have_one_per_token() -> None:
-    per_token = trajectory(rewards=[0.0, 0.0, 0.5, 0.25], reward=0.75)
+    per_token = trajectory(columns={"rewards": [0.0, 0.0, 0.5, 0.25]}, reward=0.75)
     whole = trajectory(loss_mask=[False, True, True, False], reward=2.0)
     experience = Experience.from_trajectories([per_token, whole])
     assert experience.token_rewards is not None
@@ -54,7 +54,10 @@ def test_a_reward_of_the_whole_goes_to_the_last_loss_token_where_others_have_one
             [trajectory(loss_mask=[False, True])],
             r"'sum-1' needs one entry of loss_mask for each of its 4 token_ids, got 2",
         ),
-        ([trajectory(rewards=[1.0])], r"'sum-1' needs one entry of rewards for each of its 4 token_ids, got 1"),
+        (
+            [trajectory(columns={"rewards": [1.0]})],
+            r"'sum-1' needs one entry of rewards for each of its 4 token_ids, got 1",
+        ),
         ([trajectory(loss_mask=[True] * 4)], "trains its first token, which nothing predicts"),
     ],
     ids=["none", "unrewarded", "short mask", "short rewards", "no prompt"],

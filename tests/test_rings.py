@@ -12,10 +12,10 @@ from lightrl.checks.entry_points import ENTRY_POINTS, entry_point
 from lightrl.commands.main import COMMANDS
 from scripts import rings
 
-MAX_CORE_LINES = 38256
-MAX_CORE_AND_OPTION_LINES = 45588
-MAX_CORE_FILES_THAT_NAME = {"supports": 23, "routes": 31, "images": 22, "LoRA": 10}
-MAX_ENTERED = (5950, 860, 92)  # lines, functions and files of a warm iteration, of which some depend on threads
+MAX_CORE_LINES = 38538
+MAX_CORE_AND_OPTION_LINES = 45997
+MAX_CORE_FILES_THAT_NAME = {"supports": 10, "routes": 10, "images": 23, "LoRA": 10}
+MAX_ENTERED = (5960, 885, 98)  # lines, functions and files of a warm iteration, of which some depend on threads
 
 
 def test_the_core_does_not_grow():

@@ -20,7 +20,8 @@ MAX_BROAD_EXCEPTS_PER_1000_LINES = 0.5
 MAX_PRIVATE_NAMES_IN_TESTS = 52
 LAYERS = [
     {"errors"},
-    {"checks", "concurrency", "trace", "trajectory"},
+    {"checks", "columns", "concurrency", "trace"},
+    {"trajectory"},
     {"functional"},
     {"experience"},
     {"rewards", "weights"},

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from tiny import random_trajectories
 
+from lightrl.columns import TokenArray, as_columns
 from lightrl.testing import make_trajectory
 from lightrl.trajectory import (
     MAX_SUPPORT,
     Group,
     Prompt,
     Sampling,
-    TokenArray,
     Trajectory,
     Turn,
     encode_json,
@@ -33,8 +33,9 @@ def rich_trajectory() -> Trajectory:
     num = len(trajectory.token_ids)
     trajectory.prompt = replace(trajectory.prompt, fields={"answer": "½ \ud83d", "nested": [1, None]})
     trajectory.turns = [Turn(2, 5), Turn(7, 9, "length")]
-    trajectory.rewards, trajectory.supports, trajectory.routes = [0.5] * num, [200, 1, 0] * num, [3, 255] * num
-    trajectory.gaps = [0] * (num - 2) + [3, 0]
+    gaps = [0] * (num - 2) + [3, 0]
+    trajectory.columns = as_columns({"supports": [200, 1, 0] * num, "routes": [3, 255] * num, "gaps": gaps})
+    trajectory.rewards = [0.5] * num
     trajectory.metrics = {"accuracy": np.float32(0.5)}  # type: ignore[dict-item]  # as a reward may return it
     trajectory.call_outputs = {"score": 0.25, "logprobs": np.arange(num, dtype=np.float32)}
     return trajectory
@@ -60,7 +61,8 @@ def test_bytes_may_lack_the_prompt_supports_and_routes() -> None:
     other = Prompt("other", token_ids=[1])
     made = Trajectory.from_bytes(data, other)
     assert made.prompt is other
-    assert (made.supports, made.routes, made.token_ids) == (None, None, trajectory.token_ids)
+    assert made.columns.keys() == {"rewards", "gaps"}
+    assert made.token_ids == trajectory.token_ids
     assert Trajectory.from_bytes(trajectory.to_bytes(encode_json(other))).prompt == other
 
 
@@ -76,15 +78,13 @@ def test_a_copy_with_lists_makes_them_when_they_are_read_and_can_be_copied() -> 
     seen = trajectory.with_lists()
     assert "token_ids" not in vars(seen)
     assert type(seen.token_ids) is type(seen.rewards) is type(seen.loss_mask) is list
-    assert seen.supports is seen.routes is None
+    assert seen.columns.keys() == {"rewards", "gaps"}
     seen.token_ids = seen.token_ids[:1]
     assert (type(seen.token_ids), len(trajectory.token_ids) > 1) == (list, True)
     seen = trajectory.with_lists()
-    trajectory.supports = trajectory.routes = None
+    trajectory.columns = {name: trajectory.columns[name] for name in ("rewards", "gaps")}
     assert replace(seen, completion="x").token_ids == trajectory.token_ids
     assert pickle.loads(pickle.dumps(seen)) == copy.deepcopy(seen) == trajectory
-    with pytest.raises(AttributeError, match=r"Trajectory has no 'tokens'; it has .*'token_ids'"):
-        seen.tokens  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_rows_are_the_paths_of_a_tree() -> None:
@@ -93,14 +93,14 @@ def test_rows_are_the_paths_of_a_tree() -> None:
     for copied in (trajectory, trajectory.with_lists(), Trajectory.from_bytes(trajectory.to_bytes())):
         assert copied.rows == [[(0, num - 2)], [(0, num - 5), (num - 2, num)]]
         assert copied.first_branch == num - 2
-    linear = replace(trajectory, gaps=None)
+    linear = replace(trajectory, columns={})
     assert (linear.rows, linear.first_branch) == ([[(0, num)]], num)
 
 
 def test_a_group_survives_a_checkpoint_and_shares_its_prompt_again() -> None:
     trajectories = random_trajectories(num_groups=1)
     trajectories[1].rewards = [0.5] * len(trajectories[1].token_ids)
-    trajectories[2].supports = [200, 1, 0] * len(trajectories[2].token_ids)
+    trajectories[2].columns = as_columns({"supports": [200, 1, 0] * len(trajectories[2].token_ids)})
     group = Group(id=3, prompt=trajectories[0].prompt, trajectories=trajectories)
     trajectories[2].prompt = Prompt("other", token_ids=[1])
     restored = Group.from_state(json.loads(json.dumps(group.state_dict())))
@@ -224,7 +224,7 @@ def test_only_equal_neighbours_are_stored_as_runs() -> None:
 def test_a_number_that_does_not_fit_is_refused_by_the_name_of_its_field(name: str, values: list[Any]) -> None:
     trajectory = random_trajectories()[0]
     with pytest.raises(ValueError, match=f"^{name} must be numbers of type (int32|float32), one for each token: "):
-        setattr(trajectory, name, values)
+        replace(trajectory, **{name: values})
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,8 @@ def test_a_token_takes_eight_bytes_in_memory(num_tokens: int, most: float) -> No
                 Trajectory(
                     prompt, 0, sample, token_ids, [False] * 10 + [True] * written,
                     [0.0] * 10 + (-draw.random(written)).tolist(), [-1] * 10 + [300] * (written - 5) + [301] * 5,
-                    token_ids[10:], "", rewards=[0.0] * (num_tokens - 1) + [1.0], turns=[Turn(10, num_tokens)],
+                    token_ids[10:], "", columns={"rewards": [0.0] * (num_tokens - 1) + [1.0]},
+                    turns=[Turn(10, num_tokens)],
                 )
             )  # fmt: skip
         return Group(0, prompt, items)

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightrl.experience import Experience
 from lightrl.functional import encode_supports
+from lightrl.functional.rows import row_tensors
 from lightrl.models import ModelSpec
 from lightrl.testing import LETTERS, QUIET, TINY_CONFIG, char_tokenizer, tiny_policy
 from lightrl.trajectory import Prompt, Trajectory
@@ -159,9 +160,7 @@ def with_supports(experience: Experience, vocabulary: int = VOCABULARY) -> tuple
             places[:, 0], places[:, 1], experience.token_ids[row, :length].numpy(), vocabulary=vocabulary
         )
         parts.append(torch.frombuffer(bytearray(b"".join(codes)), dtype=torch.uint8))
-    sizes = torch.tensor([len(part) for part in parts])
-    fields = {"supports": torch.cat(parts), "support_starts": sizes.cumsum(0) - sizes, "support_sizes": sizes}
-    return experience.with_tensors(fields), allowed
+    return experience.with_tensors(row_tensors("supports", parts)), allowed
 
 
 def slow_distributions(model, experience, *, temperature=1.0, min_new_tokens=0, stop_token_ids=(), allowed=None):

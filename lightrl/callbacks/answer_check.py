@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lightrl.callbacks.lag_probe import kept_places
 from lightrl.callbacks.rounding import Rounding, check_mismatch, mismatch_bound_nats
+from lightrl.columns import SUPPORTS
 from lightrl.errors import EngineError
 from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer
@@ -119,8 +120,8 @@ def _measure(
     oldest = part.version_bounds[0].to(module.device)
     rows = microbatch_rows(rated, ranks_of(trainer.strategy).of_role("policy"), module.microbatch_tokens)
     topk = min(TOP, module.policy_config.get_text_config().vocab_size)
-    whole = replace(rated, tokens={name: it for name, it in rated.tokens.items() if name != "supports"})
-    is_truncated = "supports" in rated.tokens  # then the alternatives are those before truncation
+    whole = replace(rated, tokens={name: it for name, it in rated.tokens.items() if name != SUPPORTS.name})
+    is_truncated = SUPPORTS.name in rated.tokens  # then the alternatives are those before truncation
     sums, largest = torch.zeros(5), torch.zeros(1)
     for experience, num in [(rated, 0), (whole, topk)] if is_truncated else [(rated, topk)]:
         batches = list(Microbatches(experience, rows, module.device))

@@ -29,7 +29,7 @@ def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, 
     """
     columns = list(dict.fromkeys(column for row in rows for column in row))
     for logger in loggers:
-        with _warned_of(logger, f"the table {name}"):
+        with _warn_of_errors(logger, f"the table {name}"):
             if isinstance(logger, WandbLogger):
                 logger.log_table(name, columns, [[row.get(column) for column in columns] for row in rows], step=step)
             elif isinstance(logger, MLFlowLogger):
@@ -49,7 +49,7 @@ def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, 
 def log_image(loggers: Iterable[Logger], path: Path, step: int) -> None:
     """A PNG file, under its name."""
     for logger in loggers:
-        with _warned_of(logger, path.name):
+        with _warn_of_errors(logger, path.name):
             if isinstance(logger, WandbLogger):
                 logger.log_image(path.stem, [str(path)], step=step)
             elif isinstance(logger, MLFlowLogger):
@@ -68,7 +68,7 @@ def takers_of_models(loggers: Iterable[Logger], *, is_last: bool) -> list[Logger
 def log_model(loggers: Iterable[Logger], name: str, folder: Path, step: int) -> None:
     """The files of an exported model, as an artifact."""
     for logger in loggers:
-        with _warned_of(logger, f"the exported {name}"):
+        with _warn_of_errors(logger, f"the exported {name}"):
             if isinstance(logger, WandbLogger):
                 from wandb import Artifact
 
@@ -117,7 +117,7 @@ def _text(value: object) -> str:
 
 
 @contextlib.contextmanager
-def _warned_of(logger: Logger, what: str) -> Iterator[None]:
+def _warn_of_errors(logger: Logger, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001  # each logger and store has its own, and none is worth a run

@@ -99,7 +99,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.train_progress_bar = self.init_train_tqdm()
         self.train_progress_bar.bar_format = _RUN_FORMAT
-        self.train_progress_bar.colour = _colour("green")
+        self.train_progress_bar.colour = _bar_color("green")
         self._is_training = True
         self._printed_s = time.monotonic()
         self._begun = self._printed_s, _num_batches_done(trainer)
@@ -128,7 +128,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             if total is not None and num_before < done < total and not self.has_bars:  # a bar shows it
                 left_s = (time.monotonic() - start_s) / (done - num_before) * (total - done)
                 of_total += f", {duration_text(left_s)} left"
-            self._print_line(f"iteration {done}{of_total}", _telling(self.get_metrics(trainer, pl_module)))
+            self._print_line(f"iteration {done}{of_total}", _drop_redundant(self.get_metrics(trainer, pl_module)))
         if self.has_bars and (done == total or (done % self.refresh_rate == 0 and self._is_due())):
             self._repaint()
 
@@ -192,7 +192,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             first = ("val/accuracy_fraction", "val/reward")
             names = sorted(values, key=lambda name: (name not in first, name))
             shown = {name.removeprefix("val/"): values[name] for name in names}
-            self._print_line(f"validation after iteration {_num_batches_done(trainer)}", _telling(shown))
+            self._print_line(f"validation after iteration {_num_batches_done(trainer)}", _drop_redundant(shown))
 
     def get_metrics(
         self, trainer: L.Trainer, pl_module: L.LightningModule
@@ -216,17 +216,17 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     def _print_line(self, start: str, values: Mapping[str, object]) -> None:
         """`start  name=value  name=value`, as many as fit."""
         most = min(_LINE_CHARS, shutil.get_terminal_size().columns) if self.has_bars else _LINE_CHARS
-        num_chars, parts = len(start), [_styled(start, _BOLD)]
+        num_chars, parts = len(start), [_style(start, _BOLD)]
         for name, value in values.items():
             text = _short_number(value)
             num_chars += len(f"  {name}={text}")
             if num_chars > most:
                 break
-            parts.append(f"{_styled(f'{name}=', _DIM)}{text}")
+            parts.append(f"{_style(f'{name}=', _DIM)}{text}")
         self.print("  ".join(parts))
 
     def _show_metrics(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        values = _telling(self.get_metrics(trainer, module))
+        values = _drop_redundant(self.get_metrics(trainer, module))
         speed = {name: values.pop(name) for name in _SPEED.values() if name in values}
         self._speed = ", ".join(f"{name}={_short_number(value)}" for name, value in speed.items())
         postfix = {name: _short_number(value) for name, value in values.items()}
@@ -246,7 +246,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             self._phase = ""
             settings = {"leave": False, "dynamic_ncols": True, "file": sys.stdout, "bar_format": _PHASE_FORMAT}
             place = 2 * self.process_position + 1
-            self._phase_bar = Tqdm(total=total, position=place, colour=_colour("cyan"), **settings)
+            self._phase_bar = Tqdm(total=total, position=place, colour=_bar_color("cyan"), **settings)
         phase = name.partition(",")[0]
         is_new_phase, self._phase = phase != self._phase, phase
         self._phase_bar.desc = f"  {name}" if done is None else f"  {name}: "
@@ -284,7 +284,7 @@ def num_batches_of_run(trainer: L.Trainer) -> int | None:
     return None if math.isinf(total) or math.isnan(total) else int(total)
 
 
-def _telling(values: Mapping[str, object]) -> dict[str, object]:
+def _drop_redundant(values: Mapping[str, object]) -> dict[str, object]:
     """Drops zeros that are expected, and an accuracy or a held-out reward that equals the other."""
     telling = {name: value for name, value in values.items() if name not in _OFTEN_ZERO or float(str(value))}
     for name, other in (("accuracy", "reward"), ("reward", "accuracy_fraction")):
@@ -312,11 +312,11 @@ def _has_color() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def _styled(text: str, style: str) -> str:
+def _style(text: str, style: str) -> str:
     return f"{style}{text}{_PLAIN}" if _has_color() else text
 
 
-def _colour(name: str) -> str | None:
+def _bar_color(name: str) -> str | None:
     return name if _has_color() else None
 
 

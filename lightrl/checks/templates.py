@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+from collections.abc import Iterator
 
 
 def names_of(template: str, setting: str) -> list[str]:
@@ -13,7 +14,7 @@ def names_of(template: str, setting: str) -> list[str]:
         ValueError: if its braces do not match, or contain no name, as in JSON and LaTeX.
     """
     try:
-        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+        names = list(_names(template))
         bad = next((name for name in names if not re.match(r"[^\W\d][^\"'\\{}\n]*$", name)), None)
         if bad is None:
             return names
@@ -21,3 +22,13 @@ def names_of(template: str, setting: str) -> list[str]:
     except ValueError as error:
         problem = f"must be a format string: {error}"
     raise ValueError(f"{setting}={template!r} {problem}. Double any braces that are literal text: {{{{ and }}}}.")
+
+
+def _names(template: str) -> Iterator[str]:
+    """The names in braces, also those in the format of another: `{prompt:{width}}`."""
+    for _, name, form, conversion in string.Formatter().parse(template):
+        if name is not None:
+            yield name
+            yield from _names(form or "")
+        if conversion not in (None, "r", "s", "a"):
+            raise ValueError(f"there is no conversion {conversion!r}")

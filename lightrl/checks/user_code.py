@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import os
+import pkgutil
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
 from typing import Any
 
 from lightrl.errors import LightRLError, RolloutError
+
+_MAX_TRACEBACK_CHARS = 8_000  # the end of a traceback matters most; messages are also stored in logs
+_OWN_FILES = ("lightrl/checks/user_code.py", *(f"lightrl/rewards/{name}.py" for name in ("reward_result", "parts")))
 
 
 @contextmanager
@@ -32,17 +41,75 @@ def named_user_code(name: str, *, on: str = "") -> AbstractContextManager[None]:
 
 
 def function_of(source: str | Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The function itself, or the one at a dotted path; raises ValueError if there is no such function."""
+    """The function itself, or the one behind a dotted path `package.module.function`; classes in between are allowed.
+
+    Args:
+        name: of the setting, for messages.
+
+    Raises:
+        ValueError: if there is none, with the part of the path that is wrong and the nearest names.
+    """
     if not isinstance(source, str):
         return source
-    module, _, attribute = source.rpartition(".")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    setting, parts = f"{name}={source!r}", source.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise ValueError(f"{setting} must be a dotted path such as my_project.tools.search: module, dot, function.")
+    target: object = None
+    num_imported = 0
+    for num_imported in range(len(parts) - 1, 0, -1):
+        target = _import_module(".".join(parts[:num_imported]), setting)
+        if target is not None:
+            break
+    if target is None:
+        folders = [entry for entry in sys.path if os.path.isdir(entry)]  # noqa: PTH112
         raise ValueError(
-            f"{name}={source!r} cannot be imported: {error}. Use a dotted path such as my_project.tools.search, and "
-            "run from the folder that has it."
-        ) from error
-    if not callable(function):
-        raise ValueError(f"{name}={source!r} must be a function, got {function!r:.80}.")
-    return function  # type: ignore[no-any-return]
+            f"{setting}: there is no module {parts[0]!r}. Run from the folder that has {parts[0]}.py, or install the "
+            f"package. Searched: {folders}"
+        )
+    for position, part in enumerate(parts[num_imported:], start=num_imported):
+        if not hasattr(target, part):
+            owner = ".".join(parts[:position])
+            raise ValueError(f"{setting}: {owner!r} has no {part!r}. {_nearest(part, target)}")
+        target = getattr(target, part)
+    if not callable(target):
+        kind = "a module" if isinstance(target, ModuleType) else f"of type {type(target).__name__}"
+        raise ValueError(f"{setting} is {kind}; it must be a function.")
+    return target
+
+
+def _import_module(module: str, setting: str) -> ModuleType | None:
+    """The module, or None if it does not exist; ValueError if its own code fails."""
+
+    def failed(error: BaseException) -> ValueError:
+        return ValueError(f"{setting}: module {module!r} could not be imported:\n{user_traceback(error)}")
+
+    with user_code(failed):
+        try:
+            return importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise
+            return None
+
+
+def _nearest(name: str, owner: object) -> str:
+    names = [item for item in dir(owner) if not item.startswith("__")]
+    if hasattr(owner, "__path__"):
+        names += [item.name for item in pkgutil.iter_modules(owner.__path__)]
+    nearest = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    if nearest:
+        return f"Did you mean {' or '.join(repr(item) for item in nearest)}?"
+    functions = [item for item in names if callable(getattr(owner, item, None)) and not item.startswith("_")]
+    return f"It has {', '.join(functions[:10]) or 'no functions'}."
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback from the first frame of user code on."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None:
+        file = frames.tb_frame.f_code.co_filename
+        if not file.endswith(_OWN_FILES) and "importlib" not in file:
+            break
+        frames = frames.tb_next
+    lines = traceback.format_exception(type(error), error, frames)
+    return "".join(lines)[-_MAX_TRACEBACK_CHARS:].rstrip()

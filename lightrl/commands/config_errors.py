@@ -141,12 +141,11 @@ def type_of_setting(path: str, keys: Keys, settings: object, above: str = "") ->
 
 
 def read_texts(parser: ArgumentParser, user_settings: UserSettings) -> None:
-    """Reads the flags of settings that take texts, whose type says so: YAML would make more of them than was typed."""
+    """A flag whose setting takes texts, by its type, is what was typed: YAML would make a list or mapping of `[a]`."""
     values_of_texts.clear()
     for path, typed in user_settings.flags:
-        with contextlib.suppress(yaml.YAMLError):
-            if isinstance(get_loader("yaml")(typed), str | int | float | None):
-                continue
+        if _is_scalar(typed):
+            continue
         with contextlib.suppress(UsageError):  # which the parser raises too
             hint = type_of_setting(path.removesuffix("+"), Keys.of_parser(parser), user_settings.settings)
             value = value_of_text(typed, hint, is_item=path.endswith("+"))
@@ -154,6 +153,14 @@ def read_texts(parser: ArgumentParser, user_settings: UserSettings) -> None:
                 values_of_texts[typed] = value
                 if not path.endswith("+"):
                     user_settings.set(path, value)
+
+
+def _is_scalar(typed: str) -> bool:
+    """Whether YAML reads one text or number, which the parser takes for a text as it was typed."""
+    try:
+        return isinstance(get_loader("yaml")(typed), str | int | float | None)
+    except yaml.YAMLError:
+        return False
 
 
 def value_of_text(typed: str, hint: object, *, is_item: bool) -> object:

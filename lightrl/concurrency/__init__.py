@@ -6,6 +6,7 @@ Reading order:
     abandon.py       tasks that are waited for together, and abandoned when nobody needs them
     owner.py         whose a file is, and whether that process still runs
     streams.py       lines, the body of an HTTP answer, messages between the event loops of two processes
+    listener.py      the connections of a server, limited for those without its key
     child_process.py child processes that end with their parent, whatever happens to it
     parent_guard.py  the process between the two that ends them
 

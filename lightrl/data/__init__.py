@@ -19,7 +19,7 @@ PromptDataModule and override `make_prompts(split)`. To add a file format, add a
 FILE_SUFFIXES.
 """
 
-from lightrl.data.batches import EpochLoader, PromptBatch
+from lightrl.data.batches import EpochLoader, HostBatch
 from lightrl.data.chat import ChatRenderer
 from lightrl.data.completions import ChatBatch, PairBatch, PreferenceDataModule, SFTDataModule
 from lightrl.data.curriculum import SuccessRateCurriculum
@@ -39,7 +39,7 @@ __all__ = [
     "DataSource",
     "MixtureOrder",
     "PromptStream",
-    "PromptBatch",
+    "HostBatch",
     "EpochLoader",
     "ChatRenderer",
     "SuccessRateCurriculum",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lightrl.data.stream import PromptStream, RowPrompts
-from lightrl.trajectory import JsonObject, Prompt
+from lightrl.trajectory import JsonObject
 
 if TYPE_CHECKING:
     import lightning as L
@@ -90,17 +90,17 @@ def check_run_length(stream: PromptStream, trainer: L.Trainer | None) -> None:
         )
 
 
-class PromptBatch(list[Prompt]):
-    """Prompts, which moving to a device leaves unchanged; `set_name` is the validation set's, if there are several.
+class HostBatch(list[T]):
+    """A list that moving to a device leaves unchanged; `set_name` is the validation set's, if there are several.
 
     Overriding `transfer_batch_to_device` would work too, but Lightning warns about that in a module with a data module.
     """
 
-    def __init__(self, prompts: Iterable[Prompt] = (), set_name: str | None = None) -> None:
-        super().__init__(prompts)
+    def __init__(self, items: Iterable[T] = (), set_name: str | None = None) -> None:
+        super().__init__(items)
         self.set_name = set_name
 
-    def to(self, *args: object, **kwargs: object) -> PromptBatch:
+    def to(self, *args: object, **kwargs: object) -> HostBatch[T]:
         return self
 
 
@@ -111,7 +111,8 @@ def batches_in_order(
 
     The last batch of each source may be smaller.
     """
-    sizes = prompts.size_by_set
+    has_sets = len(prompts.parts) > 1
+    sizes = {part.source.label if has_sets else None: part.num_rows or 0 for part in prompts.parts}
     batches = [
         (slice(start, min(start + batch_size, end)), name)
         for (name, size), end in zip(sizes.items(), itertools.accumulate(sizes.values()), strict=True)

@@ -181,15 +181,25 @@ def _calls_of(message: JsonMapping, where: str) -> list[JsonMapping]:
     """The calls of a message, which may be JSON text, or one in OpenAI's older form."""
     calls = message.get("tool_calls") or [{"function": message["function_call"]}]
     calls = _json_of(calls) if isinstance(calls, str) else calls
-    calls = list(calls) if isinstance(calls, list | tuple) else [calls]
-    for call in calls:
+    read: list[JsonMapping] = []
+    for call in calls if isinstance(calls, list | tuple) else [calls]:
         function: Any = call.get("function", call) if isinstance(call, dict) else None
         arguments = function.get("arguments") or {} if isinstance(function, dict) else None
         arguments = _json_of(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
             form = "calls whose arguments are an object or its JSON, each with a name"
             raise ValueError(f"{where} must have {form}, got {call!r:.200}.")
-    return calls
+        if isinstance(function.get("arguments"), dict):
+            function = {**function, "arguments": _without_nulls(arguments)}
+        read.append({**call, "function": function} if "function" in call else function)
+    return read
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without the keys that are null, which Parquet adds for those of other rows."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _json_of(text: str) -> Any:

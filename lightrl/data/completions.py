@@ -240,13 +240,13 @@ class CompletionDataModule(PromptDataModule):
         renderer = ChatRenderer(tokenizer, image_reader=image_reader, max_tokens=self._most_tokens, unread=self._unread)
 
         def render(made: Sequence[Made], where: Callable[[int], str]) -> list[Made]:
-            return [self._completed(item, renderer) for item in prompts.render(made, where)]
+            return [self._add_completions(item, renderer) for item in prompts.render(made, where)]
 
         return replace(prompts, render=render)
 
-    def _checked(self, split: Split) -> RowPrompts:
+    def _check_split(self, split: Split) -> RowPrompts:
         self._unread.clear()
-        checked = super()._checked(split)
+        checked = super()._check_split(split)
         for name, num in self._unread.items():
             logger.warning(
                 "%d turns of %s have %s, which the chat template does not read, so it is not trained. Set "
@@ -254,7 +254,7 @@ class CompletionDataModule(PromptDataModule):
             )  # fmt: skip
         return checked
 
-    def _completed(self, prompt: Made, renderer: ChatRenderer) -> Made:
+    def _add_completions(self, prompt: Made, renderer: ChatRenderer) -> Made:
         """The prompt with its completions; None if they are dropped, ValueError if they are bad."""
         if not isinstance(prompt, Prompt):
             return prompt

@@ -13,7 +13,7 @@ import lightning as L
 
 from lightrl.checks.bounds import check_bounds, check_choice, check_effect
 from lightrl.checks.user_code import function_of, user_code
-from lightrl.data.batches import EpochLoader, PositionLoader, PromptBatch, batches_in_order, check_run_length
+from lightrl.data.batches import EpochLoader, HostBatch, PositionLoader, batches_in_order, check_run_length
 from lightrl.data.chat import ChatRenderer, Messages, columns_shown, row_messages
 from lightrl.data.mixture import DataSource, Source, sources_of
 from lightrl.data.rows import Row, check_source, json_able, read_rows, require_column
@@ -165,15 +165,15 @@ class PromptDataModule(L.LightningDataModule):
         Raises:
             ValueError: if the source is missing or empty, or a row lacks the prompt or the answer.
         """
-        return [self._prompt(rows.located(index)) for rows in self._filtered(split) for index in rows.row_keys()]
+        return [self._prompt(rows.locate(index)) for rows in self._filter_rows(split) for index in rows.row_keys()]
 
-    def _filtered(self, split: Split) -> list[IndexedRows]:
+    def _filter_rows(self, split: Split) -> list[IndexedRows]:
         """The rows of a split that `row_filter` keeps; logs how many it drops."""
         parts = [rows.read_whole() for rows in self._open(split)]
         if self.row_filter is None:
             return parts
         keep = self._filter()
-        filtered = [rows.only([index for index in rows.row_keys() if keep(rows.located(index))]) for rows in parts]
+        filtered = [rows.only([index for index in rows.row_keys() if keep(rows.locate(index))]) for rows in parts]
         num_rows = sum(rows.num_rows for rows in parts)
         num_dropped = num_rows - sum(rows.num_rows for rows in filtered)
         if num_dropped:
@@ -273,16 +273,6 @@ class PromptDataModule(L.LightningDataModule):
 
         return keeps
 
-    def _renderer(self) -> ChatRenderer:
-        tokenizer, context_tokens, image_reader = self.policy_inputs()
-        return ChatRenderer(
-            tokenizer,
-            image_reader=image_reader,
-            max_tokens=smallest(self.max_prompt_tokens, context_tokens),
-            min_tokens=self.min_prompt_tokens,
-            overflow=self.prompt_overflow,
-        )
-
     def prompts_on_reading(self, split: Split) -> RowPrompts:
         """The rendered prompts of a split's rows, each made, and checked, when it is read; None for a dropped row."""
         parts: Sequence[SourceRows] = self._open(split)
@@ -310,9 +300,17 @@ class PromptDataModule(L.LightningDataModule):
                 logger.warning(f"{problem}If it is meant as text, double the braces: {{{{%s}}}}.", column, column)
             return prompt
 
-        return RowPrompts(parts, checked, self._renderer().rendered, self.order_seed, self.shuffle)
+        tokenizer, context_tokens, image_reader = self.policy_inputs()
+        renderer = ChatRenderer(
+            tokenizer,
+            image_reader=image_reader,
+            max_tokens=smallest(self.max_prompt_tokens, context_tokens),
+            min_tokens=self.min_prompt_tokens,
+            overflow=self.prompt_overflow,
+        )
+        return RowPrompts(parts, checked, renderer.rendered, self.order_seed, self.shuffle)
 
-    def _checked(self, split: Split) -> RowPrompts:
+    def _check_split(self, split: Split) -> RowPrompts:
         """The prompts of a split; raises ValueError for a bad row among those that are checked at the start."""
         if split == "train" and self.makes_prompts_of_rows:
             prompts = self.prompts_on_reading(split)
@@ -327,11 +325,11 @@ class PromptDataModule(L.LightningDataModule):
                 )
                 return prompts
         if self.makes_prompts_of_rows:
-            prompts = self._prompts_of(self._filtered(split), self._prompt)
+            prompts = self._prompts_of(self._filter_rows(split), self._prompt)
         else:
             prompts = self._prompts_of(self._own_rows(split), lambda located: located.row)
         if split == "test" and not prompts:
-            return self._checked("validation")
+            return self._check_split("validation")
         checked = prompts.check()
         num_dropped, num_rows = len(prompts) - len(checked), len(prompts)
         if num_dropped:
@@ -342,8 +340,10 @@ class PromptDataModule(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Makes each prompt of a stage once, so problems in the data show up before training."""
         self._stage = stage
+        if self.trainer is not None:  # ranks that start apart start at different times
+            run_start(self.trainer.strategy.broadcast(run_start().isoformat()))
         for split in _SPLITS_OF_STAGE[stage]:
-            self.prompts[split] = self._checked(split)
+            self.prompts[split] = self._check_split(split)
         required = _SPLITS_OF_STAGE[stage][0]
         prompts = self.prompts[required]
         if prompts.num_rows == 0:
@@ -408,7 +408,7 @@ class PromptDataModule(L.LightningDataModule):
         return self.test_dataloader()
 
     def _evaluation_loader(self, split: Split) -> EpochLoader[Any]:
-        return batches_in_order(self.prompts[split], self.validation_batch_size, PromptBatch)
+        return batches_in_order(self.prompts[split], self.validation_batch_size, HostBatch)
 
     def policy_inputs(self) -> PolicyInputs:
         """The policy's tokenizer, longest prompt and image reader, from `attach` or from the trainer's module."""

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from lightrl.trajectory import JsonMapping, JsonObject
 
@@ -59,11 +59,8 @@ class Rows(Sequence[Row]):
     def __len__(self) -> int:
         return self.num_rows
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+    def __getitem__(self, index: Any) -> Any:
+        """A row, or a list of rows for a slice."""
         chosen = range(self.num_rows)[index]
         return [self.read(row) for row in chosen] if isinstance(chosen, range) else self.read(chosen)
 
@@ -93,7 +90,7 @@ def read_rows(
     path = Path(source).expanduser()
     function = None if path.exists() else function_of_rows(source)
     if function is not None:
-        rows: Sequence[Row] = _made_by(function, source, split, max_rows, arguments or {})
+        rows: Sequence[Row] = _rows_of_function(function, source, split, max_rows, arguments or {})
     elif path.is_file():
         rows = _read_file(path, max_rows)
     elif path.is_dir() or not _looks_local(source):
@@ -151,7 +148,7 @@ def is_missing(value: object) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def renamed(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
+def rename_columns(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
     """The row with columns renamed, given new name → old name or dotted path; ValueError if an old one is missing."""
     result = {key: value for key, value in row.items() if key not in columns.values()}
     for new, old in columns.items():
@@ -189,7 +186,7 @@ def function_of_rows(source: str) -> Callable[..., Any] | None:
     return function if callable(function) else None
 
 
-def _made_by(
+def _rows_of_function(
     function: Callable[..., Any], source: str, split: str, max_rows: int | None, arguments: JsonMapping
 ) -> list[Row]:
     try:
@@ -207,7 +204,7 @@ def _made_by(
 def _read_file(path: Path, max_rows: int | None) -> Sequence[Row]:
     suffix = file_suffix(path)
     if suffix == ".jsonl":
-        content = _mapped(path)
+        content = _map_file(path)
         starts = array("Q", islice(_line_starts(content, path), max_rows))  # 8 bytes for each line
         return Rows(len(starts), lambda index: _row_at(content, starts[index], path))
     if suffix == ".json":
@@ -255,7 +252,7 @@ def load_dataset(
 
     try:
         return datasets.load_dataset(source, name, split=split, data_files=data_files, streaming=streaming)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, IndexError, datasets.exceptions.DatasetsError) as error:  # IndexError of "/"
         if data_files is not None:
             problem = f"cannot be read as {source.title()}: {error.__cause__ or error}"
             raise ValueError(f"Data file {data_files!r} {problem}.") from error
@@ -313,7 +310,7 @@ def refuse_pointer(path: Path) -> None:
             raise ValueError(f"Data file '{path}' is a pointer of Git LFS, not the data. Run `git lfs pull`.")
 
 
-def _mapped(path: Path) -> mmap.mmap | bytes:
+def _map_file(path: Path) -> mmap.mmap | bytes:
     """The content of a text file, unpacked if it is gzipped: a small one's bytes, a larger one mapped into memory."""
     refuse_pointer(path)
     with path.open("rb") as file:
@@ -336,7 +333,7 @@ def _mapped(path: Path) -> mmap.mmap | bytes:
 
 def read_lines(path: Path) -> Iterator[Row]:
     """The rows of a .jsonl file, in order; raises ValueError at the first that is none."""
-    content = _mapped(path)
+    content = _map_file(path)
     return (_row_at(content, start, path) for start in _line_starts(content, path))
 
 
@@ -359,13 +356,13 @@ def _row_at(content: mmap.mmap | bytes, start: int, path: Path) -> Row:
     """The object of the line of JSON that starts at an offset; raises ValueError if there is none."""
     end = content.find(b"\n", start)
     try:
-        return _parsed(content[start : len(content) if end < 0 else end])
+        return _parse_row(content[start : len(content) if end < 0 else end])
     except ValueError as error:
         number = content[:start].count(b"\n") + 1
         raise ValueError(f"Line {number} of '{path}' {error}") from error
 
 
-def _parsed(line: bytes) -> Row:
+def _parse_row(line: bytes) -> Row:
     """Raises ValueError for a line that is not UTF-8, not JSON, not an object, too deep, or has half a character."""
     try:
         row = json.loads(line.removeprefix(_BOM).decode())
@@ -418,7 +415,7 @@ def read_csv(path: Path) -> Iterator[Row]:
 
 
 def _text(path: Path) -> str:
-    content = _mapped(path)[:]
+    content = _map_file(path)[:]
     try:
         return content.removeprefix(_BOM).decode().lstrip()
     except UnicodeDecodeError as error:

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lightrl.data.mixture import DataSource
-from lightrl.data.rows import renamed
+from lightrl.data.rows import rename_columns
 from lightrl.trajectory import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
@@ -54,27 +54,17 @@ class SourceRows(ABC):
         """The key of the row with this number; may wait for the source, and raises ValueError if that fails."""
 
     @abstractmethod
-    def row(self, key: Any) -> Any:
-        """The row with this key; raises ValueError if it cannot be read."""
-
-    @abstractmethod
-    def id(self, key: Any) -> str:
-        """Identifies a row of the source."""
-
-    @abstractmethod
-    def where(self, key: Any) -> str:
-        """Names a row in messages."""
+    def locate(self, key: Any) -> LocatedRow:
+        """The row with this key, its columns renamed; raises ValueError if it cannot be read."""
 
     @abstractmethod
     def read_whole(self) -> IndexedRows:
         """The same rows, all by index; reads a source without indices to its end."""
 
-    def located(self, key: Any) -> LocatedRow:
-        """The row with this key, its columns renamed; raises ValueError if it cannot be read."""
-        row, where = self.row(key), self.where(key)
+    def _with_columns(self, row: Any, where: str, row_id: str) -> LocatedRow:
         if self.source.columns:
-            row = renamed(row, self.source.columns, where=where)
-        return LocatedRow(row, self.source, where, f"{self.prefix}-{self.id(key)}")
+            row = rename_columns(row, self.source.columns, where=where)
+        return LocatedRow(row, self.source, where, f"{self.prefix}-{row_id}")
 
     @abstractmethod
     def state_dict(self, number: int) -> JsonObject | None:
@@ -104,14 +94,9 @@ class IndexedRows(SourceRows):
     def key_at(self, number: int) -> int:
         return self.row_keys()[number % self.num_rows]
 
-    def row(self, key: int) -> Any:
-        return self.rows[key]
-
-    def id(self, key: int) -> str:
-        return str(key)
-
-    def where(self, key: int) -> str:
-        return f"Row {key + 1} of {self.source.source!r}" if self.name_row is None else self.name_row(key)
+    def locate(self, key: int) -> LocatedRow:
+        where = f"Row {key + 1} of {self.source.source!r}" if self.name_row is None else self.name_row(key)
+        return self._with_columns(self.rows[key], where, str(key))
 
     def read_whole(self) -> IndexedRows:
         return self

@@ -13,7 +13,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.data.mixture import DataSource, MixtureOrder
@@ -69,12 +69,8 @@ class RowPrompts(Sequence["Prompt | None"]):
             raise TypeError("How many prompts a streamed source has is not known.")
         return self.num_rows
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt | None: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt | None]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt | None] | None:
-        """Prompts in the order of the data; raises ValueError for a bad row."""
+    def __getitem__(self, index: Any) -> Any:
+        """A prompt, or a list of prompts for a slice, in the order of the data; raises ValueError for a bad row."""
         chosen = range(len(self))[index]
         return self.at(chosen) if isinstance(chosen, range) else self.at([chosen])[0]
 
@@ -85,9 +81,9 @@ class RowPrompts(Sequence["Prompt | None"]):
 
         def locate(index: int) -> LocatedRow:
             number = bisect_right(starts, index, hi=len(sizes)) - 1
-            return self._located(number, index - starts[number])
+            return self._locate(number, index - starts[number])
 
-        return without_errors(self._made(indices, locate))
+        return without_errors(self._make(indices, locate))
 
     @functools.cached_property
     def order(self) -> MixtureOrder:
@@ -96,31 +92,25 @@ class RowPrompts(Sequence["Prompt | None"]):
         sizes = [part.num_rows for part in self.parts]
         return MixtureOrder(sizes, weights, seed=self.seed, shuffle=self.shuffle)
 
-    @property
-    def size_by_set(self) -> dict[str | None, int]:
-        """Rows of each source, by label; None is the label of a single one."""
-        labels = [part.source.label for part in self.parts] if len(self.parts) > 1 else [None]
-        return {label: part.num_rows or 0 for label, part in zip(labels, self.parts, strict=False)}
-
     def many(self, positions: Iterable[int]) -> list[Made]:
         """The prompts at some positions of the run, which is faster than one by one."""
 
         def locate(position: int) -> LocatedRow:
             number = self.order.source(position)
-            return self._located(number, self.order.row(number, self.order.num_before(number, position)))
+            return self._locate(number, self.order.row(number, self.order.num_before(number, position)))
 
-        return self._made(positions, locate)
+        return self._make(positions, locate)
 
     def one_pass(self) -> Iterator[list[Made]]:
         """The prompts of all rows, in the order of the data, some at a time."""
-        keys = self._keys()
+        keys = self.row_keys()
         while block := list(itertools.islice(keys, ROWS_AT_ONCE)):
-            yield self._made(block, lambda key: self.parts[key[0]].located(key[1]))
+            yield self._make(block, lambda key: self.parts[key[0]].locate(key[1]))
 
     def first(self, num: int) -> list[Prompt | None]:
         """The prompts of the first rows; raises ValueError for a bad row."""
-        keys = itertools.islice(self._keys(), num)
-        return without_errors(self._made(keys, lambda key: self.parts[key[0]].located(key[1])))
+        keys = itertools.islice(self.row_keys(), num)
+        return without_errors(self._make(keys, lambda key: self.parts[key[0]].locate(key[1])))
 
     def check(self) -> RowPrompts:
         """Makes every prompt once, and keeps none; raises ValueError for a bad row.
@@ -133,7 +123,7 @@ class RowPrompts(Sequence["Prompt | None"]):
         checked = CheckedRows([], [], "")
         content = hashlib.blake2b(digest_size=6)
         prompts = (prompt for made in self.one_pass() for prompt in without_errors(made))
-        for prompt, key in zip(prompts, self._keys(), strict=True):
+        for prompt, key in zip(prompts, self.row_keys(), strict=True):
             if prompt is None:
                 continue
             keys.append(key)
@@ -142,10 +132,6 @@ class RowPrompts(Sequence["Prompt | None"]):
             checked.num_tokens.append(prompt.num_tokens)
             content.update(f"{prompt.id} {prompt.token_ids or prompt.messages}\n".encode())
         return replace(self.only(keys), ids=ids, checked=checked._replace(digest=content.hexdigest()))
-
-    def sample(self, num: int) -> RowPrompts:
-        """About so many rows, evenly spread."""
-        return self.only(list(itertools.islice(self._keys(), 0, None, -(-len(self) // num))))
 
     def only(self, keys: Sequence[tuple[int, Any]]) -> RowPrompts:
         """The prompts of rows by the number of their source and their key, in the order of the data."""
@@ -168,15 +154,15 @@ class RowPrompts(Sequence["Prompt | None"]):
             if str(number) in state:
                 part.load_state_dict(state[str(number)])
 
-    def _keys(self) -> Iterator[tuple[int, Any]]:
+    def row_keys(self) -> Iterator[tuple[int, Any]]:
         """The source's number and the row's key of every row, in the order of the data."""
         return ((number, key) for number, part in enumerate(self.parts) for key in part.row_keys())
 
-    def _located(self, number: int, row: int) -> LocatedRow:
+    def _locate(self, number: int, row: int) -> LocatedRow:
         part = self.parts[number]
-        return part.located(part.key_at(row))
+        return part.locate(part.key_at(row))
 
-    def _made(self, items: Iterable[T], locate: Callable[[T], LocatedRow]) -> list[Made]:
+    def _make(self, items: Iterable[T], locate: Callable[[T], LocatedRow]) -> list[Made]:
         """The prompts of rows, where `locate` raises ValueError for rows that cannot be read."""
         made: list[Made] = []
         names: dict[int, str] = {}
@@ -257,7 +243,10 @@ class PromptStream:
         if self.num_prompts is None:
             parts = ", ".join(str(part) for part in prompts.parts if part.num_rows is None)
             return f"{parts}; {prompts.order}"
-        checked = prompts.checked or prompts.sample(FINGERPRINT_PROMPTS).check().checked
+        checked = prompts.checked
+        if checked is None:
+            step = -(-self.num_prompts // FINGERPRINT_PROMPTS)
+            checked = prompts.only(list(itertools.islice(prompts.row_keys(), 0, None, step))).check().checked
         assert checked is not None
         return f"{self.num_prompts} prompts {prompts.order}, content {checked.digest}"
 

@@ -28,7 +28,7 @@ from lightrl.data.rows import (
     refuse_pointer,
     without_padding,
 )
-from lightrl.data.sources import IndexedRows, SourceRows
+from lightrl.data.sources import IndexedRows, LocatedRow, SourceRows
 from lightrl.trajectory import JsonMapping, JsonObject
 
 OpenShard = Callable[[], Iterable[Any]]  # a shard, from its first row
@@ -95,18 +95,19 @@ class StreamedRows(SourceRows):
                 self._keep(mark.number, next(self._blocks_from(mark))[0])
             return self._blocks[mark.number][number - mark.number]
 
-    def row(self, key: StreamedRow) -> Any:
-        return self.row_of(key.item, self.where(key))
+    def locate(self, key: StreamedRow) -> LocatedRow:
+        where = self.where(key)
+        row_id = f"{key.shard}-{key.place}" if len(self.shards) > 1 else str(key.place)
+        return self._with_columns(self.row_of(key.item, where), where, row_id)
 
     def where(self, key: StreamedRow) -> str:
+        """Names a row in messages."""
         shard = f" of shard {key.shard + 1}" if len(self.shards) > 1 else ""
         return f"Row {key.place + 1}{shard} of {self.source.source!r}"
 
-    def id(self, key: StreamedRow) -> str:
-        return f"{key.shard}-{key.place}" if len(self.shards) > 1 else str(key.place)
-
     def read_whole(self) -> IndexedRows:
-        return IndexedRows(self.source, self.prefix, [self.row(key) for key in self.row_keys()])
+        rows = [self.row_of(key.item, self.where(key)) for key in self.row_keys()]
+        return IndexedRows(self.source, self.prefix, rows)
 
     def row_keys(self) -> Iterator[StreamedRow]:
         in_order = StreamedRows(self.source, self.prefix, self.shards, seed=0, shuffle=False)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,9 +14,10 @@ import torch
 # Engines import this at run time: jsonargparse parses a module that imports for type checkers again for each method.
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lightrl.columns import TOKENS, TokenArray, as_columns
 from lightrl.engines.placing import PlannedEngine
 from lightrl.models.tuning import Part
-from lightrl.trajectory import FinishReason, JsonObject, Sampling, TokenArray, token_array
+from lightrl.trajectory import FinishReason, JsonObject, Sampling
 from lightrl.weights import Bucket, SharedFolder
 
 Verification = Literal["digests", "replicas", "version"]
@@ -31,29 +32,25 @@ class Completion:
     logprobs: Sequence[float]
     weight_versions: Sequence[int]  # int32, the weights that sampled each token; never decreasing
     finish_reason: FinishReason
-    # uint8, the codes of the tokens' supports (`functional.encode_supports`); None unless `sampling.is_truncated`.
-    supports: Sequence[int] | None = None
-    # uint8, the experts of the tokens of prompt and completion, without the last (models/routes.py); None for none.
-    routes: Sequence[int] | None = None
+    # What else the engine returns of the tokens, by name (lightrl/columns); truncated sampling needs one.
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", token_array("token_ids", self.token_ids))
-        object.__setattr__(self, "logprobs", token_array("behavior_logprobs", self.logprobs))
-        object.__setattr__(self, "weight_versions", token_array("weight_versions", self.weight_versions))
-        for name in ("supports", "routes"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, token_array(name, getattr(self, name)))
+        object.__setattr__(self, "token_ids", TOKENS["token_ids"].array(self.token_ids))
+        object.__setattr__(self, "logprobs", TOKENS["behavior_logprobs"].array(self.logprobs))
+        object.__setattr__(self, "weight_versions", TOKENS["weight_versions"].array(self.weight_versions))
+        object.__setattr__(self, "columns", as_columns(self.columns))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fields in plain Python, for checkpoints."""
-        fields = vars(self).items()
-        return {name: [value.code, value.text] if isinstance(value, TokenArray) else value for name, value in fields}
+        """Return the fields and columns in plain Python, for checkpoints."""
+        values = {**{name: value for name, value in vars(self).items() if name != "columns"}, **self.columns}
+        return {name: [it.code, it.text] if isinstance(it, TokenArray) else it for name, it in values.items()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Completion:
-        lists = {name: value for name, value in state.items() if isinstance(value, list)}
-        arrays: dict[str, Any] = {name: TokenArray.of_text(text, code) for name, (code, text) in lists.items()}
-        return cls(**{**state, **arrays})
+        values = {name: TokenArray.of_text(it[1], it[0]) if isinstance(it, list) else it for name, it in state.items()}
+        fields = {name: values.pop(name) for name in ("token_ids", "logprobs", "weight_versions", "finish_reason")}
+        return cls(**fields, columns=values)
 
 
 class RolloutEngine(ABC):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from lightrl.columns import SUPPORTS
 from lightrl.concurrency.loop_thread import WakeUps
 from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.errors import EngineError, WeightSyncError
@@ -54,12 +55,13 @@ class _Draft:
         draft = cls(sampling.is_truncated)
         if started is not None:
             draft.token_ids, draft.logprobs = list(started.token_ids), list(started.logprobs)
-            draft.weight_versions, draft.supports = list(started.weight_versions), [bytes(started.supports or ())]
+            draft.weight_versions = list(started.weight_versions)
+            draft.supports = [bytes(started.columns.get(SUPPORTS.name, ()))]
         return draft
 
     def completion(self, finish_reason: FinishReason) -> Completion:
-        codes = b"".join(self.supports) if self.is_truncated else None
-        return Completion(list(self.token_ids), list(self.logprobs), list(self.weight_versions), finish_reason, codes)
+        columns = {SUPPORTS.name: b"".join(self.supports)} if self.is_truncated else {}
+        return Completion(list(self.token_ids), list(self.logprobs), list(self.weight_versions), finish_reason, columns)
 
 
 class FakeEngine(RolloutEngine):

@@ -13,9 +13,9 @@ Reading order:
     device_copy.py  copies to a device that the host does not wait for
     branches.py     rows of a trajectory that is a tree of conversations, and outputs back in the tree
     rows.py         trajectories as rows of tensors, checked; packing.py  of unequal length, without their padding
-    supports.py     the tokens that truncated sampling chose from: their code, and the softmax over them
+    supports.py     the tokens that truncated sampling chose from: their codes, and the softmax over them
 
-May import: errors, checks, trajectory.
+May import: errors, checks, columns, trajectory.
 
 To add an equation: a pure function in the file of its kind, shapes checked on entry, `Source:` in its docstring, and
 in tests/functional/ a value worked by hand and an independent slow implementation.
@@ -58,7 +58,7 @@ from lightrl.functional.losses import (
 )
 from lightrl.functional.packing import bins, rectangles
 from lightrl.functional.reduction import masked_mean, neutralize, reduce_loss
-from lightrl.functional.supports import EVERY_TOKEN, Supports, encode_supports, joined_supports, support_ends
+from lightrl.functional.supports import Supports, encode_supports
 from lightrl.functional.values import (
     RewardShaping,
     ValueNormalizer,
@@ -79,6 +79,6 @@ __all__ += ["regression_loss", "leaves_trust_region", "bradley_terry_loss", "pre
 __all__ += ["is_clipped", "rectangles", "bins"]
 __all__ += ["neutralize", "masked_mean", "reduce_loss"]
 __all__ += ["gae", "RewardShaping", "on_last_loss_token", "on_loss_tokens"]
-__all__ += ["EVERY_TOKEN", "Supports", "encode_supports", "joined_supports", "support_ends"]
+__all__ += ["Supports", "encode_supports"]
 __all__ += ["BranchRows", "row_lengths", "row_spans"]
 __all__ += ["value_loss", "explained_variance", "ValueNormalizer"]

@@ -207,8 +207,7 @@ def hidden_logprobs(
         num = part.shape[0]
         if num <= chunk_tokens and (are_few_logits(num, weight.shape[0]) or not can_compile(part.device.type)):
             return _logits_logprobs(linear(part, weight, bias), ids, temperature, part_mask, entropy_gradient)
-        head: Callable[..., tuple[Tensor, Tensor]] = _HeadLogprobs.apply
-        return head(part, weight, bias, ids, temperature, part_mask, entropy_gradient, chunk_tokens)
+        return _head_logprobs(part, weight, bias, ids, temperature, part_mask, entropy_gradient, chunk_tokens)
 
     with torch.autocast(hidden.device.type, enabled=False):
         if supports is None or not len(supports.limited):
@@ -392,13 +391,6 @@ def logits_gradient(
     return gradient
 
 
-def _logits_logprobs(
-    logits: Tensor, token_ids: Tensor, temperature: float, mask: Mask | None, entropy_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    results: tuple[Tensor, Tensor] = _LogitsLogprobs.apply(logits, token_ids, temperature, mask, entropy_gradient)  # type: ignore[no-untyped-call]
-    return results
-
-
 class _LogitsLogprobs(torch.autograd.Function):
     """Keeps the probabilities, and forms the gradient in one pass instead of autograd's five."""
 
@@ -422,6 +414,9 @@ class _LogitsLogprobs(torch.autograd.Function):
         scores, settings = (log_probabilities, probabilities), (ctx.temperature, ctx.mask)
         gradient = logits_gradient(*scores, token_ids, entropy, grad_logprobs, grad_entropy, *settings)
         return gradient.to(ctx.dtype), None, None, None, None
+
+
+_logits_logprobs: Callable[..., tuple[Tensor, Tensor]] = _LogitsLogprobs.apply
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -479,6 +474,9 @@ class _HeadLogprobs(torch.autograd.Function):
             None if grad_bias is None else grad_bias.to(bias.dtype),
             *[None] * 5,
         )
+
+
+_head_logprobs: Callable[..., tuple[Tensor, Tensor]] = _HeadLogprobs.apply
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

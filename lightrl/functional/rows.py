@@ -9,16 +9,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrl.functional.supports import EVERY_TOKEN, support_ends
-from lightrl.trajectory import Trajectory, token_array
+from lightrl.columns import REWARDS, TOKENS, column_named, column_of, registered
+from lightrl.trajectory import Trajectory
 
 
-def padded_rows(values: Sequence[Sequence[float]], fill: float, dtype: type) -> Tensor:
-    """[B, T] of TokenArrays, padded to the longest."""
-    rows: Any = np.full((len(values), max(len(row) for row in values)), fill, dtype)
-    for row, numbers in zip(rows, values, strict=True):
-        row[: len(numbers)] = numbers
-    return torch.from_numpy(rows)
+def token_rows(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    """Return what each token has, numpy arrays for each row, but for columns that come with the reward.
+
+    Raises:
+        ValueError: if trajectories have values of different widths, which are of different models.
+    """
+    rows: dict[str, list[Any]] = {}
+    for name, column in TOKENS.items():
+        rows[name] = [column.array(getattr(item, name)).numpy() for item in trajectories]
+    for column in registered():
+        of_column = None if column.comes_with_reward else column.rows(trajectories)
+        rows |= {} if of_column is None else {column.fields[0]: of_column}
+    return rows
+
+
+def row_tensors(field: str, rows: Sequence[Any]) -> dict[str, Tensor]:
+    """The fields of an Experience for the rows of a column: [B, T, ...], int32 as int64; or three, for codes.
+
+    The codes of all rows are stored end to end; two int64 [B] say where those of a row begin, and their bytes.
+    """
+    column = column_of(field)
+    assert column is not None
+    if column.is_coded:
+        sizes = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        codes = torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *rows]))
+        return dict(zip(column.fields, (codes, sizes.cumsum(0) - sizes, sizes), strict=True))
+    dtype = np.int64 if column.dtype == "int32" else column.dtype
+    padded: Any = np.full((len(rows), max(map(len, rows)), *rows[0].shape[1:]), column.fill, dtype)
+    for target, values in zip(padded, rows, strict=True):
+        target[: len(values)] = values
+    return {field: torch.from_numpy(padded)}
 
 
 def row_fields(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
@@ -37,62 +62,7 @@ def reward_fields(trajectories: Sequence[Trajectory]) -> tuple[Tensor, list[Any]
     if all(item.rewards is None for item in trajectories):
         return rewards, None
     check_trajectories(trajectories)
-    return rewards, [np.asarray(_token_rewards(item), np.float32) for item in trajectories]
-
-
-NATIVE = 255  # each byte of the routes of a token that are not known (models/routes.py)
-
-
-def route_rows(trajectories: Sequence[Trajectory]) -> list[Any] | None:
-    """Return the routes of each row's tokens, arrays [T, w]; None if no row has any.
-
-    Raises:
-        ValueError: if trajectories have routes of different widths, which are of different models.
-    """
-    widths = {len(item.routes) // len(item.token_ids) for item in trajectories if item.routes is not None}
-    if len(widths) > 1:
-        raise ValueError(
-            f"Trajectories have routes of {sorted(widths)} bytes for each token. All must be of one model: let the "
-            "engine serve the trainer's."
-        )
-    if not widths:
-        return None
-    width = widths.pop()
-    return [
-        np.full((len(item.token_ids), width), NATIVE, np.uint8)
-        if item.routes is None
-        else token_array("routes", item.routes).numpy().reshape(-1, width)
-        for item in trajectories
-    ]
-
-
-def support_codes(trajectory: Trajectory) -> Tensor:
-    if trajectory.supports is None:
-        return every_token(len(trajectory.token_ids))
-    return torch.from_numpy(np.array(trajectory.supports, np.uint8))
-
-
-def every_token(num: int) -> Tensor:
-    """The codes of tokens that were read, or sampled from the whole vocabulary."""
-    return torch.full((num,), EVERY_TOKEN[0], dtype=torch.uint8)
-
-
-def support_fields(codes: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The three fields of the supports, from the codes of each row."""
-    sizes = torch.tensor([len(item) for item in codes], dtype=torch.int64)
-    supports = torch.cat([torch.empty(0, dtype=torch.uint8), *codes])
-    return {"supports": supports, "support_starts": sizes.cumsum(0) - sizes, "support_sizes": sizes}
-
-
-def _token_rewards(trajectory: Trajectory) -> Sequence[float]:
-    """Return its rewards per token, or the reward on the last loss token."""
-    if trajectory.rewards is not None:
-        return trajectory.rewards
-    spread = [0.0] * len(trajectory.token_ids)
-    last = max((index for index, trains in enumerate(trajectory.loss_mask) if trains), default=None)
-    if last is not None:
-        spread[last] = float(trajectory.reward or 0.0)
-    return spread
+    return rewards, REWARDS.rows(trajectories)
 
 
 def check_trajectories(trajectories: Sequence[Trajectory], *, has_rewards: bool = True) -> None:
@@ -108,23 +78,10 @@ def check_trajectories(trajectories: Sequence[Trajectory], *, has_rewards: bool 
 
 def _check_tokens(trajectory: Trajectory) -> None:
     num = len(trajectory.token_ids)
-    if trajectory.supports is not None and (coded := len(support_ends(trajectory.supports))) != num:
-        raise ValueError(
-            f"A trajectory of prompt {trajectory.prompt.id!r} has the supports of {coded} tokens and {num} token_ids. "
-            "Join those of its completions with functional.joined_supports."
-        )
-    if trajectory.routes is not None and num and len(trajectory.routes) % num:
-        raise ValueError(
-            f"A trajectory of prompt {trajectory.prompt.id!r} has {len(trajectory.routes)} bytes of routes for {num} "
-            "token_ids; each token needs equally many. Join those of its completions with models.routes.joined_routes."
-        )
-    for name in ("loss_mask", "behavior_logprobs", "weight_versions", "rewards", "gaps"):
-        values = getattr(trajectory, name)
-        if values is not None and len(values) != num:
-            raise ValueError(
-                f"A trajectory of prompt {trajectory.prompt.id!r} needs one entry of {name} for each of its {num} "
-                f"token_ids, got {len(values)}. Fix the workflow or the reward."
-            )
+    problems = [TOKENS[name].problem(getattr(trajectory, name), num) for name in TOKENS]
+    problems += [column_named(name).problem(values, num) for name, values in trajectory.columns.items()]
+    if problem := next(filter(None, problems), None):
+        raise ValueError(f"A trajectory of prompt {trajectory.prompt.id!r} {problem}")
     firsts = [0] if num else []
     if trajectory.gaps is not None:
         gaps, most = np.asarray(trajectory.gaps, np.int64), np.arange(num)

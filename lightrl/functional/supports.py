@@ -26,9 +26,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from lightrl.functional.device_copy import on_host, to_device
-from lightrl.trajectory import TokenArray
 
-EVERY_TOKEN = b"\x01"  # the code of a token that was read, or sampled from the whole vocabulary
 _BITS = 7  # each byte holds seven bits of a number; the eighth says that more follow
 _MORE_BYTES = [2 ** (_BITS * count) for count in range(1, 5)]  # the least numbers of 2, 3, 4 and 5 bytes
 
@@ -72,24 +70,6 @@ def encode_supports(rows: _Ints, ids: _Ints, sampled: _Ints, vocabulary: int | N
     whole = data.tobytes()
     bounds = [0, *(starts + sizes)[ends - 1].tolist()]
     return [whole[start:end] for start, end in itertools.pairwise(bounds)]
-
-
-def joined_supports(parts: Sequence[tuple[int, Sequence[int] | None]]) -> TokenArray[int] | None:
-    """The codes of parts of a trajectory, end to end; None if no part has codes.
-
-    Args:
-        parts: the tokens of each part and their codes; None if the policy did not generate them, or sampled from all.
-    """
-    if all(codes is None for _, codes in parts):
-        return None
-    return TokenArray.joined([EVERY_TOKEN * num if codes is None else codes for num, codes in parts], "B")
-
-
-def support_ends(codes: Sequence[int] | _Ints) -> _Ints:
-    """The end of each token's code in these bytes, int64 [T]."""
-    data = np.asarray(codes, np.uint8)
-    is_first = np.append(True, data < 128)[:-1]  # byte of a number
-    return np.flatnonzero((data < 2) & is_first) + 1
 
 
 def decode_supports(codes: _Ints) -> tuple[_Ints, _Ints, _Ints]:

@@ -278,7 +278,7 @@ def _first_problem(state: Settings) -> str | None:
     """Why a checkpoint would not keep this state; None if it does."""
     leaves, structure = tree_flatten_with_path(state)
     try:
-        loaded, loaded_structure = tree_flatten_with_path(_saved_and_loaded(state))
+        loaded, loaded_structure = tree_flatten_with_path(_save_and_load(state))
     except Exception as error:  # noqa: BLE001  # whatever the classes of a user's state raise when they are pickled
         name = next((keystr(path) for path, value in leaves if not _can_be_loaded(value)), "")
         return (
@@ -293,7 +293,7 @@ def _first_problem(state: Settings) -> str | None:
     return f"checkpoint{name} differs after it was saved and loaded. Save tensors and plain Python there."
 
 
-def _saved_and_loaded(value: object) -> object:
+def _save_and_load(value: object) -> object:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
@@ -302,7 +302,7 @@ def _saved_and_loaded(value: object) -> object:
 
 def _can_be_loaded(value: object) -> bool:
     try:
-        _saved_and_loaded(value)
+        _save_and_load(value)
     except Exception:  # noqa: BLE001  # as above; the caller names the value
         return False
     return True

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
 from lightrl.checks.printable import count_text
-from lightrl.data import prompts_of
+from lightrl.data import HostBatch, prompts_of
 from lightrl.dataflow import ModelCall
 from lightrl.errors import TrainingError
 from lightrl.loops.interrupt import InterruptGate
@@ -50,24 +50,6 @@ _ADVICE = {
     "sync": f"Lower {_ENGINE}.",
     "start": "Use more devices with trainer.strategy: FSDP2Strategy, or a smaller model.",
 }
-
-
-class RewardedGroups(list[Group]):
-    """The groups of a batch; Lightning may move it to a device, which leaves it as it is."""
-
-    def to(self, *args: object, **kwargs: object) -> RewardedGroups:
-        return self
-
-
-def _index_of_batch(trainer: RLTrainer) -> int:
-    """Within its loop: ids, and with them the seeds, are the same in each validation."""
-    loops: dict[Any, Any] = {
-        TrainerFn.FITTING: trainer.fit_loop.epoch_loop.val_loop,
-        TrainerFn.VALIDATING: trainer.validate_loop,
-        TrainerFn.TESTING: trainer.test_loop,
-        TrainerFn.PREDICTING: trainer.predict_loop,
-    }
-    return int(loops[trainer.state.fn].batch_progress.current.ready)
 
 
 class RolloutLoop(_AutomaticOptimization):
@@ -121,7 +103,7 @@ class RolloutLoop(_AutomaticOptimization):
         trainer = self.trainer
         trainer.call_rl_hook("on_rollout_start")
         with self._phase("rollout"):
-            groups = trainer.rollout.take(trainer.weight_version, on_wait=self._waiting("on_rollout_progress"))
+            groups = trainer.rollout.take(trainer.weight_version, on_wait=self._make_on_wait("on_rollout_progress"))
         self._report_drops()
         trainer.call_rl_hook("on_rollout_end", groups)
         if not trainer.rollout.settings.defers_rewards:
@@ -155,7 +137,7 @@ class RolloutLoop(_AutomaticOptimization):
             later = {call.name for call in graph.calls} - scored
             experience = self._run_calls(module, experience, trajectories, left_out=later)
         with self._phase("rewards"):
-            rollout.wait_for_rewards(groups, on_wait=self._waiting("on_rewards_progress"))
+            rollout.wait_for_rewards(groups, on_wait=self._make_on_wait("on_rewards_progress"))
         self._report_drops()
         experience, trajectories = self._drop_unrewarded_rows(module, experience, groups, trajectories)
         with self._phase("score"):
@@ -317,15 +299,23 @@ class RolloutLoop(_AutomaticOptimization):
         """Roll out and reward the prompts of a validation, test or predict batch, or rows of a user's own loader."""
         trainer = self.trainer
         module = cast("RLModule", trainer.lightning_module)
-        name = f"{cast('TrainerFn', trainer.state.fn).value}-{_index_of_batch(trainer)}"
+        stage: Any = trainer.state.fn
+        loops: dict[Any, Any] = {
+            TrainerFn.FITTING: trainer.fit_loop.epoch_loop.val_loop,
+            TrainerFn.VALIDATING: trainer.validate_loop,
+            TrainerFn.TESTING: trainer.test_loop,
+            TrainerFn.PREDICTING: trainer.predict_loop,
+        }
+        # The batch's number within its loop: ids, and with them the seeds, are the same in each validation.
+        name = f"{stage.value}-{loops[stage].batch_progress.current.ready}"
         groups = trainer.rollout.evaluate(
             prompts_of(batch, module.tokenizer, name=name, max_prompt_tokens=module.max_prompt_tokens),
             sampling=with_stop_tokens(module.validation_sampling, module.stop_token_ids()),
             num_samples=module.validation_group_size,
-            on_wait=self._waiting(),
+            on_wait=self._make_on_wait(),
         )
         self._report_drops()
-        return RewardedGroups(groups)
+        return HostBatch(groups)
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         state = self.resume.state_dict()
@@ -335,7 +325,7 @@ class RolloutLoop(_AutomaticOptimization):
         self.resume.load_state_dict(state_dict)
         self.num_updates = int(state_dict.get("num_updates", self.num_updates))
 
-    def _waiting(self, hook: str | None = None) -> OnWait:
+    def _make_on_wait(self, hook: str | None = None) -> OnWait:
         """The function that a rollout calls while it waits; the RL hook reports how far it is."""
 
         def on_wait(done: int, total: int) -> None:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import gc
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -198,28 +198,22 @@ class RolloutStage:
             self._num_threads = 0
             gc.unfreeze()
             gc.set_threshold(*self._gc_threshold)
-        steps: list[Callable[[], None]] = []
-        if self.trainer.open_rollout is not None:
-            steps += [self.resume.keep_rollout, self._close_rollout]
-        if self._reward_worker is not None:
-            steps.append(self._close_reward_worker)
-        if self._engine_is_open:
-            steps.append(self._close_engine)
-        call_all(*steps)
+        call_all(self.resume.keep_rollout, self._close_rollout, self._close_reward_worker, self._close_engine)
 
     def _close_rollout(self) -> None:
-        self.trainer.rollout.close()
-        self.trainer.open_rollout = None
+        if self.trainer.open_rollout is not None:
+            self.trainer.rollout.close()
+            self.trainer.open_rollout = None
 
     def _close_reward_worker(self) -> None:
-        assert self._reward_worker is not None
-        self._reward_worker.close()
-        self._reward_worker = None
+        if self._reward_worker is not None:
+            self._reward_worker.close()
+            self._reward_worker = None
 
     def _close_engine(self) -> None:
-        assert self.trainer.engine is not None
-        self.trainer.engine.close()
-        self._engine_is_open = False
+        if self.trainer.engine is not None and self._engine_is_open:
+            self.trainer.engine.close()
+            self._engine_is_open = False
 
     def _open_live(self, module: RLModule, graph: DataFlowGraph, is_fit: bool) -> Rollout:
         """The controller, or on several ranks rank 0's as all of them see it."""
@@ -239,10 +233,10 @@ class RolloutStage:
             total_groups = None if is_endless else int(num_iterations) * prompts.batch_size
             settings = dataclasses.replace(settings, groups_per_iteration=prompts.batch_size, total_groups=total_groups)
             _check_sizes(module, prompts.batch_size, ranks)
-        settings = _configured(trainer, module, settings)
+        settings = _apply_hooks(trainer, module, settings)
         if is_fit and not settings.max_staleness and not settings.reads_rewards and graph.before_rewards():
             settings = dataclasses.replace(settings, defers_rewards=True)
-        settings = _of_rank_0(settings, ranks)
+        settings = _share_settings(settings, ranks)
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: it is a collective
         log_folder = None if trainer.fast_dev_run else folder
         start = functools.partial(self._start_controller, module, settings, prompts, log_folder)
@@ -321,7 +315,7 @@ def _check_sizes(module: RLModule, groups_per_iteration: int, ranks: Ranks) -> N
         )
 
 
-def _configured(trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
+def _apply_hooks(trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
     """The settings after every `configure_rollout` hook."""
     for hook in trainer.rl_hooks("configure_rollout"):
         changed: object = hook(settings)
@@ -336,7 +330,7 @@ def _configured(trainer: RLTrainer, module: RLModule, settings: RolloutSettings)
     return settings
 
 
-def _of_rank_0(settings: RolloutSettings, ranks: Ranks) -> RolloutSettings:
+def _share_settings(settings: RolloutSettings, ranks: Ranks) -> RolloutSettings:
     """Rank 0's settings on every rank; other ranks get no filter and no curriculum, which only rank 0 uses."""
     plain = {name: value for name, value in vars(settings).items() if isinstance(value, int | float | str | None)}
     plain = ranks.broadcast_json(plain)

@@ -41,11 +41,11 @@ def asked_once(
     recorded = [item.call_outputs for item in trajectories]
     is_recorded = bool(recorded) and all(key in outputs for outputs in recorded for key in call.outputs)
     if is_recorded and follows_from_trajectories(call):
-        return {key: _joined([outputs[key] for outputs in recorded]) for key in call.outputs}
+        return {key: _as_tensor([outputs[key] for outputs in recorded]) for key in call.outputs}
     return {key: value.float() if value.is_floating_point() else value for key, value in ask().items()}
 
 
-def _joined(values: list[object]) -> Tensor:
+def _as_tensor(values: list[object]) -> Tensor:
     """A tensor of numbers, or of arrays [T, ...] with padding."""
     values = [as_array(value) for value in values]
     if isinstance(values[0], np.ndarray):
@@ -124,8 +124,8 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
         has_end = torch.ones_like(experience.is_truncated)
     elif "bootstrap_values" in call.outputs:
         has_end = experience.is_truncated
-    # Another policy, such as this one's base, did not sample the tokens: it routes natively.
-    lengths, rated = experience.lengths, experience.rollout_part(has_end, with_routes=not call.base_only)
+    # Another policy, such as this one's base, did not sample the tokens.
+    lengths, rated = experience.lengths, experience.rollout_part(has_end, is_sampler=not call.base_only)
     rows = microbatch_rows(rated, ranks, call.microbatch_tokens or module.microbatch_tokens)
     parts = Microbatches(rated, rows, module.device)
     model = getattr(module, role)

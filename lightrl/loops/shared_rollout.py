@@ -15,7 +15,8 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from types import SimpleNamespace, TracebackType
+from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any, TypeVar
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -28,7 +29,7 @@ from lightrl.rollout.group_scheduler import Drop
 from lightrl.rollout.prompts import State
 from lightrl.rollout.protocol import OnWait
 from lightrl.strategies import Message, Ranks, ShardedExperience, mark_as_on_all_ranks
-from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
+from lightrl.trajectory import FinishReason, Group, JsonObject, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
 
 _Summaries = list[list[Any]]  # per group: id, prompt's id, trajectories
@@ -37,8 +38,8 @@ HEARTBEAT_S = 1.0  # between two messages of rank 0 while it waits
 _Groups = TypeVar("_Groups", bound=Sequence[Group])
 
 
-class Summary(SimpleNamespace):
-    """The part of a prompt or of a trajectory that the ranks other than 0 have; explains where the rest is."""
+class _OnOtherRanks:
+    """What ranks other than 0 have of a prompt or of a trajectory; explains where the rest is."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # a copy asks for these before it has anything
@@ -49,8 +50,31 @@ class Summary(SimpleNamespace):
             "on_experience_ready."
         )
 
+
+@dataclass(repr=False)
+class RemotePrompt(_OnOtherRanks):
+    id: str
+
     def __repr__(self) -> str:
-        return f"a trajectory of {self.prompt!r}" if "prompt" in vars(self) else f"prompt {self.id!r}"
+        return f"prompt {self.id!r}"
+
+
+@dataclass(repr=False)
+class RemoteTrajectory(_OnOtherRanks):
+    prompt: RemotePrompt
+    group_id: int
+    sample: int
+    finish_reason: FinishReason
+    is_truncated: bool
+    oldest_version: int
+    newest_version: int
+    reward: float | None
+    metrics: dict[str, float]
+    rewards: None = None
+    call_outputs: JsonObject = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"a trajectory of {self.prompt!r}"
 
 
 def summaries_of(groups: Sequence[Group]) -> _Summaries:
@@ -65,12 +89,11 @@ def summaries_of(groups: Sequence[Group]) -> _Summaries:
 
 
 def groups_of(summaries: _Summaries) -> list[Group]:
-    """Make groups of summaries, which stand in for prompts and trajectories."""
+    """Make groups whose prompts and trajectories are those of ranks other than 0."""
     groups = []
     for group_id, prompt_id, records in summaries:
-        prompt: Any = Summary(id=prompt_id)
-        shared = {"prompt": prompt, "group_id": group_id, "rewards": None}
-        items: list[Any] = [Summary(**shared, **record, call_outputs={}) for record in records]
+        prompt: Any = RemotePrompt(prompt_id)
+        items: list[Any] = [RemoteTrajectory(prompt, group_id, **record) for record in records]
         groups.append(Group(group_id, prompt, items))
     return groups
 

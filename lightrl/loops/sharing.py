@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightrl.checks.printable import count_text
 from lightrl.dataflow import REWARD, ModelCall, runs_in_thread
-from lightrl.experience import ROLLOUT_FIELDS, Experience
+from lightrl.experience import Experience, rollout_fields
 from lightrl.strategies import Ranks, ShardedExperience
 from lightrl.strategies.sharded_experience.exchange import exchange
 from lightrl.strategies.sharded_experience.placement import place_rows, rows_by_rank
@@ -159,7 +159,7 @@ def share_outputs(
     with ranks.phase(f"score: {call.name}", has_own_deadline=runs_in_thread(call)):
         if call.on_all_ranks:  # the advantages, of who answers for a row; with whole inputs every rank computes all
             tokens = {name: value for name, value in outputs.items() if isinstance(value, TokenRows)}
-            tokens = {name: value for name, value in tokens.items() if name not in ROLLOUT_FIELDS}
+            tokens = {name: value for name, value in tokens.items() if name not in rollout_fields()}
             has = torch.ones_like(needs) if module.advantage_inputs else _owned(experience)
             return {**outputs, **exchange(experience, tokens, has, needs)}
         holders = holders_of(call, ranks) if is_forward(call) else None

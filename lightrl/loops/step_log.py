@@ -64,8 +64,7 @@ class StepLog(_LoggerConnector):
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        own = {name: value.item() for name, value in self._own().items() if name in self._in_bar}
-        return _updated(super().progress_bar_metrics, own)
+        return _updated(super().progress_bar_metrics, self._own_in_bar())
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """Gives a row to the loggers; raises OSError with the file's name if it cannot be written."""
@@ -99,6 +98,9 @@ class StepLog(_LoggerConnector):
             values = torch.tensor([*self._numbers.values()], dtype=torch.float32)
             self._tensors = dict(zip(self._numbers, values.unbind(), strict=True))
         return self._tensors
+
+    def _own_in_bar(self) -> dict[str, float]:
+        return {name: value.item() for name, value in self._own().items() if name in self._in_bar}
 
 
 def keep_rows(loggers: Iterable[Logger]) -> None:

@@ -87,7 +87,7 @@ class MinibatchLoss:
         if self.role != "policy":
             return self._value_share(experience, outputs, self.role) * self.holders.dp_size
         mask = experience.loss_mask
-        result = self._called("loss", experience, outputs)
+        result = self._call_hook("loss", experience, outputs)
         weights = result.pop(ESS_WEIGHTS, None)
         metrics: dict[str, Metric] = {}
         share = self._share("loss", result, experience, metrics, "")
@@ -125,7 +125,7 @@ class MinibatchLoss:
     def _name(self, hook: str) -> str:
         return f"{type(self.module).__name__}.{hook}"
 
-    def _called(self, hook: str, experience: Experience, values: object) -> dict[str, Metric]:
+    def _call_hook(self, hook: str, experience: Experience, values: object) -> dict[str, Metric]:
         with in_words(self._name(hook), experience):
             result = getattr(self.module, hook)(experience, values)
         if not isinstance(result, Mapping):
@@ -137,7 +137,7 @@ class MinibatchLoss:
 
     def _value_share(self, experience: Experience, outputs: Outputs, role: str) -> Tensor:
         assert outputs.values is not None
-        result = self._called("value_loss", experience, outputs.values)
+        result = self._call_hook("value_loss", experience, outputs.values)
         metrics: dict[str, Metric] = {}
         share = self._share("value_loss", result, experience, metrics, f"{role}/")
         if metrics:

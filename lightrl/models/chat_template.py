@@ -45,7 +45,7 @@ Template = str | Mapping[str, str] | None  # Jinja text, or several by name
 _OPENED = re.compile(rf"(?:{THINKING_OPENS})\s*(?:(?:{THINKING_CLOSES})\s*)?\Z")
 _TAIL_TOKENS = 32  # a prompt's last tokens: enough for `<think>` and white space, in bytes too
 _ANSWER = "lightrl"
-_MARK = "\ufdd0"  # a noncharacter, inside of a special token that is text
+_MARK = "\ufdd0\ufdd1"  # noncharacters, inside of a special token that is text
 _CALL = {"type": "function", "id": "call_0", "function": {"name": "f", "arguments": {"x": _ANSWER}}}
 _DATES = [f"%{flag}{letter}" for flag in ("-", "") for letter in string.ascii_letters]
 _STRFTIME = (
@@ -239,6 +239,7 @@ class ChatTemplate:
             calls = [_call_as_read(call, as_object=reads_objects) for call in message["tool_calls"]]
             message = {**message, "tool_calls": calls}
         content = message.get("content")
+        content = _with_joined_texts(content) if isinstance(content, list) else content
         if isinstance(content, list) and all(part.get("type") == "text" for part in content):
             content = content_text(content)
         if not reads_text and isinstance(content, str):
@@ -361,8 +362,19 @@ def _call_as_read(call: Mapping[str, Any], *, as_object: bool) -> Mapping[str, A
     }
 
 
+def _with_joined_texts(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The parts with texts that follow each other as one: they may be parts of a special token."""
+    joined: list[Mapping[str, Any]] = []
+    for part in parts:
+        if joined and joined[-1].get("type") == part.get("type") == "text":
+            joined[-1] = {**joined[-1], "text": joined[-1]["text"] + part["text"]}
+        else:
+            joined.append(part)
+    return joined
+
+
 def is_mark(character: str) -> bool:
-    return character == _MARK
+    return character in _MARK
 
 
 def _one_of(tokens: Sequence[str]) -> re.Pattern[str]:

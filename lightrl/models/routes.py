@@ -19,21 +19,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightrl.errors import EngineError
-from lightrl.functional.rows import NATIVE
+from lightrl.columns import NATIVE, TokenArray
 from lightrl.models.images import new_model
 from lightrl.models.moe import moe_blocks, num_experts
-from lightrl.trajectory import TokenArray
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -83,11 +81,27 @@ class RouteLayout:
             raise ValueError(f"an expert {ids.max()} of {self.num_experts}")
         return TokenArray.of_stored(as_bytes(torch.from_numpy(ids), self.num_experts).numpy().tobytes(), b"", "B")
 
+    def encode_sent(self, experts: np.ndarray[Any, np.dtype[Any]], num_tokens: int) -> TokenArray[int]:
+        """`encode` the ids that a server sent, end to end; raises ValueError likewise, or if their number is wrong."""
+        return self.encode(experts.reshape(num_tokens, self.num_layers, -1))
+
     def load(self, routes: Tensor) -> Tensor:
         """Count the tokens of each expert in each MoE block, int64 [L, E], of routes uint8 [..., w]."""
         blocks = range(len(self.layers))
         ids = [_decode(routes.flatten(0, -2), index, len(blocks), self.num_experts) for index in blocks]
         return torch.stack([torch.bincount(each[each >= 0], minlength=self.num_experts) for each in ids])
+
+
+class RecordsRoutes(Protocol):
+    """The setting of an engine."""
+
+    record_routes: bool | None
+
+
+def check_compiled(engine: RecordsRoutes, config: PretrainedConfig) -> None:
+    """Raise ValueError if compiled layers of this model would have to replay the experts of the engine."""
+    if engine.record_routes is not False and RouteLayout.of(config) is not None:
+        raise ValueError(NOT_COMPILED)
 
 
 def load_entropy(load: Tensor) -> float:
@@ -114,46 +128,14 @@ def as_bytes(ids: Tensor, num_experts: int) -> Tensor:
     return ids.to(torch.uint8 if num_experts <= 2**8 else torch.int16).contiguous().view(torch.uint8).flatten(1)
 
 
-def joined_routes(
-    before: TokenArray[int] | None, num_before: int, added: Sequence[int] | None, num_added: int
-) -> TokenArray[int] | None:
-    """Return the routes of a conversation after more tokens; of a token that was computed again, the new ones.
-
-    Args:
-        before: routes of the first `num_before` tokens; None if none of them is known.
-        added: a completion's: of those tokens and of `num_added` more, without the last; None if it has none.
-
-    Raises:
-        EngineError: if a completion has routes of another number of tokens.
-    """
-    num_rows = num_before + num_added - 1
-    if added is None:
-        if before is None:
-            return None
-        return TokenArray.joined([before, bytes([NATIVE]) * (len(before) // num_before * num_added)], "B")
-    if num_rows < 1 or len(added) % num_rows:
-        raise EngineError(
-            f"The engine returned {len(added)} bytes of routes for a prompt of {num_before} tokens and {num_added} of "
-            "a completion. Each token but the last needs equally many."
-        )
-    rows = np.asarray(added, np.uint8).reshape(num_rows, -1)
-    rows = np.concatenate([rows, np.full_like(rows[:1], NATIVE)])
-    if before is not None:
-        old = np.asarray(before, np.uint8).reshape(num_before, -1)
-        is_known = (rows[:num_before] != NATIVE).any(1, keepdims=True)
-        rows[:num_before] = np.where(is_known, rows[:num_before], old)
-    return TokenArray.of_stored(rows.tobytes(), b"", "B")
-
-
-def spliced_routes(
-    left: tuple[TokenArray[int] | None, int], end: int, right: tuple[TokenArray[int] | None, int], start: int
-) -> TokenArray[int] | None:
-    """Return the routes of a conversation's tokens up to `end`, then another's from `start`; each with its length."""
-    widths = [len(routes) // num for routes, num in (left, right) if routes is not None]
-    if not widths:
-        return None
-    both = [bytes([NATIVE]) * (widths[0] * num) if routes is None else bytes(routes) for routes, num in (left, right)]
-    return TokenArray.of_stored(both[0][: end * widths[0]] + both[1][start * widths[0] :], b"", "B")
+def wrap_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Wrap the forward of each MoE block, once, so that it can record or replay its experts; return the blocks."""
+    blocks = _routed_blocks(model)
+    for index, block in enumerate(blocks.values()):
+        if not hasattr(block, _ROUTED):
+            setattr(block, _ROUTED, True)
+            block.forward = functools.partial(_run_block, block.forward, (index, len(blocks)), num_experts(block))
+    return blocks
 
 
 @dataclass
@@ -177,12 +159,7 @@ class Routes:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.blocks = _routed_blocks(model)
-        for index, block in enumerate(self.blocks.values()):
-            if not hasattr(block, _ROUTED):
-                setattr(block, _ROUTED, True)
-                place = index, len(self.blocks)
-                block.forward = functools.partial(_run_block, block.forward, place, num_experts(block))
+        self.blocks = wrap_blocks(model)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Callable[[], Tensor]]:

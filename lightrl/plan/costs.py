@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from lightrl.functional.logprobs import are_few_logits, tokens_per_chunk
-from lightrl.strategies.sharded_experience.experience import TOKEN_DTYPES
+from lightrl.strategies.sharded_experience.experience import TOKEN_BYTES
 from lightrl.strategies.tensor_plans import check_sizes, head_size, layer_parameters, split_layers
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def key_value_bytes(config: PretrainedConfig, width: int = SERVED_BYTES) -> int:
 
 def experience_bytes(num_scores: int) -> int:
     """Bytes of one token, with so many float32 scores, in an iteration's ShardedExperience."""
-    return sum(dtype.itemsize for dtype in TOKEN_DTYPES.values()) + _FLOAT * num_scores
+    return TOKEN_BYTES + _FLOAT * num_scores
 
 
 def layer_bytes(config: PretrainedConfig, work: Work) -> int:

@@ -43,13 +43,14 @@ _MAX_ANSWER_BYTES = 64 * 2**20
 # After "score", the number behind a colon or equals sign (`Score (0 to 10): **8**/10`, `score = 3 + 4 = 7`), or at
 # once; a sign or point that could be part of it is never skipped.
 _SCORE = (
-    r"(?i)score(?![a-z])(?:[^:=\n]{0,40}[:=](?:[\d\s.+*()-]*=)?)?[^\w.,+\-−–]{0,5}"
+    r"(?i)score(?![a-z])(?:[^:=\n]{0,40}[:=](?:[\d\s.+*()-]*=)?)?(?:\\boxed|[^\w.,+\-−–]){0,5}"
     r"([-+−]?(?:\d++(?:\.\d++)?|\.\d++)(?:e-?\d++)?)"
 )
-# After a score: it may have been another number, as in `7-8`, `7,5` and `8 or maybe 9`.
+# After a score and what it is out of: it may have been another number, as in `7-8`, `7,5`, `8/10 or maybe 9`.
 _OR_ANOTHER = re.compile(
-    r"(?i)[\w,.]*\d|[ \t*]*(?:[-–—~±,;|&]|\+/-|\(?(?:or|to|and|through|maybe|perhaps|possibly)\b)"
-    r"[ \t*]*(?:(?:maybe|perhaps|possibly|even|an?)\s+)?[-+−]?\.?\d"
+    r"(?i)(?:[ \t*]*(?:/|out of)\s*\d++|\s*points?\b)?+"
+    r"(?:[\w,.]*[\d¼-¾]|[ \t*]*(?:[-–—~±,;|&]|\+/-|\(?(?:or|to|and|through|maybe|perhaps|possibly)\b)"
+    r"[ \t*]*(?:(?:maybe|perhaps|possibly|even|an?)\s+)?[-+−]?\.?\d)"
 )
 
 
@@ -221,9 +222,8 @@ class LLMJudge:
         if match is None or _OR_ANOTHER.match(said, match.end()):
             raise RewardError(
                 f"The LLM judge's answer for {label(trajectory)} has no single score that matches "
-                f"{self._pattern.pattern!r}: "
-                f"{answer[-_MAX_SHOWN:]!r}. Ask for that form in the rubric, change score_pattern, or increase "
-                "max_tokens."
+                f"{self._pattern.pattern!r}: {answer[-_MAX_SHOWN:]!r}. Ask for that form in the rubric, change "
+                "score_pattern, or increase max_tokens."
             )
         score = float(match[1].replace("−", "-"))
         of = re.match(r"\W{0,5}(?:/|out of)\s*(\d+)", said[match.end(1) :])

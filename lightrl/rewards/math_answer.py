@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -34,9 +35,10 @@ _UNBRACED = re.compile(
     r" *(?=[-+$\\.\d]|[A-Za-z]\b)((?:\\[A-Za-z]+|\{[^{}]*\}|[^\s${}\\])+?)(?=[.,;:!?]?(?:[\s$\\]|$))"
 )
 _LATEX_SPACING = re.compile(r"\\[,!;:> ]|\\q?quad\b|~|\\(?:left|right|displaystyle)\b")
-_LATEX_UNIT = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|operatorname)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_LATEX_UNIT = re.compile(r"\\(?:(?:text|math)(?:rm|bf|it)?|mbox|operatorname|emph)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 _UNIT_FRACTION = re.compile(
-    r"\\[dt]?frac\s*\{(\s*\\(?:text|mathrm)\s*\{[^{}]*\}[^{}]*)\}\s*\{(\s*\\(?:text|mathrm)(?:[^{}]|\{[^{}]*\})*)\}"
+    r"\\[dt]?frac\s*\{(\s*(?:\\(?:text|mathrm)\s*\{[^{}]*\}|[A-Za-z]{2})[^{}]*)\}"
+    r"\s*\{(\s*(?:\\(?:text|mathrm)|[A-Za-z])(?:[^{}]|\{[^{}]*\})*)\}"
 )
 _SPOKEN = re.compile(r"\banswer(?:\s+is\b|\s*:)\s*:?", re.IGNORECASE)
 _END_OF_ANSWER = re.compile(r"[.!?](?=[\s*$]|$)|\s(?:because|since)\s")
@@ -54,7 +56,10 @@ _CHARACTERS = str.maketrans(
         **{"。": ".", "、": ",", "⁄": "/", "∕": "/", "×": r"\times ", "·": r"\cdot ", "∙": r"\cdot ", "π": r"\pi "},
         **{"√": r"\sqrt ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "∈": r"\in ", "±": r"\pm "},
         **{"°": r"^\circ ", "∅": r"\emptyset ", "→": r"\to ", "≡": r"\equiv ", "∠": r"\angle ", "≠": r"\ne "},
-        **{"≥": r"\ge ", "∩": r"\cap ", "△": r"\triangle ", "¬": r"\neg ", "∧": r"\land ", "∨": r"\lor "},
+        **dict.fromkeys("⟨〈〈", r"\langle "),
+        **dict.fromkeys("⟩〉〉", r"\rangle "),
+        **dict.fromkeys("’′", "'"),
+        **{"∩": r"\cap ", "△": r"\triangle ", "¬": r"\neg ", "∧": r"\land ", "∨": r"\lor "},
         **{letter: rf"\mathbb{{{name}}} " for letter, name in zip("ℝℕℤℚℂ", "RNZQC", strict=True)},
     }
 )
@@ -65,7 +70,7 @@ _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞↉]")
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?"
 _POWER = rf"{_DECIMAL}(?:\*\*[-+]?[0-9]{{1,3}})?"
 _LITERAL = re.compile(
-    r"(?P<sign>[-+])?\s*(?:(?P<currency>[$€£¥]|USD )\s*(?P<sign_after>-)?)?\s*"
+    r"(?P<sign>[-+])?\s*(?:(?P<currency>[$€£¥\u20a0-\u20cf]|USD |Rs\.? )\s*(?P<sign_after>-)?)?\s*"
     r"(?:(?P<whole>[0-9]+)\s+(?=[0-9]+\s*/\s*[0-9]))?"
     rf"(?:(?P<open>\()\s*(?P<inner>-)?)?(?P<above>{_POWER})(?:\s*/\s*(?P<inner_below>-)?(?P<below>{_POWER}))?"
     r"\s*(?(open)\))"
@@ -77,20 +82,79 @@ _GROUPED = re.compile(
     r"(?<![0-9,.(])(?:[0-9]{1,3}(?:(?:,[0-9]{3})+(?!,?[0-9])|(?: [0-9]{3})+(?! ?[0-9]|\s*/))"
     r"|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}(?!,?[0-9]))"  # 1,00,000 in India
 )
-_FRACTION = re.compile(r"\\(?:[dtc]?|nice|s)frac\s*(?:([0-9])|\{([^{}]*)\})\s*(?:([0-9])|\{([^{}]*)\})")
-_REPEATING = re.compile(
-    r"(?<![0-9])([0-9]*)\.([0-9]*)(?:\\(?:overline|bar)\s*\{?([0-9]+)\}?|\(([0-9]+)\)"
-    r"|\\dot\s*\{?([0-9])\}?(?:([0-9]*)\\dot\s*\{?([0-9])\}?)?)"
-)
-_ORDINAL = re.compile(
-    r"(?<=1)st\b|(?<=2)nd\b|(?<=3)rd\b|(?<=[0-9])th\b|(?<=[0-9])\s*\^\s*\{\s*(?:st|nd|rd|th)\s*\}"
-    r"|(?<=[0-9])\s*(?:\^\s*)?\{?\s*\\(?:text|mathrm)\s*\{(?:st|nd|rd|th)\}\s*\}?"
-)
+_FRACTION = re.compile(r"\\(?:[dtc]?|nice|s)frac" + 2 * r"\s*(?:([0-9])|\{([^{}A-Za-z]*)\})")
 _BASE_WORDS = {"two": 2, "three": 3, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "sixteen": 16}
+_PART = r"((?:[^{}]|\{[^{}]*\})*?)"  # of a formula
+
+
+def _rows(match: re.Match[str]) -> str:
+    r"""The lines of `\begin{cases} x=1 \\ y=2 \end{cases}` with commas between; unchanged if they have columns."""
+    body = re.sub(r"&\s*(?=[=<>]|\\[lg]eq?(?![A-Za-z]))", "", match["rows"])
+    return match[0] if "&" in body else ", ".join(row.strip(" ,;") for row in body.split("\\\\") if row.strip())
+
+
+def _unrepeated(match: re.Match[str]) -> str:
+    r"""`0.1\overline{6}` as the fraction that it is."""
+    digits, period = match[1] + match[2], "".join(match[at] or "" for at in range(3, 8))
+    above = int(digits + period) - int(digits or "0")
+    return rf"\frac{{{above}}}{{{10 ** len(match[2]) * (10 ** len(period) - 1)}}}"
+
+
+# Other ways to write a thing, as one: pattern → replacement, in this order.
+_NOTATIONS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    (re.compile(pattern, re.DOTALL), replacement)
+    for pattern, replacement in [
+        # size, font, color and space
+        (r"\\(?:(?:text)?color|[hv]space\*?|[hv]?phantom)\s*\{[^{}]*\}|\\hfill?(?![A-Za-z])", " "),
+        (r"\\(?:tiny|scriptsize|footnotesize|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])", " "),
+        (
+            r"\\(?:rm|bf|it|sf|tt|(?:text|script)style|(?:math)?strut|underline|ensuremath|boxed|fbox|bm|boldsymbol)(?![A-Za-z])",
+            " ",
+        ),
+        (r"\\(?:text|(?:text|math)(?:rm|bf|it|sf|tt|normal))(?![A-Za-z]|\s*\{)", " "),
+        # numbers
+        (r"\{,\}", ","),
+        (
+            r"(?<=1)st\b|(?<=2)nd\b|(?<=3)rd\b|(?<=[0-9])th\b|(?<=[0-9])\s*\^\s*\{\s*(?:st|nd|rd|th)\s*\}"
+            r"|(?<=[0-9])\s*(?:\^\s*)?\{?\s*\\(?:text|mathrm)\s*\{(?:st|nd|rd|th)\}\s*\}?",
+            "",
+        ),
+        (
+            r"(?<![0-9])([0-9]*)\.([0-9]*)(?:\\(?:overline|bar)\s*\{?([0-9]+)\}?|\(([0-9]+)\)"
+            r"|\\dot\s*\{?([0-9])\}?(?:([0-9]*)\\dot\s*\{?([0-9])\}?)?)",
+            _unrepeated,
+        ),
+        (
+            r"(?<=_)\s*\{?\s*(?:\\text\s*\{)?([a-z]{3,7})\b\}*",
+            lambda match: str(_BASE_WORDS.get(match[1], match[0])),
+        ),
+        (r"(?i)([0-9])(?:\s|\\text\s*\{)*([ap])\.?m\b\.?\}?", r"\1 \2m"),
+        # formulas
+        (rf"(?:\{{|^){_PART}\\over(?![A-Za-z]){_PART}(?:\}}|$)", r"\\frac{\1}{\2}"),
+        (rf"(?:\{{|^){_PART}\\choose(?![A-Za-z]){_PART}(?:\}}|$)", r"\\binom{\1}{\2}"),
+        (r"\\(?:Bbb\s*|(?=[RNZQC](?![A-Za-z])))\{?([RNZQC])\}?", r"\\mathbb{\1}"),
+        (r"-(?=\s*(?:\\left\s*)?\\\{)", r"\\setminus "),
+        (r"(^|[=,(+-]\s*)<([^<>=]+,[^<>=]+)>", r"\1\\langle \2\\rangle "),
+        (r"^\s*\\\{\s*([a-z])\s*(?::|\||\\mid)([^:|]*(?:[<>=]|\\[lgn]eq?(?![A-Za-z])).*)\\\}\s*$", r"\2"),
+        (
+            r"\\left\s*\\\{\s*\\begin\s*\{array\}\s*\{[clr ]*\}(.*)\\end\s*\{array\}\s*\\right\s*\.",
+            r"\\begin{cases}\1\\end{cases}",
+        ),
+        (
+            r"\\begin\s*\{(cases|aligned|align\*?|gathered)\}(?P<rows>(?:(?!\\begin|\\end).)*)\\end\s*\{\1\}",
+            _rows,
+        ),
+        (r"\^\s*\{((?:\s*\\prime)+)\s*\}", r"\1"),
+        (r"\^?\s*\\prime(?![A-Za-z])", "'"),
+        (r'(?<=[0-9])"$', "''"),  # inches
+    ]
+]
+_RATIO = re.compile(r"(?<=[0-9])\s*(?:\s|\\text\s*\{)\s*to\b\s*\}?\s*(?=[0-9])")
 _VARIABLE = re.compile(r"(?:\$?\\?[A-Za-z]+(?:_\{?\w+\}?)?'?(?:\([^()]*\))?)?")
 _LAST_UNIT = re.compile(
-    rf"((?:(?:{_LATEX_SPACING.pattern}|\s|\\cdot|/)*(?:{_LATEX_UNIT.pattern}|\s[A-Za-z]{{2,}})(?:\s*\^\s*\{{?-?[0-9]\}}?)?)+)\.?$"
+    rf"((?:(?:{_LATEX_SPACING.pattern}|\s|\\cdot|/)*(?:{_LATEX_UNIT.pattern}|\^\s*\{{?\s*\\circ\s*\}}?|\s[A-Za-z]{{2,}})(?:\s*\^\s*\{{?-?[0-9]\}}?)?)+)\.?$"
 )
+_ANGLE = re.compile("sin|cos|tan|cot|sec|csc")
 _TIME = re.compile(r"[0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?")
 
 
@@ -177,14 +241,14 @@ def reference_answer(trajectory: Trajectory) -> str:
     """The part of the prompt's field `answer` that a completion is compared with."""
     fields = trajectory.prompt.fields
     reference = chat_as_text(fields.get("answer"))
-    if reference is None or not str(reference).strip():
+    text = "" if reference is None else _normalized(str(reference)).strip()
+    answer = final_answer(text)
+    if not (text if answer is None else answer.text):
         raise ValueError(
             f"Prompt {trajectory.prompt.id!r} needs a reference in its field 'answer'; it has {sorted(fields)}. "
             "Set answer_column of the data."
         )
-    text = _normalized(str(reference))
-    answer = final_answer(text)
-    return text.strip() if answer is None else answer.text
+    return text if answer is None else answer.text
 
 
 def equals(answer: str, reference: str, *, is_marked_by: str = _BOXED) -> bool:
@@ -195,7 +259,9 @@ def equals(answer: str, reference: str, *, is_marked_by: str = _BOXED) -> bool:
     """
     answer, reference = _normalized(answer), _normalized(reference)
     if max(len(answer), len(reference)) <= _MAX_EXPRESSION_CHARS:
-        answer, reference = _numerals(answer), _numerals(reference)
+        answer, reference = _in_one_notation(answer), _in_one_notation(reference)
+        if ":" in answer + reference:  # otherwise `3 to 5` may be a range
+            answer, reference = _RATIO.sub(":", answer), _RATIO.sub(":", reference)
     words, expected_words = _words(answer), _words(reference)
     choice, chosen = _CHOICE.fullmatch(expected_words), _CHOICE_AND_TEXT.fullmatch(words)
     if choice is not None and chosen is not None:
@@ -234,6 +300,8 @@ def _stated(text: str) -> tuple[str, tuple[frozenset[Fraction], Unit] | None]:
     """The left side and the literal number of `x = 6`; None for the number if there is none, or `5 = 6`."""
     left, equals_sign, right = text.rpartition("=")
     literal = _literal(right)
+    if literal is None and equals_sign and (value := _literal(left)) and _VARIABLE.fullmatch(right.strip()):
+        return right.strip(), value  # `5 = x`
     if not equals_sign or literal is None:
         return left.strip(), literal
     from lightrl.rewards.math_expressions import last_side, tokens
@@ -246,7 +314,8 @@ def _without_unit(text: str) -> tuple[str, Unit]:
     """The text without a unit at its end that is known."""
     match = _LAST_UNIT.search(text[-_MAX_NUMBER_CHARS:])
     unit = None if match is None else unit_of(_plain(match[1]))
-    if match is None or not (unit or (unit is not None and "unit" in match[1])):  # `square units`
+    is_argument = match is not None and "circ" in match[1] and _ANGLE.search(text)  # `\sin 30^\circ`
+    if match is None or is_argument or not (unit or (unit is not None and "unit" in match[1])):  # `square units`
         return text, frozenset()
     return text[: len(text) - len(match[0])], unit
 
@@ -270,7 +339,10 @@ def _literal(text: str) -> tuple[frozenset[Fraction], Unit] | None:
     match = _LITERAL.fullmatch(plain)
     if match is None:
         return None
-    is_upright = "/" in match["unit"] or "\\" in text or plain[: match.start("unit")].endswith(" ")
+    is_plain = not match["unit"].startswith(("*", "/")) and (
+        "/" in match["unit"] or plain[match.start("unit") - 1] == " "
+    )
+    is_upright = is_plain or _LATEX_UNIT.search(text) is not None
     unit = unit_of(f"{match['unit']} {match['currency'] or ''}".replace("USD", "$"), letters=is_upright)
     if unit is None:
         return None
@@ -311,22 +383,10 @@ def _plain(text: str) -> str:
     return re.sub(r"\\(?:times|cdot)(?![A-Za-z])", "*", text)
 
 
-def _numerals(text: str) -> str:
-    """Writes repeating decimals as fractions, and numbers without what some write around them."""
-    text = _REPEATING.sub(_unrepeated, _ORDINAL.sub("", text.replace("{,}", ",")))
-    text = re.sub(
-        r"(?<=_)\s*\{?\s*(?:\\text\s*\{)?([a-z]{3,7})\b\}*",
-        lambda match: str(_BASE_WORDS.get(match[1], match[0])),
-        text,
-    )
-    return re.sub(r"([0-9])(?:\s|\\text\s*\{)*([ap])\.?m\b\.?\}?", r"\1 \2m", text, flags=re.IGNORECASE)
-
-
-def _unrepeated(match: re.Match[str]) -> str:
-    r"""`0.1\overline{6}` as the fraction that it is."""
-    digits, period = match[1] + match[2], "".join(match[at] or "" for at in range(3, 8))
-    above = int(digits + period) - int(digits or "0")
-    return rf"\frac{{{above}}}{{{10 ** len(match[2]) * (10 ** len(period) - 1)}}}"
+def _in_one_notation(text: str) -> str:
+    for pattern, replacement in _NOTATIONS:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 def _names_choices(text: str) -> bool:
@@ -387,8 +447,8 @@ def _box_inside(text: str, start: int) -> tuple[int, int, int] | None:
         word = _UNBRACED.match(text, start)
         return None if word is None else (word.start(1), word.end(1), word.end(1))
     depth = 0
-    for brace in re.compile(r"[{}]").finditer(text, opening.end() - 1):
-        depth += 1 if brace[0] == "{" else -1
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, opening.end() - 1):  # `\{` is a character
+        depth += (brace[0] == "{") - (brace[0] == "}")
         if depth == 0:
             return opening.end(), brace.start(), brace.end()
     return None

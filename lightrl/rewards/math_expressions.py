@@ -38,10 +38,11 @@ _GREEK = frozenset(
 _ANGLES = ("sin", "cos", "tan", "cot", "sec", "csc")
 _FUNCTIONS = {name: name for name in (*_ANGLES, "sinh", "cosh", "tanh", "ln", "exp", "log")}
 _FUNCTIONS |= {f"arc{name}": f"a{name}" for name in ("sin", "cos", "tan")}
+_FUNCTIONS |= {"abs": "Abs", "floor": "floor", "ceil": "ceiling"}
 _CALLS = {*"fghFGHO", r"\max", r"\min", r"\gcd", r"\lcm", r"\Re", r"\Im", r"\arg", r"\det"}
 _CONSTANTS = {"e": sympy.E, "i": sympy.I, r"\pi": sympy.pi, r"\infty": sympy.oo}
 _FONT = re.compile(
-    r"\\(?:text|math|operatorname|mbox|boldsymbol)(?:rm|bf|it|sf|tt|normal|up|cal)?\*?\s*\{([^{}]*)\}"
+    r"\\(?:text|math|operatorname|mbox|emph)(?:rm|bf|it|sf|tt|normal|up|cal)?\*?\s*\{([^{}]*)\}"
     r"|\\ce\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
 _ARRAY = re.compile(
@@ -50,7 +51,7 @@ _ARRAY = re.compile(
 _SENTENCE = re.compile(r"(?<![A-Za-z\\])(?:[A-Za-z]{2,}\s+[A-Za-z]|[A-Za-z]\s+[A-Za-z]{2})")
 _TOKEN = re.compile(
     r"\\(?:begin|end)\s*\{[a-z]+\*?\}|\\[A-Za-z]+|\\.|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\*\*|<=>|[<>!]=|[-=]>"
-    r"|(?<![A-Za-z\\])(?:arc(?=sin|cos|tan))?(?:sqrt|pi|infty|or|and|mod|sinh?|cosh?|tanh?|cot|sec|csc|ln|log|exp)"
+    r"|(?<![A-Za-z\\])(?:arc(?=sin|cos|tan))?(?:sqrt|pi|infty|or|and|mod|sinh?|cosh?|tanh?|cot|sec|csc|ln|log|exp|abs|max|min|gcd|lcm)"
     r"(?![A-Za-z])|[A-Za-z]|\S",
     re.DOTALL,
 )
@@ -73,12 +74,14 @@ _MIRRORED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", "=": "=", r"\ne
 _RELATIONS = ("=", "<", ">", r"\le", r"\ge", r"\ne", r"\in")
 _SEPARATORS = (",", r"\or", r"\and")
 _NO_FACTORS = {*_RELATIONS, *_SEPARATORS, "", *"[)]}:!^_%&+-*/", r"\}", "\\\\", r"\pm", r"\mp", r"\cdot", r"\times"} | {
-    r"\cup", r"\cap", r"\setminus", r"\degree", r"\rfloor", r"\rceil", r"\end{pmatrix}", r"\end{bmatrix}"
+    r"\cup", r"\cap", r"\setminus", r"\degree", r"\rfloor", r"\rceil",
+    r"\end{pmatrix}", r"\end{bmatrix}", r"\end{cases}",
 }  # fmt: skip
 _CLAIMS = (
     *(*_RELATIONS, *_SEPARATORS, r"\approx", r"\to", r"\Rightarrow", r"\Leftrightarrow", r"\sim", r"\equiv"),
     *(r"\not", r"\neg"),  # `\not=`
 )
+_INDEX = re.compile(r"(?<=(?<![A-Za-z\\])[A-Za-z])\s*_\s*(?:[0-9]|\{[0-9]\})(?=\s*=)")
 _NAME = re.compile(
     r"\\?[A-Za-z]+(?: _ (?:\S|\{[^{}]*\}))?(?: ')*(?: \^ \{ - 1 \})?(?: \( [^()=]* \))?"
     r"|\\frac (?:\{ )?(?:d|\\partial) .*"
@@ -97,8 +100,16 @@ def equal_expressions(answer: str, reference: str) -> bool:
     if max(len(answer), len(reference)) > _MAX_CHARS:
         return False
     given, expected = tokens(answer), tokens(reference)
-    if _is_same(given, expected):
+    if _is_same(given, expected) or _are_same_named(given, expected):
         return True
+    has_index = [_INDEX.search(text) is not None for text in (answer, reference)]
+    return has_index in ([True, False], [False, True]) and equal_expressions(
+        _INDEX.sub("", answer),
+        _INDEX.sub("", reference),  # `x_1=1, x_2=2` for `1, 2`
+    )
+
+
+def _are_same_named(given: Tokens, expected: Tokens) -> bool:
     value, expected_value = _without_names(given, are_names=False), _without_names(expected, are_names=True)
     if value is None or expected_value is None or (value[0] and expected_value[0] and value[0] != expected_value[0]):
         return False
@@ -122,7 +133,6 @@ def tokens(text: str) -> Tokens:
     """The tokens of a text, each in one spelling, without spaces and without braces around a single one."""
     text = _FONT.sub(_without_font, text)
     text = re.sub(r"\^\s*\{?\s*\\circ(?![A-Za-z])\s*\}?", r"\\degree ", text)
-    text = re.sub(r"\^\s*\{?\s*\\prime\s*\}?|’", "'", text)
     text = re.sub(r"(\\\\)\s*\[[^\]]*\]", r"\1", text)  # `\\[2pt]`
     text = _ARRAY.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", text)
     text = re.sub(r"(\\(?:[dtc]?frac|nicefrac|sfrac|sqrt|binom))\s*([0-9])", r"\1{\2}", text)
@@ -149,7 +159,8 @@ def tokens(text: str) -> Tokens:
 
 def _without_font(match: re.Match[str]) -> str:
     if match[2] is not None:  # chemistry
-        return match[2].replace("<=>", r"\rightleftharpoons ")
+        charged = re.sub(r"(?<=[A-Za-z0-9)\]])(?:\^\{?([0-9]*))?([-+])\}?(?=[\s)\]]|$)", r"^{\1\2}", match[2])
+        return charged.replace("<=>", r"\rightleftharpoons ")
     return re.sub("[A-Za-z]{2,}", r" \\\g<0> ", match[1])
 
 
@@ -178,6 +189,8 @@ def last_side(items: Tokens, *, are_names: bool = False) -> tuple[str, Tokens] |
     An earlier side may be a name and, unless `are_names`, a value equal to the last or one in other variables.
     """
     *sides, last = split(items, "=")
+    if len(sides) == 1 and _NAME.fullmatch(" ".join(last)) and not _variables(sides[0]):  # `5 = x`
+        sides, last = [last], sides[0]
     if not all((*sides, last)) or any(len(split(side, *_CLAIMS)) > 1 for side in sides):
         return None if sides else ("", last)
     for side in sides:
@@ -421,7 +434,7 @@ class _Reader:
             return _power(_number(self._atom()), 1 / degree)
         if name in _FUNCTIONS and name != token:
             return self._function(name)
-        if token.startswith(r"\begin{") and token[7:-1] in ("pmatrix", "bmatrix", "matrix"):
+        if token.startswith(r"\begin{") and token[7:-1] in ("pmatrix", "bmatrix", "matrix", "cases"):
             return self._matrix(token.replace("begin", "end"))
         if token == r"\mathbb":
             self._need("R")
@@ -487,7 +500,8 @@ class _Reader:
     def _matrix(self, end: str) -> Any:
         rows: list[list[Any]] = [[]]
         while self._tokens[self._at] != end:
-            rows[-1].append(_number(self._sum()))
+            rows[-1].append(self._relation())
+            self._take(",")
             if self._tokens[self._at] != end and self._need("&", "\\\\") != "&":
                 rows.append([])
         self._need(end)

@@ -11,9 +11,9 @@ _PREFIXES = {"": "", "k": "kilo", "M": "mega", "G": "giga", "m": "milli", "c": "
 _PREFIXES["n"] = "nano"
 _PREFIXED = "m meter metre,g gram,s sec second,L l liter litre,J joule,N newton,W watt,V volt,A amp ampere,Pa pascal,"
 _PREFIXED += "Hz hertz,eV electronvolt,cal calorie,mol mole,ohm,F farad,C coulomb,T tesla,K kelvin,Wh,B byte"
-_OTHERS = "min minute,h hr hour,day,week,month,yr year,in inch inches,ft foot feet,yd yard,mi mile,lb pound £,oz ounce,"
-_OTHERS += "gal gallon,qt quart,pt pint,deg degree,degC celsius,degF fahrenheit,rad radian,$ dollar,¢ cent,€ euro,"
-_OTHERS += "¥ yen,atm atmosphere,mph,kph kmh,cc,fl"
+_OTHERS = "min minute,h hr hour,day,week,month,yr year,in inch inches '',ft foot feet ',yd yard,mi mile,lb pound £,"
+_OTHERS += "oz ounce,gal gallon,qt quart,pt pint,deg degree,degC celsius,degF fahrenheit,rad radian,$ dollar,¢ cent,"
+_OTHERS += "€ euro,¥ yen,₹ Rs rs rupee,atm atmosphere,mph,kph kmh,cc,fl"
 _NAMES = {name: names.split()[0] for names in _OTHERS.split(",") for name in names.split()} | {
     f"{prefix if is_symbol else long}{name}": f"{prefix}{names.split()[0]}"
     for names in _PREFIXED.split(",")
@@ -31,7 +31,9 @@ _NO_UNITS = frozenset(  # nor their plurals
 )
 _HAN = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 _NO_HAN_UNIT = re.compile("[万亿兆千百十半或和与又点加减乘除之倍萬億點減]")
-_PART = re.compile(r"\s*(?:(?P<word>[^\W\d_]+|[$€£¥¢])\.?|\*\*(?P<power>[-+]?[0-9])|(?P<mark>[/()*]))\s*")
+_PART = re.compile(
+    r"\s*(?:(?P<word>[^\W\d_]+|[$€£¥¢\u20a0-\u20cf]|''?)\.?|\*\*(?P<power>[-+]?[0-9])|(?P<mark>[/()*]))\s*"
+)
 
 
 def unit_of(text: str, *, letters: bool = True) -> Unit | None:
@@ -64,7 +66,7 @@ def unit_of(text: str, *, letters: bool = True) -> Unit | None:
             num_words += 1
             singular = word.lower().removesuffix("s")
             name = _NAMES.get(word) or _NAMES.get(word.lower()) or (_NAMES.get(singular) if len(word) > 2 else None)
-            name = name if len(word) > 1 or letters or not word.isalpha() else None
+            name = (name if len(word) > 1 or letters else None) if word.isalpha() else name or word
             is_noun = len(word) > 2 and singular not in _NO_UNITS
             if name is None and not is_noun and not _HAN.match(word) and word != "of":
                 return None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
+from numbers import Number
 from typing import Any
 
 from lightrl.checks.user_code import function_of
@@ -20,22 +21,25 @@ Compared = dict[str, float | str | None]
 def any_answer(function: Callable[..., Compared]) -> Callable[..., Compared]:
     """The reward function with a reference, the prompt's field `answer`, that may be a list: the best result counts.
 
+    A tuple, a set and a NumPy array are lists too.
+
     Raises:
-        ValueError: if a completion cannot equal the reference: it is an object, an empty list, or not a number (NaN).
+        ValueError: if no completion can equal the reference: it is neither text nor a finite number, or an empty list.
     """
 
     @functools.wraps(function)
     def best(trajectory: Trajectory, **arguments: Any) -> Compared:
         prompt = trajectory.prompt
         reference = chat_as_text(prompt.fields.get("answer"))
-        answers = [*map(chat_as_text, reference)] if isinstance(reference, list) else [reference]
-        if not answers or any(isinstance(each, list | dict) or str(each).strip().lower() == "nan" for each in answers):
+        listed = reference.tolist() if hasattr(reference, "tolist") else reference
+        answers = [*map(chat_as_text, listed)] if isinstance(listed, list | tuple | Set) else [listed]
+        if not answers or not all(map(_is_comparable, answers)):
             raise ValueError(
                 f"Prompt {prompt.id!r} has a reference that no completion can equal: {reference!r:.200}. Its field "
                 "'answer' must be text, a number, or a list of accepted ones. A value in an object has a dotted path: "
                 "columns: {answer: reward_model.ground_truth}."
             )
-        if answers == [reference]:
+        if answers[0] is reference:
             return function(trajectory, **arguments)
         results = []
         for answer in answers:
@@ -45,6 +49,12 @@ def any_answer(function: Callable[..., Compared]) -> Callable[..., Compared]:
         return max(results, key=lambda result: (result["reward"], result["lenient_accuracy"]))
 
     return best
+
+
+def _is_comparable(answer: object) -> bool:
+    """Whether it is text or a finite number; None too, which the reward function refuses."""
+    is_number = isinstance(answer, Number) and str(answer).lower() not in ("nan", "inf", "-inf")
+    return answer is None or is_number or (isinstance(answer, str) and answer.strip().lower() != "nan")
 
 
 class ReferenceCheck:
@@ -67,7 +77,9 @@ class ReferenceCheck:
         for function in self._functions:
             row = _ReadFields(prompt.fields)
             unanswered = replace(prompt, fields=row)
-            called: Any = function(Trajectory.of_text(unanswered, "<think>", finish_reason="length", rewards=[]))
+            called: Any = function(
+                Trajectory.of_text(unanswered, "<think>", finish_reason="length", columns={"rewards": []})
+            )
             if is_async(function):
                 with contextlib.suppress(StopIteration):  # it has nothing to wait for
                     called.send(None)

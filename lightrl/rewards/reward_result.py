@@ -12,18 +12,16 @@ import functools
 import inspect
 import math
 import os
-import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from lightrl.checks.printable import count_text
-from lightrl.checks.user_code import user_code
+from lightrl.checks.user_code import user_code, user_traceback
 from lightrl.concurrency.in_thread import end_if_forked
 from lightrl.errors import RewardError
 from lightrl.trajectory import Trajectory
 
-_MAX_TRACEBACK_CHARS = 8_000  # the end of a traceback matters most; messages are also stored in logs
 _CANCEL_TIMEOUT_S = 1.0
 _LARGEST_REWARD = 1e15  # the sum of squares of an iteration's rewards stays finite in float32
 _LARGEST_METRIC = 1e38  # float32
@@ -31,10 +29,6 @@ RewardFunction = Callable[[Trajectory], Any]  # what it may return: see `RewardR
 _invalid = functools.partial(RewardError, reason="invalid")
 _MAX_NAMES = 1_000  # in the dict of a trajectory
 _OWN_NAMES = ("reward", "rewards", "extracted")
-_OWN_FILES = (
-    "lightrl/checks/user_code.py",
-    *(f"lightrl/rewards/{name}.py" for name in ("reward_result", "parts", "worker")),
-)
 
 
 @dataclass(frozen=True)
@@ -173,14 +167,14 @@ class Runner:
         return index, await self._within_deadline(call(), trajectory)
 
     async def _within_deadline(self, awaitable: Awaitable[object], trajectory: Trajectory) -> Outcome:
-        task = asyncio.ensure_future(self._awaited(awaitable, trajectory))
+        task = asyncio.ensure_future(self._await_result(awaitable, trajectory))
         done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
         if not done:
             task.cancel()  # and not awaited: it may ignore the cancellation
             return timeout_error(self.name, self.timeout_s, "", trajectory)
         return task.result()
 
-    async def _awaited(self, awaitable: Awaitable[object], trajectory: Trajectory) -> Outcome:
+    async def _await_result(self, awaitable: Awaitable[object], trajectory: Trajectory) -> Outcome:
         try:
             with self._border(trajectory):
                 return RewardResult.of(await awaitable, trajectory)
@@ -230,18 +224,6 @@ def killed_error(name: str, how: str, trajectory: Trajectory) -> RewardError:
 def label(trajectory: Trajectory) -> str:
     """The trajectory in messages: `prompt 'train-3', sample 0`."""
     return f"prompt {trajectory.prompt.id!r}, sample {trajectory.sample}"
-
-
-def user_traceback(error: BaseException) -> str:
-    """The traceback from the first frame of user code on."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_next is not None:
-        file = frames.tb_frame.f_code.co_filename
-        if not file.endswith(_OWN_FILES) and "importlib" not in file:
-            break
-        frames = frames.tb_next
-    lines = traceback.format_exception(type(error), error, frames)
-    return "".join(lines)[-_MAX_TRACEBACK_CHARS:].rstrip()
 
 
 def _number(value: object, what: str, trajectory: Trajectory, largest: float = _LARGEST_REWARD) -> float:

@@ -162,15 +162,15 @@ class SupervisedWorker(Generic[Request]):
         worker: Worker[Request] | None = None
         batch: list[_Call[Request]] = []
         try:
-            worker = self._until_ready(None)
+            worker = self._ready_worker(None)
             while batch := self.calls.take(self._max_batch):
                 if self._run_batch(worker, batch) and not self._is_worn_out():
                     continue
                 worker.end()
                 worker, self._spare = self._spare, None  # so that whatever is raised ends both
-                worker = self._until_ready(worker)
+                worker = self._ready_worker(worker)
                 self._num_calls = 0
-                self._spare = self._started_spare() if self.calls.refusal is None else None
+                self._spare = self._start_spare() if self.calls.refusal is None else None
         except Exception as error:  # noqa: BLE001  # nobody else answers the calls, which would wait for ever
             if not self.ready.done():
                 self.ready.set_exception(error if isinstance(error, ValueError) else WorkerDied(str(error)))
@@ -205,14 +205,14 @@ class SupervisedWorker(Generic[Request]):
         """Whether the worker has run `recycle_after` calls and its successor, which this starts, is ready."""
         if self.recycle_after is None or self._num_calls < self.recycle_after:
             return False
-        self._spare = self._spare or self._started_spare()
+        self._spare = self._spare or self._start_spare()
         return self._spare is not None and self._spare.is_ready(0.0)
 
-    def _until_ready(self, worker: Worker[Request] | None) -> Worker[Request]:
+    def _ready_worker(self, worker: Worker[Request] | None) -> Worker[Request]:
         """A worker that is ready, this one if possible; if this is being closed, one that is still starting."""
         for attempt in range(1 + _MAX_RESTARTS):
             try:
-                worker = worker or self._started()
+                worker = worker or self._start_worker()
                 self._wait_until_ready(worker)
                 return worker
             except (ValueError, WorkerDied):
@@ -224,16 +224,16 @@ class SupervisedWorker(Generic[Request]):
                 time.sleep(_RESTART_WAIT_S * attempt)  # a machine without processes or memory may have some soon
         raise AssertionError("the last attempt returns or raises")
 
-    def _started(self) -> Worker[Request]:
+    def _start_worker(self) -> Worker[Request]:
         try:
             return self.make_worker()
         except (OSError, MemoryError, RuntimeError) as error:  # no more processes, threads, memory or disk
             raise WorkerDied(f"its worker could not be started: {error!r}.") from error
 
-    def _started_spare(self) -> Worker[Request] | None:
+    def _start_spare(self) -> Worker[Request] | None:
         """None if the machine cannot start one now; the next one may."""
         try:
-            return self._started()
+            return self._start_worker()
         except WorkerDied as error:
             log.warning("Reward function %s has no spare worker: %s", self.name, error)
             return None

@@ -17,25 +17,21 @@ worker's interpreter for hours. Neither imports torch.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import faulthandler
-import importlib
 import json
 import os
-import pkgutil
 import resource
 import signal
 import sys
 import threading
 from collections.abc import Mapping
-from types import ModuleType
 from typing import NoReturn
 
-from lightrl.checks.user_code import user_code
+from lightrl.checks.user_code import function_of
 from lightrl.concurrency import parent_guard
 from lightrl.errors import RewardError
 from lightrl.rewards.parts import RewardPart, bound, summed
-from lightrl.rewards.reward_result import RewardFunction, Runner, user_traceback
+from lightrl.rewards.reward_result import Runner
 from lightrl.trajectory import Trajectory
 
 _GRACE_S = 1.0  # for a sandbox, which leaves nothing of its program behind when the worker is gone
@@ -67,7 +63,7 @@ def main() -> None:
             with contextlib.suppress(OSError, ValueError):  # a lower hard limit holds already
                 resource.setrlimit(resource.RLIMIT_DATA, (limit_mib << 20, limit_mib << 20))
         try:
-            function = summed(parts, [bound(part, resolve(part.path)) for part in parts])
+            function = summed(parts, [bound(part, function_of(part.path, "reward")) for part in parts])
         except ValueError as error:
             _reply(replies, {"problem": str(error)})
             return
@@ -82,64 +78,6 @@ def main() -> None:
                     record = {"error": str(outcome), "reason": outcome.reason}
                 _reply(replies, {"index": first + index, **record})
             first += len(batch)
-
-
-def resolve(path: str) -> RewardFunction:
-    """The function behind a dotted path `package.module.function`; classes in between are allowed.
-
-    Raises:
-        ValueError: if there is none, with the part of the path that is wrong and the nearest names.
-    """
-    parts = path.split(".")
-    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise ValueError(f"reward={path!r} must be a dotted path such as my_rewards.exact: module, dot, function.")
-    target: object = None
-    num_imported = 0
-    for num_imported in range(len(parts) - 1, 0, -1):
-        target = _imported(".".join(parts[:num_imported]), path)
-        if target is not None:
-            break
-    if target is None:
-        folders = [entry for entry in sys.path if os.path.isdir(entry)]  # noqa: PTH112
-        raise ValueError(
-            f"reward={path!r}: there is no module {parts[0]!r}. Run from the folder that has {parts[0]}.py, or install "
-            f"the package. Searched: {folders}"
-        )
-    for position, part in enumerate(parts[num_imported:], start=num_imported):
-        if not hasattr(target, part):
-            owner = ".".join(parts[:position])
-            raise ValueError(f"reward={path!r}: {owner!r} has no {part!r}. {_nearest(part, target)}")
-        target = getattr(target, part)
-    if not callable(target):
-        kind = "a module" if isinstance(target, ModuleType) else f"of type {type(target).__name__}"
-        raise ValueError(f"reward={path!r} is {kind}; it must be a function that takes a Trajectory.")
-    return target
-
-
-def _imported(module: str, path: str) -> ModuleType | None:
-    """The module, or None if it does not exist; ValueError if its own code fails."""
-
-    def failed(error: BaseException) -> ValueError:
-        return ValueError(f"reward={path!r}: module {module!r} could not be imported:\n{user_traceback(error)}")
-
-    with user_code(failed):
-        try:
-            return importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-                raise
-            return None
-
-
-def _nearest(name: str, owner: object) -> str:
-    names = [item for item in dir(owner) if not item.startswith("__")]
-    if hasattr(owner, "__path__"):
-        names += [item.name for item in pkgutil.iter_modules(owner.__path__)]
-    nearest = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    if nearest:
-        return f"Did you mean {' or '.join(repr(item) for item in nearest)}?"
-    functions = [item for item in names if callable(getattr(owner, item, None)) and not item.startswith("_")]
-    return f"It has {', '.join(functions[:10]) or 'no functions'}."
 
 
 def _take_over_pipes() -> tuple[int, int]:

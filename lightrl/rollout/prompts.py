@@ -25,28 +25,31 @@ MAX_PREPARED = 2_048  # positions that are prepared before a choice; fewer than 
 
 
 class Prompts(Protocol):
-    """Endless prompts, by position; None where there is none to run."""
+    """Endless prompts, by position; None where there is none to run.
+
+    Only `__getitem__` is needed; the rest is for prompts that take time to make, which a thread makes ahead of need.
+    """
 
     def __getitem__(self, position: int) -> Prompt | None: ...
 
-
-@runtime_checkable
-class PreparesPrompts(Prompts, Protocol):
-    """Prompts that may take time to make: then a thread makes them before they are read."""
+    @property
+    def fingerprint(self) -> str | None:
+        """A text that differs between the prompts of two runs; None for no comparison."""
+        return None
 
     def is_prepared(self, position: int) -> bool:
         """Whether reading this position takes no time."""
-        ...
+        return True
 
     def prepare(self, first: int, num: int) -> None:
         """Makes the prompts of these positions; called in a thread."""
-        ...
 
     def state_dict(self, position: int) -> State | None:
         """Return what helps a resumed run to read from this position on; None if nothing does."""
-        ...
+        return None
 
-    def load_state_dict(self, state: State) -> None: ...
+    def load_state_dict(self, state: State) -> None:
+        """Restores that state."""
 
 
 class Curriculum(Protocol):
@@ -95,11 +98,6 @@ class PromptCursor:
     # Position → prompt and success rate, which the curriculum does not have yet.
     _observations: dict[int, tuple[str, float]] = field(default_factory=dict)
 
-    @property
-    def fingerprint(self) -> str | None:
-        """A text that differs between the prompts of two runs; None if the stream has none."""
-        return getattr(self.prompts, "fingerprint", None)
-
     def read(self, position: int) -> Prompt:
         """The prompt at a position that was chosen.
 
@@ -123,8 +121,9 @@ class PromptCursor:
         for position in range(self.next_position, self.next_position + MAX_SKIPPED):
             prompt = self._at(position)
             is_chosen = prompt is not None and self._is_chosen(run_seed, position, prompt)
-            if prompt is not None and isinstance(self.curriculum, ShowsSuccess):
-                rate, what = self.curriculum.success_rate(prompt.id), "played" if is_chosen else "skipped"
+            curriculum: object = self.curriculum
+            if prompt is not None and isinstance(curriculum, ShowsSuccess):
+                rate, what = curriculum.success_rate(prompt.id), "played" if is_chosen else "skipped"
                 if rate is not None:
                     self.past_success[f"{what}_again"] += 1
                     self.past_success[f"{what}_again_success"] += rate
@@ -148,7 +147,7 @@ class PromptCursor:
         Raises:
             RolloutError: as `choose`.
         """
-        prompts = self.slow_prompts
+        prompts = self.prompts
         if prompts is None:
             return None
         missing = next((position for position in positions if not prompts.is_prepared(position)), None)
@@ -169,15 +168,9 @@ class PromptCursor:
         Raises:
             RolloutError: if the stream raises.
         """
-        if self.slow_prompts is not None:
-            with named_user_code(f"Making the prompts from position {first} on"):
-                self.slow_prompts.prepare(first, AHEAD)
-
-    @property
-    def slow_prompts(self) -> PreparesPrompts | None:
-        """The prompts, if they may take time to make."""
-        prompts = self.prompts
-        return prompts if isinstance(prompts, PreparesPrompts) else None
+        assert self.prompts is not None
+        with named_user_code(f"Making the prompts from position {first} on"):
+            self.prompts.prepare(first, AHEAD)
 
     def observe(self, position: int, prompt_id: str, success_rate: float) -> None:
         """Keeps the success rate of a group for the curriculum, if there is one."""
@@ -239,7 +232,7 @@ class PromptsAhead:
 
     def refill(self) -> None:
         """Makes more prompts, if fewer than half of `AHEAD` are left."""
-        first, prompts = self.cursor.next_position, self.cursor.slow_prompts
+        first, prompts = self.cursor.next_position, self.cursor.prompts
         if prompts is not None and not prompts.is_prepared(first + AHEAD // 2):
             self._begin(first)
 

@@ -90,10 +90,7 @@ class InFlightCompletions:
         for state in states_of_workers:
             completions |= dict(state["written"])
             answers |= state["answers"]
-        return {
-            "written": [[seed, item] for seed, item in completions.items()],
-            "answers": answers,
-        }
+        return {"written": [[seed, item] for seed, item in completions.items()], "answers": answers}
 
     def load_state_dict(self, state: State) -> None:
         self.started = {seed: Completion.from_state(item) for seed, item in state["written"]}
@@ -143,18 +140,17 @@ class SavedState:
             return self._state(run_seed, unfinished, await self.runner.states_of_workers())
 
     def _state(
-        self,
-        run_seed: int,
-        unfinished: Mapping[int, Completion],
-        states_of_workers: Sequence[State] = (),
+        self, run_seed: int, unfinished: Mapping[int, Completion], states_of_workers: Sequence[State] = ()
     ) -> State:
-        cursor, stream = self.cursor, self.cursor.slow_prompts
+        cursor, prompts = self.cursor, self.cursor.prompts
         groups = self.scheduler.state_dict()
         return {
             "run_seed": run_seed,
             "next_position": cursor.next_position,
-            "prompts": cursor.fingerprint,
-            "stream": None if stream is None else stream.state_dict(min([cursor.next_position, *groups["in_flight"]])),
+            "prompts": None if prompts is None else prompts.fingerprint,
+            "stream": None
+            if prompts is None
+            else prompts.state_dict(min([cursor.next_position, *groups["in_flight"]])),
             "curriculum": cursor.state_dict(),
             **groups,
             **self.runner.in_flight.state_dict(unfinished, states_of_workers),
@@ -167,8 +163,8 @@ class SavedState:
             if self.scheduler.started:  # else all groups start again
                 self.runner.in_flight.load_state_dict(state)
             self.cursor.next_position = int(state["next_position"])
-            if self.cursor.slow_prompts is not None and state.get("stream") is not None:
-                self.cursor.slow_prompts.load_state_dict(state["stream"])
+            if self.cursor.prompts is not None and state.get("stream") is not None:
+                self.cursor.prompts.load_state_dict(state["stream"])
             before, curriculum = state["prompts"], state["curriculum"]
         except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
             raise RolloutError(
@@ -176,7 +172,7 @@ class SavedState:
                 "that version, or start a new run from the model that lightrl export makes of the checkpoint."
             ) from error
         self.cursor.load_state_dict(curriculum)
-        now = self.cursor.fingerprint
+        now = None if self.cursor.prompts is None else self.cursor.prompts.fingerprint
         if before is not None and now is not None and before != now:
             log.warning(
                 "The checkpoint was written with prompts %s, but this run has %s: some prompts will come twice, some "

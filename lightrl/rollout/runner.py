@@ -15,6 +15,7 @@ from typing import Any
 
 from lightrl.checks.printable import count_text
 from lightrl.checks.user_code import named_user_code
+from lightrl.columns import registered
 from lightrl.concurrency.abandon import abandon, each_when_done, is_abandoned
 from lightrl.engines.engine import Completion, RolloutEngine
 from lightrl.errors import EngineError, RewardError, RolloutError
@@ -117,7 +118,7 @@ class _GroupGenerate:
                 record("generate", "generate", "generations", start_ns, session=f"{self.seed_name}/{sample}")
                 completion = in_flight[seeds[sample]] = generated.result()
                 try:
-                    yield sample, checked(completion, self.sampling, 0, self.prompt)
+                    yield sample, check_completion(completion, self.sampling, 0, self.prompt)
                 except RolloutError as error:
                     yield sample, error
 
@@ -158,13 +159,15 @@ class _TurnGenerate:
         group, turn = self.group, self.num_turns
         self.num_turns += 1
         seed = sampling_seed(group.run_seed, group.seed_name, self.sample, turn)
-        sampling = limited(group.sampling, seed, max_new_tokens)
+        longest = min(group.sampling.max_new_tokens, max_new_tokens or group.sampling.max_new_tokens)
+        shortest = min(group.sampling.min_new_tokens, longest)
+        sampling = replace(group.sampling, seed=seed, max_new_tokens=longest, min_new_tokens=shortest)
         in_flight = group.in_flight.completions(group.seed_name)
         in_flight[seed] = None
         with span("generate", "generate", "generations", session=self.session, prompt=len(token_ids)):
             completion = await self._generate(token_ids, sampling, (*group.prompt.images, *images))
         in_flight[seed] = completion
-        return checked(completion, sampling, turn, group.prompt)
+        return check_completion(completion, sampling, turn, group.prompt)
 
     async def _generate(self, token_ids: list[int], sampling: Sampling, images: tuple[str, ...]) -> Completion:
         """The engine's completion, or the rest of one that a checkpoint has started."""
@@ -179,14 +182,7 @@ class _TurnGenerate:
         return completion
 
 
-def limited(sampling: Sampling, seed: int, max_new_tokens: int | None = None) -> Sampling:
-    """The sampling of one turn."""
-    longest = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)
-    shortest = min(sampling.min_new_tokens, longest)
-    return replace(sampling, seed=seed, max_new_tokens=longest, min_new_tokens=shortest)
-
-
-def checked(completion: Completion, sampling: Sampling, turn: int, prompt: Prompt) -> Completion:
+def check_completion(completion: Completion, sampling: Sampling, turn: int, prompt: Prompt) -> Completion:
     """The completion, unless the engine returned something else or aborted it.
 
     Raises:
@@ -200,12 +196,10 @@ def checked(completion: Completion, sampling: Sampling, turn: int, prompt: Promp
             f"{count_text(lengths[2], 'weight version')} for turn {turn} of prompt {prompt.id!r}. Each token needs "
             "one of each."
         )
-    if sampling.is_truncated and completion.supports is None:
-        raise EngineError(
-            f"The engine returned no supports, but top_p={sampling.top_p:g} and top_k={sampling.top_k} truncate its "
-            "draws: the trainer's logprobs would be wrong. Set top_p to 1 and top_k to -1, or return "
-            "Completion.supports (functional.encode_supports)."
-        )
+    for column in registered():
+        reason = column.requirement(sampling) if completion.token_ids else None
+        if reason is not None and column.name not in completion.columns:
+            raise EngineError(f"The engine returned no {column.name}, but {reason} in Completion.columns.")
     if completion.finish_reason == "abort":
         raise RolloutError(f"The engine aborted turn {turn} of prompt {prompt.id!r}.")
     return completion

@@ -27,6 +27,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightrl.columns import registered
 from lightrl.concurrency.child_process import ONE_THREAD, ChildProcess, command, ending_of, import_path
 from lightrl.concurrency.streams import BadMessage, Channel
 from lightrl.engines import RolloutEngine
@@ -244,7 +245,7 @@ class WorkflowPool:
         level = logging.getLogger("lightrl").getEffectiveLevel()
         with contextlib.ExitStack() as undo:
             undo.callback(channel.close)
-            channel.send(name, level, self._follower, self.workflow)
+            channel.send(name, level, registered(), self._follower, self.workflow)
             try:
                 ready = await asyncio.wait_for(channel.receive(), START_S)
             except TimeoutError:

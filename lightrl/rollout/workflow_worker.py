@@ -22,6 +22,7 @@ import sys
 from typing import Any
 
 from lightrl.checks.user_code import named_user_code
+from lightrl.columns import register
 from lightrl.concurrency.abandon import abandon
 from lightrl.concurrency.streams import Channel
 from lightrl.engines.engine import Completion
@@ -49,7 +50,9 @@ async def _serve(end: socket.socket) -> None:
     channel = await Channel.open(end)
     job = await channel.receive()
     assert job is not None
-    name, log_level, engine, workflow = job
+    name, log_level, columns, engine, workflow = job
+    for column in columns:
+        register(column)
     logging.basicConfig(level=log_level, format=f"[{name}] %(message)s")
     worker = WorkflowWorker(channel, engine, workflow)
     await engine.open(lambda *report: channel.send(None, report))

@@ -32,12 +32,11 @@ from torch.utils.checkpoint import checkpoint as checkpoint_activations
 from lightrl.checks.bounds import check_bounds, check_positive
 from lightrl.checks.files import check_local
 from lightrl.concurrency.owner import own_mark
-from lightrl.models import ParallelModel, RoleMesh, models_made_by
+from lightrl.models import ParallelModel, RoleMesh, models_made_by, recompute_contexts, wrap_blocks
 from lightrl.models.conversion import conversions
 from lightrl.models.expert_parallel import expert_mesh, num_split_experts, split_experts
 from lightrl.models.moe import moe_blocks, router_of
 from lightrl.models.optimizer import model_children, own_parameters
-from lightrl.models.routes import Routes, recompute_contexts
 from lightrl.strategies.checkpoints.atomic_write import BackgroundWrites, logged_behind_failure
 from lightrl.strategies.checkpoints.folder import folder_writer, load_folder, optimizer_state
 from lightrl.strategies.empty_model import empty_model, fill_model, take_role
@@ -98,7 +97,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         reduce_every_microbatch: reduce gradients after each microbatch instead of once per minibatch: less memory,
             because no rank keeps whole gradients, and more communication.
         compile_layers: `torch.compile` each decoder layer; None does on NVIDIA GPUs for models without experts, since
-            compiled layers cannot replay an engine's routes, and without states (models/hybrids.py).
+            compiled layers cannot replay an engine's experts, and without states (models/hybrids.py).
         hang_timeout_s: end the run if a rank waits this long for another; the error names the other. Before training,
             while models are read, it is 25 minutes unless this is longer.
         save_async: train on while a checkpoint is written, from a copy in CPU memory. The next save, or the end of the
@@ -322,7 +321,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         if self._expert_mesh is not None and moe_blocks(model):
             split_experts(cast("PreTrainedModel", model), self._expert_mesh)
         if self.activation_checkpointing:  # before layers are wrapped: one that is itself a block must replay too
-            Routes(model)
+            wrap_blocks(model)
         if is_mixed:
             setattr(model, LAYER_DTYPE, torch.bfloat16)
         for layer in reversed(layers):  # a layer within another one first

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from lightrl.experience import Experience
 from lightrl.functional import rectangles
 from lightrl.models import Backward, Candidates, LossFunction, Outputs, teacher_candidates
-from lightrl.models.conversion import Names, exported_tensors
-from lightrl.models.tuning import Part, held_tensors, tuning_of
+from lightrl.models.conversion import Names
+from lightrl.models.tuning import Part, held_tensors
 from lightrl.strategies.head import LogprobSettings
 from lightrl.strategies.layouts.probes import may_be_cut
 from lightrl.strategies.layouts.shared_prefix import CALL_OVERHEAD_TOKENS
@@ -71,9 +70,15 @@ class FSDP2Model(SingleModel):
         register_fsdp_forward_method(model, "run_inside")
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # a few tokens are not worth a compilation
             # The strategy has compiled the layers before it sharded them.
-            made: dict[str, Any] = {"value_head": value_head, "compile_layers": False, "is_policy": is_policy}
-            made["context_group"] = context_group
-            self._root.run_inside(functools.partial(super().__init__, **made), model, settings)
+            self._root.run_inside(
+                super().__init__,
+                model,
+                settings,
+                value_head=value_head,
+                compile_layers=False,
+                is_policy=is_policy,
+                context_group=context_group,
+            )
         reshard(self._root)
         self.forms.layouts = {}  # the number of its calls depends on the rows
         if context_group is not None and not (self.forms.can_pack and may_be_cut(model.config)):
@@ -115,16 +120,8 @@ class FSDP2Model(SingleModel):
         held = held_tensors(self.model)
         if self._gather is None:
             assert isinstance(self.ranks, ProcessRanks)
-            whole_of = {name: (value.shape, value.dtype) for name, value in held.items()}
-            self._gather = PlannedGather(whole_of, held, group=self.ranks.control_group)
-        buckets = self._gather.buckets(
-            held,
-            tuning_of(self.model).sources(self.model, part),
-            combine=functools.partial(exported_tensors, self.model, names),
-            bucket_bytes=bucket_bytes,
-            is_spread=is_spread,
-        )
-        for bucket in buckets:
+            self._gather = PlannedGather(self.model, held, group=self.ranks.control_group)
+        for bucket in self._gather.buckets(held, bucket_bytes, part=part, names=names, is_spread=is_spread):
             self.ranks.step()
             yield bucket
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrl.experience import Experience, row_codes
+from lightrl.columns import SUPPORTS
+from lightrl.experience import Experience
 from lightrl.functional import Supports, hidden_logprobs, hidden_topk, predicted_token_ids, to_device
 from lightrl.models import Candidates
 
@@ -87,10 +88,10 @@ def read_head(
     if targets.masked_rows is not None:
         stop_ids = torch.tensor(settings.stop_token_ids, dtype=torch.int64)
         masks = {"masked_ids": to_device(stop_ids, targets.masked_rows.device), "masked_rows": targets.masked_rows}
-    further = targets.candidates
-    finds_topk = isinstance(further, int)
-    if isinstance(further, int):
-        further = topk(num=further, num_ids=settings.num_ids, **masks) if further > 0 else None
+    candidates = targets.candidates
+    further = None if isinstance(candidates, int) else candidates
+    if isinstance(candidates, int) and candidates > 0:
+        further = topk(num=candidates, num_ids=settings.num_ids, **masks)
     ids = targets.token_ids if further is None else torch.cat([targets.token_ids[:, None], further], -1)
     values, entropy = logprobs(
         token_ids=ids,
@@ -102,14 +103,14 @@ def read_head(
     if further is None:
         return {"logprobs": values, "entropy": entropy}
     outputs = {"logprobs": values[:, 0], "entropy": entropy, "teacher_topk": values[:, 1:]}
-    return {**outputs, "teacher_topk_ids": further} if finds_topk else outputs
+    return {**outputs, "teacher_topk_ids": further} if isinstance(candidates, int) else outputs
 
 
 def supports_at(experience: Experience, rows: Tensor, columns: Tensor) -> Supports | None:
     """The supports of the tokens predicted at (rows [N], columns [N]); None if all tokens could be sampled."""
     if experience.supports is None:
         return None
-    return Supports.at(row_codes(experience), experience.lengths, experience.token_ids, rows, columns)
+    return Supports.at(experience.row_codes(SUPPORTS.name), experience.lengths, experience.token_ids, rows, columns)
 
 
 def stops_are_masked(weight_versions: Tensor, min_new_tokens: int) -> Tensor | None:

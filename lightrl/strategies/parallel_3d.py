@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightrl.experience import Experience
 from lightrl.functional import aligned_to_tokens, predicting_positions
 from lightrl.models import Backward, Candidates, LossFunction, Outputs, RoleMesh, teacher_candidates
-from lightrl.models.conversion import Names, exported_tensors
-from lightrl.models.tuning import Part, held_tensors, tuning_of
+from lightrl.models.conversion import Names
+from lightrl.models.tuning import Part
 from lightrl.strategies.empty_model import empty_model
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.head import LogprobSettings
@@ -324,15 +324,8 @@ class Parallel3DModel:
         self.split.reshard()
         held = self.split.held_tensors()
         if self._gather is None:
-            whole_of = {name: (value.shape, value.dtype) for name, value in held_tensors(self.split.whole).items()}
-            self._gather = PlannedGather(whole_of, held, group=self.group)
-        return self._gather.buckets(
-            held,
-            tuning_of(self.split.whole).sources(self.split.whole, part),
-            combine=functools.partial(exported_tensors, self.split.whole, names),
-            bucket_bytes=bucket_bytes,
-            is_spread=is_spread,
-        )
+            self._gather = PlannedGather(self.split.whole, held, group=self.group)
+        return self._gather.buckets(held, bucket_bytes, part=part, names=names, is_spread=is_spread)
 
     def move_to(self, device: torch.device) -> None:
         for stage in self.split.stages.values():  # not the model: FSDP holds its parts by stage

@@ -76,7 +76,7 @@ class SingleModel:
                 "product. Set critic to a checkpoint."
             )
         self.forms = Forms(
-            model, form=form, reads_logits=reads_logits, replays_routes=is_policy, context_group=context_group
+            model, form=form, reads_logits=reads_logits, is_policy=is_policy, context_group=context_group
         )
         self.forms.is_compiled = compiles(model, model.device, compile_layers)
         for layer in decoder_layers(model) if self.forms.is_compiled else ():
@@ -152,12 +152,12 @@ class SingleModel:
         zeros = torch.zeros(len(rows), device=states.device)
         results = {"logprobs": zeros, "entropy": zeros}
         if self.has_logprobs:
-            if self.forms.reads_logits:
-                readers = functools.partial(logits_topk, states), functools.partial(logits_logprobs, states)
-            else:
-                readers = whole_head(self.model.get_output_embeddings(), states)
             targets = Targets.at(experience, rows, columns, candidates, self.settings)
-            results = read_head(*readers, targets, self.settings)
+            if self.forms.reads_logits:
+                topk, logprobs = functools.partial(logits_topk, states), functools.partial(logits_logprobs, states)
+                results = read_head(topk, logprobs, targets, self.settings)
+            else:
+                results = read_head(*whole_head(self.model.get_output_embeddings(), states), targets, self.settings)
         if self.value_head is not None:
             # A token's value is that of the state before it was sampled.
             results["values"] = self.value_head(states.to(self.value_head.weight.dtype))[:, 0].float()

@@ -113,8 +113,9 @@ def _read_message(message: object) -> JsonObject:
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
             read[name] = message[name]
-    if message.get("reasoning_content"):
-        read["reasoning_content"] = text_of(message["reasoning_content"])
+    details = [part for part in message.get("reasoning_details") or () if isinstance(part, Mapping) and "text" in part]
+    if thinking := message.get("reasoning_content") or message.get("reasoning") or details:
+        read["reasoning_content"] = text_of(thinking)
     calls = message.get("tool_calls") or []
     if calls:
         read["tool_calls"] = [_read_call(call) for call in calls]

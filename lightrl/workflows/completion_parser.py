@@ -87,17 +87,16 @@ def _parse_with_renderer(
 
 
 def _without_misread_tags(parsed: ParsedCompletion, text: str) -> ParsedCompletion:
-    """What a library parsed, without mistaking tags that arguments or answers quote for those of the format."""
-    hermes = parse_text(text, parse_hermes)
-    is_failed = any(call.error is not None for call in parsed.calls)
-    is_cut = "</tool_call>" in parsed.content and bool(parsed.calls)
-    if (is_failed or is_cut) and hermes.calls and all(call.error is None for call in hermes.calls):
-        return hermes
-    if is_cut and not is_failed:
-        error = "the call's arguments quote </tool_call>, which ends a call in this format; write it differently"
-        return replace(parsed, calls=[ToolCall(error=error)])
-    if "<think>" in text and parsed.reasoning.strip() != hermes.reasoning:
-        return replace(parsed, content=hermes.content, reasoning=hermes.reasoning)
+    """What a library parsed, or, where it took a tag that is quoted for one of the format, what the text says."""
+    by_text = parse_text(text, parse_hermes)
+    errors, text_errors = ([call.error for call in each.calls if call.error] for each in (parsed, by_text))
+    if parsed.calls and not errors and "</tool_call>" in parsed.content:  # the rest of a call
+        errors = ["the call's arguments quote </tool_call>, which ends a call in this format; write it differently"]
+        parsed = replace(parsed, calls=[ToolCall(error=errors[0])])
+    if errors and by_text.calls and not text_errors:
+        return by_text
+    if "<think>" in text and parsed.reasoning.strip() != by_text.reasoning:
+        return replace(parsed, content=by_text.content, reasoning=by_text.reasoning)
     return parsed
 
 

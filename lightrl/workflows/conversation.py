@@ -17,15 +17,15 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lightrl.checks.user_code import user_code
+from lightrl.columns import GAPS, REWARDS, TOKENS, TokenArray, cut, extended, joined
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
-from lightrl.functional import joined_supports, support_ends
 from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, Messages, is_mark, opened, with_turn
 from lightrl.models.images import data_url, read_image, refusal, take_images
-from lightrl.models.routes import joined_routes, spliced_routes
-from lightrl.trajectory import JsonMapping, JsonObject, Prompt, TokenArray, Trajectory, Turn
+from lightrl.trajectory import JsonMapping, JsonObject, Prompt, Trajectory, Turn
 
 # Arguments of known templates that let earlier thinking stay, or leave thinking out.
 _KEEP_HISTORY: tuple[JsonObject, ...] = (
@@ -189,9 +189,7 @@ class Conversation:
         self.loss_mask: TokenArray[bool] = TokenArray((), "?")
         self.logprobs: TokenArray[float] = TokenArray((), "f")
         self.weight_versions: TokenArray[int] = TokenArray((), "i")
-        self.gaps: TokenArray[int] | None = None  # Trajectory.gaps, once there is a branch
-        self.supports: TokenArray[int] | None = None  # codes of the tokens' supports, once a distribution was truncated
-        self.routes: TokenArray[int] | None = None  # all tokens' experts, once a completion has some
+        self.columns: dict[str, TokenArray[Any]] = {}
         self._num_shown = 0  # images before the last turn
         self._add_read(token_ids)
 
@@ -207,9 +205,8 @@ class Conversation:
         self._opening = self.renderer.opened_thinking(self.prompt, self.token_ids)
         logprobs, versions = completion.logprobs, completion.weight_versions
         generated: TokenArray[bool] = TokenArray.of_runs([(True, len(completion.token_ids))], "?")
-        self._add(
-            completion.token_ids, logprobs, versions, generated, supports=completion.supports, routes=completion.routes
-        )
+        self.columns = extended(self.columns, start, completion.columns, len(completion.token_ids))
+        self._add(completion.token_ids, logprobs, versions, generated)
         self.turns.append(Turn(start, len(self.token_ids), completion.finish_reason))
         self._num_shown = len(self.images)
         return self._text_of_turn(completion.token_ids)
@@ -266,20 +263,15 @@ class Conversation:
 
         Afterwards this one can only become a trajectory.
         """
-        first, num = len(self.token_ids), len(other.token_ids) - start
-        gap = first - 1 - last
-        if gap or self.gaps is not None:
-            before = TokenArray[int].of_runs([(0, first)], "i") if self.gaps is None else self.gaps
-            self.gaps = TokenArray.joined([before, [gap], [0] * (num - 1)], "i", as_runs=True)
-        codes = other.supports
+        first, num_other = len(self.token_ids), len(other.token_ids)
+        num, gap = num_other - start, first - 1 - last
+        self.columns = joined(self.columns, first, cut(other.columns, num_other, start, num_other), num)
+        if gap or GAPS.name in self.columns:
+            before = self.columns[GAPS.name][:first] if GAPS.name in self.columns else GAPS.filled(first)
+            self.columns[GAPS.name] = TokenArray.joined([before, [gap], [0] * (num - 1)], "i", as_runs=True)
         self._add(
-            other.token_ids[start:],
-            other.logprobs[start:],
-            other.weight_versions[start:],
-            other.loss_mask[start:],
-            supports=codes if codes is None or start == 0 else codes[int(support_ends(codes)[start - 1]) :],
+            other.token_ids[start:], other.logprobs[start:], other.weight_versions[start:], other.loss_mask[start:]
         )
-        self.routes = spliced_routes((self.routes, first + num), first, (other.routes, len(other.token_ids)), start)
         self.turns += [
             replace(turn, start=turn.start - start + first, end=turn.end - start + first)
             for turn in other.turns
@@ -298,7 +290,8 @@ class Conversation:
         starts = [0, *(turn.end for turn in self.turns[:-1])]
         for start, turn, reward in zip(starts, self.turns, rewards, strict=True):
             reward_runs += [(0.0, turn.end - 1 - start), (reward, 1)]
-        turn_ids, num_after = self.token_ids[last.start : last.end], len(self.token_ids) - last.end
+        turn_ids = self.token_ids[last.start : last.end]
+        columns = cut(self.columns, len(self.token_ids), 0, last.end)
         return Trajectory(
             prompt=self.prompt,
             group_id=-1,
@@ -311,20 +304,17 @@ class Conversation:
             completion=self._text_of_turn(turn_ids),
             finish_reason=last.finish_reason,
             is_truncated=is_truncated,
-            rewards=TokenArray.of_runs(reward_runs, "d"),
+            columns={**columns, REWARDS.name: TokenArray.of_runs(reward_runs, REWARDS.code)},
             images=list(self.images[: self._num_shown]),
             turns=list(self.turns),
             metrics=metrics,
-            # What follows was read: a byte for each token.
-            supports=None if self.supports is None else self.supports[: len(self.supports) - num_after],
-            routes=None if self.routes is None else self.routes[: len(self.routes) // len(self.token_ids) * last.end],
-            gaps=None if self.gaps is None else self.gaps[: last.end],
         )
 
     def _add_read(self, token_ids: Sequence[int]) -> None:
         num = len(token_ids)
-        nothing: TokenArray[float] = TokenArray.of_runs([(0.0, num)], "f")
-        self._add(token_ids, nothing, TokenArray.of_runs([(-1, num)], "i"), TokenArray.of_runs([(False, num)], "?"))
+        self.columns = extended(self.columns, len(self.token_ids), {}, num)
+        read = {name: column.filled(num) for name, column in TOKENS.items()}
+        self._add(token_ids, read["behavior_logprobs"], read["weight_versions"], read["loss_mask"])
 
     def _add(
         self,
@@ -332,13 +322,7 @@ class Conversation:
         logprobs: Sequence[float],
         versions: Sequence[int],
         loss_mask: Sequence[bool],
-        *,
-        supports: Sequence[int] | None = None,
-        routes: Sequence[int] | None = None,
     ) -> None:
-        num_before, num_added = len(self.token_ids), len(token_ids)
-        self.supports = joined_supports([(num_before, self.supports), (num_added, supports)])
-        self.routes = joined_routes(self.routes, num_before, routes, num_added)
         self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
         self.logprobs = TokenArray.joined([self.logprobs, logprobs], "f")
         self.weight_versions = TokenArray.joined([self.weight_versions, versions], "i", as_runs=True)

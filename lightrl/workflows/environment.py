@@ -204,7 +204,10 @@ class RetryWithFeedback(Environment):
         self.reward = function_of(reward, "reward")
         if inspect.iscoroutinefunction(self.reward):
             raise ValueError(f"reward={reward!r} must be a sync function. Write an Environment to await an async one.")
-        names_of(feedback, "feedback")
+        if parts := [name for name in names_of(feedback, "feedback") if "." in name or "[" in name]:
+            raise ValueError(
+                f"feedback must name metrics, such as {{format}}, got {{{parts[0]}}}, which is part of one."
+            )
         self.feedback = feedback
         self.solved_reward = solved_reward
         self.best: float | None = None

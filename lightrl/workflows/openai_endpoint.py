@@ -15,7 +15,6 @@ import hashlib
 import hmac
 import json
 import logging
-import resource
 import secrets
 import socket
 import urllib.request
@@ -25,6 +24,7 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 
 from lightrl.concurrency.abandon import abandon
+from lightrl.concurrency.listener import BACKLOG, Listener
 from lightrl.errors import RolloutError
 from lightrl.trajectory import JsonObject
 from lightrl.workflows.agent_protocol import MODEL, Answer, Exchange, RequestRefused
@@ -46,9 +46,6 @@ MAX_BODY_BYTES = 100 * 10**6
 WAITING_S = 15.0  # between signs of life in a stream that has no answer yet
 _SHUTDOWN_TIMEOUT_S = 1.0
 _KEEPALIVE_TIMEOUT_S = 3600.0  # longer than any client's, or one could write to a connection that is closing
-_BACKLOG = 1024  # connections that many agents open at once
-_HEADERS_S = 30.0  # within which a connection must send a request with a key
-UNDER_PRESSURE_S = 1.0  # the same while more connections wait
 _BODY_S = 60.0
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -72,7 +69,7 @@ class OpenAIEndpoint:
         self._serving: asyncio.Task[None] | None = None
         self._port: asyncio.Future[int] | None = None
         self._slots: asyncio.Semaphore | None = None
-        self._keyless: dict[asyncio.WriteTransport, float] = {}  # connection without a key so far → since when
+        self._listener = Listener()
 
     async def start(self) -> None:
         """Waits until the port is open; does nothing if it is open already.
@@ -131,11 +128,10 @@ class OpenAIEndpoint:
         )
         try:
             await runner.setup()
-            with socket.create_server((_HOST, 0), backlog=_BACKLOG) as listener:
-                listener.setblocking(False)
-                port.set_result(listener.getsockname()[1])
+            with socket.create_server((_HOST, 0), backlog=BACKLOG) as opened:
+                port.set_result(opened.getsockname()[1])
                 assert runner.server is not None
-                await self._accept(listener, runner.server)
+                await self._listener.accept(opened, runner.server)
         except OSError as error:
             port.set_exception(error)
         finally:
@@ -143,38 +139,6 @@ class OpenAIEndpoint:
             for session in self._sessions.values():
                 session.close()
             await runner.cleanup()
-
-    async def _accept(self, listener: socket.socket, server: web.Server) -> None:
-        """Accepts connections with at most an eighth of this process's files, or three quarters with a key.
-
-        Others wait in the kernel's queue: anything on this machine can connect, and send nothing.
-        """
-        loop, num_files = asyncio.get_running_loop(), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        num_files = 2**16 if num_files == resource.RLIM_INFINITY else num_files
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(listener)
-            except OSError:  # it is gone, or others have all files
-                await asyncio.sleep(UNDER_PRESSURE_S)
-                continue
-            try:
-                while len(self._keyless) >= num_files // 8 or len(server.connections) >= num_files * 3 // 4:
-                    self._close_keyless(UNDER_PRESSURE_S)
-                    await asyncio.sleep(UNDER_PRESSURE_S / 10)
-                transport, _ = await loop.connect_accepted_socket(server, connection)
-            except BaseException:  # re-raised, such as the end of the endpoint
-                connection.close()
-                raise
-            self._keyless[transport] = loop.time()
-            loop.call_later(_HEADERS_S, self._close_keyless, _HEADERS_S)
-
-    def _close_keyless(self, age_s: float) -> None:
-        """Closes the connections that have sent no key for so long."""
-        now = asyncio.get_running_loop().time()
-        for transport, since in list(self._keyless.items()):
-            if transport.is_closing() or now - since >= age_s:
-                transport.abort()
-                del self._keyless[transport]
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -188,8 +152,7 @@ class OpenAIEndpoint:
                     status=401,
                     code="invalid_api_key",
                 )
-            if request.transport is not None:
-                self._keyless.pop(request.transport, None)
+            self._listener.note_key(request)
             return await handler(request)
         except RequestRefused as error:
             return _refusal(error)

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from lightrl.checks.user_code import named_user_code
+from lightrl.columns import TOKENS, TokenArray, column_named, extended
 from lightrl.concurrency.abandon import each_when_done, is_abandoned
 from lightrl.engines.engine import Completion
 from lightrl.errors import RewardError, RolloutError
-from lightrl.functional import joined_supports, support_ends
 from lightrl.models.chat_template import ChatTemplate
-from lightrl.models.routes import joined_routes
-from lightrl.trajectory import Prompt, TokenArray, Trajectory, Turn, token_array
+from lightrl.trajectory import Prompt, Trajectory, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -179,7 +178,7 @@ class SingleTurn(Workflow):
         """Return the trajectory of this completion of a prompt that has token ids."""
         prompt_ids, zeros, opening = self._of_prompt(prompt)
         start, num_new = len(prompt_ids), len(completion.token_ids)
-        versions = token_array("weight_versions", completion.weight_versions).runs()
+        versions = TOKENS["weight_versions"].array(completion.weight_versions).runs()
         token_ids: TokenArray[int] = TokenArray.joined([prompt_ids, completion.token_ids], "i")
         return Trajectory(
             prompt=prompt,
@@ -194,8 +193,7 @@ class SingleTurn(Workflow):
             finish_reason=completion.finish_reason,
             is_truncated=completion.finish_reason == "length",
             turns=[Turn(start, start + num_new, completion.finish_reason)],
-            supports=joined_supports([(start, None), (num_new, completion.supports)]),
-            routes=joined_routes(None, start, completion.routes, num_new),
+            columns=extended({}, start, completion.columns, num_new),
         )
 
     def _of_prompt(self, prompt: Prompt) -> tuple[TokenArray[int], TokenArray[float], str]:
@@ -305,9 +303,13 @@ def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> 
     name = f"{type(workflow).__name__}.run"
     if not isinstance(trajectory, Trajectory):
         raise RolloutError(f"{name} must return a Trajectory, got {trajectory!r:.200} for prompt {prompt.id!r}.")
-    lists = ["token_ids", "loss_mask", "behavior_logprobs", "weight_versions"]
-    lists += [] if trajectory.gaps is None else ["gaps"]
-    lengths = {field: len(getattr(trajectory, field)) for field in lists}
+    try:
+        trajectory.pack()
+    except ValueError as error:
+        raise RolloutError(
+            f"{name} returned a trajectory of prompt {prompt.id!r} that has no numbers: {error}"
+        ) from error
+    lengths = {field: len(getattr(trajectory, field)) for field in TOKENS}
     if len(set(lengths.values())) > 1:
         raise RolloutError(
             f"{name} returned lists of lengths {lengths} for prompt {prompt.id!r}; each needs one entry per token. "
@@ -315,11 +317,9 @@ def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> 
         )
     if not np.isfinite(np.asarray(trajectory.behavior_logprobs)).all():
         raise RolloutError(f"{name} returned behavior_logprobs that are not finite for prompt {prompt.id!r}.")
-    if trajectory.supports is not None and (coded := len(support_ends(trajectory.supports))) != lengths["token_ids"]:
-        raise RolloutError(
-            f"{name} returned the supports of {coded} tokens for prompt {prompt.id!r}, which has "
-            f"{lengths['token_ids']}. Use functional.joined_supports, with None for what the policy did not generate."
-        )
+    for column, values in trajectory.columns.items():
+        if problem := column_named(column).problem(values, lengths["token_ids"]):
+            raise RolloutError(f"{name} returned, for prompt {prompt.id!r}, a trajectory that {problem}")
     if bool((np.asarray(trajectory.loss_mask) & (np.asarray(trajectory.weight_versions) < 0)).any()):
         raise RolloutError(
             f"{name} set loss_mask where weight_versions is -1 for prompt {prompt.id!r}: only tokens that the policy "

@@ -20,9 +20,9 @@ from algorithm_cases import (
 from tiny import slow_outputs, with_supports
 from torch import Tensor
 
-from lightrl.experience import Experience, row_codes
-from lightrl.functional import support_ends
-from lightrl.functional.rows import every_token, support_fields
+from lightrl.columns import EVERY_TOKEN, support_ends
+from lightrl.experience import Experience
+from lightrl.functional.rows import row_tensors
 from lightrl.loops.metrics import values_of
 from lightrl.loops.update import MinibatchLoss
 from lightrl.strategies import LogprobSettings, ShardedExperience, SingleModel
@@ -66,12 +66,19 @@ def cut_at(experience: Experience, turn: int) -> Experience:
             changed[name] = torch.where(kept, picked, picked.new_full((), fill))
     if experience.supports is not None:
         parts = []
-        for codes, place, copy in zip(row_codes(experience), places, copied, strict=True):
+        for codes, place, copy in zip(experience.row_codes("supports"), places, copied, strict=True):
             bounds = [0, *support_ends(codes.numpy()).tolist()]
             each = [codes[start:end] for start, end in itertools.pairwise(bounds)]
             kept = zip(place[: len(copy)], copy, strict=True)
-            parts.append(torch.cat([every_token(1) if is_copy else each[index] for index, is_copy in kept]))
-        changed |= support_fields(parts)
+            parts.append(
+                torch.cat(
+                    [
+                        torch.tensor([*EVERY_TOKEN], dtype=torch.uint8) if is_copy else each[index]
+                        for index, is_copy in kept
+                    ]
+                )
+            )
+        changed |= row_tensors("supports", parts)
     return Experience.of_tensors({**experience.tensors(), **changed})
 
 
@@ -120,7 +127,7 @@ def tree_of(group: int, sample: int, reward: float) -> Trajectory:
     num = 10
     return Trajectory(
         prompt=Prompt(id=str(group), token_ids=[3, 4]), group_id=group, sample=sample,
-        token_ids=[3, 4, 5, 6, 7, 8, 9, 10, 11, 12], gaps=[0, 0, 0, 0, 4, 0, 0, 0, 4, 0],
+        token_ids=[3, 4, 5, 6, 7, 8, 9, 10, 11, 12], columns={"gaps": [0, 0, 0, 0, 4, 0, 0, 0, 4, 0]},
         loss_mask=[index in said for index in range(num)],
         behavior_logprobs=[-0.5 - 0.3 * index if index in said else 0.0 for index in range(num)],
         weight_versions=[4 if index in said else -1 for index in range(num)],
@@ -209,7 +216,7 @@ def test_rows_that_count_alike_as_the_docs_show() -> None:
 def test_a_microbatch_counts_the_tokens_that_the_model_reads() -> None:
     experience = Experience.from_trajectories([tree_of(0, 0, 1.0), line_of(0, 1, 0.0), line_of(1, 0, 0.0)])
     assert experience.forward_tokens.tolist() == [10, 4, 4]
-    repeating = replace(tree_of(0, 0, 1.0), gaps=[0, 0, 0, 0, 1, 0, 0, 0, 4, 0])
+    repeating = replace(tree_of(0, 0, 1.0), columns={"gaps": [0, 0, 0, 0, 1, 0, 0, 0, 4, 0]})
     assert Experience.from_trajectories([repeating]).forward_tokens.tolist() == [3 + 4 + 6]
     assert [len(part) for part in experience.microbatch_rows(8)[1]] == [1, 2]
 
@@ -218,7 +225,7 @@ def test_the_rows_of_a_microbatch_are_counted_alike_before_it_is_dense() -> None
     experience = Experience.from_trajectories([tree_of(0, 0, 1.0), line_of(0, 1, 0.0), line_of(1, 0, 0.0)])
     for of_all, expected in (
         (experience, [[4, 6, 4], [4], [2]]),
-        (replace(experience, gaps=None), [[10, 4], [4], [2]]),
+        (experience.without(["gaps"]), [[10, 4], [4], [2]]),
     ):
         parts = Microbatches(ShardedExperience.of(of_all), [[0, 2], [1], []], torch.device("cpu"))
         assert lengths_of(parts) == lengths_of(list(parts)) == expected
@@ -235,7 +242,7 @@ def test_the_rows_of_a_microbatch_are_counted_alike_before_it_is_dense() -> None
 )
 def test_gaps_that_make_no_tree_are_refused(gaps: list[int], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        Experience.from_trajectories([replace(tree_of(0, 0, 1.0), gaps=gaps)])
+        Experience.from_trajectories([replace(tree_of(0, 0, 1.0), columns={"gaps": gaps})])
 
 
 def test_a_trajectory_metric_and_a_loss_per_trajectory_count_the_rollout_once() -> None:

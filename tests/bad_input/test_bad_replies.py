@@ -75,6 +75,13 @@ def test_a_reply_with_an_error_adds_no_token(case):
     assert "http://there" in str(caught.value)
 
 
+@pytest.mark.parametrize("finish", ["abort", "length"])
+def test_nothing_is_generated_after_a_stop_token_whatever_the_finish_reason_says(finish):
+    draft = CompletionDraft([1], Sampling(max_new_tokens=4, stop_token_ids=(4,)), vocab_size=VOCABULARY)
+    draft.add(read_answer(json.dumps(reply(finish_reason={"type": finish})).encode()), "http://there")
+    assert (draft.completion().token_ids, draft.finish_reason) == ([3, 4], "stop")
+
+
 OTHERS = [
     row("reply: to another request", {"id": "q"}, "request r of 1 tokens as if it were q of 1"),
     row("reply: to no request", {"id": None}, "as if it were None of 1"),

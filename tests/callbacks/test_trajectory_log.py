@@ -25,8 +25,8 @@ def log_of(folder: Path, iteration: int = 0) -> Path:
 def test_what_is_read_back_equals_what_was_trained_on(tmp_path: Path) -> None:
     odd = make_trajectory(
         'a "quote", a\nbreak, \u2028, é, 数学, \x00 and a lone \ud800', reward=1.0, completion_ids=[5, 6],
-        versions=[0, 1], metrics={"accuracy": 1.0}, rewards=[0.0, 0.0, 0.0, 0.1, 0.9], turns=[Turn(3, 5, "length")],
-        is_truncated=True, finish_reason="length",
+        versions=[0, 1], metrics={"accuracy": 1.0}, columns={"rewards": [0.0, 0.0, 0.0, 0.1, 0.9]},
+        turns=[Turn(3, 5, "length")], is_truncated=True, finish_reason="length",
     )  # fmt: skip
     odd.behavior_logprobs = [0.0, 0.0, 0.0, -1 / 3, -1e-17]
     groups = [Group(0, odd.prompt, [odd])]

@@ -119,3 +119,16 @@ def test_a_completion_needs_an_end_token(plain_tokenizer: PreTrainedTokenizerFas
     plain_tokenizer.eos_token = None
     with pytest.raises(ValueError, match=r"The tokenizer has no end token"):
         completion_of(ChatRenderer(plain_tokenizer), None, "hello")
+
+
+@pytest.mark.parametrize("form", ["nested", "flat"])
+def test_nulls_that_parquet_adds_to_arguments_are_left_out_and_those_of_json_text_stay(form: str):
+    def arguments_of(arguments: object) -> object:
+        call = {"name": "look", "arguments": arguments}
+        turn = {"role": "assistant", "content": "", "tool_calls": [{"function": call} if form == "nested" else call]}
+        (read,) = messages_of({"question": [{"role": "user", "content": "?"}, turn]})[1]["tool_calls"]
+        return read.get("function", read)["arguments"]
+
+    added = {"city": "Bonn", "unit": None, "at": {"hour": 3, "minute": None}, "tags": [None, {"a": None}]}
+    assert arguments_of(added) == {"city": "Bonn", "at": {"hour": 3}, "tags": [None, {}]}
+    assert arguments_of('{"unit": null}') == '{"unit": null}'

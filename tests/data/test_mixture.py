@@ -1,6 +1,7 @@
 """Weighted sources: shares, orders and resume, at any number of ranks."""
 
 import logging
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -169,6 +170,14 @@ def test_the_weight_of_a_source_that_is_not_mixed_is_refused(split: str):
     sources = {"train": source(3), split: source(3, weight=2)}
     with pytest.raises(ValueError, match=rf"weight=2 has no effect on {split} data 'test_mixture.made_rows'"):
         PromptDataModule(**sources, batch_size=1)
+
+
+@pytest.mark.parametrize("source", ["/", ".", "empty", "empty/"])
+def test_a_folder_that_is_no_dataset_is_refused_by_name(source: str, plain_tokenizer, tmp_path: Path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"Dataset '{re.escape(source)}' .* cannot be loaded"):
+        set_up(PromptDataModule(source, batch_size=1), plain_tokenizer)
 
 
 @pytest.mark.parametrize("source", ["", " \n"])

@@ -1,6 +1,6 @@
 import pytest
 
-from lightrl.data import EpochLoader, PromptBatch, PromptStream
+from lightrl.data import EpochLoader, HostBatch, PromptStream
 from lightrl.data.batches import batches_in_order
 from lightrl.data.stream import RowPrompts
 from lightrl.trajectory import Prompt
@@ -68,6 +68,6 @@ def test_a_loader_without_a_trainer_starts_again_each_time():
 
 def test_validation_batches_hold_each_prompt_once():
     prompts = [Prompt(id=str(index), token_ids=[index]) for index in range(5)]
-    batches = list(batches_in_order(RowPrompts.of(prompts), 2, PromptBatch))
+    batches = list(batches_in_order(RowPrompts.of(prompts), 2, HostBatch))
     assert [len(batch) for batch in batches] == [2, 2, 1]
     assert [prompt for batch in batches for prompt in batch] == prompts

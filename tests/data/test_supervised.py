@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from data_cases import set_up, write_rows
@@ -161,6 +162,16 @@ def test_a_chat_stored_as_json_text_is_a_chat_and_other_text_is_text(tmp_path: P
     assert completions(batch, chat_tokenizer) == ["2<|im_end|>"]
     with pytest.raises(ValueError, match=r"Row 1 of .*: 'messages' holds a chat as Python prints it"):
         chats(tmp_path, chat_tokenizer, str(chat), data=PromptDataModule)
+
+
+def test_ranks_that_start_apart_have_the_date_of_rank_0(train_file: str, chat_tokenizer, monkeypatch):
+    chat_tokenizer.chat_template = "{{ strftime_now('%F') }}" + chat_tokenizer.chat_template
+    monkeypatch.setenv("LIGHTRL_RUN_START", "2026-11-30T00:01:00")
+    data = PromptDataModule(train_file, batch_size=2)
+    rank_0 = SimpleNamespace(broadcast=lambda own: "2026-11-29T23:59:00")  # what its strategy sends
+    data.trainer = cast(Any, SimpleNamespace(strategy=rank_0, lightning_module=None))
+    set_up(data, chat_tokenizer)
+    assert chat_tokenizer.decode(data.prompts["train"][0].token_ids).startswith("2026-11-29<|im_start|>")
 
 
 def test_the_date_of_a_template_is_that_of_the_runs_start_also_in_the_run_that_resumes(

@@ -1,16 +1,18 @@
 """Delta syncs between real processes: weight receivers and servers, whoever of them is killed."""
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
 from pathlib import Path
 
 import forked
+import psutil
 import pytest
 import torch
 from fake_sglang import python_of_fakes
@@ -19,14 +21,17 @@ from sync_cases import asked, sync, version_of
 from transformers import Qwen3Config
 from waits import Deadlines
 
+from lightrl.concurrency import listener
 from lightrl.engines import SGLangEngine
 from lightrl.engines.servers.connection import Connection
 from lightrl.engines.servers.processes.process import HeldPort
+from lightrl.engines.servers.sync.receiver import Receiver
 from lightrl.engines.servers.sync.receivers import Receivers
 from lightrl.engines.servers.sync.report import SyncFailed
 from lightrl.engines.servers.sync.transports import DeltaTransport
 from lightrl.testing import tiny_policy
 from lightrl.weights import ServerForm, bucketed
+from lightrl.weights.delta_folder import DeltaFolder
 
 UPDATE, TOKEN = "/update_weights_from_disk", "a-token"
 
@@ -58,7 +63,7 @@ class ReceiverProcess:
         return found
 
 
-@contextmanager
+@contextlib.contextmanager
 def receiving(num, root):
     receivers = [ReceiverProcess(root / f"receiver-{index}") for index in range(num)]
     try:
@@ -232,6 +237,30 @@ def test_a_wrong_token_and_a_server_in_place_of_a_receiver_are_named(start, rece
         sync(servers, transport_to([receiver], servers, token="another"), parameters(0), 0)
     with pytest.raises(SyncFailed, match="HTTP 404"):
         sync(servers, transport_to(servers, servers), parameters(0), 0)
+
+
+def test_connections_without_the_token_take_few_files_of_a_receiver_and_the_trainer_gets_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(listener.resource, "getrlimit", lambda _: (80, 80))  # so 10 without the token
+    monkeypatch.setattr(listener, "UNDER_PRESSURE_S", 0.1)
+
+    async def scenario(held: HeldPort) -> int:
+        connection = Connection(f"http://127.0.0.1:{held.number}", token=TOKEN)
+        serving = asyncio.create_task(Receiver(DeltaFolder(tmp_path), TOKEN).serve("127.0.0.1", held.number))
+        await connection.request("POST", "/state", {})
+        with contextlib.ExitStack() as opened:
+            for number in range(30):
+                idle = opened.enter_context(socket.create_connection(("127.0.0.1", held.number)))
+                idle.sendall(b"POST /state HTTP/1.1\r\nHost: a\r\n" if number % 2 else b"")
+            await asyncio.sleep(0.01)
+            assert (await connection.request("POST", "/state", {}))["digest"] == ""
+            await connection.close()
+            connections = psutil.Process().net_connections()
+        serving.cancel()
+        await asyncio.wait({serving})
+        return sum(each.laddr.port == held.number for each in connections)
+
+    with contextlib.closing(HeldPort("127.0.0.1")) as held:
+        assert asyncio.run(scenario(held)) <= 13  # with the trainer's own, one that waits, and the listener
 
 
 def test_each_receiver_gets_its_own_upload_and_one_that_dies_loses_only_its_own_server(start, tmp_path, transport_to):

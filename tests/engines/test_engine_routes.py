@@ -12,11 +12,13 @@ from moe_cases import engine_of, moe_model
 from tiny import tiny_model
 
 from lightrl import LocalEngine, Sampling
+from lightrl.columns import extended
 from lightrl.engines import Completion
 from lightrl.engines.servers.request import CompletionDraft, MalformedAnswer
+from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.generation import read_answer, request_of
 from lightrl.models.moe import moe_blocks, router_of
-from lightrl.models.routes import RouteLayout, Routes, joined_routes
+from lightrl.models.routes import RouteLayout, Routes
 from lightrl.weights import Bucket
 
 LAYOUT = RouteLayout(layers=(1,), num_layers=2, num_experts=8)  # the first layer is dense
@@ -36,7 +38,9 @@ def answered(num_tokens, experts=None, finish="length"):
 
 
 def draft(layout=LAYOUT):
-    return CompletionDraft([1, 2], Sampling(max_new_tokens=4), route_layout=layout)
+    return CompletionDraft(
+        [1, 2], Sampling(max_new_tokens=4), encoders={} if layout is None else {"routes": layout.encode_sent}
+    )
 
 
 def test_only_a_draft_with_a_layout_asks_for_routes():
@@ -47,30 +51,30 @@ def test_only_a_draft_with_a_layout_asks_for_routes():
 def test_routes_of_a_completion_are_joined_over_its_requests():
     one = draft()
     one.add(answered(2, [5, 6, 7], "abort"), "http://there")
-    assert one.completion().routes == [5, 6, 7]
+    assert one.completion().columns["routes"] == [5, 6, 7]
     one.add(answered(2, [0, -1, 0, 1, 2]), "http://there")  # other weights computed the first three again
-    assert one.completion().routes == [0, 6, 0, 1, 2]
+    assert one.completion().columns["routes"] == [0, 6, 0, 1, 2]
 
 
 def test_an_interrupted_request_may_lack_its_routes():
     one = draft()
     one.add(answered(2, None, "abort"), "http://there")
-    assert one.completion().routes is None
+    assert not one.completion().columns
     one.add(answered(2, [3, 4, 5, 6, -1]), "http://there")
-    assert one.completion().routes == [3, 4, 5, 6, 255]
+    assert one.completion().columns["routes"] == [3, 4, 5, 6, 255]
 
 
 @pytest.mark.parametrize(
     ("experts", "message"),
     [
-        pytest.param(None, "a gateway must pass the field on: set router to null", id="none"),
+        pytest.param(None, "a gateway must pass routed_experts on: set router to null", id="none"),
         pytest.param([1, 2, 3, 4], "routes of another model", id="of another number of layers"),
         pytest.param([1, 2, 3, 4, 8], "an expert 8 of 8", id="of more experts"),
     ],
 )
 def test_a_finished_request_without_the_models_routes_is_refused(experts, message):
     with pytest.raises(MalformedAnswer, match=message):
-        draft().add(answered(4, experts), "http://there")
+        draft().add(answered(4, experts), "http://there", column_help=SGLangClient.column_help)
 
 
 @pytest.fixture
@@ -94,22 +98,22 @@ def test_routes_do_not_depend_on_turns(engine_and_model):
     read = [*prompt, *first.token_ids, *observation]
     second = generated(engine, read, 5)
     token_ids = [*read, *second.token_ids]
-    routes = joined_routes(None, len(prompt), first.routes, 4)
-    routes = joined_routes(routes, len(read) - 2, None, 2)
-    routes = joined_routes(routes, len(read), second.routes, 5)
+    columns = extended({}, len(prompt), first.columns, 4)
+    columns = extended(columns, len(read) - 2, {}, 2)
+    columns = extended(columns, len(read), second.columns, 5)
     with torch.no_grad(), Routes(model).recording() as recorded:
         model(input_ids=torch.tensor([token_ids[:-1]]), use_cache=False)
-    assert routes == [*recorded().flatten().tolist(), *[255] * 4]
+    assert columns["routes"] == [*recorded().flatten().tolist(), *[255] * 4]
 
 
 def test_a_completion_that_was_started_has_the_routes_of_the_weights_that_continue_it(engine_and_model):
     engine, _ = engine_and_model
     whole = generated(engine, [4, 7, 5], 6)
-    old = [9] * 4 + list(whole.routes[4 : (3 + 2 - 1) * 4])  # as other weights have routed the first token
-    begun = Completion(whole.token_ids[:2], whole.logprobs[:2], [0, 0], "abort", routes=old)
-    assert Completion.from_state(begun.state_dict()).routes == old
+    old = [9] * 4 + list(whole.columns["routes"][4 : (3 + 2 - 1) * 4])  # as other weights have routed the first token
+    begun = Completion(whole.token_ids[:2], whole.logprobs[:2], [0, 0], "abort", columns={"routes": old})
+    assert Completion.from_state(begun.state_dict()).columns["routes"] == old
     continued = generated(engine, [4, 7, 5], 6, started=begun)
-    assert (continued.token_ids, continued.routes) == (whole.token_ids, whole.routes)
+    assert (continued.token_ids, continued.columns) == (whole.token_ids, whole.columns)
 
 
 def test_after_a_sync_amid_a_completion_a_trainer_that_replays_has_the_engines_logprobs(engine_and_model):
@@ -127,7 +131,7 @@ def test_after_a_sync_amid_a_completion_a_trainer_that_replays_has_the_engines_l
 
     made = next(made for made in map(asyncio.run, map(completed, range(1, 100))) if len(set(made.weight_versions)) > 1)
     inputs = torch.tensor([[4, 7, 5, *made.token_ids]])
-    routes = torch.tensor(joined_routes(None, 3, made.routes, 40), dtype=torch.uint8).view(43, -1)
+    routes = torch.tensor(extended({}, 3, made.columns, 40)["routes"], dtype=torch.uint8).view(43, -1)
     latest = made.weight_versions[-1]
     model = models[latest % 2]
     with torch.no_grad(), Routes(model).replaying(routes):
@@ -139,6 +143,6 @@ def test_after_a_sync_amid_a_completion_a_trainer_that_replays_has_the_engines_l
 
 def test_routes_are_recorded_unless_they_are_not_wanted_or_there_are_none():
     with engine_of(moe_model(), record_routes=False) as engine:
-        assert generated(engine, [4, 7], 2).routes is None
+        assert not generated(engine, [4, 7], 2).columns
     with pytest.raises(ValueError, match="has no experts to record"):
         LocalEngine(record_routes=True).start(tiny_model("llama").config)

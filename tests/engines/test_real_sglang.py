@@ -5,7 +5,6 @@ import itertools
 import stat
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from real_servers import own_server, tiny_config, tiny_models
 from sync_cases import EngineOn, fed
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from lightrl.columns import NATIVE
 from lightrl.engines import Timeouts
 from lightrl.engines.servers.connection import Connection
 from lightrl.engines.servers.server import Server
@@ -29,7 +29,6 @@ from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineError
 from lightrl.experience import Experience
-from lightrl.functional.rows import NATIVE
 from lightrl.models.conversion import checkpoint_tensors
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.trajectory import Sampling
@@ -81,8 +80,8 @@ def test_a_mixture_is_verified_and_returns_its_routes(family: str, tmp_path: Pat
             with loaded(model, server, transport=transport, record_routes=True) as engine:
                 experience = Experience.from_trajectories(sampled_by(engine))
             assert (experience.routes[0, : experience.lengths[0] - 1] != NATIVE).all()
-            for routes in (experience.routes, None):  # the engine's are those that the trainer chooses
-                (outputs,) = SingleModel(model, LogprobSettings()).forward([replace(experience, routes=routes)])
+            for part in (experience, experience.without(["routes"])):  # the engine's are those that the trainer chooses
+                (outputs,) = SingleModel(model, LogprobSettings()).forward([part])
                 assert torch.allclose(outputs.logprobs, experience.behavior_logprobs, atol=1e-4)
 
 

@@ -52,7 +52,7 @@ def as_trees(experience: Experience) -> Experience:
     """Each trajectory's third token follows its first."""
     gaps = torch.zeros_like(experience.token_ids)
     gaps[:, 2] = 1
-    return replace(experience, gaps=gaps)
+    return experience.with_tensors({"gaps": gaps})
 
 
 @pytest.mark.parametrize("is_tree", [False, True], ids=["one conversation", "trees"])

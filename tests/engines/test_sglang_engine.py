@@ -15,6 +15,7 @@ from sync_cases import config_of, one_weight
 from transformers import AutoConfig
 from waits import NUM_TOKENS, SLOWLY, Deadlines, no_more_files, until, until_written
 
+from lightrl.engines.servers import connection
 from lightrl.engines.servers.addresses import addresses_from_environment
 from lightrl.engines.servers.engine import ServerEngine
 from lightrl.engines.sglang.command import dtype_of_auto
@@ -112,7 +113,8 @@ def test_requests_wait_for_free_files_and_no_server_is_lost_for_them(start, engi
     assert engine.fleet.servers[server.url].losses == ()
 
 
-def test_a_server_behind_a_busy_balancer_is_asked_again(start, engine_on):
+def test_a_server_behind_a_busy_balancer_is_asked_again_with_one_warning(start, engine_on, monkeypatch, caplog):
+    monkeypatch.setattr(connection, "BUSY_S", 0.0)
     server = start()
     for path in ("/generate", "/update_weights_from_disk", "/server_info", "/pause_generation"):
         server.fault("error", path, count=2, status=429, retry_after="0.01")
@@ -120,6 +122,8 @@ def test_a_server_behind_a_busy_balancer_is_asked_again(start, engine_on):
     (completion,) = run(engine.generate([1], Sampling(max_new_tokens=3), session="s"))
     assert len(completion.token_ids) == 3
     assert [fault["num_fired"] for fault in server.stats()["faults"]] == [2] * 4
+    (warning,) = [text for text in caplog.messages if "refuses requests as busy" in text]
+    assert f"{server.url} answered" in warning
 
 
 def test_a_request_that_is_refused_is_not_asked_again(start, engine_on):

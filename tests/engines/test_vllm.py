@@ -227,7 +227,7 @@ def test_an_answer_with_an_error_is_unusable(changes, problem):
     answer = read_answer(reply(**changes))
     assert problem in answer.problem
     with pytest.raises(MalformedAnswer, match="http://there answered /inference/v1/generate with "):
-        CompletionDraft([1], Sampling()).add(answer, "http://there", route=VLLMClient.generate_path)
+        CompletionDraft([1], Sampling()).add(answer, "http://there", path=VLLMClient.generate_path)
 
 
 @pytest.mark.parametrize(("temperature", "is_refused"), [(0, 0), (0.005, 1), (0.01, 0), (2, 0), (2.1, 1)])
@@ -240,8 +240,8 @@ def test_a_temperature_that_vllm_changes_or_refuses_is_refused_before_a_server_i
 
 def test_an_answer_without_supports_says_which_argument_gives_them():
     draft = CompletionDraft([1], Sampling(max_new_tokens=2, top_k=2))
-    with pytest.raises(MalformedAnswer, match=r"which tokens it sampled from.* needs --max-logprobs 4008"):
-        draft.add(read_answer(reply()), "http://there", support_help=VLLMClient.support_help)
+    with pytest.raises(MalformedAnswer, match=r"the supports of its tokens.* needs --max-logprobs 4008"):
+        draft.add(read_answer(reply()), "http://there", column_help=VLLMClient.column_help)
 
 
 def truncated_reply(num_possible: int, num_requested: int) -> bytes:

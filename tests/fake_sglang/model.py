@@ -215,7 +215,7 @@ class EmbeddedModel(ScriptedModel):
             (completion,) = await engine.generate(run.prompt + run.token_ids, piece, session=run.rid)
             run.token_ids += completion.token_ids
             run.logprobs += completion.logprobs
-            if run.supports is not None and completion.supports is not None:
+            if run.supports is not None and "supports" in completion.columns:
                 run.supports += self._masks(completion)
             run.versions += [  # under an adapter those of the base
                 self._versions[number] if engine is self._engine else self.version
@@ -226,7 +226,7 @@ class EmbeddedModel(ScriptedModel):
         return "length"
 
     def _masks(self, completion: Completion) -> list[list[int]]:
-        is_every, counts, ids = decode_supports(np.asarray(completion.supports))
+        is_every, counts, ids = decode_supports(np.asarray(completion.columns["supports"]))
         others = np.split(ids, counts.cumsum()[:-1])
         return [
             list(range(self.vocab_size)) if every else [token, *more.tolist()]

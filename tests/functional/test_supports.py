@@ -4,13 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from lightrl.columns import EVERY_TOKEN, SUPPORTS, support_ends
 from lightrl.functional import (
-    EVERY_TOKEN,
     Supports,
     encode_supports,
     hidden_logprobs,
-    joined_supports,
-    support_ends,
 )
 from lightrl.functional.supports import decode_supports
 
@@ -59,8 +57,9 @@ def test_a_token_outside_its_support_is_an_error() -> None:
 
 
 def test_parts_without_codes_could_be_any_token() -> None:
-    assert joined_supports([(2, None), (3, None)]) is None
-    assert joined_supports([(2, None), (1, encoded([[4, 5]], [4])[0]), (1, None)]) == [1, 1, 7, 0, 1]
+    assert SUPPORTS.joined([(None, 2), (None, 3)]) is None
+    own = SUPPORTS.array(encoded([[4, 5]], [4])[0])
+    assert SUPPORTS.joined([(None, 2), (own, 1), (None, 1)]) == [1, 1, 7, 0, 1]
 
 
 def test_a_softmax_over_supports_is_one_over_their_logits_alone() -> None:

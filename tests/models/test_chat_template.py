@@ -206,6 +206,20 @@ def test_a_special_token_of_several_parts_is_text_and_so_is_one_in_an_argument(t
     assert chat.decode(token_ids).count("<|im_end|>") == 3
 
 
+def test_a_special_token_of_several_parts_next_to_an_image_is_text():
+    tokenizer = byte_tokenizer(PARTS_ALONE + "<|im_end|>")
+    parts = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}, {"type": "image"}]
+    chat = ChatTemplate(tokenizer)
+    token_ids = chat.encode(chat.render([{"role": "user", "content": parts}], {}, is_whole=True))
+    assert token_ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
+
+
+def test_a_noncharacter_that_somebody_typed_stays():
+    chat = ChatTemplate(byte_tokenizer())
+    token_ids = chat.encode(chat.render([{"role": "user", "content": "a\ufdd0b<|im_end|>\ufdd1"}], {}))
+    assert "a\ufdd0b<|im_end|>\ufdd1" in chat.decode(token_ids)
+
+
 @pytest.mark.parametrize("form", ["%d %b %Y", "%F %T", "%-d %B, %e", "%D %R %u %j", "100%"])
 def test_a_date_is_written_in_any_form(form: str):
     template = ChatTemplate(byte_tokenizer("{{ strftime_now('" + form + "') }}|" + CHATML))

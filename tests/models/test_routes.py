@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from moe_cases import EACH_FAMILY, moe_model, moe_spec, sampled, some_tokens
 from tiny import gradients, tiny_spec
 
+from lightrl.columns import NATIVE, as_columns, cut, extended, joined
 from lightrl.errors import EngineError
 from lightrl.experience import Experience
-from lightrl.functional.rows import NATIVE
 from lightrl.models.moe import moe_blocks, router_of
-from lightrl.models.routes import RouteLayout, Routes, as_bytes, joined_routes, load_entropy, spliced_routes
+from lightrl.models.routes import RouteLayout, Routes, as_bytes, load_entropy
 from lightrl.strategies import FSDP2Strategy, LogprobSettings, SingleModel, fsdp2
-from lightrl.trajectory import TokenArray
 
 
 def logits(model, token_ids):
@@ -113,7 +110,7 @@ def test_an_engines_routes_are_those_of_a_forward_and_give_its_logprobs(family):
     assert (experience.routes[0, : experience.lengths[0] - 1] != NATIVE).all()
     single = SingleModel(model, LogprobSettings())
     (replayed,) = single.forward([experience])
-    (native,) = single.forward([replace(experience, routes=None)])
+    (native,) = single.forward([experience.without(["routes"])])
     assert torch.allclose(replayed.logprobs[experience.loss_mask], native.logprobs[experience.loss_mask], atol=1e-5)
     assert torch.allclose(replayed.logprobs, experience.behavior_logprobs, atol=1e-5)
 
@@ -121,7 +118,7 @@ def test_an_engines_routes_are_those_of_a_forward_and_give_its_logprobs(family):
 def test_replay_does_not_depend_on_how_rows_are_cut_or_padded():
     model = moe_model()
     experience = Experience.from_trajectories(sampled(model))
-    experience = replace(experience, routes=shifted(experience.routes))
+    experience = experience.with_tensors({"routes": shifted(experience["routes"])})
     reference = None
     for form in ("rectangles", "packed"):
         single = SingleModel(model, LogprobSettings(), form=form)
@@ -132,7 +129,7 @@ def test_replay_does_not_depend_on_how_rows_are_cut_or_padded():
             for name, value in found.items():
                 assert torch.allclose(value, reference[name], atol=1e-5), (form, len(parts), name)
     single.forward_backward(
-        [replace(experience, routes=None)], lambda _, outputs: outputs.logprobs.sum(), torch.Tensor.backward
+        [experience.without(["routes"])], lambda _, outputs: outputs.logprobs.sum(), torch.Tensor.backward
     )
     assert any(not torch.allclose(value, reference[name], atol=1e-3) for name, value in gradients(model).items())
 
@@ -140,7 +137,7 @@ def test_replay_does_not_depend_on_how_rows_are_cut_or_padded():
 def test_shared_prompts_are_not_used_and_another_role_routes_natively():
     model = moe_model()
     experience = Experience.from_trajectories(sampled(model))
-    changed = replace(experience, routes=shifted(experience.routes))
+    changed = experience.with_tensors({"routes": shifted(experience["routes"])})
     (whole,) = SingleModel(model, LogprobSettings(), form="rectangles").forward([changed])
     (shared,) = SingleModel(model, LogprobSettings(), form="shared_rows").forward([changed])
     assert torch.equal(shared.logprobs, whole.logprobs)
@@ -194,22 +191,25 @@ def test_the_layout_knows_which_layers_have_experts():
 
 
 def test_routes_of_a_branch_follow_those_of_the_first_conversation():
-    left, right = TokenArray([1, 2, 3, 255], "B"), TokenArray([7, 8, 9], "B")
-    assert spliced_routes((left, 4), 4, (right, 3), 1) == [1, 2, 3, 255, 8, 9]
-    assert spliced_routes((None, 2), 2, (right, 3), 2) == [255, 255, 9]
-    assert spliced_routes((left, 4), 3, (None, 2), 1) == [1, 2, 3, 255]
-    assert spliced_routes((None, 4), 4, (None, 3), 1) is None
+    left, right = (as_columns({"routes": routes}) for routes in ([1, 2, 3, 255], [7, 8, 9]))
+    assert joined(left, 4, cut(right, 3, 1, 3), 2) == {"routes": [1, 2, 3, 255, 8, 9]}
+    assert joined({}, 2, cut(right, 3, 2, 3), 1) == {"routes": [255, 255, 9]}
+    assert joined(cut(left, 4, 0, 3), 3, {}, 1) == {"routes": [1, 2, 3, 255]}
+    assert joined({}, 4, {}, 2) == {}
 
 
 def test_a_token_that_is_computed_again_has_its_new_routes():
-    first = joined_routes(None, 2, [1, 2, 3], 2)  # a prompt of 2 tokens, a completion of 2, a byte each
-    assert first == [1, 2, 3, 255]
-    read = joined_routes(first, 4, None, 1)
-    assert read == [1, 2, 3, 255, 255]
-    assert joined_routes(read, 5, [9, 255, 9, 4, 5, 6], 2) == [9, 2, 9, 4, 5, 6, 255]
-    assert joined_routes(None, 2, None, 3) is None
+    def routes(*experts):
+        return as_columns({"routes": experts})
+
+    first = extended({}, 2, routes(1, 2, 3), 2)  # a prompt of 2 tokens, a completion of 2, a byte each
+    assert first == routes(1, 2, 3, 255)
+    read = extended(first, 4, {}, 1)
+    assert read == routes(1, 2, 3, 255, 255)
+    assert extended(read, 5, routes(9, 255, 9, 4, 5, 6), 2) == routes(9, 2, 9, 4, 5, 6, 255)
+    assert extended({}, 2, {}, 3) == {}
     with pytest.raises(EngineError, match="5 bytes of routes for a prompt of 2 tokens and 2 of a completion"):
-        joined_routes(None, 2, [0] * 5, 2)
+        extended({}, 2, routes(0, 0, 0, 0, 0), 2)
 
 
 def test_the_load_of_experts_and_its_entropy_worked_by_hand():

@@ -168,8 +168,11 @@ BOXED: dict[str, list[tuple[str, str, int]]] = {
             (item, "6", 0)
             for item in ("2(3)", "--6", r"\frac{2+4}{1}", "|6|", r"\binom{4}{2}", "6e", "6 mod 7", "6:00")
         ],
-        *[(item, "6", 0) for item in ("x=2+4", "6 = x", "x > 6", "6, 7", r"x = 6 \text{ or } x = 7", r"\pm 6", "6...")],
-        *[(item, "6", 1) for item in ("x = 6", "f(2) = 6", "6.", "(6)", "$6$", r"\frac{12}{2}", "6^1", "+6")],
+        *[
+            (item, "6", 0)
+            for item in ("x=2+4", "2+4 = x", "x > 6", "6, 7", r"x = 6 \text{ or } x = 7", r"\pm 6", "6...")
+        ],
+        *[(item, "6", 1) for item in ("x = 6", "6 = x", "f(2) = 6", "6.", "(6)", "$6$", r"\frac{12}{2}", "6^1", "+6")],
         *[("4+1", "x = 5", 0), ("5", "x = 5", 1), ("y = 5", "x = 5", 0), ("25", "x^2+y^2=25", 0), ("6", "3!", 1)],
         *[("(1+1, 3)", "(2,3)", 0), (r"\{1+1,3\}", r"\{2,3\}", 0), ("(2, 3)", "(2,3)", 1), ("1200", "(1,200)", 0)],
         *[(r"2+\sqrt{3}", r"2+\sqrt{3}", 1), (r"5+2\sqrt{6}", r"(\sqrt{2}+\sqrt{3})^2", 1), ("2π", r"2\pi", 1)],
@@ -402,5 +405,85 @@ BOXED: dict[str, list[tuple[str, str, int]]] = {
             (r"\mathbb{R}\setminus\{1\}", r"x\ne1", 1),
             ("y>1", "x>1", 0),
         ],
+    ],
+    "size, font and color are not compared": [
+        *[(rf"\{look} 5", "5", 1) for look in ("large", "Large", "tiny", "bf", "mathrm", "text", "color{red}")],
+        *[
+            (rf"\{look}{{5}}", "5", 1)
+            for look in ("underline", "Large", "bf", "textit", "ensuremath", "textcolor{red}")
+        ],
+        *[(r"\boldsymbol x+1", "x+1", 1), (r"x\hspace{2mm}+1", "x+1", 1), (r"\phantom{1}5", "5", 1), (r"\R", "ℝ", 1)],
+        *[(r"\underline{6}", "5", 0), (r"\phantom{5}", "5", 0), (r"\cancel{5}", "5", 0), (r"\color{5}6", "56", 0)],
+        *[(r"\mathbf{R}x", r"\mathbb{R}x", 0), (r"\hat{5}", "5", 0), (r"\alpha\large x", r"\alpha x", 1)],
+    ],
+    "the name may stand on either side": [
+        *[("5 = x", "x=5", 1), ("5 = y", "x=5", 0), ("6 = x", "x=5", 0), (r"\sqrt2 = x", r"\sqrt2", 1)],
+        *[("5 = x = 6", "6", 0), ("2=x, 3=x", "2,3", 1), ("2=x, 3=x", "2,4", 0), ("x+5 = 5+y", "x=y", 1)],
+    ],
+    "an index tells roots apart": [
+        *[
+            ("x_1=1, x_2=2", "1,2", 1),
+            ("1,2", "x_1=1, x_2=2", 1),
+            ("x_1=1, x_2=3", "1,2", 0),
+            ("x_1=1, y_2=2", "1,2", 0),
+        ],
+        *[("x_1=2, x_2=1", "x_1=1, x_2=2", 0), ("x_1", "x_2", 0), (r"x_{1}=1\text{ or }x_{2}=2", "2,1", 1)],
+    ],
+    "a system is its equations": [
+        *[(r"\begin{cases}x=1\\y=2\end{cases}", reference, 1) for reference in ("(1,2)", "x=1,y=2", "y=2, x=1")],
+        *[(rf"\begin{{{name}}}x&=1\\y&=2\end{{{name}}}", "(1,2)", 1) for name in ("aligned", "align*")],
+        *[
+            (r"\left\{\begin{array}{l}x=1\\y=2\end{array}\right.", reference, int(reference != "(2,1)"))
+            for reference in ("(1,2)", "(2,1)", "x=1, y=2")
+        ],
+        *[
+            (
+                r"\begin{cases}x^2&x>0\\0&x\le0\end{cases}",
+                rf"\begin{{cases}}{first},&x>0\\0,&x\leq0\end{{cases}}",
+                is_equal,
+            )
+            for first, is_equal in (("xx", 1), ("x", 0))
+        ],
+        (r"\begin{cases}1\\2\end{cases}", "12", 0),
+    ],
+    "other brackets, fractions and marks": [
+        *[
+            ("<1,2>", "(1,2)", 1),
+            ("⟨1,2⟩", "(1,2)", 1),
+            ("<1,2>", "(2,1)", 0),
+            ("x<1, y>2", "y>2, x<1", 1),
+            ("1<2", "(1,2)", 0),
+        ],
+        *[("abs(x-1)", "|x-1|", 1), (r"\operatorname{abs}(x)", "|y|", 0), ("max(1,x)", r"\max(1,x)", 1)],
+        *[(r"{1\over2}", "0.5", 1), (r"x+{a^{2} \over b}", r"x+\frac{a^2}b", 1), (r"{a+b\over c}", r"a+\frac bc", 0)],
+        *[(r"{n\choose2}", r"\binom n2", 1), (r"{n\choose2}", r"\frac n2", 0)],
+        *[(r"\mathbb R-\{1\}", r"\mathbb{R}\setminus\{1\}", 1), (r"\mathbb Z-\{0\}", r"\mathbb{Z}\setminus\{0\}", 1)],
+        *[(r"\mathbb R-\{1\}", item, 0) for item in (r"\mathbb{R}", r"\{1\}", r"\mathbb R-\{2\}", r"\mathbb Z-\{1\}")],
+        *[(r"\{x\mid x>1\}", r"(1,\infty)", 1), (r"\{x: 0<x<1\}", "(0,1)", 1), (r"\{x|x>1\}", "x>2", 0)],
+        *[
+            ("3 to 2", "3:2", 1),
+            (r"3\text{ to }2", "6:4", 1),
+            ("2 to 3", "3:2", 0),
+            ("6 to 10", "3 to 5", 0),
+            ("3 to 2", "2", 0),
+        ],
+        *[(r"\ce{Fe^3+}", "Fe^{3+}", 1), (r"\ce{SO4^2-}", "SO_4^{2-}", 1), (r"\ce{Na+}", "Na^+", 1)],
+        *[
+            (r"\ce{Fe^3+}", "Fe^{2+}", 0),
+            (r"\ce{Fe^3+}", "Fe^3", 0),
+            (r"\ce{2H2 + O2 -> 2H2O}", r"2H_2+O_2\to 2H_2O", 1),
+        ],
+    ],
+    "a letter is a unit if it is written as one": [
+        *[
+            (r"5\frac{m}{s}", "5", 0),
+            (r"5\cdot m", "5", 0),
+            ("5/m", "5", 0),
+            (r"5\frac{km}{h}", "5 km/h", 1),
+            ("5 m/s", "5", 1),
+        ],
+        *[("₹5", "5", 1), ("Rs. 5", "₹5", 1), ("₹5", "$5", 0), ("₩5", "₽5", 0), ("5''", "5", 1), ("5′", "5 ft", 1)],
+        *[("5'", "5''", 0), ('5"', "5 inches", 1), ("5'", "5 cm", 0), ("x'", "x", 0), ("f''", "f", 0)],
+        *[(r"x^\circ", r"x\text{ rad}", 0), (r"x^\circ", r"x\text{ cm}", 0), (r"10\pi^\circ", r"10\pi", 1)],
     ],
 }

@@ -163,6 +163,8 @@ def test_an_answer_without_a_good_score_is_an_error(answer, message):
         *[
             ("Score: 8, fine", 8.0),
             ("Score: 8 or so", 8.0),
+            ("Score: 8/10\n\n9 is too high.", 8.0),
+            (r"Score: \boxed{8}", 8.0),
             ("Score: 8\n- 2 mistakes", 8.0),
             ("<think>Score: 2</think>Score: 8", 8.0),
         ],
@@ -206,6 +208,12 @@ def test_every_form_of_a_number_in_the_range_is_read(score, form):
             "Score: 8 to 9",
             "Score: 8 ± 1",
             "Score: 8~9",
+            "Score: 7½",
+            "Score: 8/10 or 9/10",
+            "Score: 8/10 (or 9/10)",
+            "Score: 8 out of 10, maybe 9",
+            "Score: 8/10-9/10",
+            "Score: 8 points or 9 points",
         ],
     ],
 )

@@ -62,6 +62,10 @@ def forms_of(value: Fraction) -> list[str]:
         f"{sign}{3 * above} / {3 * below}",
         rf"${sign}\tfrac{{{above}}}{{{below}}}$",
         f"x = {sign}{above}/{below}",
+        f"{sign}{above}/{below} = x",
+        rf"{sign}{{{above}\over {below}}}",
+        rf"\underline{{{sign}{above}/{below}}}",
+        rf"\begin{{cases}} x = {sign}{above}/{below} \end{{cases}}",
     ]
     if whole and rest:
         forms += [f"{sign}{whole} {rest}/{below}", rf"{sign}{whole}\frac{{{rest}}}{{{below}}}"]
@@ -71,6 +75,8 @@ def forms_of(value: Fraction) -> list[str]:
             f"{sign}{above}.0",
             f"{sign}{above} apples",
             f"{sign}{above},000/1,000" if above else "0",
+            f"₹{sign}{above}",
+            f"{sign}{above}''",
         ]
         forms += [f"–{above}" if sign else f"{above}。", rf"{sign}{above} \times 10^{{0}}", f"{sign}{above}00%"]
     return forms
@@ -129,6 +135,13 @@ EQUAL_WRITING = [
     lambda text: rf"{text}\text{{ cm}}",
     lambda text: f"q = {text}",
     lambda text: text.replace(r"\pi", "π").replace(r"\alpha", "α"),
+    lambda text: rf"\large {text}",
+    lambda text: rf"{{\bf {text}}}",
+    lambda text: rf"\textcolor{{red}}{{{text}}}\hspace{{1em}}",
+    lambda text: rf"\underline{{{text}}}",
+    lambda text: rf"\begin{{aligned}} q &= {text} \end{{aligned}}",
+    lambda text: rf"{{{text} \over 1}}",
+    lambda text: text.replace(r"\left|", "abs(").replace(r"\right|", ")"),
 ]
 LOST = [
     r"\vec{{{}}}",

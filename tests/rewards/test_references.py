@@ -1,5 +1,9 @@
 """What rewards compare with: several accepted answers; rows that no completion can satisfy are refused."""
 
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
 import pytest
 from reward_functions import trajectory_that
 
@@ -14,10 +18,23 @@ def judge(rubric: str) -> RewardPart:
     )
 
 
-@pytest.mark.parametrize("reference", [["soccer", "football"], ["x", 7, "football"], "football"])
+@pytest.mark.parametrize(
+    "reference",
+    [
+        *[["soccer", "football"], ["x", 7, "football"], "football", ("soccer", "football"), {"soccer", "football"}],
+        *[np.array(["soccer", "football"]), np.array("football"), frozenset(["football"]), [np.str_("football")]],
+    ],
+)
 def test_any_of_the_accepted_answers_is_right(reference):
     assert math_answer(trajectory_that(r"\boxed{\text{football}}", answer=reference))["reward"] == 1.0
     assert math_answer(trajectory_that(r"\boxed{\text{tennis}}", answer=reference))["accuracy"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "number", [7, 7.0, np.int64(7), np.float32(7), np.array([8, 7]), Decimal("7.0"), Fraction(7), " 7 "]
+)
+def test_a_number_of_any_type_is_a_reference(number):
+    assert math_answer(trajectory_that(r"\boxed{7}", answer=number))["reward"] == 1.0
 
 
 def test_an_answer_that_is_only_thought_is_none():
@@ -32,6 +49,21 @@ def test_an_answer_that_is_only_thought_is_none():
         *[
             ("lightrl.rewards.math_answer", {"answer": answer}, "needs a reference|no completion can equal")
             for answer in (None, [], float("nan"), "nan", {"ground_truth": "1"}, ["1", None, [2]], ["1", float("nan")])
+        ],
+        *[
+            ("lightrl.rewards.math_answer", {"answer": answer}, "needs a reference|no completion can equal")
+            for answer in (
+                *[(), set(), np.array([]), np.float64("nan"), Decimal("nan"), float("inf"), b"7", ["7", ""], [["7"]]],
+                *[
+                    {},
+                    {"a": "7", "b": "8"},
+                    [{"text": "7"}],
+                    (item for item in "7"),
+                    r"\boxed{}",
+                    "#### ",
+                    r"x \boxed{ }",
+                ],
+            )
         ],
         (math_answer, {}, "needs a reference"),
         ("lightrl.rewards.code_tests", {"tests": [{"input": "1"}]}, "a test of an unknown kind"),

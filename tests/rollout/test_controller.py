@@ -18,6 +18,7 @@ from lightrl.engines.fake_engine import FakeEngine
 from lightrl.errors import EngineError, RewardError, RolloutError, WeightSyncError
 from lightrl.rollout import RolloutSettings
 from lightrl.rollout.controller import RolloutController, Wait
+from lightrl.rollout.prompts import Prompts
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.weights import bucketed
 from lightrl.workflows.workflow import Generate, SingleTurn, Workflow
@@ -30,7 +31,7 @@ CONFIG = Qwen3Config(
 Make = Callable[..., RolloutController]
 
 
-class Numbers:
+class Numbers(Prompts):
     """The prompt at position k has the one token k."""
 
     def __getitem__(self, position: int) -> Prompt:
@@ -382,7 +383,7 @@ def test_a_prompt_that_cannot_be_read_ends_the_run_and_is_not_lost(make: Make) -
     iterate(controller, 0)
     with pytest.raises(RolloutError, match=r"Prompt 3 .*disk"):
         controller.take(1)
-    assert controller.state_dict()["next_position"] == 3
+    assert controller.state_dict()["next_position"] == 2
 
 
 def test_an_engine_whose_pause_fails_ends_the_run(make: Make) -> None:

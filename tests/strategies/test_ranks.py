@@ -2,6 +2,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -10,6 +11,7 @@ from rank_scripts import finished
 from tiny import random_trajectories
 
 from lightrl.callbacks.weight_sync import _gathered
+from lightrl.columns import as_columns
 from lightrl.loops.shared_rollout import groups_of, set_remote_rewards, summaries_of
 from lightrl.strategies import ShardedExperience
 from lightrl.strategies.ranks import watch as rank_watch
@@ -36,7 +38,7 @@ def test_other_ranks_know_the_numbers_of_trajectories_and_say_where_the_rest_is(
     items = random_trajectories()[:3]
     for index, item in enumerate(items):
         item.sample, item.reward, item.metrics = index, None, {"accuracy": 0.1 * index} if index else {}
-    items[1].routes = [1, 2, 3] * len(items[1].token_ids)
+    items[1].columns = as_columns({"routes": [1, 2, 3] * len(items[1].token_ids)})
     groups = [Group(7, items[0].prompt, items)]
     experience = ShardedExperience.from_trajectories(items, has_rewards=False)
     (group,) = groups_of(json.loads(json.dumps(summaries_of(groups))))
@@ -123,6 +125,31 @@ def test_a_rank_that_fails_since_rank_0_is_gone_raises_nothing_else() -> None:
 
     watch = RankWatch(Gone(), 1, 2, end_process=lambda: None)
     watch.fail(RuntimeError("connection closed by peer"))
+    watch.close()
+
+
+def test_a_rank_that_fails_first_does_not_call_rank_0_killed_which_ends_for_that_reason(watched: Watched) -> None:
+    class Ending:
+        """A store whose process ends as soon as it has read the failure."""
+
+        def __init__(self) -> None:
+            self.store, self.is_gone = torch.distributed.HashStore(), False
+
+        def __getattr__(self, name: str) -> Any:
+            if self.is_gone:
+                raise torch.distributed.DistNetworkError("Broken pipe")
+            return getattr(self.store, name)
+
+        def compare_set(self, key: str, *values: str) -> bytes:
+            value = self.store.compare_set(key, *values)
+            self.is_gone = key == "failure"
+            return value
+
+    ended = threading.Event()
+    watch = RankWatch(Ending(), 1, 2, end_process=ended.set)
+    watch.fail(ValueError("lr must be >= 0"), timeout_s=10)
+    assert watch.failed_before is None
+    assert ended.wait(10), "a rank that hangs in its own clean-up is ended all the same"
     watch.close()
 
 

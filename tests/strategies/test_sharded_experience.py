@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny import random_experience, random_trajectories
 
+from lightrl.columns import as_columns
 from lightrl.experience import Experience
 from lightrl.strategies import Microbatches, ShardedExperience
 
@@ -28,7 +29,7 @@ def test_it_reads_as_the_padded_experience() -> None:
 
 def test_routes_are_padded_and_unknown_where_a_trajectory_has_none() -> None:
     items = random_trajectories()[:3]
-    items[0].routes = [1, 2] * len(items[0].token_ids)
+    items[0].columns = as_columns({"routes": [1, 2] * len(items[0].token_ids)})
     padded, sharded = Experience.from_trajectories(items), ShardedExperience.from_trajectories(items)
     assert_same(sharded.local, padded)
     assert padded.routes is not None
@@ -36,12 +37,12 @@ def test_routes_are_padded_and_unknown_where_a_trajectory_has_none() -> None:
     assert padded.routes[1:].unique().tolist() == [255]
     longer = sharded.rollout_part(torch.tensor([True, False, True])).dense()
     assert longer["routes"][0, len(items[0].token_ids)].tolist() == [255, 255]
-    assert "routes" not in sharded.rollout_part(with_routes=False).names()
+    assert "routes" not in sharded.rollout_part(is_sampler=False).names()
     assert sharded.blank_row(torch.device("cpu"))["routes"].unique().tolist() == [255]
-    items[1].routes = [1] * len(items[1].token_ids)
+    items[1].columns = as_columns({"routes": [1] * len(items[1].token_ids)})
     with pytest.raises(ValueError, match=r"routes of \[1, 2\] bytes for each token"):
         Experience.from_trajectories(items)
-    items[1].routes = [1] * (len(items[1].token_ids) + 1)
+    items[1].columns = as_columns({"routes": [1] * (len(items[1].token_ids) + 1)})
     with pytest.raises(ValueError, match="each token needs equally many"):
         Experience.from_trajectories(items)
 

@@ -195,6 +195,15 @@ def test_bfloat16_stays_near_float32(form: Form) -> None:
     torch.testing.assert_close(outputs.logprobs, slow_outputs(full, experience)[0], rtol=0, atol=0.15)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma2 with capped logits"])
+def test_calls_that_other_ranks_need_change_nothing(family: str) -> None:
+    parallel, experience = SingleModel(tiny_model(family), LogprobSettings(), form="rectangles"), random_experience()
+    expected = gradient_of(parallel, experience)
+    parallel.forms.num_calls = 9
+    found = gradient_of(parallel, experience)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_forward_leaves_no_graph() -> None:
     (outputs,) = SingleModel(tiny_model(), LogprobSettings()).forward([random_experience()])
     assert not outputs.logprobs.requires_grad

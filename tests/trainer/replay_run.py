@@ -30,7 +30,7 @@ class OtherRoutes(LocalEngine):
 
     async def generate(self, *args: Any, **request: Any) -> list[Completion]:
         completions = await super().generate(*args, **request)
-        return [replace(one, routes=(np.asarray(one.routes) + 1) % 4) for one in completions]
+        return [replace(one, columns={"routes": (np.asarray(one.columns["routes"]) + 1) % 4}) for one in completions]
 
 
 def train(folder: Path, name: str, engine: LocalEngine, **spread: Any) -> None:

@@ -13,7 +13,6 @@ from tiny_run import CONFIG, EOS, Digits, TinyGRPO, make_trainer
 
 from lightrl import Experience, LocalEngine, ModelSpec, RLCallback, Sampling, StalenessControl
 from lightrl.engines.engine import Completion
-from lightrl.experience import row_codes
 from lightrl.functional import Supports
 
 POLICY = ModelSpec(config={**CONFIG, "max_position_embeddings": 128}, tokenizer="tiny_run.tokenizer", seed=3)
@@ -37,7 +36,7 @@ def row_supports(experience: Experience, row: int) -> tuple[list[int], list[list
     """The positions of a row's drawn tokens and the support of each."""
     columns = experience.loss_mask[row, 1:].nonzero()[:, 0]
     rows = torch.full_like(columns, row)
-    made = Supports.at(row_codes(experience), experience.lengths, experience.token_ids, rows, columns)
+    made = Supports.at(experience.row_codes("supports"), experience.lengths, experience.token_ids, rows, columns)
     assert len(made.limited) == len(columns)
     return (columns + 1).tolist(), [part.tolist() for part in made.ids.split(made.counts.tolist())]
 
@@ -77,7 +76,7 @@ def test_supports_stay_with_their_tokens_through_syncs_and_a_resume(tmp_path: Pa
     started = [Completion.from_state(item) for _, item in rollout_state(tmp_path / "step=3.ckpt")["written"]]
     started = [part for part in started if part.finish_reason == "abort" and part.token_ids]
     assert started
-    assert all(part.supports for part in started)
+    assert all(part.columns["supports"] for part in started)
     rows = [
         row for experience in second.experiences for row in zip(experience.token_ids, experience.loss_mask, strict=True)
     ]

@@ -10,7 +10,6 @@ from tiny_run import Digits, TinyGRPO, make_trainer, train
 from lightrl import Experience, FakeEngine, RLCallback, Sampling
 from lightrl.engines.engine import Completion
 from lightrl.errors import EngineError
-from lightrl.experience import row_codes
 from lightrl.functional import Supports
 
 SAMPLING = Sampling(max_new_tokens=6, top_p=0.9, top_k=6, temperature=0.8)  # of a vocabulary of 8
@@ -29,7 +28,7 @@ class Compare(RLCallback):
             difference = (outputs.logprobs - part.behavior_logprobs)[part.loss_mask]
             self.differences.append(float(difference.abs().max()))
             rows, columns = part.loss_mask[:, 1:].nonzero(as_tuple=True)
-            made = Supports.at(row_codes(part), part.lengths, part.token_ids, rows, columns)
+            made = Supports.at(part.row_codes("supports"), part.lengths, part.token_ids, rows, columns)
             self.support_sizes.append(len(made.ids) / len(rows))
 
 
@@ -46,7 +45,7 @@ class Forgetful(FakeEngine):
     """Does not tell what it drew from."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> list[Completion]:
-        return [dataclasses.replace(item, supports=None) for item in await super().generate(*args, **kwargs)]
+        return [dataclasses.replace(item, columns={}) for item in await super().generate(*args, **kwargs)]
 
 
 def test_an_engine_without_supports_is_refused_under_truncation(tmp_path: Path) -> None:

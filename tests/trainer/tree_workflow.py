@@ -32,7 +32,7 @@ class Tree(Workflow):
             weight_versions=[version for part in parts for version in part.weight_versions],
             completion_ids=last.token_ids,
             completion="",
-            gaps=[gap for part in gaps for gap in part],
+            columns={"gaps": [gap for part in gaps for gap in part]},
         )
 
 

@@ -350,8 +350,16 @@ def test_a_task_that_cannot_be_an_argument_says_why_and_can_be_a_file(task: str,
     prompt = replace(TASK, messages=[user(task)])
     with pytest.raises(RolloutError, match=rf"could not be started: .*{cause}.*{{task_file}} is a file with it"):
         play(workflow_of("ask(sys.argv[1])", "{task}"), prompt=prompt)
-    trajectory = play(workflow_of("ask(str(len(open(sys.argv[1]).read())))", "{task_file}"), prompt=prompt)
-    assert f"user\n{len(task)}<" in decode(list(trajectory.token_ids))
+    programs = {"ask(str(len(open(sys.argv[1]).read())))": ["{task_file}"], "ask(str(len(sys.stdin.read())))": []}
+    for program, arguments in programs.items():
+        trajectory = play(workflow_of(program, *arguments), prompt=prompt)
+        assert f"user\n{len(task)}<" in decode(list(trajectory.token_ids))
+
+
+def test_a_lone_surrogate_in_a_task_reaches_the_program() -> None:
+    program = "ask(str(len(sys.stdin.buffer.read().decode(errors='surrogatepass'))))"
+    trajectory = play(workflow_of(program), prompt=replace(TASK, messages=[user("a\ud800b")]))
+    assert "user\n3<" in decode(list(trajectory.token_ids))
 
 
 def test_a_full_disk_drops_the_trajectory_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,34 @@ def test_thinking_comes_apart_from_the_text_and_goes_back_in_each_protocol() -> 
     assert shown[-1].count("[Hm.]one") == 1
 
 
+@pytest.mark.parametrize(
+    "thinking",
+    [
+        {"reasoning_content": "Hm."},
+        {"reasoning": "Hm."},
+        {
+            "reasoning_details": [
+                {"type": "reasoning.text", "text": "Hm."},
+                {"type": "reasoning.encrypted", "data": "x"},
+            ]
+        },
+    ],
+    ids=lambda thinking: next(iter(thinking)),
+)
+def test_thinking_goes_back_under_any_name_that_clients_use(thinking: dict[str, Any]) -> None:
+    async def talk(client: AsyncOpenAI) -> None:
+        await ask(client, [user("hi"), {"role": "assistant", "content": "one", **thinking}, user("more")])
+
+    shown: list[str] = []
+
+    def script(prompt: list[int], *_: Any) -> list[int]:
+        shown.append(decode(prompt))
+        return [*encode("two"), END]
+
+    play(with_client(talk), started(FakeEngine(script=script)), template=REASONING)
+    assert "[Hm.]one" in shown[-1]
+
+
 REASONING = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['reasoning_content'] %}{{ '[' + message['reasoning_content'] + ']' }}{% endif %}"

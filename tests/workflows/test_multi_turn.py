@@ -43,6 +43,7 @@ from lightrl.functional.supports import decode_supports
 from lightrl.models.chat_template import set_chat_template
 from lightrl.rewards import environment_reward
 from lightrl.rollout import RolloutController, RolloutSettings
+from lightrl.rollout.prompts import Prompts
 from lightrl.trajectory import Prompt, Sampling
 from lightrl.weights import bucketed
 from lightrl.workflows import Environment, MultiTurn, RetryWithFeedback, ToolEnvironment
@@ -70,11 +71,11 @@ def test_what_the_policy_wrote_is_never_encoded_again():
 def test_supports_are_those_of_the_policys_tokens_and_end_with_its_last():
     engine = writes([*letters("ab"), END], [*letters("2"), END])
     trajectory = played(workflow(AGAIN, AGAIN, max_turns=2), engine, sampling=replace(SAMPLING, top_k=3))
-    is_every, num_others, ids_of = decode_supports(np.asarray(trajectory.supports))
+    is_every, num_others, ids_of = decode_supports(np.asarray(trajectory.columns["supports"]))
     assert is_every.tolist() == [not trains for trains in trajectory.loss_mask]
     assert num_others[~is_every].tolist() == [3 - (token < 3) for token in [*letters("ab"), END, *letters("2"), END]]
     assert set(ids_of.tolist()) <= {0, 1, 2}  # FakeEngine keeps the lowest ids
-    assert played(workflow(DONE), writes([*letters("2"), END])).supports is None
+    assert played(workflow(DONE), writes([*letters("2"), END])).columns.keys() == {"rewards"}
 
 
 def test_the_loss_mask_is_true_on_the_policys_tokens_only():
@@ -220,6 +221,9 @@ def test_feedback_names_what_the_reward_function_says():
     for feedback in (r"End with \boxed{}.", 'Write {"value": 3}.', "Wrong: { is none.", "{0}"):
         with pytest.raises(ValueError, match="Double any braces"):
             RetryWithFeedback(feedback=feedback)
+    for feedback in ("{answer.text}", "{digits[0]}"):
+        with pytest.raises(ValueError, match=r"feedback must name metrics, .* which is part of one"):
+            RetryWithFeedback(feedback=feedback)
 
 
 def test_the_last_turn_is_max_turns_and_no_truncation():
@@ -292,7 +296,7 @@ def test_an_environment_that_is_not_made_anew_is_refused():
         MultiTurn(chat_tokenizer(), Scripted())  # type: ignore[arg-type]
 
 
-class Questions:
+class Questions(Prompts):
     """Prompt k asks for the number k."""
 
     def __getitem__(self, position: int) -> Prompt:

@@ -33,13 +33,13 @@ from chat_texts import started
 from openai import AsyncOpenAI, DefaultHttpxClient, OpenAI
 from waits import until
 
+from lightrl.concurrency import listener
 from lightrl.engines.fake_engine import FakeEngine
 from lightrl.errors import EngineError, RolloutError
 from lightrl.rewards import RewardHook
 from lightrl.rollout import RolloutSettings
 from lightrl.rollout.controller import RolloutController
 from lightrl.trajectory import Prompt
-from lightrl.workflows import openai_endpoint
 from lightrl.workflows.agent_workflow import AgentWorkflow
 
 say_hi = with_client(lambda client: ask(client, [user("hi")]))
@@ -386,7 +386,7 @@ def test_closing_the_endpoint_closes_its_port_and_it_opens_again_for_the_next_tr
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        pytest.param({"agent": "nowhere.run"}, "agent='nowhere.run' cannot be imported", id="no agent"),
+        pytest.param({"agent": "nowhere.run"}, "agent='nowhere.run': there is no module 'nowhere'", id="no agent"),
         pytest.param({"agent_timeout_s": 0}, "agent_timeout_s must be a finite number above 0, got 0", id="no time"),
         pytest.param({"max_tokens": 1}, "max_tokens must be >= 2, got 1", id="no tokens"),
         pytest.param({"max_agents": 0}, "max_agents must be >= 1, got 0", id="no agents"),
@@ -400,8 +400,8 @@ def test_settings_that_cannot_work_are_refused_at_once(settings: dict[str, Any],
 def test_connections_without_a_key_leave_most_files_to_the_trainer_and_others_still_get_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(openai_endpoint.resource, "getrlimit", lambda _: (80, 80))  # so 10 without a key
-    monkeypatch.setattr(openai_endpoint, "UNDER_PRESSURE_S", 0.1)
+    monkeypatch.setattr(listener.resource, "getrlimit", lambda _: (80, 80))  # so 10 without a key
+    monkeypatch.setattr(listener, "UNDER_PRESSURE_S", 0.1)
 
     async def agent(prompt: Prompt, base_url: str, api_key: str) -> float:
         address = ("127.0.0.1", urlsplit(base_url).port)

@@ -17,7 +17,7 @@ from lightrl.commands.console import reported
 from lightrl.commands.doctor.data import check_data, first_prompts
 from lightrl.commands.doctor.rewards import recompute_rewards, show_rewards
 from lightrl.commands.doctor.run import check_run
-from lightrl.data import ChatRenderer, EpochLoader, PromptBatch
+from lightrl.data import ChatRenderer, EpochLoader, HostBatch
 from lightrl.engines import Completion
 from lightrl.module import RLModule
 from lightrl.rewards import replay
@@ -123,8 +123,7 @@ class _DoctorCLI(LightRLCLI):
         reward_source, module.reward_source = module.reward_source, f"{__name__}.no_reward"
         module.validation_sampling, module.validation_group_size = module.sampling, 1
         try:
-            loader = EpochLoader(1, lambda *_: PromptBatch(prompts))
-            batches = trainer.predict(module, dataloaders=loader, **kwargs)
+            batches = trainer.predict(module, dataloaders=EpochLoader(1, lambda *_: HostBatch(prompts)), **kwargs)
         finally:
             module.reward_source = reward_source
         trajectories = [item for groups in batches or [] for group in groups for item in group.trajectories]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from lightrl.columns import ROUTES
 from lightrl.functional import to_device
 from lightrl.models.hybrids import keeps_states, time_step_limits
 from lightrl.models.images import ImageReader, ImageTable, image_inputs, new_model
@@ -34,9 +35,9 @@ log = logging.getLogger(__name__)
 class Decoder(Protocol):
     """A model as LocalEngine needs it. One thread at a time calls it, in `torch.inference_mode` or not."""
 
-    # Routes (models/routes.py) of the tokens of the latest `append`, [T, w] for each sequence, or of the latest `step`,
-    # [n, w]; None if it records none.
-    latest_routes: Sequence[Tensor] | None
+    # Columns (lightrl/columns) that it records, by name: values of the tokens of the latest `append`, [T, w] for each
+    # sequence, or of the latest `step`, [n, w].
+    latest_columns: Mapping[str, Sequence[Tensor]]
     has_own_threads: bool  # a step divides its rows over threads of its own; else torch's threads share an operation
 
     @property
@@ -189,7 +190,7 @@ class HuggingFaceDecoder:
                 f"limits its time steps to {limits} over a sequence, but not over one token. Use another model."
             )
         self._may_pad = not self._keeps_states or self._masks_padding()
-        self.latest_routes: Sequence[Tensor] | None = None
+        self.latest_columns: Mapping[str, Sequence[Tensor]] = {}
         if record_routes is not False:
             self._record_routes(is_required=record_routes is True)
         parameters = dict(self._model.named_parameters())
@@ -301,7 +302,7 @@ class HuggingFaceDecoder:
                     holder[name][place, :, -length:] if has_columns else holder[name][place]
                     for holder, name, has_columns in _cache_tensors(cache)
                 ]
-        self.latest_routes = None if self._routes is None else routes
+        self.latest_columns = {} if self._routes is None else {ROUTES.name: routes}
         present = self._is_token.shape[1]
         width = max(present, longest)
         mask = torch.zeros(len(owners), width, dtype=torch.int64, device=self._device)
@@ -332,7 +333,7 @@ class HuggingFaceDecoder:
         self._is_token = torch.cat([self._is_token, torch.ones_like(token_ids)[:, None]], dim=1)
         positions = (positions + self._shifts)[:, None]
         self._cache, logits = self._forward(token_ids[:, None], self._is_token, positions, self._cache)
-        self.latest_routes = None if self._routes is None else [*self._recorded[:, 0]]
+        self.latest_columns = {} if self._routes is None else {ROUTES.name: [*self._recorded[:, 0]]}
         next_logits: Tensor = logits[:, -1].float()
         return next_logits
 

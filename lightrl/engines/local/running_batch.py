@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightrl.columns import SUPPORTS, TokenArray, column_named
 from lightrl.engines.engine import Completion
 from lightrl.engines.local.decoder import Decoder, on_device
 from lightrl.engines.local.sampler import ban_stop_tokens, sample_tokens, uniforms
 from lightrl.functional import encode_supports
-from lightrl.trajectory import FinishReason, Sampling, TokenArray
+from lightrl.trajectory import FinishReason, Sampling
 
 # Settings that rows share; each has its own seed.
 _kind = operator.attrgetter("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "stop_token_ids")
@@ -41,16 +42,15 @@ class Row:
     started: Completion | None = None  # how it starts, generated before by this engine or another
     owner: Any = None  # the completion's owner; the batch hands it back
     version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on)
-    supports: list[bytes] = field(default_factory=list)  # codes of the tokens' supports, if sampling is truncated
-    routes: list[bytes] = field(default_factory=list)  # routes of its tokens but the last, if the decoder records them
+    codes: list[bytes] = field(default_factory=list)  # of the tokens' supports, if sampling is truncated
+    recorded: dict[str, list[bytes]] = field(default_factory=dict)  # columns that the decoder records, a part a forward
 
-    def codes(self) -> TokenArray[int] | None:
-        """The codes of the supports, end to end; None if sampling is not truncated."""
-        return TokenArray(b"".join(self.supports), "B") if self.sampling.is_truncated else None
-
-    def joined_routes(self) -> TokenArray[int] | None:
-        """The routes of its tokens but the last, end to end; None if the decoder records none."""
-        return TokenArray.of_stored(b"".join(self.routes), b"", "B") if self.routes else None
+    @property
+    def columns(self) -> dict[str, TokenArray[Any]]:
+        """Those of its completion so far."""
+        parts = {**self.recorded, SUPPORTS.name: self.codes} if self.sampling.is_truncated else self.recorded
+        stored = {name: (b"".join(each), column_named(name).code) for name, each in parts.items()}
+        return {name: TokenArray.of_stored(values, b"", code) for name, (values, code) in stored.items()}
 
 
 class RunningBatch:
@@ -86,8 +86,8 @@ class RunningBatch:
         self._current = torch.zeros(max_rows, dtype=torch.int64, device=device)  # [S] the last token
         self._seeds = torch.zeros_like(self._current)
         self._top_k = torch.zeros_like(self._current)
-        self._top_p = torch.ones(max_rows, device=device)
-        self._temperature = torch.ones(max_rows, device=device)
+        self._top_p = torch.ones(max_rows, dtype=torch.float32, device=device)
+        self._temperature = torch.ones(max_rows, dtype=torch.float32, device=device)
         self._is_greedy = torch.zeros(max_rows, dtype=torch.bool, device=device)
         self._uniforms = torch.zeros(max_rows, 0, dtype=torch.float64, device=device)  # [S, W], one for each token
         self._slots = torch.arange(max_rows, device=device)
@@ -118,7 +118,7 @@ class RunningBatch:
         logits = self._decoder.append(prompts, owners, attachments)
         for row in rows:
             row.version_changes = [(0, weight_version)]
-        self._add_routes(rows, owners)
+        self._add_recorded(rows, owners)
         self._fill_rows(rows, [0] * len(rows))
         self._widen(1)
         self._fill_uniforms(first)
@@ -129,7 +129,7 @@ class RunningBatch:
         n = self.size
         self._widen(int(self._lengths[:n].max()) + 1)
         logits = self._decoder.step(self._current[:n], self._positions[:n], self._longest())
-        self._add_routes(self._rows, range(n))
+        self._add_recorded(self._rows, range(n))
         self._sample(0, n, logits)
 
     def retire(self) -> list[tuple[Row, Completion]]:
@@ -159,12 +159,12 @@ class RunningBatch:
             ids = TokenArray[int].of_stored(self._token_ids[slot, :length].tobytes(), b"", "i")
             of_ids = TokenArray[float].of_stored(logprobs.tobytes(), b"", "f")
             reason: FinishReason = "stop" if is_stopped[slot] else "length"
-            completions.append((row, Completion(ids, of_ids, versions, reason, row.codes(), row.joined_routes())))
+            completions.append((row, Completion(ids, of_ids, versions, reason, row.columns)))
         self._drop(set(finished))
         return completions
 
     def read(self) -> None:
-        """Copies the sampled tokens to the host; only this, truncated supports and routes wait for the device."""
+        """Copies the sampled tokens to the host; only this, supports and recorded columns wait for the device."""
         unread, self._unread = self._unread, []
         if not unread:
             return
@@ -189,8 +189,7 @@ class RunningBatch:
                 self._logprobs[slot, :length].tolist(),
                 _versions(row.version_changes, length),
                 "abort",
-                row.codes(),
-                row.joined_routes(),
+                row.columns,
             )
             for slot, (row, length) in enumerate(zip(self._rows, self._lengths[: self.size].tolist(), strict=True))
         }
@@ -203,7 +202,7 @@ class RunningBatch:
             [(*row.prompt, *part.token_ids[:-1]) for row, part in zip(rows, starts, strict=True)], rows
         )
         self._decoder.append(sequences, owners, attachments)
-        self._add_routes(rows, owners)
+        self._add_recorded(rows, owners)
         lengths = [len(part.token_ids) for part in starts]
         self._fill_rows(rows, lengths)
         self._widen(max(lengths) + 1)
@@ -213,7 +212,7 @@ class RunningBatch:
             length = len(part.token_ids)
             self._token_ids[slot, :length] = part.token_ids
             self._logprobs[slot, :length] = part.logprobs
-            row.supports = [bytes(part.supports or ())]
+            row.codes = [bytes(part.columns.get(SUPPORTS.name, ()))]
             row.version_changes = [*_changes(part.weight_versions), (length, weight_version)]
 
     def recompute(self, weight_version: int) -> None:
@@ -226,10 +225,10 @@ class RunningBatch:
         for slot, (row, length) in enumerate(zip(self._rows, self._lengths[: self.size].tolist(), strict=True)):
             tokens_by_row.append((*row.prompt, *self._token_ids[slot, : length - 1].tolist()))
             row.version_changes.append((length, weight_version))
-            row.routes.clear()
+            row.recorded.clear()
         sequences, owners, attachments = _distinct(tokens_by_row, self._rows)
         self._decoder.append(sequences, owners, attachments)
-        self._add_routes(self._rows, owners)
+        self._add_recorded(self._rows, owners)
 
     def _longest(self) -> int:
         """Tokens of the longest row, prompt included."""
@@ -261,12 +260,12 @@ class RunningBatch:
             if len(self._sampled) == _MAX_SAMPLED:
                 self._encode_supports()
 
-    def _add_routes(self, rows: Sequence[Row], owners: Sequence[int]) -> None:
-        """Gives each row those latest routes of the decoder that its owner names."""
-        if (latest := self._decoder.latest_routes) is not None:
-            of_owner = [routes.numpy().tobytes() for routes in latest]
+    def _add_recorded(self, rows: Sequence[Row], owners: Sequence[int]) -> None:
+        """Gives each row what the decoder has recorded in its latest forward for its owner."""
+        for name, latest in self._decoder.latest_columns.items():
+            of_owner = [values.numpy().tobytes() for values in latest]
             for row, owner in zip(rows, owners, strict=True):
-                row.routes.append(of_owner[owner])
+                row.recorded.setdefault(name, []).append(of_owner[owner])
 
     def _encode_supports(self) -> None:
         """Gives rows the codes of their latest supports, of several steps at once: numpy's calls cost most of it."""
@@ -277,7 +276,7 @@ class RunningBatch:
             supports = np.concatenate([np.add(part, (first, 0)) for first, part in zip(firsts, parts, strict=False)])
             codes = encode_supports(supports[:, 0], supports[:, 1], np.concatenate(token_ids), self._vocab_size)
             for row, code in zip(itertools.chain(*rows), codes, strict=True):
-                row.supports.append(code)
+                row.codes.append(code)
 
     def _drop(self, leaving: set[int]) -> None:
         """Removes the rows of these slots; the last rows take their places."""

@@ -66,8 +66,8 @@ def sample_tokens(
         is_greedy: [n] bool; these rows take the most likely token.
 
     Returns:
-        Token ids [n] int64, logprobs [n] float32, and bool [n, V], the supports of truncated rows and nothing in
-        others; None without `top_k`.
+        Token ids [n] int64, logprobs [n] float32, and bool [n, V], the tokens that truncated rows could sample, none
+        in others; None without `top_k`.
     """
     scaled = logits if temperature is None else logits / temperature[:, None]
     logprobs = torch.log_softmax(scaled, -1)
@@ -82,12 +82,12 @@ def sample_tokens(
         token_ids = torch.where(is_greedy[:, None], logits.argmax(-1, keepdim=True), token_ids)
     if top_k is not None and top_p is not None:
         is_truncated = ((top_k < logits.shape[-1]) | (top_p < 1))[:, None]
-        supports = (probabilities > 0) & is_truncated
+        is_possible = (probabilities > 0) & is_truncated
         shifted = logits - logits.amax(-1, keepdim=True)  # first: the quotient of a large logit would lose digits
         shifted = shifted if temperature is None else shifted / temperature[:, None]
-        within = torch.log_softmax(shifted.masked_fill(~supports, -torch.inf), -1)
+        within = torch.log_softmax(shifted.masked_fill(~is_possible, -torch.inf), -1)
         logprobs = torch.where(is_truncated, within, logprobs)
-    return token_ids[:, 0], logprobs.gather(-1, token_ids)[:, 0], None if top_k is None else supports
+    return token_ids[:, 0], logprobs.gather(-1, token_ids)[:, 0], None if top_k is None else is_possible
 
 
 def truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

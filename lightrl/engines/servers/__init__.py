@@ -13,5 +13,5 @@ Reading order:
       client.py      what is asked of a server; connection.py  HTTP with retries and deadlines
 
 May import: what engines/ may, no kind of server. A kind has a package next to this one with three classes: a
-ServerClient (its routes), a ModelProcess (its command line) and a ServerEngine, as sglang/ and vllm/ have.
+ServerClient (its paths), a ModelProcess (its command line) and a ServerEngine, as sglang/ and vllm/ have.
 """

@@ -63,8 +63,8 @@ def check_routes(urls: Sequence[str], *, transport: str, trainer_host: str | Non
 
 def remote_servers(urls: Iterable[str]) -> list[str]:
     """The servers that are not on this machine; raises EngineUnreachable if a name is unknown or has no route."""
-    routes = {url: _route_to(url) for url in urls}
-    return [url for url, (there, here) in routes.items() if there != here and not ip_address(there).is_loopback]
+    ends = {url: _route_to(url) for url in urls}
+    return [url for url, (there, here) in ends.items() if there != here and not ip_address(there).is_loopback]
 
 
 def trainer_address(urls: Iterable[str], trainer_host: str | None = None) -> str:

@@ -1,4 +1,4 @@
-"""ServerClient: what the engine asks of a server; each kind of server has a subclass with its own routes.
+"""ServerClient: what the engine asks of a server; each kind of server has a subclass with its own paths.
 
 A `timeout_s` of 0 means `timeouts.request_s`, for `generate` `timeouts.generate_s`.
 """
@@ -11,7 +11,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -47,7 +47,7 @@ class ServerClient(Connection, ABC):
     """
 
     version: str  # program and version whose answers it reads, for messages
-    support_help: str  # how to make it return which tokens it sampled from
+    column_help: ClassVar[Mapping[str, str]]  # name of a column -> how to make the server return it
 
     @staticmethod
     @abstractmethod
@@ -77,7 +77,7 @@ class ServerClient(Connection, ABC):
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise EngineError(f"{self.name} sent {path} in an unknown form ({error!r}). Use {self.version}.") from error
 
-    async def has_route(self, path: str, timeout_s: float) -> bool:
+    async def has_path(self, path: str, timeout_s: float) -> bool:
         """Whether it answers a GET of this path, which shows its kind."""
         try:
             await self.request("GET", path, timeout_s=timeout_s, num_retries=0, read=None)

@@ -33,6 +33,7 @@ from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 log = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 5.0
+BUSY_S = 30.0  # of refusing a request as busy, until a warning
 _NOT_TAKEN = (408, 425, 429, 503)  # refused before it was read, so it does no harm again
 _SLICE_BYTES = 2**18  # a request's body is sent in slices
 _MAX_ANSWER_BYTES = 2**30
@@ -140,6 +141,7 @@ class Connection:
         self._sessions: dict[str, aiohttp.ClientSession] = {}
         self._num_closes = 0
         self._is_over = False
+        self._has_warned_of_busy = False
 
     async def request(
         self,
@@ -182,7 +184,10 @@ class Connection:
                     wait_s = max(wait_s, error.retry_after_s)
                     # A generation without retries has a caller who knows other servers.
                     is_harmless = retries > 0 or (kind == "control" and error.status in _NOT_TAKEN)
-                    may_repeat = is_harmless and time.monotonic() - start + wait_s < timeout_s
+                    busy_s = time.monotonic() - start + wait_s
+                    may_repeat = is_harmless and busy_s < timeout_s
+                    if may_repeat:
+                        self.warn_if_busy(error, busy_s)
                 if not may_repeat or self._num_closes != num_closes:
                     raise
             await asyncio.sleep(wait_s)
@@ -205,6 +210,12 @@ class Connection:
             session = self._sessions.pop(kind, None)
             if session is not None:
                 await session.close()
+
+    def warn_if_busy(self, error: ServerRefused, busy_s: float) -> None:
+        """Warns once if a request will have been refused as busy for long when it is sent again."""
+        if busy_s > BUSY_S and not self._has_warned_of_busy:
+            self._has_warned_of_busy = True
+            log.warning("Still waiting for a server that refuses requests as busy: %s", error)
 
     def describe(self) -> str:
         """Says what the server last answered, for messages."""

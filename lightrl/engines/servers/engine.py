@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.checks.entry_points import entry_point
 from lightrl.checks.files import check_local
 from lightrl.checks.printable import count_text
+from lightrl.columns import ROUTES
 from lightrl.concurrency.in_thread import call_all
 from lightrl.engines.engine import Completion, RolloutEngine, Verification
 from lightrl.engines.placing import PlannedEngine
@@ -48,6 +50,7 @@ from lightrl.engines.servers.processes.model_process import ModelProcess
 from lightrl.engines.servers.processes.own_processes import OwnProcesses
 from lightrl.engines.servers.processes.process import usable_token
 from lightrl.engines.servers.registry import registry_at
+from lightrl.engines.servers.request import Encode
 from lightrl.engines.servers.request_loop import RequestLimits, RequestLoop, ServedVersions
 from lightrl.engines.servers.router import Router
 from lightrl.engines.servers.server import Server
@@ -63,9 +66,12 @@ from lightrl.engines.servers.sync.verification import WeightVerifier
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.engines.servers.watch import Watch
 from lightrl.errors import EngineError
+from lightrl.models.routes import RouteLayout
 from lightrl.models.tuning import Part, ServedForm, tuning_of
 from lightrl.trajectory import JsonObject, Sampling
 from lightrl.weights import Bucket, ServerForm, SharedFolder, block_fp8
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -175,6 +181,7 @@ class ServerEngine(RolloutEngine):
         self.fleet = ServerFleet()  # the servers and their states; a new one at each start
         self.served_form: ServedForm | None = None  # with `adapters` served: how servers hold them
         self._config: PretrainedConfig | None = None  # the servers'
+        self._encoders: dict[str, Encode] = {}  # of the further columns that are wanted of the servers
         self._token: str | None = None
         self._num_connections = MAX_CONNECTIONS  # to each server, within the limit of open files
         self._receivers = Receivers()
@@ -293,6 +300,8 @@ class ServerEngine(RolloutEngine):
             receiver_urls = [entry.receiver for entry in entries if entry.receiver]
             self._check_routes(urls)
         urls = None if urls is None else [as_url(url) for url in urls]
+        layout = None if self.record_routes is False else RouteLayout.of(config)
+        self._encoders = {} if layout is None else {ROUTES.name: layout.encode_sent}
         self._config, self.weight_version = config, -1
         self._members = self._parts = None
         self._token = self.token or os.environ.get(TOKEN_VARIABLE)
@@ -457,7 +466,7 @@ class ServerEngine(RolloutEngine):
 
     def _assemble(self, config: PretrainedConfig, members: Members, folder: Path) -> Parts:
         home, timeouts, fleet = self._home, self.timeouts, self.fleet
-        limits = RequestLimits.of(config, fleet, record_routes=self.record_routes)
+        limits = RequestLimits.of(config, self._encoders_of_servers())
         dtype = members.sent_dtype(self.dtype_of_auto(config))
         transport = make_transport(
             self.transport,
@@ -491,6 +500,29 @@ class ServerEngine(RolloutEngine):
         requests = RequestLoop(home, members, traffic, leader, limits=limits, timeouts=timeouts, versions=versions)
         used = {"home": home, "members": members, "requests": requests, "sync": sync, "timeouts": timeouts}
         return Parts(home, members, leader, requests, make(**used, config=config, is_colocated=self.is_colocated))
+
+    def _encoders_of_servers(self) -> dict[str, Encode]:
+        """The further columns to ask for: those that are wanted and that every server returns.
+
+        Raises:
+            ValueError: if `record_routes` is true, and the model has no experts or a server does not return them.
+        """
+        infos = [(server.url, server.info) for server in self.fleet.in_state()]
+        without = [url for url, info in infos if info is None or ROUTES.name not in info.returned_columns]
+        if self.record_routes and not self._encoders:
+            raise ValueError("record_routes is true, but the model has no experts. Omit it.")
+        if self.record_routes and without:
+            raise ValueError(
+                f"record_routes is true, but {without[0]} does not return its experts. Start it with "
+                "SGLang's enable_return_routed_experts, or omit record_routes."
+            )
+        if self._encoders and without:
+            log.warning(
+                "The trainer's router chooses the experts of each token, since %s does not return them. SGLang "
+                "does if it was started with enable_return_routed_experts.",
+                without[0],
+            )
+        return {} if without else self._encoders
 
     async def _leave_loop(self, *, for_good: bool = False) -> None:
         """Ends requests, watches and connections."""

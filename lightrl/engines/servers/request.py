@@ -13,22 +13,25 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from lightrl.columns import SUPPORTS, TokenArray, column_named, extended
 from lightrl.engines.engine import Completion
 from lightrl.errors import EngineError
 from lightrl.functional import encode_supports
 from lightrl.models import Attachments
-from lightrl.models.routes import RouteLayout, joined_routes
-from lightrl.trajectory import FinishReason, Sampling, TokenArray
+from lightrl.trajectory import FinishReason, Sampling
 
 _ABOVE_0_NATS = 1e-3  # rounding
+NO_HELP: Mapping[str, str] = MappingProxyType({})
 NO_IDS: TokenArray[int] = TokenArray((), "i")
 _NO_LOGPROBS: TokenArray[float] = TokenArray((), "f")
-_NO_CODES: TokenArray[int] = TokenArray((), "B")
+# Encodes what a server sent of the given number of tokens; raises ValueError if it is of another model.
+Encode = Callable[[Any, int], TokenArray[Any]]
 
 
 class MalformedAnswer(EngineError):
@@ -43,9 +46,8 @@ class Answer:
     logprobs: TokenArray[float] = _NO_LOGPROBS
     weight_versions: TokenArray[int] = NO_IDS
     finish: str = "abort"
-    supports: TokenArray[int] | None = None  # codes; None if the server did not send the supports
-    # int32 [tokens of prompt and completion but the last * layers * k], expert ids; None if it did not send them.
-    experts: Any = None
+    columns: Mapping[str, TokenArray[Any]] = field(default_factory=dict)  # what else the server sent of the tokens
+    raw_columns: Mapping[str, Any] = field(default_factory=dict)  # the same as sent, for `CompletionDraft.encoders`
     full_support: int | None = None  # least size of a support with all tokens returned: it may lack some
     rid: object = None  # the request that it answers
     num_read: object = None  # tokens that the server read
@@ -80,29 +82,42 @@ class CompletionDraft:
     token_ids: TokenArray[int] = NO_IDS
     logprobs: TokenArray[float] = _NO_LOGPROBS
     weight_versions: TokenArray[int] = NO_IDS
-    supports: TokenArray[int] = _NO_CODES
-    route_layout: RouteLayout | None = None  # how to lay out the routes; None does not ask for them
-    routes: TokenArray[int] | None = None  # routes of the prompt and the tokens so far, as far as they are known
+    columns: Mapping[str, TokenArray[Any]] = field(default_factory=dict)  # of the prompt and the tokens so far
+    encoders: Mapping[str, Encode] = field(default_factory=dict)  # further columns to ask for
     finish_reason: FinishReason | None = None
     attachments: Attachments | None = None
     named_version: NamedVersion | None = None  # of the latest request; None: the server's only weights
     vocab_size: int = 2**31
+
+    def start_with(self, started: Completion) -> None:
+        """Continue a completion that was generated before."""
+        self.token_ids = TokenArray.joined([started.token_ids], "i")
+        self.logprobs = TokenArray.joined([started.logprobs], "f")
+        self.weight_versions = TokenArray.joined([started.weight_versions], "i", as_runs=True)
+        self.columns = extended({}, len(self.prompt), started.columns, len(started.token_ids))
 
     @property
     def last_version(self) -> int:
         return self.weight_versions[-1] if self.weight_versions else -1
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the completion so far."""
+        return len(self.prompt) + len(self.token_ids)
+
+    @property
     def max_tokens(self) -> int:
         """Tokens of prompt and completion together; a measure of a server's load."""
         return len(self.prompt) + self.sampling.max_new_tokens
 
-    def add(self, answer: Answer, server: str, *, route: str = "/generate", support_help: str = "") -> None:
+    def add(
+        self, answer: Answer, server: str, *, path: str = "/generate", column_help: Mapping[str, str] = NO_HELP
+    ) -> None:
         """Appends an answer, or raises MalformedAnswer; sets `finish_reason` if that ends the completion."""
         token_ids, logprobs, versions, finish = answer.token_ids, answer.logprobs, answer.weight_versions, answer.finish
         if answer.problem:
             raise MalformedAnswer(
-                f"{server} answered {route} with {answer.problem}. Check that this run loaded its weights."
+                f"{server} answered {path} with {answer.problem}. Check that this run loaded its weights."
             )
         if (named := self.named_version) is not None:
             if other := sorted({version for version, _ in versions.runs()} - {named.base_version}):
@@ -128,21 +143,24 @@ class CompletionDraft:
             )
         if finish == "stop" and not token_ids:
             raise MalformedAnswer(f"{server} stopped without a stop token.")
-        if self.sampling.is_truncated and token_ids:
-            if answer.supports is None:
-                raise MalformedAnswer(
-                    f"{server} did not return which tokens it sampled from, which training with top_p or top_k needs. "
-                    f"{support_help}"
-                )
-            if answer.full_support is not None and answer.full_support < self.vocab_size:
+        if token_ids:
+            if self.sampling.is_truncated and (answer.full_support or self.vocab_size) < self.vocab_size:
                 raise MalformedAnswer(
                     f"{server} may have sampled from more than the {answer.full_support} most likely tokens, which are "
                     f"all that it returns: too many are as likely as number {self.sampling.max_support}. Use another "
                     "top_k or top_p, or SGLangEngine."
                 )
-            self.supports = TokenArray.joined([self.supports, answer.supports], "B")
-        if self.route_layout is not None and token_ids:
-            self._add_routes(answer, server, self.route_layout)
+            columns = {**answer.columns, **self._encoded(answer, server)}
+            for name, is_needed in {
+                SUPPORTS.name: self.sampling.is_truncated,
+                **dict.fromkeys(self.encoders, finish != "abort"),
+            }.items():
+                if is_needed and name not in columns:
+                    raise MalformedAnswer(
+                        f"{server} did not return the {name} of its tokens, which training needs. "
+                        f"{column_help.get(name, '')}"
+                    )
+            self.columns = extended(self.columns, self.num_tokens, columns, len(token_ids))
         self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
         self.logprobs = TokenArray.joined([self.logprobs, logprobs], "f")
         self.weight_versions = TokenArray.joined([self.weight_versions, versions], "i", as_runs=True)
@@ -150,6 +168,8 @@ class CompletionDraft:
             self.finish_reason = "stop"
         elif len(self.token_ids) == self.sampling.max_new_tokens:
             self.finish_reason = "length"
+        elif token_ids and self._is_end(token_ids[-1]):  # SGLang aborts a request before it looks for the end
+            self.finish_reason = "stop"
         # else it continues: aborted, or stopped at an end token of the model's config that the sampling does not have
 
     def check(self, answer: Answer, server: str, rid: str, oldest: int, newest: int) -> None:
@@ -162,7 +182,7 @@ class CompletionDraft:
             return
         # A server counts the tokens of attachments itself, and none of what it aborts unread.
         is_counted = self.attachments is None and (answer.num_read is not None or answer.finish != "abort")
-        num_sent = len(self.prompt) + len(self.token_ids) if is_counted else None
+        num_sent = self.num_tokens if is_counted else None
         check_answers(rid, num_sent, answer.rid, answer.num_read, server)
         versions = [version for version, _ in answer.weight_versions.runs()]
         if wrong := [version for version in versions if not oldest <= version <= newest]:
@@ -173,30 +193,28 @@ class CompletionDraft:
 
     def completion(self) -> Completion:
         """Completion so far; its finish reason is `abort` while more is to come."""
-        supports = self.supports if self.sampling.is_truncated else None
-        reason, num_rows = self.finish_reason or "abort", len(self.prompt) + len(self.token_ids)
-        routes = None if self.routes is None else self.routes[: len(self.routes) // num_rows * (num_rows - 1)]
-        return Completion(self.token_ids, self.logprobs, self.weight_versions, reason, supports, routes)
+        columns = {
+            name: column_named(name).of_completion(values, len(self.prompt), self.num_tokens)
+            for name, values in (self.columns if self.token_ids else {}).items()
+        }
+        reason = self.finish_reason or "abort"
+        return Completion(self.token_ids, self.logprobs, self.weight_versions, reason, columns)
 
-    def _add_routes(self, answer: Answer, server: str, layout: RouteLayout) -> None:
-        num_known, num_added = len(self.prompt) + len(self.token_ids), len(answer.token_ids)
-        added = None
-        if answer.experts is not None:
+    def _encoded(self, answer: Answer, server: str) -> dict[str, TokenArray[Any]]:
+        """The columns that the answer has as its server sent them."""
+        num_read = self.num_tokens + len(answer.token_ids) - 1  # nothing has read the last one
+        columns = {}
+        for name, encode in self.encoders.items():
+            if name not in answer.raw_columns:
+                continue
             try:
-                shape = num_known + num_added - 1, layout.num_layers, -1
-                added = layout.encode(answer.experts.reshape(shape))
+                columns[name] = encode(answer.raw_columns[name], num_read)
             except ValueError as error:
                 raise MalformedAnswer(
-                    f"{server} answered /generate with routes of another model: {error}. Check that it serves the "
-                    "trainer's model, or set record_routes to false."
+                    f"{server} answered /generate with {name} of another model: {error}. Check that it serves the "
+                    f"trainer's model, or set record_{name} to false."
                 ) from error
-        elif answer.finish != "abort":
-            raise MalformedAnswer(
-                f"{server} did not return the experts of its tokens (return_routed_experts). A server needs "
-                "enable_return_routed_experts, and a gateway must pass the field on: set router to null, or "
-                "record_routes to false."
-            )
-        self.routes = joined_routes(self.routes, num_known, added, num_added)
+        return columns
 
     def _is_end(self, token: int) -> bool:
         return token in self.sampling.stop_token_ids and len(self.token_ids) >= self.sampling.min_new_tokens
@@ -230,7 +248,7 @@ class RawAnswer:
     spans: Sequence[Mapping[str, Any]]  # such as `{"version": "7", "start": 0, "end": 12}`
     finish: str
     supports: Sequence[Sequence[int]] | None  # ids of each token's support, in any order
-    experts: str | None = None  # `Answer.experts` in base64
+    raw_columns: Mapping[str, str | None] = field(default_factory=dict)  # `Answer.raw_columns`, int32 in base64
     full_support: int | None = None  # `Answer.full_support`
     rid: object = None
     num_read: object = None
@@ -261,7 +279,7 @@ def _checked(raw: RawAnswer) -> Answer:
     token_ids: TokenArray[int] = TokenArray(raw.token_ids, "i")
     logprobs: TokenArray[float] = TokenArray(raw.logprobs, "f")
     _check_numbers(token_ids, logprobs)
-    supports = None if raw.supports is None else _support_codes(raw.supports, raw.token_ids)
+    columns = {} if raw.supports is None else {SUPPORTS.name: _support_codes(raw.supports, raw.token_ids)}
     versions = _token_versions(raw.spans, len(token_ids)) if token_ids else NO_IDS
     are_complete = raw.token_ids == raw.logprob_ids and len(versions) == len(logprobs) == len(token_ids)
     if not are_complete or raw.finish not in ("stop", "length", "abort"):
@@ -269,8 +287,9 @@ def _checked(raw: RawAnswer) -> Answer:
             problem=f"{len(token_ids)} tokens, {len(logprobs)} logprobs, {len(versions)} versions and the finish "
             f"reason {raw.finish!r}; the numbers must be equal, the reason stop, length or abort"
         )
-    experts = None if raw.experts is None else np.frombuffer(base64.b64decode(raw.experts), np.int32)
-    parts = (token_ids, logprobs, versions, raw.finish, supports, experts, raw.full_support)
+    sent = {name: text for name, text in raw.raw_columns.items() if text is not None}
+    raw_columns = {name: np.frombuffer(base64.b64decode(text), np.int32) for name, text in sent.items()}
+    parts = (token_ids, logprobs, versions, raw.finish, columns, raw_columns, raw.full_support)
     return Answer(*parts, rid=raw.rid, num_read=raw.num_read)
 
 

@@ -15,7 +15,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,15 +28,14 @@ from lightrl.engines.servers.fleet import ServerFleet
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.leader import Leader, Traffic
 from lightrl.engines.servers.members import Members
-from lightrl.engines.servers.request import CompletionDraft, MalformedAnswer, NamedVersion
+from lightrl.engines.servers.request import CompletionDraft, Encode, MalformedAnswer, NamedVersion
 from lightrl.engines.servers.server import Server
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 from lightrl.models import Attachments, context_tokens
 from lightrl.models.images import ImageReader
-from lightrl.models.routes import RouteLayout, joined_routes
 from lightrl.trace import span
-from lightrl.trajectory import Sampling, token_array
+from lightrl.trajectory import Sampling
 
 log = logging.getLogger(__name__)
 
@@ -60,33 +59,12 @@ class RequestLimits:
     vocab_size: int
     max_context: int | None  # tokens of prompt and completion
     image_reader: ImageReader | None  # how it reads images; None if it takes none
-    route_layout: RouteLayout | None = None  # layout of the routes that it returns; None if it returns none
+    encoders: Mapping[str, Encode] = field(default_factory=dict)  # of the further columns that they return
 
     @classmethod
-    def of(cls, config: PretrainedConfig, fleet: ServerFleet, *, record_routes: bool | None) -> RequestLimits:
-        """The limits of a model on these servers, which have been identified.
-
-        Raises:
-            ValueError: if `record_routes` is true, and the model has no experts or a server does not return them.
-        """
-        layout = None if record_routes is False else RouteLayout.of(config)
-        without = [server.url for server in fleet.in_state() if not (server.info and server.info.returns_routes)]
-        if record_routes and layout is None:
-            raise ValueError("record_routes is true, but the model has no experts. Omit it.")
-        if record_routes and without:
-            raise ValueError(
-                f"record_routes is true, but {without[0]} does not return its experts. Start it with "
-                "SGLang's enable_return_routed_experts, or omit record_routes."
-            )
-        if layout is not None and without:
-            log.warning(
-                "The trainer's router chooses the experts of each token, since %s does not return them. SGLang "
-                "does if it was started with enable_return_routed_experts.",
-                without[0],
-            )
-            layout = None
+    def of(cls, config: PretrainedConfig, encoders: Mapping[str, Encode]) -> RequestLimits:
         vocab_size = int(config.get_text_config().vocab_size)
-        return cls(vocab_size, context_tokens(config), ImageReader.of(config), layout)
+        return cls(vocab_size, context_tokens(config), ImageReader.of(config), encoders)
 
 
 class ServedVersions:
@@ -143,16 +121,12 @@ class RequestLoop:
         check_request(token_ids, sampling, n, vocab_size=limits.vocab_size, max_context=limits.max_context)
         attachments = Attachments.of(limits.image_reader, images, token_ids) if images else None
         shared: dict[str, Any] = {"attachments": attachments, "vocab_size": limits.vocab_size}
-        shared |= {"route_layout": limits.route_layout}
+        shared |= {"encoders": limits.encoders}
         with self.home.counted():
             if n == 1:
                 draft = CompletionDraft(token_ids, sampling, **shared)
                 if started is not None:
-                    draft.token_ids = token_array("token_ids", started.token_ids)
-                    draft.logprobs = token_array("behavior_logprobs", started.logprobs)
-                    draft.weight_versions = token_array("weight_versions", started.weight_versions)
-                    draft.supports = token_array("supports", started.supports or ())
-                    draft.routes = joined_routes(None, len(token_ids), started.routes, len(draft.token_ids))
+                    draft.start_with(started)
                 self._drafts[sampling.seed] = draft
                 try:
                     return [await self._generate(draft, session)]
@@ -307,6 +281,7 @@ class RequestLoop:
             others = {*self.fleet.in_state("routable")} - failures.servers
             wait_s = max(0.1, min(busy_s, MAX_BACKOFF_S), 0.0 if others else error.retry_after_s)
             is_over, how_long = busy_s + wait_s > self.timeouts.generate_s, f"was refused for {busy_s:.0f} s"
+            server.client.warn_if_busy(error, busy_s + wait_s)
         else:
             failures.num += 1
             wait_s = min(0.05 * 2**failures.num, MAX_BACKOFF_S)
@@ -349,7 +324,7 @@ class RequestLoop:
             traffic.num_running -= 1
             router.end_request(server, draft.max_tokens)
         draft.check(answer, url, rid, oldest, fleet.newest_version)
-        draft.add(answer, url, route=server.client.generate_path, support_help=server.client.support_help)
+        draft.add(answer, url, path=server.client.generate_path, column_help=server.client.column_help)
 
     async def _find_server(self, session: str, failed: set[Server], *, min_version: int = -1) -> Server:
         """Waits for the gate, a routable server and the router; a change of any wakes it."""

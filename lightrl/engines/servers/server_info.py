@@ -37,7 +37,7 @@ class ServerInfo:
         computes_in: torch's name of the coarsest dtype that it computes in, or `auto`.
         world_size: its ranks, of tensor and pipeline parallelism together.
         is_vllm: whether it holds weights as vLLM does; see ServerLayout.
-        returns_routes: whether it can return the experts of each token.
+        returned_columns: names of the columns (lightrl/columns) that it was started to return.
         ep: groups of ranks that divide the experts.
     """
 
@@ -53,7 +53,7 @@ class ServerInfo:
     computes_in: str = "auto"
     world_size: int = 1
     is_vllm: bool = False
-    returns_routes: bool = False
+    returned_columns: frozenset[str] = frozenset()
     ep: int = 1
 
     def layouts(self, dtype: torch.dtype | None = None) -> list[ServerLayout]:

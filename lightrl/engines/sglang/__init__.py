@@ -1,8 +1,8 @@
-"""SGLang's part of an engine of servers: its routes and its command line; engines/servers/ has the rest.
+"""SGLang's part of an engine of servers: its paths and its command line; engines/servers/ has the rest.
 
 Reading order:
     engine.py      SGLangEngine
-    client.py      SGLang's routes as methods; generation.py  a completion's next request, and the answer
+    client.py      SGLang's paths as methods; generation.py  a completion's next request, and the answer
     command.py     which Python has SGLang, and a server's command line
     scoring.py     a teacher's logprobs or a reward model's numbers, from a server
 

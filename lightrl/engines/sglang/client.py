@@ -1,4 +1,4 @@
-"""SGLangClient: the routes of one SGLang server that lightrl uses, as methods.
+"""SGLangClient: the paths of one SGLang server that lightrl uses, as methods.
 
 Paths and fields are those of SGLang 0.5.21 and later; `begin_weight_update` detects an older server, which has no
 bracket around weight updates.
@@ -41,7 +41,11 @@ class SGLangClient(ServerClient):
 
     program = "an SGLang server"
     version = "SGLang 0.5.23"
-    support_help = "Use SGLang 0.5.20 or later."
+    column_help: ClassVar = {
+        "supports": "Use SGLang 0.5.20 or later.",
+        "routes": "A server needs enable_return_routed_experts, and a gateway must pass routed_experts on: set router "
+        "to null, or record_routes to false.",
+    }
     hints: ClassVar = {
         (_NOT_FOUND, "/model_info"): "This is not an SGLang server. If it is a gateway, set router to it, and urls to "
         "the servers."
@@ -103,7 +107,7 @@ class SGLangClient(ServerClient):
             with self.reading("/model_info"):
                 return {**await self.request("GET", "/model_info", timeout_s=timeout_s, num_retries=num_retries)}
         except ServerRefused as error:
-            if error.status != _NOT_FOUND or not await self.has_route("/version", timeout_s):
+            if error.status != _NOT_FOUND or not await self.has_path("/version", timeout_s):
                 raise
             problem = f"{self.name} is a vLLM server. Set the engine to VLLMEngine, or urls to SGLang servers."
             raise ServerRefused(problem, status=_NOT_FOUND) from error
@@ -240,7 +244,7 @@ def read_server_info(info: Mapping[str, Any]) -> ServerInfo:
         info.get("dtype") == "auto" and not problems,
         "float8_e4m3fn" if is_coarse or info.get("quantization") else str(info.get("dtype") or "auto"),
         tp_size * int(info.get("pp_size") or 1),
-        returns_routes=bool(info.get("enable_return_routed_experts")),
+        returned_columns=frozenset(name for name, names in generation.RETURNED.items() if info.get(names[0])),
         ep=int(info.get("ep_size") or 1),
     )
 

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from lightrl.engines.servers.engine import ServerEngine
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.command import SGLangProcess, dtype_of_auto
-from lightrl.models.routes import RouteLayout
+from lightrl.engines.sglang.generation import RETURNED
 
 
 class SGLangEngine(ServerEngine):
@@ -55,8 +55,7 @@ class SGLangEngine(ServerEngine):
         args: dict[str, Any] = {}
         if self.placement == "colocated" and torch.cuda.is_available():
             args["enable_memory_saver"] = True
-        if self.record_routes is not False and RouteLayout.of(self._config) is not None:
-            args["enable_return_routed_experts"] = True
+        args |= {RETURNED[name][0]: True for name in self._encoders}
         return args if self.served_form is None else args | self.served_form.server_args
 
     def dtype_of_auto(self, config: PretrainedConfig | None) -> torch.dtype:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightrl.columns import ROUTES
 from lightrl.engines.servers.request import Answer, CompletionDraft, RawAnswer, parse_answer, request_seed
+
+# Column → SGLang's names of it: an argument of the server, and the fields of a request and of its answer.
+RETURNED = {ROUTES.name: ("enable_return_routed_experts", "return_routed_experts", "routed_experts")}
 
 
 def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, Any]:
@@ -32,8 +36,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
     }
     if sampling.is_truncated:
         body["return_sampling_mask"] = True
-    if draft.route_layout is not None:
-        body["return_routed_experts"] = True
+    body |= {RETURNED[name][1]: True for name in draft.encoders}
     if attached is not None:
         body |= attached.body
     return body
@@ -48,7 +51,7 @@ def _parse(answer: Any) -> RawAnswer:
     meta = answer["meta_info"]
     output_ids = answer.get("output_ids") or []
     triples = meta.get("output_token_logprobs") or []
-    chosen = meta.get("output_token_sampling_logprobs")  # within the supports; the others are before truncation
+    chosen = meta.get("output_token_sampling_logprobs")  # after truncation; the others are before it
     # A server without spans (before 0.5.20) has one version for all.
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": len(output_ids)}]
     return RawAnswer(
@@ -58,7 +61,7 @@ def _parse(answer: Any) -> RawAnswer:
         spans,
         str(meta["finish_reason"]["type"]),
         None if chosen is None else meta["output_token_sampling_mask"],
-        meta.get("routed_experts"),
+        {name: meta.get(names[2]) for name, names in RETURNED.items()},
         rid=meta.get("id"),
         num_read=meta.get("prompt_tokens"),
     )

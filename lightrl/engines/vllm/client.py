@@ -1,4 +1,4 @@
-"""VLLMClient: the routes of one vLLM server that lightrl uses, as methods.
+"""VLLMClient: the paths of one vLLM server that lightrl uses, as methods.
 
     what                   vLLM 0.32
     generate, logprobs     POST /inference/v1/generate                   needs --enable-scale-out
@@ -45,8 +45,8 @@ class VLLMClient(ServerClient):
     generate_path = "/inference/v1/generate"
     program = "a vLLM server"
     version = "vLLM 0.32"
-    support_help = f"Sampling with top_p or top_k needs --max-logprobs {generation.MAX_LOGPROBS} at the vLLM server."
-    hints: ClassVar = {(_BAD_REQUEST, generate_path): f"Fix the request. {support_help}"}
+    column_help: ClassVar = {"supports": f"top_p or top_k needs --max-logprobs {generation.MAX_LOGPROBS} at vLLM."}
+    hints: ClassVar = {(_BAD_REQUEST, generate_path): f"Fix the request. {column_help['supports']}"}
     request_of = staticmethod(generation.request_of)
     read_answer = staticmethod(generation.read_answer)
     _checked_identity = ""  # identity of the process whose arguments suffice
@@ -176,11 +176,11 @@ class VLLMClient(ServerClient):
 
     async def _explain_absence(self, timeout_s: float) -> str:
         """Says what answers at the address, if it has no /weight_info."""
-        if await self.has_route("/model_info", timeout_s):
+        if await self.has_path("/model_info", timeout_s):
             return f"{self.name} is an SGLang server. Set the engine to SGLangEngine, or urls to vLLM servers."
-        if not await self.has_route("/version", timeout_s):
+        if not await self.has_path("/version", timeout_s):
             return f"{self.name} is not a vLLM server. Set urls to the addresses of vLLM servers."
-        if await self.has_route(_SERVER_INFO, timeout_s):
+        if await self.has_path(_SERVER_INFO, timeout_s):
             return f"{self.name} is a vLLM server without /weight_info. Use vLLM 0.32 or later."
         missing = ["VLLM_SERVER_DEV_MODE=1 in its environment", *await self._missing_arguments(timeout_s)]
         return _describe_missing(self.name, missing)

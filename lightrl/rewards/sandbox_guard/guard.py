@@ -66,7 +66,7 @@ class _Execution:
                 remove_folder(folder)
 
     def _run_in(self, folder: str) -> Json:
-        stdin = _file_with(self.stdin.encode(errors="surrogateescape"))
+        stdin = _file_with(self.stdin.encode(errors="surrogatepass"))
         out, out_end = os.pipe()
         err, err_end = os.pipe()
         report, report_end = os.pipe()

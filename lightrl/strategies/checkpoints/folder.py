@@ -4,9 +4,9 @@ Parts are written and read by torch.distributed.checkpoint, so any number of pro
 others wrote; `index.zip` says where each is, and `meta.pt` holds everything but weights and optimizers. Every file has
 the id of its save, and a folder mixed from two, by a copy amid a save or one that was interrupted, is refused.
 
-torch's HuggingFaceStorageWriter and Reader (2.13) do not fit: tensors come back to the bit on other meshes, but a value
-that is no tensor, such as a learning rate, is written before the header and makes the file unreadable; a rank's tensors
-are in memory twice while they are written; a missing file, changed bytes and files of two saves are read without error.
+torch's HuggingFaceStorageWriter and Reader (2.13) do not fit. Tensors come back to the bit on other meshes, but a value
+that is no tensor, such as a learning rate, makes the file unreadable: it is written before the header. Writing takes
+twice the memory of the tensors. A missing file, changed bytes and files of two saves are read without an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -123,7 +123,7 @@ class PartWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         with self.fs.create_stream(Path(self.path) / INDEX_FILE, "wb") as file:
-            write_index(file, metadata, self._id)
+            write_index(cast(IO[bytes], file), metadata, self._id)
             file.flush()
             os.fsync(file.fileno())
 
@@ -213,9 +213,8 @@ def read_rest(folder: Path) -> dict[str, Any]:
         )
     rest = load_plain(folder / META_FILE)
     if rest.pop(_SAVE_ID, None) != save_id_of(read_index(folder)):
-        raise DamagedCheckpoint(
-            f"{str(folder / META_FILE)!r} is of another save than {INDEX_FILE}. Use an earlier one."
-        )
+        files = f"{str(folder / META_FILE)!r} and {str(folder / INDEX_FILE)!r}"
+        raise DamagedCheckpoint(f"{files} are of two saves. Use an earlier checkpoint.")
     return rest
 
 

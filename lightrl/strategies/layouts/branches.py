@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from lightrl.experience import ON_HOST, Experience, row_codes
-from lightrl.functional import BranchRows, on_host, row_spans, support_ends
-from lightrl.functional.rows import NATIVE, support_fields
+from lightrl.columns import GAPS, Column, column_of
+from lightrl.experience import Experience, is_on_host, is_table
+from lightrl.functional import BranchRows, on_host, row_spans
+from lightrl.functional.rows import row_tensors
 from lightrl.models import Outputs
 
 
@@ -25,10 +24,14 @@ def branch_rows(experience: Experience) -> tuple[Experience, Callable[[Outputs],
     rows = BranchRows.of(experience.gaps, experience.lengths)
     tensors: dict[str, Tensor] = {}
     for name, value in experience.tensors().items():
-        if name not in (*ON_HOST, "gaps"):
-            fill = {"weight_versions": -1, "routes": NATIVE}.get(name, 0)
+        column = column_of(name)
+        if is_on_host(name):
+            if is_table(name) and column is not None:
+                tensors |= _codes_of_rows(experience, name, column)
+        elif name != GAPS.name:
+            fill = 0 if column is None else column.fill
             tensors[name] = value[rows.trees] if value.dim() < 2 else rows.spread(value, fill)
-    tensors |= {"lengths": rows.lengths, "loss_mask": tensors["loss_mask"] & rows.is_first, **_supports(experience)}
+    tensors |= {"lengths": rows.lengths, "loss_mask": tensors["loss_mask"] & rows.is_first}
 
     def join(outputs: Outputs) -> Outputs:
         values = {name: rows.join(value) for name, value in vars(outputs).items() if value is not None}
@@ -37,13 +40,11 @@ def branch_rows(experience: Experience) -> tuple[Experience, Callable[[Outputs],
     return Experience.of_tensors(tensors), join
 
 
-def _supports(experience: Experience) -> dict[str, Tensor]:
-    """The fields of the rows' supports."""
-    if experience.supports is None or experience.gaps is None:
-        return {}
-    codes = []
-    for gaps, of_tree in zip(on_host(experience.gaps), row_codes(experience), strict=True):
-        bounds = np.append(0, support_ends(of_tree.numpy()))
-        for spans in row_spans(gaps.numpy()[: len(bounds) - 1]):
-            codes.append(torch.cat([of_tree[bounds[start] : bounds[end]] for start, end in spans]))
-    return support_fields(codes)
+def _codes_of_rows(experience: Experience, field: str, column: Column) -> dict[str, Tensor]:
+    """The fields of a column of codes, of the rows."""
+    trees, lengths = on_host(experience["gaps"]).numpy(), on_host(experience.lengths).tolist()
+    rows = []
+    for gaps, length, codes in zip(trees, lengths, experience.row_codes(field), strict=True):
+        values = column.array(codes.numpy())
+        rows += [column.cut(values, length, spans).numpy() for spans in row_spans(gaps[:length])]
+    return row_tensors(field, rows)

@@ -57,7 +57,7 @@ class Forms:
         model: a causal language model.
         form: the form of all microbatches; None picks, for each, the cheapest that is exact for this model.
         reads_logits: compute logits instead of hidden states, which only rectangles do.
-        replays_routes: route tokens by the experience's routes, if it has any.
+        is_policy: whether the model sampled the tokens; only then it takes the experts that the engine took.
         context_group: ranks that share packed rows; None for one.
 
     Raises:
@@ -70,7 +70,7 @@ class Forms:
         *,
         form: Form | None = None,
         reads_logits: bool = False,
-        replays_routes: bool = True,
+        is_policy: bool = True,
         context_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.model, self.form, self.reads_logits, self.context_group = model, form, reads_logits, context_group
@@ -83,7 +83,7 @@ class Forms:
         exact = ["rectangles", *self.layouts, *(["packed"] if self.can_pack else [])]
         if form not in (None, *exact):
             raise ValueError(f"form={form!r} is not exact for {type(model).__name__}. Use one of {exact}, or None.")
-        self.routes = Routes(model) if replays_routes else None
+        self.routes = Routes(model) if is_policy else None
         self._max_row_tokens = context_tokens(model.config) if rope_depends_on_length(model) else None
         self._keeps_states = keeps_states(model.config)
 

@@ -92,7 +92,8 @@ def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
     """
     if getattr(model.config.get_text_config(), "index_topk", None):
         return False  # sparse selection among a row's keys; these few tokens are below its size
-    if not _takes(model, "position_ids") or rope_depends_on_length(model) or not make_packable(model):
+    takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+    if not takes_positions or rope_depends_on_length(model) or not make_packable(model):
         return False
     with_states = keeps_states(model.config)
     if shares_prompt and (with_states or is_flash(model)):  # transformers' flash attention cannot repeat keys
@@ -139,10 +140,6 @@ def _some_tokens(model: PreTrainedModel, num: int) -> Tensor:
 def _hidden(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
     hidden: Tensor = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
     return hidden
-
-
-def _takes(model: PreTrainedModel, argument: str) -> bool:
-    return argument in set(inspect.signature(model.base_model.forward).parameters)
 
 
 def rope_depends_on_length(model: PreTrainedModel) -> bool:

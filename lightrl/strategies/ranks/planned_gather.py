@@ -6,18 +6,21 @@ Only what an owner lacks is sent, and only to the owner: unlike `full_tensor`, w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightrl.models.conversion import Names, exported_tensors
+from lightrl.models.tuning import Part, held_tensors, tuning_of
 from lightrl.strategies.tensor_parallel import local
 from lightrl.weights import Bucket
 from lightrl.weights.gather_plan import Box, GatherPlan, Layout, make_plan
 
-Combine = Callable[[str, Sequence[Tensor]], Mapping[str, Tensor]]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class PlannedGather:
@@ -27,18 +30,20 @@ class PlannedGather:
     for which the run's default group must have been used before, as Lightning's setup does.
 
     Args:
-        whole_of: shape and dtype of every parameter of the model, the same on all ranks.
-        held: this rank's parts, DTensors or whole tensors.
+        model: sharded; or with the modules of all ranks, if this one holds a part, without memory.
+        held: this rank's parts of it, DTensors or whole tensors.
         group: the ranks that share the model; None for all of the run.
     """
 
     def __init__(
         self,
-        whole_of: Mapping[str, tuple[torch.Size, torch.dtype]],
+        model: PreTrainedModel,
         held: Mapping[str, Tensor],
         *,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        self._model = model
+        whole_of = {name: (value.shape, value.dtype) for name, value in held_tensors(model).items()}
         self._dtypes = {name: dtype for name, (_, dtype) in whole_of.items()}
         self._shapes = {name: shape for name, (shape, _) in whole_of.items()}
         self._group = group
@@ -60,51 +65,48 @@ class PlannedGather:
     def buckets(
         self,
         held: Mapping[str, Tensor],
-        sources: Mapping[str, Sequence[str]],
-        *,
         bucket_bytes: int,
-        combine: Combine = lambda name, tensors: {name: tensors[0]},
-        is_spread: bool = False,
+        *,
+        part: Part,
+        names: Names,
+        is_spread: bool,
     ) -> Iterator[Bucket]:
         """The exported tensors that this rank owns: all on rank 0, or with `is_spread` a share on each rank.
 
         Args:
             held: this rank's parts, as they are now.
-            sources: exported name → the parameters that it is made of.
-            combine: makes the exported tensors of them, under the names that they get.
+            bucket_bytes, part, names, is_spread: as in ParallelModel.full_parameters.
         """
-        plan = self.plan(sources, bucket_bytes=bucket_bytes, is_spread=is_spread)
+        sources = tuning_of(self._model).sources(self._model, part)  # exported name → the parameters it is made of
+        key = (repr(tuple(sources.items())), bucket_bytes, is_spread)
+        if key not in self._plans:
+            ranks = list(range(dist.get_world_size(self._group))) if is_spread else [0]
+            self._plans[key] = make_plan(self._layouts, sources, ranks=ranks, bucket_bytes=bucket_bytes)
+        plan = self._plans[key]
         if not plan.rounds:
             yield Bucket({}, is_last=True)
-        for index, names in enumerate(plan.rounds):
+        for index, exported in enumerate(plan.rounds):
             with torch.no_grad():
-                tensors = self._round(plan, names, held, sources, combine)
+                tensors = self._round(plan, exported, held, sources, names)
             is_last = index + 1 == len(plan.rounds)
             if tensors or is_last:
                 yield Bucket(tensors, is_last=is_last)
             tensors.clear()
 
-    def plan(self, sources: Mapping[str, Sequence[str]], *, bucket_bytes: int, is_spread: bool) -> GatherPlan:
-        key = (repr(tuple(sources.items())), bucket_bytes, is_spread)
-        if key not in self._plans:
-            ranks = list(range(dist.get_world_size(self._group))) if is_spread else [0]
-            self._plans[key] = make_plan(self._layouts, sources, ranks=ranks, bucket_bytes=bucket_bytes)
-        return self._plans[key]
-
     def _round(
         self,
         plan: GatherPlan,
-        names: Sequence[str],
+        exported: Sequence[str],
         held: Mapping[str, Tensor],
         sources: Mapping[str, Sequence[str]],
-        combine: Combine,
+        names: Names,
     ) -> dict[str, Tensor]:
         """Sends and receives what this round moves; the exported tensors that this rank owns."""
-        own = [name for name in names if plan.owners[name] == self._rank]
+        own = [name for name in exported if plan.owners[name] == self._rank]
         whole = {source: self._start_whole(source, held.get(source)) for name in own for source in sources[name]}
         operations: list[dist.P2POp] = []
         unpacked: list[tuple[Tensor, Tensor]] = []  # (part, where it belongs)
-        for send in (send for name in names for send in plan.sends[name]):
+        for send in (send for name in exported for send in plan.sends[name]):
             if send.source == self._rank:
                 operations.append(self._operation(dist.isend, local(held[send.name].detach()).contiguous(), send.owner))
             elif send.owner == self._rank:
@@ -120,7 +122,7 @@ class PlannedGather:
             place.copy_(part)
         tensors: dict[str, Tensor] = {}
         for name in own:
-            tensors.update(combine(name, [whole[source] for source in sources[name]]))
+            tensors.update(exported_tensors(self._model, names, name, [whole[source] for source in sources[name]]))
         return tensors
 
     def _start_whole(self, name: str, held: Tensor | None) -> Tensor:

@@ -257,7 +257,10 @@ class RankWatch:
                 self._changed.wait(POLL_S)
             self._publish()
         except _STORE_IS_GONE:
-            if not self._closed.is_set():
+            if self._is_reported.is_set():  # this rank failed first, and rank 0 has ended for that reason
+                self._is_known.set()
+                self._end_after_grace()
+            elif not self._closed.is_set():
                 self._end(f"Rank 0 {_GONE}.", [])
         finally:
             self._is_reported.set()
@@ -377,6 +380,9 @@ class RankWatch:
         for state in (self._states[rank][0] for rank in dead_ranks if rank in self._states):
             if state is not None and state.host == socket.gethostname():
                 kill_owner(state.process)  # a stopped process would outlive the run, and keep its memory
+        self._end_after_grace()
+
+    def _end_after_grace(self) -> None:
         if not self._closed.wait(GRACE_S):
             self._end_process()
 

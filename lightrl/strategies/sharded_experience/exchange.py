@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightrl.experience import is_on_host
 from lightrl.strategies.ranks.processes import Send
-from lightrl.strategies.sharded_experience.experience import ShardedExperience
+from lightrl.strategies.sharded_experience.experience import ShardedExperience, sizes_name
 from lightrl.strategies.sharded_experience.token_rows import TokenRows
 from lightrl.trace import span
 
@@ -73,7 +74,7 @@ def exchange(
     ranks, lengths = experience.ranks, experience.lengths
     # Widest numbers first: received bytes are read in place, where each field must start at a multiple of its width.
     held = {name: tokens[name] for name in sorted(tokens, key=lambda name: (-tokens[name].empty.itemsize, name))}
-    lengths_of = {name: experience.rows["_support_bytes"] if name == "supports" else lengths for name in held}
+    lengths_of = {name: experience.rows[sizes_name(name)] if is_on_host(name) else lengths for name in held}
     row_bytes = torch.zeros_like(lengths)
     for name, values in held.items():
         row_bytes = row_bytes + lengths_of[name] * values.token_bytes

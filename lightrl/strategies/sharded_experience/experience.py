@@ -13,50 +13,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightrl.columns import TOKENS, column_of, registered
 from lightrl.experience import (
     FIELDS,
-    ON_HOST,
-    TABLES,
     Experience,
     LossUnit,
     Reduction,
     check_shape,
-    row_codes,
+    is_on_host,
+    is_table,
     units_of,
 )
-from lightrl.functional import EVERY_TOKEN, row_lengths, to_device
+from lightrl.functional import row_lengths, to_device
 from lightrl.functional.device_copy import remember
-from lightrl.functional.rows import (
-    NATIVE,
-    check_trajectories,
-    reward_fields,
-    route_rows,
-    row_fields,
-    support_codes,
-    support_fields,
-)
+from lightrl.functional.rows import check_trajectories, reward_fields, row_fields, row_tensors, token_rows
 from lightrl.models.images import ImageTable
 from lightrl.strategies.ranks.processes import Ranks
 from lightrl.strategies.sharded_experience.token_rows import TokenRows, Values
-from lightrl.trajectory import Trajectory, token_array
+from lightrl.trajectory import Trajectory
 
 _CPU = torch.device("cpu")
-_NO_CODES = np.zeros(0, np.uint8)
 
 _OF_IMAGES = ImageTable._fields
 ROW_FIELDS = ("rewards", "group_ids", "is_truncated", "lengths")
-# The fields per token that the rollout fills in, as they are kept and sent.
-TOKEN_DTYPES = {
-    "token_ids": torch.int32,
-    "loss_mask": torch.bool,
-    "behavior_logprobs": torch.float32,
-    "weight_versions": torch.int32,
-}
-_PADDING = {"weight_versions": -1, "routes": NATIVE}
-_KEPT_DTYPES = {**TOKEN_DTYPES, "gaps": torch.int32}  # gaps only if a trajectory has some
+TOKEN_BYTES = sum(np.dtype(column.dtype).itemsize for column in TOKENS.values())  # that each token takes
 # Numbers of each row that follow from its tokens; all ranks know them.
 COUNTS = ("_loss_tokens", "_generated_tokens", "_oldest_version", "_newest_version")
-_FURTHER = ("_support_bytes", "_repeated_tokens")  # likewise, if there are supports or gaps
+_REPEATED = "_repeated_tokens"  # likewise, if there are gaps
 
 
 @dataclass(frozen=True)
@@ -87,11 +70,11 @@ class ShardedExperience:
     @classmethod
     def of(cls, experience: Experience) -> ShardedExperience:
         """Return the same rows, all here, on the host."""
-        tensors: dict[str, Tensor | TokenRows] = {**experience.tensors()}
-        if experience.supports is not None:
-            tensors = {name: value for name, value in tensors.items() if name not in ON_HOST}
-            codes = TokenRows([item.numpy() for item in row_codes(experience)], _NO_CODES)
-            tensors |= {"supports": codes, "_support_bytes": _row_sizes(codes)}
+        tensors: dict[str, Tensor | TokenRows] = {
+            name: value for name, value in experience.tensors().items() if not is_on_host(name)
+        }
+        for name in filter(is_table, experience.columns):
+            tensors[name] = TokenRows.of_rows([codes.numpy() for codes in experience.row_codes(name)])
         return cls({"lengths": experience.lengths.cpu()}, {}).with_tensors(tensors)
 
     @classmethod
@@ -103,24 +86,9 @@ class ShardedExperience:
             has_rewards: False if rewards may still be awaited; all are NaN until `with_rewards` sets them.
         """
         check_trajectories(trajectories, has_rewards=has_rewards)
-        rows = row_fields(trajectories)
-        tokens = {
-            name: TokenRows(
-                [token_array(name, getattr(item, name)).numpy() for item in trajectories],
-                torch.empty(0, dtype=dtype).numpy(),
-            )
-            for name, dtype in TOKEN_DTYPES.items()
-        }
-        if any(item.supports is not None for item in trajectories):
-            tokens["supports"] = TokenRows([support_codes(item).numpy() for item in trajectories], _NO_CODES)
-            rows["_support_bytes"] = _row_sizes(tokens["supports"])
-        routes = route_rows(trajectories)
-        if routes is not None:
-            tokens["routes"] = TokenRows(routes, routes[0][:0])
-        made = cls({**rows, **_counts(tokens)}, tokens)
-        if any(item.gaps is not None for item in trajectories):
-            gaps = [np.asarray(item.gaps or [0] * len(item.token_ids), np.int32) for item in trajectories]
-            made = made.with_tensors({"gaps": TokenRows(gaps, np.empty(0, np.int32))})
+        rows = {name: TokenRows.of_rows(values) for name, values in token_rows(trajectories).items()}
+        tokens = {name: rows.pop(name) for name in TOKENS}
+        made = cls({**row_fields(trajectories), **_counts(tokens)}, tokens).with_tensors(rows)
         return made.with_rewards(trajectories) if has_rewards else made
 
     @classmethod
@@ -134,14 +102,14 @@ class ShardedExperience:
         values, per_token = reward_fields(trajectories)
         tensors: dict[str, Tensor | TokenRows] = {"rewards": values}
         if per_token is not None:
-            tensors["token_rewards"] = TokenRows(per_token, np.empty(0, np.float32))
+            tensors["token_rewards"] = TokenRows.of_rows(per_token)
         return self.with_tensors(tensors)
 
     def __len__(self) -> int:
         return len(self.rows["lengths"])
 
     def __getattr__(self, name: str) -> Any:
-        if name in FIELDS:
+        if name in FIELDS or column_of(name) is not None:
             return self.read(name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.")
 
@@ -157,8 +125,8 @@ class ShardedExperience:
 
     def read(self, name: str) -> Tensor | None:
         """Return a field or an extra of all rows, padded; None if it is not set. All rows must be here."""
-        if name in ON_HOST:
-            return self._support_tensors().get(name)
+        if is_on_host(name):
+            return self._code_tensors().get(name)
         if name not in self.tokens:
             return self.rows.get(name)
         self._check_here([name])
@@ -167,7 +135,7 @@ class ShardedExperience:
     @property
     def extras(self) -> dict[str, Tensor]:
         """The extras of all rows; without those per token of which some rows are on other ranks."""
-        names = (name for name in self.names() if name not in FIELDS)
+        names = (name for name in self.names() if name not in FIELDS and column_of(name) is None)
         return {name: self[name] for name in names if name not in self.tokens or self.tokens[name].is_whole}
 
     @property
@@ -185,7 +153,7 @@ class ShardedExperience:
     @property
     def forward_tokens(self) -> Tensor:
         lengths = self.rows["lengths"]
-        return lengths + self.rows["_repeated_tokens"] if "_repeated_tokens" in self.rows else lengths
+        return lengths + self.rows[_REPEATED] if _REPEATED in self.rows else lengths
 
     @property
     def version_bounds(self) -> tuple[Tensor, Tensor]:
@@ -231,45 +199,50 @@ class ShardedExperience:
                 value = self.tokens["loss_mask"].times(value.values)
             if isinstance(value, TokenRows):
                 tokens[name] = value
+                if is_on_host(name) and value.is_whole:
+                    rows[sizes_name(name)] = torch.tensor([len(codes) for codes in value.rows])
                 continue
             is_field = not name.startswith("_")
             if is_field:
                 check_shape(name, value, len(self), self.width)
             if is_field and value.dim() >= 2 and name not in _OF_IMAGES:
-                tokens[name] = TokenRows.of_padded(value, self.lengths, dtype=_KEPT_DTYPES.get(name))
+                tokens[name] = TokenRows.of_padded(value, self.lengths, dtype=_kept_dtype(name))
             else:
                 rows[name] = value.detach().cpu()
         if any(isinstance(tensors.get(name), Tensor) for name in ("loss_mask", "weight_versions")):
             rows.update(_counts(tokens))
         if "gaps" in tensors and tokens["gaps"].is_whole:
             repeated = [sum(row_lengths(gaps)) - len(gaps) for gaps in tokens["gaps"].rows]
-            rows["_repeated_tokens"] = torch.tensor(repeated)
+            rows[_REPEATED] = torch.tensor(repeated)
         return replace(self, rows=rows, tokens=tokens)
 
     def select(self, index: Tensor | Sequence[int]) -> ShardedExperience:
         """Return the trajectories at these rows, in this order; their tokens stay where they are."""
         index = torch.as_tensor(index, dtype=torch.int64)
         tokens = {name: values.select(index.tolist()) for name, values in self.tokens.items()}
-        rows = {name: value if name in TABLES else value[index] for name, value in self.rows.items()}
+        rows = {name: value if is_table(name) else value[index] for name, value in self.rows.items()}
         return replace(self, rows=rows, tokens=tokens)
 
-    def rollout_part(self, has_end: Tensor | None = None, *, with_routes: bool = True) -> ShardedExperience:
+    def rollout_part(self, has_end: Tensor | None = None, *, is_sampler: bool = True) -> ShardedExperience:
         """Keep what the rollout gave and nothing else: all that a model infers from.
 
         Args:
             has_end: bool [B], rows that get one more token, a loss token: the state before it is that after the
                 trajectory.
-            with_routes: False leaves out the experts that tokens were sampled with.
+            is_sampler: whether the model sampled the tokens; False leaves out what only that one reads.
         """
         names = (*ROW_FIELDS, *_OF_IMAGES)
         rows = {name: value for name, value in self.rows.items() if name.startswith("_") or name in names}
-        token_names = (*_KEPT_DTYPES, "supports", *(("routes",) if with_routes else ()))
+        inputs = [
+            column for column in registered() if column.is_model_input and (is_sampler or not column.is_of_sampler)
+        ]
+        token_names = (*TOKENS, *(column.fields[0] for column in inputs))
         tokens = {name: self.tokens[name] for name in token_names if name in self.tokens}
         if has_end is not None:
             rows["lengths"] = self.lengths + has_end
-            ends = {"loss_mask": True, "weight_versions": -1, "supports": EVERY_TOKEN[0], "routes": NATIVE}
             longer = set(has_end.nonzero()[:, 0].tolist())
-            tokens = {name: values.with_end(longer, ends.get(name, 0)) for name, values in tokens.items()}
+            ends = {name: True if name == "loss_mask" else _fill(name) for name in tokens}
+            tokens = {name: values.with_end(longer, ends[name]) for name, values in tokens.items()}
         return replace(self, rows=rows, tokens=tokens)
 
     def dense(self, rows: Tensor | Sequence[int] | None = None, device: torch.device = _CPU) -> Experience:
@@ -280,8 +253,8 @@ class ShardedExperience:
         """
         part = self if rows is None else self.select(rows)
         part._check_here(part.tokens)
-        names = [name for name in part.tokens if name != "supports"]
-        tensors = {**part._padded(names, device), **part._support_tensors()}
+        names = [name for name in part.tokens if not is_on_host(name)]
+        tensors = {**part._padded(names, device), **part._code_tensors()}
         if device != _CPU:
             read_on_host = [name for name in ("token_ids", "loss_mask", "gaps") if name in tensors]
             for name, value in part._padded(read_on_host, _CPU).items():
@@ -301,9 +274,8 @@ class ShardedExperience:
         if "image_rows" in rows:
             rows["image_rows"] = rows["image_rows"] - 1  # no image; `dense` leaves out the others
         tokens = {
-            name: TokenRows([np.full((2, *values.empty.shape[1:]), fill, values.empty.dtype)], values.empty)
+            name: TokenRows([np.full((2, *values.empty.shape[1:]), _fill(name), values.empty.dtype)], values.empty)
             for name, values in self.tokens.items()
-            for fill in [NATIVE if name == "routes" else 0]
         }
         return replace(self, rows=rows, tokens=tokens).dense(device=device)
 
@@ -313,17 +285,18 @@ class ShardedExperience:
         padded: dict[str, Tensor] = {}
         for name in names:
             flat = to_device(torch.from_numpy(self.tokens[name].flat()), device)
-            flat = flat.long() if _KEPT_DTYPES.get(name) == torch.int32 else flat
-            fill = flat.new_full((*is_token.shape, *flat.shape[1:]), _PADDING.get(name, 0))
+            flat = flat.long() if _kept_dtype(name) == torch.int32 else flat
+            fill = flat.new_full((*is_token.shape, *flat.shape[1:]), _fill(name))
             padded[name] = fill.masked_scatter_(is_token[(...,) + (None,) * (flat.dim() - 1)], flat)
         return padded
 
-    def _support_tensors(self) -> dict[str, Tensor]:
-        """Return the three fields of the supports."""
-        if "supports" not in self.tokens:
-            return {}
-        self._check_here(["supports"])
-        return support_fields([torch.from_numpy(codes) for codes in self.tokens["supports"].rows])
+    def _code_tensors(self) -> dict[str, Tensor]:
+        """Return the fields of columns of codes."""
+        tensors: dict[str, Tensor] = {}
+        for name in filter(is_on_host, self.tokens):
+            self._check_here([name])
+            tensors |= row_tensors(name, self.tokens[name].rows)
+        return tensors
 
     def _check_here(self, names: Collection[str]) -> None:
         for name in names:
@@ -340,7 +313,8 @@ class ShardedExperience:
     @property
     def table(self) -> dict[str, Tensor]:
         """Numbers of each row that all ranks need, [B]: the fields without tokens, and counts of its tokens."""
-        return {name: self.rows[name] for name in (*ROW_FIELDS, *COUNTS, *_FURTHER) if name in self.rows}
+        sizes = [sizes_name(name) for name in filter(is_on_host, self.tokens)]
+        return {name: self.rows[name] for name in (*ROW_FIELDS, *COUNTS, *sizes, _REPEATED) if name in self.rows}
 
     @property
     def token_dtypes(self) -> dict[str, str]:
@@ -349,8 +323,21 @@ class ShardedExperience:
         return {name: f"{shape}{dtype}" if shape else dtype for name, (shape, dtype) in kinds.items()}
 
 
-def _row_sizes(codes: TokenRows) -> Tensor:
-    return torch.tensor([len(values) for values in codes.rows])
+def sizes_name(field: str) -> str:
+    """The name, among the numbers of each row, of the bytes that its codes have in this field."""
+    return f"_{field}_bytes"
+
+
+def _fill(field: str) -> float:
+    """The value of a token that has none, such as the padding."""
+    column = column_of(field)
+    return 0 if column is None else column.fill
+
+
+def _kept_dtype(field: str) -> torch.dtype | None:
+    """The dtype of a declared field while it is kept and sent; None keeps that of its values."""
+    column = column_of(field)
+    return None if column is None else getattr(torch, column.dtype)
 
 
 def _counts(tokens: Mapping[str, TokenRows]) -> dict[str, Tensor]:

@@ -28,6 +28,11 @@ class TokenRows:
         self.empty = empty
 
     @classmethod
+    def of_rows(cls, rows: Sequence[Values]) -> TokenRows:
+        """Take the values of all rows, of which there is at least one."""
+        return cls(rows, rows[0][:0])
+
+    @classmethod
     def of_flat(cls, values: Values, lengths: Tensor, rows: Sequence[int] | None = None) -> TokenRows:
         """Split an array [N, ...], the values of `rows` or of all rows end to end."""
         rows = range(len(lengths)) if rows is None else rows

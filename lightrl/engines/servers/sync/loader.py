@@ -21,9 +21,9 @@ from lightrl.engines.servers.members import Members
 from lightrl.engines.servers.request_loop import RequestLoop
 from lightrl.engines.servers.server import ACTIVE, Server
 from lightrl.engines.servers.server_info import other_model
-from lightrl.engines.servers.sync.parameter_check import ParameterCheck
 from lightrl.engines.servers.sync.report import SyncFailed, SyncReport, SyncServers
 from lightrl.engines.servers.sync.server_sync import ServerSync
+from lightrl.engines.servers.sync.verification import ParameterCheck
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.errors import EngineError
 from lightrl.weights import Bucket, ServerForm, SharedFolder
@@ -77,7 +77,7 @@ class WeightLoader:
                 report = self.sync.load_from_thread(
                     self.home,
                     servers,
-                    self._checked(buckets, weight_version, servers),
+                    self._check(buckets, weight_version, servers),
                     weight_version=weight_version,
                     previous_version=previous if previous >= 0 else None,
                     report=SyncReport(weight_version, absent=absent),
@@ -143,7 +143,7 @@ class WeightLoader:
         closing.start()
         closing.join(self.timeouts.request_s)
 
-    def _checked(self, buckets: Iterable[Bucket], weight_version: int, servers: Sequence[Server]) -> Iterator[Bucket]:
+    def _check(self, buckets: Iterable[Bucket], weight_version: int, servers: Sequence[Server]) -> Iterator[Bucket]:
         """The buckets as servers take them, checked.
 
         Their digests are computed meanwhile, those of files that other ranks wrote from the files.

@@ -15,13 +15,15 @@ import contextlib
 import hmac
 import os
 import shutil
+import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
 
 from lightrl.concurrency.in_thread import in_thread
+from lightrl.concurrency.listener import BACKLOG, Listener
 from lightrl.engines.servers.addresses import TOKEN_VARIABLE
 from lightrl.weights.delta_folder import DeltaFolder, NotTheBase, Version, folder_in_memory
 
@@ -37,8 +39,10 @@ class Receiver:
         self.folder = folder
         self._token = token
         self._lock = asyncio.Lock()  # one change of the folder at a time
+        self._listener = Listener()
 
-    def app(self) -> web.Application:
+    async def serve(self, host: str, port: int) -> None:
+        """Serves until SIGINT or SIGTERM, which raise GracefulExit."""
         app = web.Application(client_max_size=_MAX_PART_BYTES, middlewares=[self._check_token])
         app.router.add_get("/ready", self._ready)
         app.router.add_post("/state", self._route(self._state))
@@ -46,19 +50,25 @@ class Receiver:
         app.router.add_post("/part", self._route(self._part))
         app.router.add_post("/finish", self._route(self._finish))
         app.router.add_post("/revert", self._route(self._revert))
-        app.cleanup_ctx.append(self._open)
-        return app
-
-    async def _open(self, app: web.Application) -> AsyncIterator[None]:
-        yield
-        self.folder.close()
+        runner = web.AppRunner(app, handle_signals=True, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        assert runner.server is not None
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with socket.create_server((host, port), family=family, backlog=BACKLOG) as opened:
+                await self._listener.accept(opened, runner.server)
+        finally:
+            await runner.cleanup()
+            self.folder.close()
 
     @web.middleware
     async def _check_token(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if request.path != "/ready" and not hmac.compare_digest(given.encode(), self._token.encode()):
+        if hmac.compare_digest(given.encode(), self._token.encode()):
+            self._listener.note_key(request)
+        elif request.path != "/ready":
             return web.json_response({"error": f"The token is missing or wrong; set {TOKEN_VARIABLE}."}, status=401)
         return await handler(request)
 
@@ -128,15 +138,8 @@ def main() -> None:
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, folder, ignore_errors=True)  # nobody can load what is left there
         receiver = Receiver(DeltaFolder(folder), token)
-        web.run_app(
-            receiver.app(),
-            host=options.host,
-            port=options.port,
-            reuse_address=True,
-            print=None,
-            access_log=None,
-            shutdown_timeout=1.0,
-        )
+        with contextlib.suppress(web.GracefulExit, KeyboardInterrupt):
+            asyncio.run(receiver.serve(options.host, options.port))
 
 
 if __name__ == "__main__":

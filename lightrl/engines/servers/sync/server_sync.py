@@ -83,7 +83,7 @@ class ServerSync:
         except WeightSyncError as error:
             is_settled = True
             if sync.has_old_weights and previous_version is not None:
-                report.versions |= dict.fromkeys(await _resumed(sync), previous_version)
+                report.versions |= dict.fromkeys(await _resume_servers(sync), previous_version)
             else:
                 await self._roll_back(sync, servers, report, previous_version, str(error))
             raise (SyncUndone if report.versions else SyncFailed)(
@@ -94,7 +94,7 @@ class ServerSync:
         finally:
             if not is_settled and sync.has_old_weights:
                 sync.timeout_s = _LAST_RESUME_S
-                await asyncio.shield(_resumed(sync))
+                await asyncio.shield(_resume_servers(sync))
         return report
 
     def load_from_thread(
@@ -138,27 +138,27 @@ class ServerSync:
     ) -> None:
         """Runs all steps; raises WeightSyncError when no server is left."""
         sync.check_some_left()
-        with _timed(report, "stage"):
-            async with self._canaries(sync, report), self._old_weights_checked(sync, report):
+        with _time_step(report, "stage"):
+            async with self._canaries(sync, report), self._check_all_old_weights(sync, report):
                 if buckets is not None:
                     await self.transport.stage(sync, buckets, report.weight_version)
                 elif not self.transport.holds(report.weight_version):
                     version = report.weight_version
                     raise WeightSyncError(f"the transport no longer holds weight version {version}; run another sync")
             sync.check_some_left()
-        with _timed(report, "pause"):
+        with _time_step(report, "pause"):
             if before_pause is not None:
                 await before_pause()
             await self._pause(sync)
             sync.check_some_left()
-        with _timed(report, "load"):
+        with _time_step(report, "load"):
             sync.has_old_weights = False
             report.num_bytes = await self._transfer(sync, buckets, report.weight_version)
-        with _timed(report, "verify"):
+        with _time_step(report, "verify"):
             if self.verify:
                 report.verified_by = await verify_servers(sync, report.weight_version, self.verifier)
                 sync.check_some_left()
-        with _timed(report, "resume"):
+        with _time_step(report, "resume"):
             report.versions = dict.fromkeys(await self._resume(sync), report.weight_version)
             sync.check_some_left()
 
@@ -175,7 +175,7 @@ class ServerSync:
                 report.canaries = await self.canary.settle(starting)
 
     @contextlib.asynccontextmanager
-    async def _old_weights_checked(self, sync: SyncServers, report: SyncReport) -> AsyncIterator[None]:
+    async def _check_all_old_weights(self, sync: SyncServers, report: SyncReport) -> AsyncIterator[None]:
         """Checks meanwhile that the servers still have what the last load gave them; the coming one repairs them."""
         checks: list[asyncio.Task[None]] = []
         version = report.previous_version
@@ -209,7 +209,7 @@ class ServerSync:
 
     async def _resume(self, sync: SyncServers) -> list[str]:
         await sync.ask(lambda server: server.resume_memory())
-        return await _resumed(sync)
+        return await _resume_servers(sync)
 
     async def _transfer(self, sync: SyncServers, buckets: AsyncIterator[Bucket] | None, weight_version: int) -> int:
         has_bracket: dict[Server, bool] = {}
@@ -253,7 +253,7 @@ class ServerSync:
                 report.rolled_back[url] = report.lost.pop(url)
 
 
-async def _resumed(sync: SyncServers) -> list[str]:
+async def _resume_servers(sync: SyncServers) -> list[str]:
     """Addresses of the servers that resumed."""
     resumed = await sync.ask(lambda server: server.client.resume(timeout_s=sync.timeout_s))
     return [server.url for server in resumed]
@@ -269,7 +269,7 @@ async def _begin(server: Server) -> bool:
 
 
 @contextlib.contextmanager
-def _timed(report: SyncReport, name: str) -> Iterator[None]:
+def _time_step(report: SyncReport, name: str) -> Iterator[None]:
     measured = span(name, "sync", "weight sync")
     try:
         with measured:

@@ -1,0 +1,241 @@
+"""Column: one thing that travels with tokens, and how it follows them; the columns of a run, registered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
+
+from lightrl.columns.token_array import DTYPES, TokenArray
+
+Values: TypeAlias = TokenArray[Any]  # of T tokens: a number each, `width` numbers each, or codes of unequal length
+Columns: TypeAlias = Mapping[str, Values]  # name of a column -> its values
+
+
+@dataclass(frozen=True)
+class Column:
+    """The declaration of a column; a subclass changes how its values follow the tokens.
+
+    Example, a float for each sampled token, 0 for those that were read:
+        register(Column("doubt", "f"))
+
+    Args:
+        name: of the column in a Completion and in a Trajectory.
+        code: the dtype, as TokenArray's.
+        fill: the number of a token that has no value: one that was read, or one of the padding.
+        as_runs: equal numbers are usual in neighboring tokens.
+        width: numbers of each token; None if the model decides.
+        field: its name in an Experience; None for `name`. There float64 becomes float32, and int32 int64.
+        is_hidden: neither user code nor reward workers get it.
+        is_model_input: models read it in a forward, not the loss alone.
+        is_of_sampler: of model inputs, only the policy that sampled the tokens reads it.
+        comes_with_reward: the reward sets it, which may be awaited after the tokens are on their ranks.
+    """
+
+    name: str
+    code: str
+    fill: float = 0
+    as_runs: bool = False
+    width: int | None = 1
+    field: str | None = None
+    is_hidden: bool = False
+    is_model_input: bool = False
+    is_of_sampler: bool = False
+    comes_with_reward: bool = False
+
+    is_coded: ClassVar[bool] = False  # the values are codes of unequal length, which stay in host memory
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Its fields in an Experience; for codes also where those of a row begin, and how many bytes they are."""
+        field = self.field or self.name
+        return (field, f"{field}_starts", f"{field}_sizes") if self.is_coded else (field,)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype, as numpy's, of the values on their way to a rank."""
+        return "float32" if self.code == "d" else DTYPES[self.code]
+
+    def array(self, values: Iterable[Any]) -> Values:
+        """The values as a TokenArray of this column's dtype; raises ValueError if a number does not fit it."""
+        if isinstance(values, TokenArray) and values.code == self.code:
+            return values
+        try:
+            return TokenArray(values, self.code, as_runs=self.as_runs)
+        except (TypeError, OverflowError) as error:
+            dtype = DTYPES[self.code]
+            raise ValueError(f"{self.name} must be numbers of type {dtype}, one for each token: {error}.") from error
+
+    def problem(self, values: Values, num_tokens: int) -> str | None:
+        """Why these cannot be the values of a trajectory's tokens, to follow "A trajectory"; None if they can."""
+        if self.width is None:
+            if num_tokens == 0 or len(values) % num_tokens == 0:
+                return None
+            return (
+                f"has {len(values)} bytes of {self.name} for {num_tokens} token_ids; each token needs equally many. "
+                "Join those of its completions with lightrl.columns.extended."
+            )
+        if len(values) == self.width * num_tokens:
+            return None
+        each = "one entry" if self.width == 1 else f"{self.width} entries"
+        return (
+            f"needs {each} of {self.name} for each of its {num_tokens} token_ids, got {len(values)}. Fix the workflow "
+            "or the reward."
+        )
+
+    def requirement(self, sampling: Any) -> str | None:
+        """Why an engine must return it for this Sampling; None if it need not."""
+        return None
+
+    def joined(self, parts: Sequence[tuple[Values | None, int]]) -> Values | None:
+        """The values of parts of a trajectory, end to end; None if none has some.
+
+        Args:
+            parts: the values of each part, None for tokens without a value; and the number of its tokens.
+        """
+        widths = [self._width(values, num) for values, num in parts if values is not None]
+        if not widths:
+            return None
+        arrays = [self.filled(num, max(widths)) if values is None else values for values, num in parts]
+        return TokenArray.joined(arrays, self.code, as_runs=self.as_runs)
+
+    def extended(self, before: Values | None, num_before: int, new: Values | None, num_new: int) -> Values | None:
+        """The values of a conversation after a completion, or after tokens that were read.
+
+        `before` is the conversation's, `new` as an engine returns it with a completion; None for no values.
+        """
+        return self.joined([(before, num_before), (new, num_new)])
+
+    def of_completion(self, values: Values, num_prompt: int, num_tokens: int) -> Values:
+        """The inverse of `extended`: what a completion has of the values of prompt and completion together."""
+        return self.cut(values, num_tokens, [(num_prompt, num_tokens)])
+
+    def cut(self, values: Values, num_tokens: int, spans: Sequence[tuple[int, int]]) -> Values:
+        """The values of the tokens in these spans, from start to end each, end to end."""
+        if list(spans) == [(0, num_tokens)]:
+            return values
+        edges = iter(self._indices(values, num_tokens, [token for span in spans for token in span]))
+        parts = [values[start:end] for start, end in zip(edges, edges, strict=True)]
+        return parts[0] if len(parts) == 1 else TokenArray.joined(parts, self.code, as_runs=self.as_runs)
+
+    def filled(self, num_tokens: int, width: int = 1) -> Values:
+        """The values of tokens that have none."""
+        return TokenArray.of_runs([(self.fill, num_tokens * width)], self.code)
+
+    def rows(self, trajectories: Sequence[Any]) -> list[Any] | None:
+        """Numpy arrays of these Trajectories: [T], [T, width], or bytes of codes; None if none of them has the column.
+
+        Raises:
+            ValueError: if they have values of different widths, which are of different models.
+        """
+        values = [item.columns.get(self.name) for item in trajectories]
+        pairs = zip(values, trajectories, strict=True)
+        widths = {self._width(each, len(item.token_ids)) for each, item in pairs if each is not None}
+        if len(widths) > 1:
+            raise ValueError(
+                f"Trajectories have {self.name} of {sorted(widths)} bytes for each token. All must be of one model: "
+                "let the engine serve the trainer's."
+            )
+        if not widths:
+            return None
+        (width,) = widths
+        pairs = zip(values, trajectories, strict=True)
+        whole = [self._default(item, width) if each is None else self.array(each) for each, item in pairs]
+        numbers = [each.numpy().astype(self.dtype, copy=False) for each in whole]
+        return numbers if self.is_coded or self.width == 1 else [each.reshape(-1, width) for each in numbers]
+
+    def _default(self, trajectory: Any, width: int) -> Values:
+        """The values of a trajectory without the column, beside others that have it."""
+        return self.filled(len(trajectory.token_ids), width)
+
+    def _width(self, values: Values, num_tokens: int) -> int:
+        if self.width is not None:
+            return self.width
+        return len(values) // num_tokens if num_tokens else 0
+
+    def _indices(self, values: Values, num_tokens: int, tokens: Sequence[int]) -> list[int]:
+        """Where the values of these tokens begin; `num_tokens` stands for the end."""
+        width = self._width(values, num_tokens)
+        return [token * width for token in tokens]
+
+
+# What every trajectory has of each token, in fields of its own.
+TOKENS = {
+    column.name: column
+    for column in (
+        Column("token_ids", "i"),
+        Column("loss_mask", "?", as_runs=True),
+        Column("behavior_logprobs", "f"),
+        Column("weight_versions", "i", fill=-1, as_runs=True),
+    )
+}
+_columns: dict[str, Column] = {}
+_by_field = dict(TOKENS)
+
+
+def register(column: Column) -> None:
+    """Declare a column: from now on completions may have it, and it goes with their tokens to the loss.
+
+    Each process that handles trajectories must do so; workflow workers get the declarations of rank 0.
+
+    Raises:
+        ValueError: if another column has this name, or one of these fields.
+    """
+    for name in {column.name, *column.fields}:
+        taken = _columns.get(name) or _by_field.get(name)
+        if taken is not None and taken != column:
+            raise ValueError(f"A column named {name!r} is registered already: {taken}. Choose another name.")
+    _columns[column.name] = column
+    _by_field.update(dict.fromkeys(column.fields, column))
+
+
+def registered() -> tuple[Column, ...]:
+    """All columns but those of TOKENS, in the order of their registration."""
+    return tuple(_columns.values())
+
+
+def column_named(name: str) -> Column:
+    """The column of this name; raises ValueError if none is registered."""
+    if name not in _columns:
+        raise ValueError(f"No column {name!r} is registered, only {[*_columns]}. Call lightrl.columns.register first.")
+    return _columns[name]
+
+
+def column_of(field: str) -> Column | None:
+    """The column that has this field of an Experience; None if it is none's."""
+    return _by_field.get(field)
+
+
+def as_columns(values: Mapping[str, Iterable[Any] | None]) -> dict[str, Values]:
+    """Values of columns as TokenArrays, without those that are None.
+
+    Raises:
+        ValueError: if a number does not fit, or for lists of a column that is not registered here.
+    """
+    return {
+        name: numbers if isinstance(numbers, TokenArray) and name not in _columns else column_named(name).array(numbers)
+        for name, numbers in values.items()
+        if numbers is not None
+    }
+
+
+def extended(before: Columns, num_before: int, new: Columns, num_new: int) -> dict[str, Values]:
+    """The columns of a conversation after a completion that has the columns `new`, or, with {}, after tokens it reads.
+
+    Example, in a workflow of one completion:
+        Trajectory(..., columns=extended({}, len(prompt.token_ids), completion.columns, len(completion.token_ids)))
+    """
+    names = dict.fromkeys([*before, *new])
+    made = {name: column_named(name).extended(before.get(name), num_before, new.get(name), num_new) for name in names}
+    return as_columns(made)
+
+
+def joined(left: Columns, num_left: int, right: Columns, num_right: int) -> dict[str, Values]:
+    """The columns of two parts of a trajectory, end to end; each has values for all of its tokens."""
+    parts = {name: [(left.get(name), num_left), (right.get(name), num_right)] for name in [*left, *right]}
+    return as_columns({name: column_named(name).joined(part) for name, part in parts.items()})
+
+
+def cut(columns: Columns, num_tokens: int, start: int, end: int) -> dict[str, Values]:
+    """The columns of a trajectory's tokens from `start` to `end`."""
+    return {name: column_named(name).cut(values, num_tokens, [(start, end)]) for name, values in columns.items()}

@@ -1,0 +1,22 @@
+"""The column `rewards`: rewards per token, whose sum is the trajectory's reward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightrl.columns.column import Column, Values
+
+
+@dataclass(frozen=True)
+class _Rewards(Column):
+    def _default(self, trajectory: Any, width: int) -> Values:
+        """The reward on the last loss token."""
+        spread = [0.0] * len(trajectory.token_ids)
+        last = max((index for index, trains in enumerate(trajectory.loss_mask) if trains), default=None)
+        if last is not None:
+            spread[last] = float(trajectory.reward or 0.0)
+        return self.array(spread)
+
+
+REWARDS = _Rewards("rewards", "d", as_runs=True, field="token_rewards", comes_with_reward=True)

@@ -1,0 +1,48 @@
+"""The column `routes`: the experts that each token was sampled with (models/routes.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightrl.columns.column import Column, Values
+from lightrl.columns.token_array import TokenArray
+from lightrl.errors import EngineError
+
+NATIVE = 255  # each byte of the routes of a token that are not known
+
+
+@dataclass(frozen=True)
+class _Routes(Column):
+    """A completion has the routes of its prompt too, but none of its last token, which nothing has read yet."""
+
+    def extended(self, before: Values | None, num_before: int, new: Values | None, num_new: int) -> Values | None:
+        """Of a token that was computed again, the new routes, where they are known.
+
+        Raises:
+            EngineError: if a completion has routes of another number of tokens.
+        """
+        if new is None:
+            return super().extended(before, num_before, None, num_new)
+        import numpy as np
+
+        num_rows = num_before + num_new - 1
+        if num_rows < 1 or len(new) % num_rows:
+            raise EngineError(
+                f"The engine returned {len(new)} bytes of routes for a prompt of {num_before} tokens and "
+                f"{num_new} of a completion. Each token but the last needs equally many."
+            )
+        rows = new.numpy().reshape(num_rows, -1)
+        rows = np.concatenate([rows, np.full_like(rows[:1], NATIVE)])
+        if before is not None:
+            old = before.numpy().reshape(num_before, -1)
+            is_known = (rows[:num_before] != NATIVE).any(1, keepdims=True)
+            rows[:num_before] = np.where(is_known, rows[:num_before], old)
+        return TokenArray.of_stored(rows.tobytes(), b"", self.code)
+
+    def of_completion(self, values: Values, num_prompt: int, num_tokens: int) -> Values:
+        return self.cut(values, num_tokens, [(0, num_tokens - 1)])
+
+
+ROUTES = _Routes(
+    "routes", "B", fill=NATIVE, width=None, is_hidden=True, is_model_input=True, is_of_sampler=True
+)  # fmt: skip

@@ -1,0 +1,60 @@
+"""Listener: accepts the connections of a server, so that anybody without its key takes neither files nor time."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+BACKLOG = 1024  # connections that many clients open at once
+_HEADERS_S = 30.0  # within which a connection must send a request with a key
+UNDER_PRESSURE_S = 1.0  # the same while more connections wait
+
+
+class Listener:
+    """Accepts connections with at most an eighth of this process's files, or three quarters with a key.
+
+    Others wait in the kernel's queue: anything that reaches the port can connect, and send nothing.
+    """
+
+    def __init__(self) -> None:
+        self._keyless: dict[asyncio.WriteTransport, float] = {}  # connection without a key so far → since when
+
+    def note_key(self, request: web.Request) -> None:
+        """Keeps the connection of a request that has the key."""
+        if request.transport is not None:
+            self._keyless.pop(request.transport, None)
+
+    async def accept(self, opened: socket.socket, server: web.Server) -> None:
+        """Hands the connections of this listening socket to the server, until it is cancelled."""
+        loop, num_files = asyncio.get_running_loop(), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        num_files = 2**16 if num_files == resource.RLIM_INFINITY else num_files
+        opened.setblocking(False)
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(opened)
+            except OSError:  # it is gone, or others have all files
+                await asyncio.sleep(UNDER_PRESSURE_S)
+                continue
+            try:
+                while len(self._keyless) >= num_files // 8 or len(server.connections) >= num_files * 3 // 4:
+                    self._close_keyless(UNDER_PRESSURE_S)
+                    await asyncio.sleep(UNDER_PRESSURE_S / 10)
+                transport, _ = await loop.connect_accepted_socket(server, connection)
+            except BaseException:  # re-raised, such as the end of the server
+                connection.close()
+                raise
+            self._keyless[transport] = loop.time()
+            loop.call_later(_HEADERS_S, self._close_keyless, _HEADERS_S)
+
+    def _close_keyless(self, age_s: float) -> None:
+        """Closes the connections that have sent no key for so long."""
+        now = asyncio.get_running_loop().time()
+        for transport, since in list(self._keyless.items()):
+            if transport.is_closing() or now - since >= age_s:
+                transport.abort()
+                del self._keyless[transport]
