@@ -71,8 +71,12 @@ class RolloutEngine(ABC):
     can_drop_replicas: ClassVar[bool] = False
     probe_every_n_loads: int = 0  # how often WeightSync compares `score` with the trainer; 0: it cannot score
     parameter_names: ClassVar[Literal["module", "checkpoint"]] = "module"  # whose names `load_weights` gets
-    record_routes: bool | None = False  # return which experts each token took; None: where the model has any
     should_verify: bool = True  # set before `start`; see `WeightSync.verify`
+
+    @property
+    def records_columns(self) -> bool:
+        """Whether completions may have columns that the trainer replays, such as the experts of each token."""
+        return False
 
     @property
     def is_colocated(self) -> bool:

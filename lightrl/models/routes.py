@@ -92,15 +92,16 @@ class RouteLayout:
         return torch.stack([torch.bincount(each[each >= 0], minlength=self.num_experts) for each in ids])
 
 
-class RecordsRoutes(Protocol):
-    """The setting of an engine."""
+class RecordsColumns(Protocol):
+    """What `check_compiled` needs of an engine."""
 
-    record_routes: bool | None
+    @property
+    def records_columns(self) -> bool: ...
 
 
-def check_compiled(engine: RecordsRoutes, config: PretrainedConfig) -> None:
+def check_compiled(engine: RecordsColumns, config: PretrainedConfig) -> None:
     """Raise ValueError if compiled layers of this model would have to replay the experts of the engine."""
-    if engine.record_routes is not False and RouteLayout.of(config) is not None:
+    if engine.records_columns and RouteLayout.of(config) is not None:
         raise ValueError(NOT_COMPILED)
 
 

@@ -216,6 +216,10 @@ class LocalEngine(RolloutEngine):
                 log.warning("LocalEngine decodes on the CPU: its sampler needs float64, which %s lacks.", first.type)
         return self.device
 
+    @property
+    def records_columns(self) -> bool:
+        return self.record_routes is not False
+
     def place(self, trainer_devices: Sequence[torch.device]) -> str:
         self.trainer_devices = trainer_devices
         return f"on {self.choose_device()}"

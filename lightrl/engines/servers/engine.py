@@ -217,6 +217,10 @@ class ServerEngine(RolloutEngine):
         )
 
     @property
+    def records_columns(self) -> bool:
+        return self.record_routes is not False
+
+    @property
     def is_colocated(self) -> bool:
         return self.placement == "colocated"
 
