@@ -68,7 +68,11 @@ def main() -> None:
         settings = {"max_steps": WARM + 1, "val_check_interval": 1000, "num_sanity_val_steps": 0}
         arguments = [f"--trainer.{name}={value}" for name, value in settings.items()]
         config = str(REPOSITORY / "examples/quickstart/grpo.yaml")
-        run(["fit", "--config", config, f"--trainer.default_root_dir={folder}", *arguments])
+        code = run(["fit", "--config", config, f"--trainer.default_root_dir={folder}", *arguments])
+    sys.setprofile(None)
+    threading.setprofile(None)
+    if code:
+        sys.exit(code)
     report(tracer.entered)
 
 

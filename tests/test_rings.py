@@ -19,7 +19,7 @@ BACK_DOORS = [  # none may come, all are to go
     "engines/local/local_engine.py -> compiled kernels",
 ]
 MAX_CIRCLES = 3
-MAX_ENTERED = (5950, 860, 92)  # lines, functions and files of a warm iteration, of which some depend on threads
+MAX_ENTERED = (5960, 885, 98)  # lines, functions and files of a warm iteration, of which some depend on threads
 
 
 def test_the_core_does_not_grow():

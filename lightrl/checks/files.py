@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 # In errors without an errno: of safetensors, and of torch's zip writer, which finds too few bytes written.
@@ -164,23 +164,25 @@ def _swap(left: Path, right: Path) -> bool:
     return False
 
 
-def write_sums(folder: Path) -> None:
-    """Writes the sums of all files of a folder."""
-    names = sorted(path.name for path in folder.iterdir())
+def write_sums(folder: Path, names: Iterable[str] | None = None) -> None:
+    """Writes the sums of these files of a folder; None means all of them."""
+    chosen = sorted(path.name for path in folder.iterdir()) if names is None else names
     with (folder / SUMS_FILE).open("w", encoding="utf-8", errors="surrogateescape") as file:
-        file.writelines(f"{_sum_of(folder / name)}  {name}\n" for name in names)
+        file.writelines(f"{_sum_of(folder / name)}  {name}\n" for name in chosen)
         file.flush()
         os.fsync(file.fileno())
 
 
-def check_sums(folder: Path, fix: str) -> None:
+def check_sums(folder: Path, fix: str, *, needed: Iterable[str] = ()) -> None:
     """Raises ValueError, ending with `fix`, if a file is missing or its bytes do not match its sum.
 
-    Weights next to files that have a sum must have one too.
+    One of `needed` must have a sum, and so must weights next to files that have one.
     """
     sums = folder / SUMS_FILE
     lines = sums.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if sums.is_file() else []
     sum_by_name = {name: expected_sum for expected_sum, _, name in (line.partition("  ") for line in lines)}
+    for name in sorted(set(needed) - sum_by_name.keys()):
+        raise ValueError(f"{str(sums)!r} is missing, or lacks {name}. {fix}")
     for file in sorted(folder.glob("*.safetensors")) if lines else []:
         if file.name not in sum_by_name:
             raise ValueError(f"{str(file)!r} is not in {SUMS_FILE}, so another save left it. Remove one of the two.")

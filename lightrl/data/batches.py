@@ -111,7 +111,8 @@ def batches_in_order(
 
     The last batch of each source may be smaller.
     """
-    sizes = prompts.size_by_set
+    has_sets = len(prompts.parts) > 1
+    sizes = {part.source.label if has_sets else None: part.num_rows or 0 for part in prompts.parts}
     batches = [
         (slice(start, min(start + batch_size, end)), name)
         for (name, size), end in zip(sizes.items(), itertools.accumulate(sizes.values()), strict=True)

@@ -92,12 +92,6 @@ class RowPrompts(Sequence["Prompt | None"]):
         sizes = [part.num_rows for part in self.parts]
         return MixtureOrder(sizes, weights, seed=self.seed, shuffle=self.shuffle)
 
-    @property
-    def size_by_set(self) -> dict[str | None, int]:
-        """Rows of each source, by label; None is the label of a single one."""
-        labels = [part.source.label for part in self.parts] if len(self.parts) > 1 else [None]
-        return {label: part.num_rows or 0 for label, part in zip(labels, self.parts, strict=False)}
-
     def many(self, positions: Iterable[int]) -> list[Made]:
         """The prompts at some positions of the run, which is faster than one by one."""
 
@@ -109,13 +103,13 @@ class RowPrompts(Sequence["Prompt | None"]):
 
     def one_pass(self) -> Iterator[list[Made]]:
         """The prompts of all rows, in the order of the data, some at a time."""
-        keys = self._keys()
+        keys = self.row_keys()
         while block := list(itertools.islice(keys, ROWS_AT_ONCE)):
             yield self._make(block, lambda key: self.parts[key[0]].locate(key[1]))
 
     def first(self, num: int) -> list[Prompt | None]:
         """The prompts of the first rows; raises ValueError for a bad row."""
-        keys = itertools.islice(self._keys(), num)
+        keys = itertools.islice(self.row_keys(), num)
         return without_errors(self._make(keys, lambda key: self.parts[key[0]].locate(key[1])))
 
     def check(self) -> RowPrompts:
@@ -129,7 +123,7 @@ class RowPrompts(Sequence["Prompt | None"]):
         checked = CheckedRows([], [], "")
         content = hashlib.blake2b(digest_size=6)
         prompts = (prompt for made in self.one_pass() for prompt in without_errors(made))
-        for prompt, key in zip(prompts, self._keys(), strict=True):
+        for prompt, key in zip(prompts, self.row_keys(), strict=True):
             if prompt is None:
                 continue
             keys.append(key)
@@ -138,10 +132,6 @@ class RowPrompts(Sequence["Prompt | None"]):
             checked.num_tokens.append(prompt.num_tokens)
             content.update(f"{prompt.id} {prompt.token_ids or prompt.messages}\n".encode())
         return replace(self.only(keys), ids=ids, checked=checked._replace(digest=content.hexdigest()))
-
-    def sample(self, num: int) -> RowPrompts:
-        """About so many rows, evenly spread."""
-        return self.only(list(itertools.islice(self._keys(), 0, None, -(-len(self) // num))))
 
     def only(self, keys: Sequence[tuple[int, Any]]) -> RowPrompts:
         """The prompts of rows by the number of their source and their key, in the order of the data."""
@@ -164,7 +154,7 @@ class RowPrompts(Sequence["Prompt | None"]):
             if str(number) in state:
                 part.load_state_dict(state[str(number)])
 
-    def _keys(self) -> Iterator[tuple[int, Any]]:
+    def row_keys(self) -> Iterator[tuple[int, Any]]:
         """The source's number and the row's key of every row, in the order of the data."""
         return ((number, key) for number, part in enumerate(self.parts) for key in part.row_keys())
 
@@ -253,7 +243,10 @@ class PromptStream:
         if self.num_prompts is None:
             parts = ", ".join(str(part) for part in prompts.parts if part.num_rows is None)
             return f"{parts}; {prompts.order}"
-        checked = prompts.checked or prompts.sample(FINGERPRINT_PROMPTS).check().checked
+        checked = prompts.checked
+        if checked is None:
+            step = -(-self.num_prompts // FINGERPRINT_PROMPTS)
+            checked = prompts.only(list(itertools.islice(prompts.row_keys(), 0, None, step))).check().checked
         assert checked is not None
         return f"{self.num_prompts} prompts {prompts.order}, content {checked.digest}"
 

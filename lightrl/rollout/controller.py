@@ -282,10 +282,7 @@ class RolloutController:
                 batch = self._scheduler.take(weight_version)
                 self._stragglers.count(len(batch.waits_for) if self._scheduler.is_held_back else 0)
                 if batch.group_ids is not None:
-                    for group_id in [one for one in batch.gives_up if one in self._running]:
-                        seed_name, task = self._running.pop(group_id)
-                        self._runner.end_group(seed_name)
-                        abandon([task])
+                    self._give_up(batch.gives_up)
                     if batch.gives_up:
                         self._tasks.spawn(self._start_admissible())
                     return list(self._scheduler.taken)
@@ -412,6 +409,14 @@ class RolloutController:
             self._runner.end_group(running.seed_name)
             self._tasks.changed.set()
             self._tasks.spawn(self._start_admissible())
+
+    def _give_up(self, group_ids: Iterable[int]) -> None:
+        """Cancels what still runs of these groups."""
+        for group_id in group_ids:
+            if group_id in self._running:
+                seed_name, task = self._running.pop(group_id)
+                self._runner.end_group(seed_name)
+                abandon([task])
 
     async def _evaluate(
         self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, wait: Wait

@@ -22,10 +22,10 @@ def saved(value):
     return lambda: torch.save(value, "a.ckpt")
 
 
-def folder(meta=b"", index=b""):
+def folder(meta=b"", metadata=b""):
     def make():
         Path("a.ckpt").mkdir()
-        for name, content in (("meta.pt", meta), ("index.zip", index)):
+        for name, content in (("meta.pt", meta), (".metadata", metadata)):
             if content is not None:
                 (Path("a.ckpt") / name).write_bytes(content)
 
@@ -56,10 +56,10 @@ CHECKPOINTS = [
     row("checkpoint: a pickle that names a function", written(pickle.dumps(print, protocol=2)), NONE),
     row("checkpoint: a list", saved([1]), NONE, "set model.policy"),
     row("checkpoint: weights alone", saved({"policy.weight": torch.ones(3)}), NONE, "set model.policy"),
-    row("checkpoint: an empty folder", folder(None, None), "a.ckpt lacks meta.pt or index.zip"),
+    row("checkpoint: an empty folder", folder(None, None), "a.ckpt lacks meta.pt or .metadata"),
     row("checkpoint: a folder with an empty meta.pt", folder(b"", b""), "'a.ckpt/meta.pt' is not a checkpoint of"),
     row("checkpoint: a folder of another program", folder_with({"step": 1}), "a.ckpt/meta.pt' is not a checkpoint of a"),
-    row("checkpoint: a folder without index.zip", folder(b"", None), "a.ckpt lacks meta.pt or index.zip"),
+    row("checkpoint: a folder without .metadata", folder(b"", None), "a.ckpt lacks meta.pt or .metadata"),
     row("checkpoint: a link to nothing", link, "Checkpoint file not found: a.ckpt"),
 ]  # fmt: skip
 

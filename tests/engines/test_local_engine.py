@@ -169,6 +169,18 @@ def test_engine_weights_equal_the_trainers_and_are_copies(case: EngineCase) -> N
         assert torch.equal(weight, before[name]), name
 
 
+def test_a_default_dtype_that_lightning_sets_during_a_forward_pass_changes_nothing(case: EngineCase) -> None:
+    sampling = Sampling(max_new_tokens=20, temperature=0.7, seed=1)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        case.load(0)
+        (completion,) = run(case.generate([1, 2], sampling))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    expected = recomputed_logprobs(case.models[0], [1, 2], completion.token_ids, sampling)
+    assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=1e-4)
+
+
 def test_weights_that_are_read_during_a_generation_leave_its_tokens_alone(case: EngineCase) -> None:
     case.load(0)
     sampling = Sampling(max_new_tokens=200, seed=1)

@@ -383,7 +383,7 @@ def test_a_prompt_that_cannot_be_read_ends_the_run_and_is_not_lost(make: Make) -
     iterate(controller, 0)
     with pytest.raises(RolloutError, match=r"Prompt 3 .*disk"):
         controller.take(1)
-    assert controller.state_dict()["next_position"] == 3
+    assert controller.state_dict()["next_position"] == 2
 
 
 def test_an_engine_whose_pause_fails_ends_the_run(make: Make) -> None:

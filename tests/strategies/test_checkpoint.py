@@ -195,7 +195,7 @@ def saved_both_ways(place: Path) -> dict[str, Path]:
         copies=False,  # type: ignore[arg-type]
     )
     BackgroundWrites().run(folder, write)
-    parts = {name: folder / name for name in ("__0_0.distcp", "meta.pt", "index.zip")}
+    parts = {name: folder / name for name in ("__0_0.distcp", "meta.pt", ".metadata")}
     return {"a file": place / "one.ckpt", **parts}
 
 
@@ -232,7 +232,7 @@ Damage = Callable[[bytes, int, int, random.Random], bytes]
 
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("damage", [flipped, zeroed, overwritten, cut])
-@pytest.mark.parametrize("what", ["a file", "__0_0.distcp", "meta.pt", "index.zip"])
+@pytest.mark.parametrize("what", ["a file", "__0_0.distcp", "meta.pt", ".metadata"])
 def test_damaged_bytes_are_refused_with_the_files_name(what: str, damage: Damage, tmp_path: Path) -> None:
     file = saved_both_ways(tmp_path)[what]
     checkpoint = file if what == "a file" else file.parent
@@ -269,12 +269,14 @@ def test_one_bit_of_a_weight_is_refused_with_its_record(what: str, record: str, 
 
 
 @pytest.mark.usefixtures("world_of_one")
-@pytest.mark.parametrize("what", ["__0_0.distcp", "meta.pt", "index.zip", "__1_0.distcp", "renamed"])
+@pytest.mark.parametrize("what", ["__0_0.distcp", "meta.pt", ".metadata", "sha256sums.txt", "__1_0.distcp", "renamed"])
 def test_a_folder_mixed_from_two_saves_is_refused_with_the_files_name(what: str, tmp_path: Path) -> None:
     newer, older = (saved_both_ways(tmp_path / name)["meta.pt"].parent for name in ("newer", "older"))
     assert "save_id" not in AtomicCheckpointIO().load_checkpoint(newer)
     culprit = newer / what
-    if what == "renamed":
+    if what == "sha256sums.txt":
+        culprit.unlink()
+    elif what == "renamed":
         culprit = newer / "__1_0.distcp"
         culprit.write_bytes((newer / "__0_0.distcp").read_bytes())
     else:

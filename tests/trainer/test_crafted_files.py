@@ -3,9 +3,9 @@
 import importlib
 import json
 import os
+import pickle
 import sys
 import warnings
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer, train
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.commands.export import export_checkpoint
 from lightrl.commands.main import main
 from lightrl.models import LoRA, ModelSpec
 from lightrl.strategies import AtomicCheckpointIO, read_tensors
-from lightrl.strategies.checkpoints.atomic_write import Progress
-from lightrl.strategies.checkpoints.folder import PartWriter
-from lightrl.strategies.checkpoints.safe_reader import SafeReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -52,9 +51,16 @@ def as_folder(file: Path, folder: Path, **values: Any) -> Path:
     state = {"state_dict": rest.pop("state_dict"), "optimizer_0": values or {"lr": 1.0}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        writer = PartWriter(folder, "one save", Progress())
-        dcp.state_dict_saver.save(state, storage_writer=writer, no_dist=True)
-    torch.save({**rest, "save_id": "one save"}, folder / "meta.pt")
+        dcp.state_dict_saver.save(state, checkpoint_id=folder, no_dist=True)
+    torch.save(rest, folder / "meta.pt")
+    return folder
+
+
+def with_crafted_metadata(file: Path, folder: Path, marker: Path) -> Path:
+    as_folder(file, folder)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data["more"] = Runs(marker)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     return folder
 
 
@@ -64,7 +70,7 @@ def with_crafted_value(file: Path, folder: Path, marker: Path) -> Path:
 
 def with_crafted_rest(file: Path, folder: Path, marker: Path) -> Path:
     as_folder(file, folder)
-    torch.save({**torch.load(file, weights_only=True), "save_id": "one save", "more": Runs(marker)}, folder / "meta.pt")
+    torch.save({**torch.load(file, weights_only=True), "more": Runs(marker)}, folder / "meta.pt")
     return folder
 
 
@@ -75,11 +81,12 @@ def crafted_file(file: Path, folder: Path, marker: Path) -> Path:
 
 
 def load_value_as_torch_does(folder: Path) -> None:
-    dcp.state_dict_loader.load({"optimizer_0": {"lr": None}}, storage_reader=SafeReader(folder), no_dist=True)
+    dcp.state_dict_loader.load({"optimizer_0": {"lr": None}}, checkpoint_id=folder, no_dist=True)
 
 
 Crafter = Callable[[Path, Path, Path], Path]
 PICKLES: dict[str, tuple[Crafter, Callable[[Path], Any]]] = {
+    ".metadata": (with_crafted_metadata, lambda path: FileSystemReader(path).read_metadata()),
     "a value beside the weights": (with_crafted_value, load_value_as_torch_does),
     "meta.pt": (with_crafted_rest, lambda path: torch.load(path / "meta.pt", weights_only=False)),
     "a file": (crafted_file, lambda path: torch.load(path, weights_only=False)),
@@ -111,39 +118,33 @@ def test_a_crafted_pickle_runs_with_the_stock_loader_and_not_with_ours(name, loa
     assert marker.exists()
 
 
-def write_index(folder: Path, content: bytes) -> None:
-    with zipfile.ZipFile(folder / "index.zip", "w") as records:
-        records.writestr("index.json", content)
-
-
 @pytest.mark.bad_input
-def test_an_index_does_not_lead_out_of_the_folder(file: Path, tmp_path: Path) -> None:
+def test_metadata_can_neither_change_a_class_nor_lead_out_of_the_folder(file: Path, tmp_path: Path) -> None:
     folder = as_folder(file, tmp_path / "crafted")
+    honest = (folder / ".metadata").read_bytes()
     assert read_tensors(folder, "state_dict.").keys() == torch.load(file, weights_only=True)["state_dict"].keys()
-    honest = zipfile.ZipFile(folder / "index.zip").read("index.json")
-    write_index(folder, honest.replace(b"__0_0.distcp", b"../run.ckpt"))
+
+    # Opcodes: the class itself, then the two halves of a state (None, {"version": 1}), then BUILD.
+    module = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    (folder / ".metadata").write_bytes(module + b"(N(S'version'\nI1\ndtb.")
+    with pytest.raises(ValueError, match="changes the class Metadata"):
+        read_tensors(folder, "state_dict.")
+    assert Metadata.version is None
+
+    metadata = pickle.loads(honest)
+    for place in metadata.storage_data.values():
+        place.relative_path = "../run.ckpt"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match=r"names the file '\.\./run\.ckpt', which is not in the folder"):
         read_tensors(folder, "state_dict.")
 
 
-EMPTY = {"save_id": "one save", "tensors": {}, "values": {}}
-INDICES = [
-    1,
-    [],
-    {},
-    {**EMPTY, "values": {"a": ["../a", 0]}},
-    {**EMPTY, "tensors": {"a": ["load", [1], []]}},
-    {**EMPTY, "tensors": {"a": ["float32", ["1"], []]}},
-    {**EMPTY, "tensors": {"a": ["float32", [1], [[[0], [1], ["a"], 0, 8]]]}},
-]
-
-
 @pytest.mark.bad_input
-@pytest.mark.parametrize("content", [b"", b"[" * 99999, *(json.dumps(index).encode() for index in INDICES)])
-def test_a_damaged_index_is_one_error(content: bytes, file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"", b"\x80", b"garbage", pickle.dumps(1), pickle.dumps([[]] * 3), b"(" * 99999])
+def test_damaged_metadata_is_one_error(content: bytes, file: Path, tmp_path: Path) -> None:
     folder = as_folder(file, tmp_path / "damaged")
-    write_index(folder, content)
-    with pytest.raises(ValueError, match=r"index\.zip' is not a checkpoint of lightrl, or it is damaged"):
+    (folder / ".metadata").write_bytes(content)
+    with pytest.raises(ValueError, match=r"\.metadata' is not what torch.distributed.checkpoint writes"):
         AtomicCheckpointIO().load_checkpoint(folder)
 
 

@@ -122,7 +122,7 @@ def test_a_half_written_folder_is_no_checkpoint(two: dict[str, Any], folder: Pat
     saved = folder / "two ranks" / "step=2.ckpt"
     (tmp_path / "half.ckpt").mkdir()
     (tmp_path / "half.ckpt" / "meta.pt").write_bytes((saved / "meta.pt").read_bytes())
-    with pytest.raises(ValueError, match=r"lacks meta\.pt or index\.zip"):
+    with pytest.raises(ValueError, match=r"lacks meta\.pt or \.metadata"):
         train(tmp_path, "one", ckpt_path=tmp_path / "half.ckpt")
 
 

@@ -74,7 +74,7 @@ class FusedLinear:
         """Reads what a view of the weight shows; of a packed one it may be a copy."""
         if self._kernels is None or self._packed is None or self._is_plain_kept:
             return view
-        plain = torch.empty(self._weight.shape)
+        plain = torch.empty(self._weight.shape, dtype=torch.float32)
         self._kernels.unpack(self._packed, plain)
         return plain.as_strided(view.shape, view.stride(), view.storage_offset())
 
@@ -256,7 +256,7 @@ class LlamaDecoder:
         rows_of: list[list[int]] = [[] for _ in sequences]
         for offset, owner in enumerate(owners):
             rows_of[owner].append(first + offset)
-        logits = torch.empty(len(sequences), len(self._embedding), device=self._device)
+        logits = torch.empty(len(sequences), len(self._embedding), dtype=torch.float32, device=self._device)
         for chunk in chunks_of_similar_length(sequences, self._prefill_tokens):
             token_ids, lengths = _padded([sequences[index] for index in chunk], self._device)
             rows = self._index([row for index in chunk for row in rows_of[index]])
@@ -445,7 +445,7 @@ class LlamaDecoder:
 
     def _make_rotations(self, times: int) -> None:
         if times > len(self._rotations):
-            cosines, sines = self._rotary(torch.zeros(1), torch.arange(times)[None])
+            cosines, sines = self._rotary(torch.zeros(1, dtype=torch.float32), torch.arange(times)[None])
             half = self._head_size // 2
             self._rotations = torch.complex(cosines[0, :, :half], sines[0, :, :half]).to(self._device)
 

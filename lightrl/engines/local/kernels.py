@@ -77,7 +77,8 @@ class CacheOfKernel(ctypes.Structure):
 class Kernels:
     """The functions of a library that was built from `kernels.cpp`.
 
-    The rows of a call are shared among up to `threads` threads; a few rows, which fill one tile, have one.
+    The rows of a call are shared among up to `threads` threads; a few rows, which fill one tile, have one. All is
+    float32, whatever torch's default: with bf16-true Lightning changes it for all threads during a forward pass.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -95,7 +96,7 @@ class Kernels:
 
     def pack(self, weight: Tensor) -> Tensor:
         """The packed form of a contiguous weight [out, in], float32."""
-        packed = torch.zeros(self._packed_size(*weight.shape))
+        packed = torch.zeros(self._packed_size(*weight.shape), dtype=torch.float32)
         self._repack(weight.data_ptr(), *weight.shape, packed.data_ptr(), False)
         return packed
 
@@ -105,14 +106,15 @@ class Kernels:
 
     def linear(self, inputs: Tensor, weight: LinearOfKernel, added: Tensor | None = None) -> Tensor:
         """`inputs` [..., in] times the weight, plus its bias and `added` [n, out]: [..., out]."""
-        rows, outputs = inputs.contiguous(), torch.empty(*inputs.shape[:-1], weight.outputs)
+        rows = inputs.contiguous()
+        outputs = torch.empty(*inputs.shape[:-1], weight.outputs, dtype=torch.float32)
         count = rows.numel() // weight.inputs
         self._linear(weight, rows.data_ptr(), count, address(added), outputs.data_ptr(), self.threads)
         return outputs
 
     def step(self, model: ModelOfKernel, cache: CacheOfKernel, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Normed hidden states [n, hidden] after the last tokens [n], which join the key-values of slots 0 to n - 1."""
-        outputs = torch.empty(len(token_ids), model.hidden)
+        outputs = torch.empty(len(token_ids), model.hidden, dtype=torch.float32)
         token_ids, positions = token_ids.contiguous(), positions.contiguous()
         addresses = token_ids.data_ptr(), positions.data_ptr(), outputs.data_ptr()
         self._step(model, cache, len(token_ids), *addresses, self.threads)
@@ -187,8 +189,8 @@ def _processor() -> str:
 
 def _is_right(built: Kernels) -> bool:
     """Whether products of small integers are exact, with bias and sum, for rows and outputs that fill no tile."""
-    weight, inputs = torch.arange(-150.0, 150.0).view(50, 6) % 7, torch.arange(114.0).view(19, 6) % 5
-    bias, added = torch.arange(50.0), torch.arange(950.0).view(19, 50)
+    weight, inputs = torch.arange(-150, 150).float().view(50, 6) % 7, torch.arange(114).float().view(19, 6) % 5
+    bias, added = torch.arange(50).float(), torch.arange(950).float().view(19, 50)
     packed, again = built.pack(weight), torch.empty_like(weight)
     built.unpack(packed, again)
     product = built.linear(inputs, LinearOfKernel(packed.data_ptr(), bias.data_ptr(), 6, 50), added)

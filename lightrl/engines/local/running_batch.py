@@ -86,8 +86,8 @@ class RunningBatch:
         self._current = torch.zeros(max_rows, dtype=torch.int64, device=device)  # [S] the last token
         self._seeds = torch.zeros_like(self._current)
         self._top_k = torch.zeros_like(self._current)
-        self._top_p = torch.ones(max_rows, device=device)
-        self._temperature = torch.ones(max_rows, device=device)
+        self._top_p = torch.ones(max_rows, dtype=torch.float32, device=device)
+        self._temperature = torch.ones(max_rows, dtype=torch.float32, device=device)
         self._is_greedy = torch.zeros(max_rows, dtype=torch.bool, device=device)
         self._uniforms = torch.zeros(max_rows, 0, dtype=torch.float64, device=device)  # [S, W], one for each token
         self._slots = torch.arange(max_rows, device=device)

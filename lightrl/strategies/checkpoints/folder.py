@@ -1,8 +1,8 @@
 """Checkpoint folders of several processes: every rank saves and loads its part, by the parameters' global names.
 
-Parts are written and read by torch.distributed.checkpoint, so any number of processes and any strategy can read what
-others wrote; `index.zip` says where each is, and `meta.pt` holds everything but weights and optimizers. Every file has
-the id of its save, and a folder mixed from two, by a copy amid a save or one that was interrupted, is refused.
+The format is torch.distributed.checkpoint's, so any number of processes and any strategy can read it; `meta.pt` in the
+folder holds everything but weights and optimizers. Every file has the id of its save, and a folder mixed from two, by a
+copy amid a save or one that was interrupted, is refused.
 
 torch's HuggingFaceStorageWriter and Reader (2.13) do not fit. Tensors come back to the bit on other meshes, but a value
 that is no tensor, such as a learning rate, makes the file unreadable: it is written before the header. Writing takes
@@ -18,7 +18,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,31 +26,29 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lightrl.checks.files import cause_to_show, publish, remove_path
+from lightrl.checks.files import cause_to_show, publish, remove_path, write_sums
 from lightrl.concurrency.owner import remove_left_behind
 from lightrl.strategies.checkpoints.atomic_write import Progress, TrackedFile, write_error
 from lightrl.strategies.checkpoints.fit import check_named_optimizer, check_optimizer_names, check_weights, parameter_of
 from lightrl.strategies.checkpoints.safe_reader import (
-    INDEX_FILE,
+    OWN,
     PARTS,
     DamagedCheckpoint,
+    SafeReader,
     load_parts,
     load_plain,
     mark_of,
-    read_index,
-    save_id_of,
-    write_index,
+    own_save_id,
 )
 
 META_FILE = "meta.pt"
@@ -82,7 +80,8 @@ def folder_writer(
     if copies:
         state = tree_map_only(Tensor, torch.clone, state)
     rest = io.BytesIO()
-    torch.save({**checkpoint, _SAVE_ID: writer_mark}, rest)
+    save_id = f"{OWN}{writer_mark}"
+    torch.save({**checkpoint, _SAVE_ID: save_id}, rest)
 
     def write(progress: Progress) -> None:
         try:
@@ -96,11 +95,12 @@ def folder_writer(
                         file.flush()
                         os.fsync(file.fileno())
             dist.barrier(group=group)  # or a faster rank would make the folder first
-            writer = PartWriter(part, writer_mark, progress)
+            writer = _Writer(part, save_id, progress)
             dcp.state_dict_saver.save(state, storage_writer=writer, process_group=group)
             if is_main:  # all ranks have written: a save ends with a reduction
                 with progress.at_disk():
-                    parts = {file.relative_path for file in read_index(part).storage_data.values()}
+                    write_sums(part, [".metadata"])  # the other files have checksums of their own
+                    parts = {file.relative_path for file in SafeReader(part).read_metadata().storage_data.values()}
                     if missing := sorted(name for name in parts if not (part / name).is_file()):
                         raise OSError(f"{', '.join(missing[:3])} of other ranks did not appear in {part}")
                     publish(part, place)
@@ -112,20 +112,16 @@ def folder_writer(
     return write
 
 
-class PartWriter(FileSystemWriter):
-    """torch's writer, whose files have the id of the save, with an index in JSON."""
+class _Writer(FileSystemWriter):
+    """torch's writer, whose files have the id of the save."""
 
     def __init__(self, folder: Path, save_id: str, progress: Progress) -> None:
         super().__init__(folder)
         self.fs = _TrackedFiles(save_id, progress)
         self._id = save_id  # torch sets another for each rank
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
-        with self.fs.create_stream(Path(self.path) / INDEX_FILE, "wb") as file:
-            write_index(cast(IO[bytes], file), metadata, self._id)
-            file.flush()
-            os.fsync(file.fileno())
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._id)
 
 
 class _TrackedFiles(FileSystem):
@@ -158,7 +154,7 @@ def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Optimiz
         ValueError: if the folder is incomplete, or holds other models or optimizers.
     """
     rest = read_rest(path)
-    saved = read_index(path).state_dict_metadata
+    saved = SafeReader(path).read_metadata().state_dict_metadata
     state: dict[str, Any] = get_model_state_dict(model)
     present = {name: value for name, value in state.items() if f"state_dict.{name}" in saved}
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -192,7 +188,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
 def read_tensors(folder: Path, prefix: str, *, with_numbers: bool = False) -> dict[str, Any]:
     """The whole tensors whose names start with `prefix`, by the rest of the name; `with_numbers`, other values too."""
     tensors: dict[str, Any] = {}
-    for name, item in read_index(folder).state_dict_metadata.items():
+    for name, item in SafeReader(folder).read_metadata().state_dict_metadata.items():
         if name.startswith(prefix) and isinstance(item, TensorStorageMetadata):
             tensors[name] = torch.empty(item.size, dtype=item.properties.dtype)
         elif name.startswith(prefix) and with_numbers:
@@ -206,15 +202,14 @@ def read_tensors(folder: Path, prefix: str, *, with_numbers: bool = False) -> di
 
 def read_rest(folder: Path) -> dict[str, Any]:
     """All but weights and optimizers; raises ValueError unless this is a complete checkpoint of several processes."""
-    if not (folder / META_FILE).is_file() or not (folder / INDEX_FILE).is_file():
+    if not (folder / META_FILE).is_file() or not (folder / ".metadata").is_file():
         raise ValueError(
-            f"Checkpoint folder {folder} lacks {META_FILE} or {INDEX_FILE}, so it is not a complete checkpoint of "
-            "several processes. Use one that is, or start from exported weights: model.policy=FOLDER."
+            f"Checkpoint folder {folder} lacks {META_FILE} or .metadata, so it is not a complete checkpoint of several "
+            "processes. Use one that is, or start from exported weights: model.policy=FOLDER."
         )
     rest = load_plain(folder / META_FILE)
-    if rest.pop(_SAVE_ID, None) != save_id_of(read_index(folder)):
-        files = f"{str(folder / META_FILE)!r} and {str(folder / INDEX_FILE)!r}"
-        raise DamagedCheckpoint(f"{files} are of two saves. Use an earlier checkpoint.")
+    if rest.pop(_SAVE_ID, None) != own_save_id(SafeReader(folder).read_metadata()):
+        raise DamagedCheckpoint(f"{str(folder / META_FILE)!r} is of another save than .metadata. Use an earlier one.")
     return rest
 
 

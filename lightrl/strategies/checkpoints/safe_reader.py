@@ -1,15 +1,13 @@
-"""Reads checkpoints as data: whatever a file says, no code runs, and damaged bytes are refused.
+"""Reads torch's checkpoints as data: whatever a file says, no code runs, and damaged bytes are refused.
 
-torch's own reader of folders unpickles single values, and an index, without limits, so a crafted file runs any command.
-It checks no CRC-32 of a record, and reads files of two saves as one. Here the index is JSON, single values are plain
-data, and each file has its save's id.
+torch's own reader unpickles `.metadata` and single values without limits, so a crafted file runs any command. It writes
+a CRC-32 of every record and checks none. It reads files of two saves as one; here each has its save's id.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 import pickle
 import re
 import struct
@@ -20,30 +18,36 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from lightrl.checks.files import check_sums
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
     from torch.futures import Future
 
-INDEX_FILE = "index.zip"  # a zip, for its CRC-32
-_INDEX = "index.json"  # in it
+_METADATA_FILE = ".metadata"
+OWN = "lightrl "  # how the id of a save begins
 PARTS = ".distcp"  # how the files of tensors end
 # A damaged or crafted pickle fails in as many ways as there are operations.
 _OPERATIONS_FAIL = (ValueError, TypeError, AttributeError, LookupError, ImportError, MemoryError, ArithmeticError)
 _DAMAGE = (*_OPERATIONS_FAIL, pickle.UnpicklingError, EOFError, RuntimeError, struct.error, zipfile.BadZipFile)
+_CLASSES: tuple[type, ...] = (
+    metadata.Metadata,
+    metadata.StorageMeta,
+    metadata.MetadataIndex,
+    metadata.TensorStorageMetadata,
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    metadata.TensorProperties,
+    metadata._MEM_FORMAT_ENCODING,
+    filesystem._StorageInfo,
+)
 
 
 class DamagedCheckpoint(ValueError):
@@ -109,10 +113,10 @@ def load_parts(state: dict[str, Any], folder: Path, *, no_dist: bool = False) ->
         raise ValueError(f"{what}. Use an earlier one.") from cause
 
 
-def save_id_of(saved: Metadata) -> str:
-    """The id that each file of this save begins with."""
-    assert saved.storage_meta is not None
-    return str(saved.storage_meta.save_id)
+def own_save_id(saved: Metadata) -> str | None:
+    """The id that each file of this save must have; None if an earlier lightrl, or another writer, gave it none."""
+    save_id = getattr(saved.storage_meta, "save_id", None)
+    return save_id if isinstance(save_id, str) and save_id.startswith(OWN) else None
 
 
 def mark_of(save_id: str, name: str) -> bytes:
@@ -120,68 +124,38 @@ def mark_of(save_id: str, name: str) -> bytes:
     return f"{save_id} {name}\n".encode()
 
 
-def write_index(stream: IO[bytes], saved: Metadata, save_id: str) -> None:
-    """Writes where a folder has each tensor and value: name -> dtype, shape and parts; name -> place."""
-
-    def place_of(index: MetadataIndex) -> tuple[str, int, int]:
-        place: _StorageInfo = saved.storage_data[index]
-        return place.relative_path, place.offset, place.length
-
-    tensors: dict[str, Any] = {}
-    values: dict[str, Any] = {}
-    for name, item in saved.state_dict_metadata.items():
-        if isinstance(item, TensorStorageMetadata):
-            parts = [(part.offsets, part.sizes, *place_of(MetadataIndex(name, part.offsets))) for part in item.chunks]
-            tensors[name] = str(item.properties.dtype).removeprefix("torch."), item.size, parts
-        else:
-            values[name] = place_of(MetadataIndex(name))
-    with zipfile.ZipFile(stream, "w") as records:
-        records.writestr(_INDEX, json.dumps({"save_id": save_id, "tensors": tensors, "values": values}))
-
-
-def read_index(folder: Path) -> Metadata:
-    """What `write_index` wrote, as torch has it; raises ValueError for anything else."""
-    file = folder / INDEX_FILE
-    with named(file):
-        check_records(file)
-        with zipfile.ZipFile(file) as records:
-            index = json.loads(records.read(_INDEX))
-        items: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        places: dict[MetadataIndex, _StorageInfo] = {}
-        for name, (dtype_name, shape, parts) in index["tensors"].items():
-            dtype = getattr(torch, dtype_name)
-            if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"{dtype_name!r} of {name!r} is no dtype")
-            chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, *_ in parts]
-            items[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks)
-            places |= {MetadataIndex(name, offsets): _StorageInfo(*place) for offsets, _, *place in parts}
-        for name, place in index["values"].items():
-            items[name] = BytesStorageMetadata()
-            places[MetadataIndex(name)] = _StorageInfo(*place)
-        for outside in (place.relative_path for place in places.values()):
-            if Path(outside).name != outside:
-                raise ValueError(f"it names the file {outside!r}, which is not in the folder")
-        return Metadata(items, storage_data=places, storage_meta=StorageMeta(save_id=index["save_id"]))
-
-
 class SafeReader(FileSystemReader):
-    """torch's reader of a checkpoint folder, which checks every byte."""
+    """torch's reader of a checkpoint folder: checks every byte, and has a fixed list of what `.metadata` may name."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return read_index(Path(self.path))
+        """Reads what the folder holds; raises ValueError if `.metadata` is not what torch writes."""
+        file = Path(self.path) / _METADATA_FILE
+        try:
+            with file.open("rb") as stream, _unchanged_classes():
+                unpickled = _MetadataUnpickler(stream).load()
+            read = _checked(unpickled)
+        except _DAMAGE as error:
+            raise ValueError(
+                f"{str(file)!r} is not what torch.distributed.checkpoint writes ({error}). The checkpoint is damaged, "
+                "or was made to run code. Use an earlier one."
+            ) from error
+        read.storage_meta = read.storage_meta or StorageMeta()
+        check_sums(file.parent, "Use an earlier checkpoint.", needed=[_METADATA_FILE] if own_save_id(read) else ())
+        read.storage_meta.load_id = self.load_id
+        return read
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raises ValueError, on one rank, for a file that another save has written; reads the first bytes of each."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
-        if not is_coordinator:
+        if not is_coordinator or (save_id := own_save_id(metadata)) is None:
             return
         folder, needed = Path(self.path), {place.relative_path for place in self.storage_data.values()}
         for name in sorted(needed | {file.name for file in folder.glob(f"*{PARTS}")}):
-            mark = mark_of(save_id_of(metadata), name)
+            mark = mark_of(save_id, name)
             with named(folder / name), (folder / name).open("rb") as file:
                 if file.read(len(mark)) != mark:
                     left_over = "" if name in needed else ", which does not need it. Remove it"
-                    raise ValueError(f"it is of another save than {INDEX_FILE}{left_over}")
+                    raise ValueError(f"it is of another save than {_METADATA_FILE}{left_over}")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         indices = {item.storage_index for item in plan.items}
@@ -201,3 +175,60 @@ class _SafePlanner(DefaultLoadPlanner):
         # Not torch's method, which loads without limits.
         name = read_item.dest_index.fqn
         set_element(self.original_state_dict, self.mappings[name], torch.load(value, weights_only=True))
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        # Functions of this object alone, since a pickle can set attributes of what it names.
+        self._names: dict[tuple[str, str], object] = {
+            **{(kind.__module__, kind.__qualname__): kind for kind in _CLASSES},
+            **dict.fromkeys([(module, "PosixPath") for module in _PATHLIB], lambda *parts: "/".join(parts)),
+            **dict.fromkeys([(module, "WindowsPath") for module in _PATHLIB], lambda *parts: "\\".join(parts)),
+            ("torch", "Size"): torch.Size,
+            ("torch.serialization", "_get_layout"): lambda name: {"torch.strided": torch.strided}[name],
+            ("collections", "OrderedDict"): dict,
+        }
+
+    def find_class(self, module: str, name: str) -> object:
+        value = self._names.get((module, name))
+        if value is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            value = getattr(torch, name)
+        if value is None:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return value
+
+
+_PATHLIB = ("pathlib", "pathlib._local")  # Python 3.13 has the second
+
+
+@contextlib.contextmanager
+def _unchanged_classes() -> Iterator[None]:
+    """Takes back what a pickle has set on torch's classes themselves, and raises ValueError for it."""
+    before = [(kind, dict(vars(kind))) for kind in _CLASSES]
+    try:
+        yield
+    finally:
+        changed = [kind for kind, attributes in before if dict(vars(kind)) != attributes]
+        for kind, attributes in before:
+            for name in vars(kind).keys() - attributes.keys():
+                delattr(kind, name)
+            for name, value in attributes.items():
+                if vars(kind)[name] is not value:
+                    setattr(kind, name, value)
+    if changed:
+        raise ValueError(f"it changes the class {changed[0].__name__}")
+
+
+def _checked(read: object) -> Metadata:
+    """The argument; raises ValueError unless it is the metadata of tensors and values in files of the same folder."""
+    if not isinstance(read, Metadata) or not isinstance(read.state_dict_metadata, dict):
+        raise ValueError(f"it holds {type(read).__name__}")
+    files = read.storage_data
+    if not isinstance(files, dict):
+        raise ValueError("it does not say where tensors are")
+    for file in files.values():
+        name = getattr(file, "relative_path", None)
+        if not isinstance(file, filesystem._StorageInfo) or not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"it names the file {name!r}, which is not in the folder")
+    return read

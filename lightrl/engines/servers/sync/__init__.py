@@ -2,13 +2,12 @@
 
 Reading order:
     loader.py             a version to all servers or to one that is back
-    parameter_check.py    is a load complete, and finite?
     server_sync.py        new weights into paused servers; report.py  what happened to each server
     bucket_feed.py        buckets from the thread that gathers them to the event loop
       transports/         how the bytes get there
       receiver.py         the delta transport's process next to the servers; receivers.py  where
     served_adapters.py    adapters next to their base; adapter_versions.py  one per version, and who uses it
-    verification.py       digests of what was sent, against the servers'; cache_canary.py  was the prefix cache emptied?
+    verification.py       a load's parameters and digests; cache_canary.py  was the prefix cache emptied?
 
 May import: what servers/ may.
 """

@@ -21,9 +21,9 @@ from lightrl.engines.servers.members import Members
 from lightrl.engines.servers.request_loop import RequestLoop
 from lightrl.engines.servers.server import ACTIVE, Server
 from lightrl.engines.servers.server_info import other_model
-from lightrl.engines.servers.sync.parameter_check import ParameterCheck
 from lightrl.engines.servers.sync.report import SyncFailed, SyncReport, SyncServers
 from lightrl.engines.servers.sync.server_sync import ServerSync
+from lightrl.engines.servers.sync.verification import ParameterCheck
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.errors import EngineError
 from lightrl.weights import Bucket, ServerForm, SharedFolder

@@ -22,8 +22,8 @@ from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.servers.server import Server
 from lightrl.engines.servers.sync.adapter_versions import Adapter, AdapterVersions
 from lightrl.engines.servers.sync.loader import WeightLoader
-from lightrl.engines.servers.sync.parameter_check import ParameterCheck
 from lightrl.engines.servers.sync.report import SyncReport, SyncServers
+from lightrl.engines.servers.sync.verification import ParameterCheck
 from lightrl.errors import WeightSyncError
 from lightrl.models.tuning import Tuning
 from lightrl.weights import Bucket, ServerForm

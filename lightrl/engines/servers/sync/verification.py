@@ -1,4 +1,4 @@
-"""WeightVerifier: compares servers' digests with those of the versions that were sent."""
+"""ParameterCheck: is a load complete and finite? WeightVerifier: servers' digests against those that were sent."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import torch
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.abilities import Verification
 from lightrl.engines.servers.server import Server
 from lightrl.engines.servers.sync.report import SyncServers
-from lightrl.weights import Digests, ServerForm, ServerLayout
+from lightrl.errors import WeightSyncError
+from lightrl.weights import Bucket, Digests, ServerForm, ServerLayout
 from lightrl.weights.bucket import OUTPUT_HEAD
 from lightrl.weights.digests import RankDigests, unknown_layout
 
@@ -30,6 +33,36 @@ _USUAL = re.compile(
     r"model\.(embed_tokens|norm|layers\.\d+\.(self_attn\.(qkv_proj|o_proj|q_norm|k_norm)|\w*layernorm"
     r"|mlp\.(gate_up_proj|down_proj|gate|experts)))\.(weight|bias|w13_weight|w2_weight)|lm_head\.weight"
 )
+
+
+class ParameterCheck:
+    """Compares names and shapes of each load with those of the first."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, list[int]] | None = None  # parameters of the first load, with their shapes
+
+    def checked(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
+        """Yields the buckets of a load, the last one, which carries the version, only if all parameters are right.
+
+        Raises:
+            WeightSyncError: if a parameter is missing, new, there twice, of another shape, or not finite.
+        """
+        shapes: dict[str, list[int]] = {}
+        for bucket in buckets:
+            for name, shape in bucket.shapes.items():
+                if name in shapes or (self._first is not None and self._first.get(name) != shape):
+                    raise WeightSyncError(
+                        f"Parameter {name!r} of shape {shape} arrived twice, or was not in the first load in this "
+                        "shape. Every load must have the same parameters."
+                    )
+                shapes[name] = shape
+            for name, tensor in bucket.tensors.items():  # the ranks that wrote the others have checked them
+                if not torch.isfinite(tensor).all():
+                    raise WeightSyncError(f"Parameter {name!r} has values that are not finite.")
+            if bucket.is_last and self._first is not None and (missing := sorted(set(self._first) - set(shapes))):
+                raise WeightSyncError(f"Parameters {missing[:4]} are missing; the first load had them.")
+            yield bucket
+        self._first = shapes
 
 
 @dataclass(eq=False)
