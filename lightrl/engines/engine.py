@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 # Engines import this at run time: jsonargparse parses a module that imports for type checkers again for each method.
-from transformers import PretrainedConfig, PreTrainedModel
+import transformers
+from transformers import PretrainedConfig
 
 from lightrl.columns import TOKENS, TokenArray, as_columns
 from lightrl.models.tuning import Part
@@ -57,7 +58,7 @@ class RolloutEngine(Protocol):
 
     weight_version: int  # the current weights; -1 before the first load
 
-    def expect_policy(self, policy: PreTrainedModel, *, num_versions: int) -> None:
+    def expect_policy(self, policy: transformers.PreTrainedModel, *, num_versions: int) -> None:
         """Called before `start` with the model whose weights it gets, and the number of versions that may be in use."""
         return
 

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+import transformers
+from transformers import PretrainedConfig
 
 from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.checks.files import check_local
@@ -216,7 +217,7 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         if self.adapters == "served":
             raise ValueError(f"{setting} needs adapters='merged'. Set that, or omit {setting}.")
 
-    def expect_policy(self, policy: PreTrainedModel, *, num_versions: int) -> None:
+    def expect_policy(self, policy: transformers.PreTrainedModel, *, num_versions: int) -> None:
         if self.adapters != "served":
             return
         tuning = tuning_of(policy)
