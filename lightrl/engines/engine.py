@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Literal
 import torch
 
 # Engines import this at run time: jsonargparse parses a module that imports for type checkers again for each method.
-from transformers import PretrainedConfig, PreTrainedModel
+import transformers
+from transformers import PretrainedConfig
 
 from lightrl.columns import TOKENS, TokenArray, as_columns
 from lightrl.engines.placing import PlannedEngine
@@ -117,7 +118,7 @@ class RolloutEngine(ABC):
         """
         return ""
 
-    def expect_policy(self, policy: PreTrainedModel, *, num_versions: int) -> None:
+    def expect_policy(self, policy: transformers.PreTrainedModel, *, num_versions: int) -> None:
         """Called before `start` with the model whose weights it gets, and the number of versions that may be in use."""
 
     def start(self, config: PretrainedConfig) -> None:

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+import transformers
+from transformers import PretrainedConfig
 
 from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.checks.entry_points import entry_point
@@ -245,7 +246,7 @@ class ServerEngine(RolloutEngine):
         if self.adapters == "served":
             raise ValueError(f"{setting} needs adapters='merged'. Set that, or omit {setting}.")
 
-    def expect_policy(self, policy: PreTrainedModel, *, num_versions: int) -> None:
+    def expect_policy(self, policy: transformers.PreTrainedModel, *, num_versions: int) -> None:
         if self.adapters != "served":
             return
         tuning = tuning_of(policy)
