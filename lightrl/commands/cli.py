@@ -51,7 +51,16 @@ from lightrl.commands.config_errors import (
     resolve,
     type_of_setting,
 )
-from lightrl.commands.config_layers import ClassOrText, ConfigText, UsageError, UserSettings, nearest_files, yaml_of
+from lightrl.commands.config_layers import (
+    ClassOrText,
+    ConfigText,
+    UsageError,
+    UserSettings,
+    nearest_files,
+    parsed_settings,
+    settings_to_parse,
+    yaml_of,
+)
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
 from lightrl.loops.resume import by_path
 from lightrl.models.optimizer import parameter_groups
@@ -156,7 +165,7 @@ class LightRLCLI(LightningCLI):
             read_texts(self._subcommand_parsers[command], self._user_settings)
             args = [*args, *flags_for_strings(self._subcommand_parsers[command], self._user_settings)]
         try:
-            self.config: Namespace = parser.parse_args(args)
+            self.config: Namespace = parsed_settings(parser.parse_args(args))
         except ArgumentError as error:
             raise UsageError(explain(error, self._subcommand_parsers[command], self._user_settings)) from error
         check_empty_sections(self._user_settings, self._subcommand_parsers[command])
@@ -177,7 +186,9 @@ class LightRLCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Builds trainer, model and data; raises UsageError with path, file and line of a setting that they refuse."""
         try:
+            self.config = settings_to_parse(self.config)
             super().instantiate_classes()
+            self.config = parsed_settings(self.config)
         except FIXABLE as error:
             place = self._user_settings.place_of(unwrapped(error))
             if not place:

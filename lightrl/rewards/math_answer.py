@@ -84,7 +84,9 @@ _GROUPED = re.compile(
 )
 _FRACTION = re.compile(r"\\(?:[dtc]?|nice|s)frac" + 2 * r"\s*(?:([0-9])|\{([^{}A-Za-z]*)\})")
 _BASE_WORDS = {"two": 2, "three": 3, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "sixteen": 16}
-_PART = r"((?:[^{}]|\{[^{}]*\})*?)"  # of a formula
+_PIECE = "[^{}]"  # of a formula: a character, or braces with pieces in them
+for _ in range(6):
+    _PIECE = rf"(?:[^{{}}]|\{{{_PIECE}*\}})"
 
 
 def _rows(match: re.Match[str]) -> str:
@@ -130,8 +132,8 @@ _NOTATIONS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         ),
         (r"(?i)([0-9])(?:\s|\\text\s*\{)*([ap])\.?m\b\.?\}?", r"\1 \2m"),
         # formulas
-        (rf"(?:\{{|^){_PART}\\over(?![A-Za-z]){_PART}(?:\}}|$)", r"\\frac{\1}{\2}"),
-        (rf"(?:\{{|^){_PART}\\choose(?![A-Za-z]){_PART}(?:\}}|$)", r"\\binom{\1}{\2}"),
+        (rf"(?:\{{|^)({_PIECE}*?)\\over(?![A-Za-z])({_PIECE}*?)(?:\}}|$)", r"\\frac{\1}{\2}"),
+        (rf"(?:\{{|^)({_PIECE}*?)\\choose(?![A-Za-z])({_PIECE}*?)(?:\}}|$)", r"\\binom{\1}{\2}"),
         (r"\\(?:Bbb\s*|(?=[RNZQC](?![A-Za-z])))\{?([RNZQC])\}?", r"\\mathbb{\1}"),
         (r"-(?=\s*(?:\\left\s*)?\\\{)", r"\\setminus "),
         (r"(^|[=,(+-]\s*)<([^<>=]+,[^<>=]+)>", r"\1\\langle \2\\rangle "),
@@ -146,7 +148,8 @@ _NOTATIONS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         ),
         (r"\^\s*\{((?:\s*\\prime)+)\s*\}", r"\1"),
         (r"\^?\s*\\prime(?![A-Za-z])", "'"),
-        (r'(?<=[0-9])"$', "''"),  # inches
+        (r"""^([-0-9.,/$\s]*[0-9])(?:''|")(\s*\$?)$""", r"\1 inches\2"),
+        (r"^([-0-9.,/$\s]*[0-9])'(\s*\$?)$", r"\1 feet\2"),
     ]
 ]
 _RATIO = re.compile(r"(?<=[0-9])\s*(?:\s|\\text\s*\{)\s*to\b\s*\}?\s*(?=[0-9])")

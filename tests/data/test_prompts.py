@@ -151,7 +151,7 @@ def test_columns_of_a_row_are_arguments_of_the_chat_template(tmp_path: Path, cha
     [
         (r"{prompt} \boxed{answer}", {}, ["answer"]),
         (r"{prompt} \boxed{{answer}}", {}, []),
-        *[(f"{{prompt}} {{answer{form}}}", {}, ["answer"]) for form in ("!r", ":>9", "[0]", ".real", ":{prompt[0]}>9")],
+        *[(f"{{prompt}} {{answer{form}}}", {}, ["answer"]) for form in ("!r", ":>9", "[0]", ":{prompt[0]}>9")],
         ("{prompt:{answer}}", {}, ["answer"]),
         ("{question}", {"answer_column": "question"}, []),
         ("{reward_model[truth]}", {"columns": {"answer": "reward_model.truth"}}, ["reward_model"]),
