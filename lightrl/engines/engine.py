@@ -1,19 +1,27 @@
-"""RolloutEngine: the protocol of LocalEngine, FakeEngine and SGLangEngine; and Completion, what they generate."""
+"""RolloutEngine: the contract of all engines, with defaults; and Completion, what they generate."""
 
+# ruff: noqa: B027  # a method without a body is a default that does nothing
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal
+
+import torch
 
 # Engines import this at run time: jsonargparse parses a module that imports for type checkers again for each method.
-from transformers import PretrainedConfig, PreTrainedModel
+import transformers
+from transformers import PretrainedConfig
 
 from lightrl.columns import TOKENS, TokenArray, as_columns
+from lightrl.engines.placing import PlannedEngine
 from lightrl.models.tuning import Part
-from lightrl.trajectory import FinishReason, Sampling
-from lightrl.weights import Bucket
+from lightrl.trajectory import FinishReason, JsonObject, Sampling
+from lightrl.weights import Bucket, SharedFolder
+
+Verification = Literal["digests", "replicas", "version"]
 
 
 @dataclass(frozen=True)
@@ -46,25 +54,87 @@ class Completion:
         return cls(**fields, columns=values)
 
 
-@runtime_checkable
-class RolloutEngine(Protocol):
+class RolloutEngine(ABC):
     """Prompts in, completions out, asynchronously, with a weight version on every token.
 
     Life: `start` once, `load_weights` before the first request, then `generate` any number of times with `load_weights`
     in between, then `close`; then it may be started again. All engines pass one contract suite,
     `tests/engines/engine_contract.py`.
+
+    A subclass must have `generate` and `load_weights`, which sets `weight_version`. Everything else has a default: that
+    of an engine in the trainer's process which scores nothing, cannot continue a completion, and is never paused.
     """
 
-    weight_version: int  # the current weights; -1 before the first load
+    weight_version: int = -1  # the current weights; -1 before the first load
+    max_context: int | None = None  # most tokens of prompt and completion, after `start`; None: no bound of its own
+    threads: int | None = None  # that decode in this process, after `start`
+    continues_completions: ClassVar[bool] = False  # `generate` takes `started`, and `unfinished` returns what it has
+    can_drop_replicas: ClassVar[bool] = False
+    probe_every_n_loads: int = 0  # how often WeightSync compares `score` with the trainer; 0: it cannot score
+    parameter_names: ClassVar[Literal["module", "checkpoint"]] = "module"  # whose names `load_weights` gets
+    should_verify: bool = True  # set before `start`; see `WeightSync.verify`
 
-    def expect_policy(self, policy: PreTrainedModel, *, num_versions: int) -> None:
+    @property
+    def records_columns(self) -> bool:
+        """Whether completions may have columns that the trainer replays, such as the experts of each token."""
+        return False
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether it shares the trainer's devices, and has no memory there while the trainer updates."""
+        return False
+
+    def check(self) -> None:
+        """Raises ValueError if it cannot start with its settings; called early, on every rank."""
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Raises ValueError if it cannot sample so."""
+
+    def check_workers(self, num: int) -> None:
+        """Raises ValueError if workflow workers cannot send requests by themselves; see `open_to_workers`."""
+        raise ValueError(
+            f"workflow_workers={num} needs an engine of servers, such as SGLangEngine; {type(self).__name__} "
+            "generates in rank 0's process. Set workflow_workers to 0."
+        )
+
+    def place(self, trainer_devices: Sequence[torch.device]) -> str:
+        """Takes the devices of the trainer's ranks on this machine; returns on which ones it will generate, in words.
+
+        Raises:
+            ValueError: if there are too few GPUs for it.
+        """
+        return ""
+
+    def planned(self, trainer_device: torch.device, num_parameters: int) -> PlannedEngine | None:
+        """What it takes of which device, before anything starts; None if that is unknown."""
+        return None
+
+    def take_memory(self, key_value_bytes: float, fraction: float) -> str:
+        """Sets what it may take of the GPU that it shares with the trainer, unless the user has; returns what it set.
+
+        Args:
+            key_value_bytes: what trainer and engine leave for key-values.
+            fraction: the part of the memory that servers may take.
+        """
+        return ""
+
+    def expect_policy(self, policy: transformers.PreTrainedModel, *, num_versions: int) -> None:
         """Called before `start` with the model whose weights it gets, and the number of versions that may be in use."""
-        return
 
     def start(self, config: PretrainedConfig) -> None:
         """Builds the model of this config or connects to it; called on the main thread, before anything else."""
-        ...
 
+    async def attach(self) -> None:
+        """Called on the event loop of the rollouts, before any request comes from there."""
+
+    async def detach(self) -> None:
+        """Called on this event loop before it ends."""
+
+    def open_to_workers(self, num: int) -> tuple[Any, Any]:
+        """A Leader, and the Follower that is sent to each of so many workers; after `start` and `check_workers`."""
+        raise NotImplementedError
+
+    @abstractmethod
     async def generate(
         self,
         token_ids: list[int],
@@ -91,7 +161,6 @@ class RolloutEngine(Protocol):
             ValueError: if the prompt is empty, has an id outside the vocabulary, or exceeds the context.
             EngineError: if the engine fails or is closed.
         """
-        ...
 
     def generate_group(
         self,
@@ -111,7 +180,7 @@ class RolloutEngine(Protocol):
 
         Args:
             started: how each completion begins, None where nothing is generated; passed only to an engine that
-                continues completions (`abilities.ContinuesCompletions`), and only if there is one.
+                continues completions, and only if there is one.
 
         Raises:
             ValueError, EngineError: as `generate`, or in the futures.
@@ -128,16 +197,22 @@ class RolloutEngine(Protocol):
 
     async def pause(self) -> None:
         """Returns when in-flight requests have stopped at a token boundary; new ones wait."""
-        ...
 
     async def resume(self) -> None:
         """Continues requests; they keep their tokens, and recompute key-values if the weights have changed."""
-        ...
+
+    async def unfinished(self) -> dict[int, Completion]:
+        """Seed of a sampling → what is generated of its running completion; the finish reason is `abort`.
+
+        Called while the engine is paused, if it `continues_completions`; these continue when it is resumed.
+        """
+        return {}
 
     def parts_to_load(self) -> list[Part]:
         """The parts of the policy's weights that the next `load_weights` takes, in order."""
         return ["whole"]
 
+    @abstractmethod
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
         """Pauses, loads, acknowledges `weight_version`, resumes; or rolls back to the old weights and raises.
 
@@ -147,15 +222,47 @@ class RolloutEngine(Protocol):
         Raises:
             WeightSyncError: if a name, shape or value does not fit the model; the engine keeps its old weights.
         """
-        ...
+
+    def shared_folder(self) -> SharedFolder | None:
+        """The folder into which every rank may write its share of the weights; None if they travel in another way."""
+        return None
+
+    def release_memory(self) -> None:
+        """Gives its memory to the trainer until the next load, if it `is_colocated`."""
+
+    def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
+        """Logprobs of the tokens of each sequence, by name of each replica that may get requests.
+
+        They are those at temperature 1 of each token given those before, 0 for the first, from no cache of an earlier
+        request. A replica that has none gives empty lists. Called if `probe_every_n_loads` is above 0.
+        """
+        return {}
+
+    def dtypes(self) -> set[str]:
+        """Dtypes of its weights and of its computation, by torch's names, which set the probe's tolerance."""
+        return {"float32"}
+
+    def verified_by(self) -> dict[str, Verification]:
+        """The check that each replica which may get requests passed at its last load, by its name.
+
+        `digests`: each of its parameters equals the trainer's, bit by bit. `replicas`: its checksum equals that of the
+        other replicas, which all may be wrong. `version`: it only reports the version's number.
+        """
+        return {}
+
+    def drop_replica(self, name: str, reason: str) -> None:
+        """Sends no more requests to the replica of this name until it has loaded the weights again."""
 
     def queue_depths(self) -> dict[str, int]:
         """Completions in progress (`running`) and waiting for a slot (`waiting`); for messages."""
-        ...
+        return {"running": 0, "waiting": 0}
+
+    def server_states(self) -> list[JsonObject]:
+        """State of each of its servers, for `lightrl status`."""
+        return []
 
     def close(self) -> None:
         """Ends threads and processes; in-flight requests raise EngineError. May be called twice."""
-        ...
 
 
 def replaces_generate_alone(engine: RolloutEngine) -> bool:

@@ -15,7 +15,6 @@ import torch
 
 from lightrl.columns import SUPPORTS
 from lightrl.concurrency.loop_thread import WakeUps
-from lightrl.engines.abilities import ContinuesCompletions
 from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.functional import encode_supports
@@ -65,7 +64,7 @@ class _Draft:
         return Completion(list(self.token_ids), list(self.logprobs), list(self.weight_versions), finish_reason, columns)
 
 
-class FakeEngine(RolloutEngine, ContinuesCompletions):
+class FakeEngine(RolloutEngine):
     """Completions by a script or a hash, token by token at a given pace; it honors pauses and syncs.
 
     Without a script, token i is a hash of (seed, i), uniform over the vocabulary, as of a policy that gives every token
@@ -91,6 +90,8 @@ class FakeEngine(RolloutEngine, ContinuesCompletions):
         engine = FakeEngine(script=lambda prompt, sampling, sample: [prompt[-1], 1])
     """
 
+    continues_completions = True
+
     def __init__(
         self,
         *,
@@ -102,7 +103,6 @@ class FakeEngine(RolloutEngine, ContinuesCompletions):
         fail_loads: Collection[int] = (),
         logprob_error_nats: float = 0.0,
     ) -> None:
-        self.weight_version = -1
         self.script = script
         self.seconds_per_token = seconds_per_token
         self.delay_s = delay_s

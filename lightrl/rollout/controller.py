@@ -21,7 +21,6 @@ from typing import TypeVar
 from lightrl.checks.printable import count_text
 from lightrl.concurrency.abandon import abandon, is_abandoned
 from lightrl.concurrency.loop_thread import LoopThread
-from lightrl.engines import ServerEngine
 from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import RolloutError
 from lightrl.rewards import RewardWorker
@@ -129,8 +128,7 @@ class RolloutController:
         self._thread = LoopThread(loop_timeout_s=settings.loop_timeout_s, on_exit=self._tasks.fail_on_exit)
         self._loop = self._thread.loop
         self._thread.start()
-        if isinstance(engine, ServerEngine):
-            self._thread.call(engine.attach())
+        self._thread.call(engine.attach())
         if isinstance(self._runner, WorkflowPool):
             self._thread.call(self._runner.open())
 
@@ -452,8 +450,7 @@ class RolloutController:
         self._is_closing = True
         self._rewards.close()
         await self._tasks.abandon_all(but=self._admission.resuming)
-        if isinstance(self.engine, ServerEngine):
-            await self.engine.detach()
+        await self.engine.detach()
         await self._loop.shutdown_asyncgens()
         await self._loop.shutdown_default_executor()
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
+from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import RolloutError
 from lightrl.rollout.group_scheduler import Drop, RolloutSettings
 from lightrl.rollout.prompts import State
@@ -33,8 +34,8 @@ class Rollout(Protocol):
     def run_seed(self) -> int: ...
 
     @property
-    def engine(self) -> object:
-        """The engine, to ask for its abilities; None on other ranks than 0."""
+    def engine(self) -> RolloutEngine | None:
+        """The engine; None on other ranks than 0."""
         ...
 
     @property

@@ -12,9 +12,8 @@ import logging
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from lightrl.engines.abilities import ContinuesCompletions
 from lightrl.engines.engine import Completion, RolloutEngine
 from lightrl.errors import EngineError, RolloutError
 from lightrl.rollout.group_scheduler import GroupScheduler
@@ -23,10 +22,6 @@ from lightrl.rollout.tasks import ADMISSION_TICKS, AdmissionBatch
 from lightrl.trajectory import sampling_seed
 from lightrl.workflows.turn_log import TurnLog
 from lightrl.workflows.workflow import Workflow
-
-if TYPE_CHECKING:
-    from lightrl.rollout.runner import TrajectoryRunner
-    from lightrl.rollout.workflow_pool import WorkflowPool
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +97,16 @@ class InFlightCompletions:
         self._answers = dict(state["answers"])
 
 
+class Resumable(Protocol):
+    """What runs the groups: TrajectoryRunner in this process, or WorkflowPool in others."""
+
+    in_flight: InFlightCompletions
+
+    async def states_of_workers(self) -> list[State]:
+        """What each workflow worker has in flight while the engine is paused."""
+        ...
+
+
 @dataclass(eq=False)
 class SavedState:
     """Belongs to the controller's event loop."""
@@ -109,7 +114,7 @@ class SavedState:
     engine: RolloutEngine
     scheduler: GroupScheduler
     cursor: PromptCursor
-    runner: TrajectoryRunner | WorkflowPool
+    runner: Resumable
     admission: AdmissionBatch
 
     async def take(self, run_seed: int, *, timeout_s: float) -> State:
@@ -128,11 +133,10 @@ class SavedState:
         return self._state(run_seed, {})
 
     async def _at_boundary(self, run_seed: int) -> State:
-        engine = self.engine
         async with self.admission.batch():
             for _ in range(ADMISSION_TICKS):  # what has ended is reported
                 await asyncio.sleep(0)
-            unfinished = await engine.unfinished() if isinstance(engine, ContinuesCompletions) else {}
+            unfinished = await self.engine.unfinished()
             return self._state(run_seed, unfinished, await self.runner.states_of_workers())
 
     def _state(

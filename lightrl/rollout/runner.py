@@ -17,7 +17,6 @@ from lightrl.checks.printable import count_text
 from lightrl.checks.user_code import named_user_code
 from lightrl.columns import registered
 from lightrl.concurrency.abandon import abandon, each_when_done, is_abandoned
-from lightrl.engines.abilities import ContinuesCompletions
 from lightrl.engines.engine import Completion, RolloutEngine
 from lightrl.errors import EngineError, RewardError, RolloutError
 from lightrl.rewards import RewardResult, RewardWorker
@@ -134,7 +133,7 @@ class _GroupGenerate:
         rest = [sample for sample in seeds if sample not in futures]
         if rest:
             request: dict[str, Any] = {"images": self.prompt.images} if self.prompt.images else {}
-            if isinstance(self.engine, ContinuesCompletions) and any(started[sample] is not None for sample in rest):
+            if self.engine.continues_completions and any(started[sample] is not None for sample in rest):
                 request["started"] = [started[sample] for sample in rest]
             samplings = [self.sampling.with_seed(seeds[sample]) for sample in rest]
             generating = self.engine.generate_group(token_ids, samplings, session=self.seed_name, **request)
@@ -177,7 +176,7 @@ class _TurnGenerate:
         started = self.group.in_flight.started.pop(sampling.seed, None)
         if started is not None and started.finish_reason != "abort":
             return started
-        if started is not None and isinstance(engine, ContinuesCompletions):
+        if started is not None and engine.continues_completions:
             request["started"] = started
         (completion,) = await engine.generate(token_ids, sampling, session=self.session, **request)
         return completion

@@ -25,13 +25,12 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from lightrl.columns import registered
-from lightrl.concurrency.parent_guard import ONE_THREAD, GuardedProcesses, command, import_path
+from lightrl.concurrency.child_process import ONE_THREAD, ChildProcess, command, ending_of, import_path
 from lightrl.concurrency.streams import BadMessage, Channel
-from lightrl.engines import RolloutEngine, ServerEngine
+from lightrl.engines import RolloutEngine
 from lightrl.engines.servers.leader import FollowerState
 from lightrl.errors import EngineError, RewardError, RolloutError
 from lightrl.rollout.prompts import State
@@ -48,7 +47,6 @@ END_S = 5.0  # until a worker whose channel is closed has ended
 BEAT_S = 1.0  # between two messages to an idle worker
 MAX_DEATHS = 3  # then a trajectory that its workers died with is not run again: it may be the cause
 _STACK_S = 0.5  # for a worker that hangs to print where
-_TICK_S = 0.05
 _ANSWERS = {"state": dict, "follow": FollowerState}  # kind of request -> what answers it, or an EngineError
 
 
@@ -63,7 +61,7 @@ _Results = asyncio.Queue[tuple[int, Any]]  # samples, and what came of each: see
 class _Worker:
     name: str
     workflow: Workflow  # the controller's copy
-    guard: str  # its name among the guards
+    child: ChildProcess
     channel: Channel
     pid: int
     answers: dict[int, tuple[type, asyncio.Future[Any]]] = field(default_factory=dict)  # key of the request -> answer
@@ -112,13 +110,10 @@ class WorkflowPool:
     silent_s: float  # a worker that does not answer for so long hangs
 
     def __post_init__(self) -> None:
-        check_workers(self.engine, self.num)
+        self.engine.check_workers(self.num)
         _check_travels(self.workflow, self.num)
-        assert isinstance(self.engine, ServerEngine)
-        self._leader = self.engine.leader
-        self._follower = self.engine.follower(self.num)
+        self._leader, self._follower = self.engine.open_to_workers(self.num)
         self.in_flight = InFlightCompletions(self.workflow)
-        self._guards = GuardedProcesses()
         self._workers: list[_Worker] = []  # only ready ones
         self._has_workers = asyncio.Event()
         self._was_ready = False  # one of them, at some time
@@ -220,14 +215,21 @@ class WorkflowPool:
     async def _keep(self, name: str) -> None:
         """Keeps a worker of this name running, until it is cancelled."""
         num_useless = 0  # deaths in a row before a trajectory was done
-        for start in itertools.count():
-            guard = f"{name}/{start}"
+        while True:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                child = ChildProcess(
+                    command("lightrl.rollout.workflow_worker", str(theirs.fileno()), import_path()),
+                    environment={**os.environ, **ONE_THREAD},
+                    grace_s=0.0,
+                    pass_fds=[theirs.fileno()],
+                )
             try:
-                worker = await self._started(name, guard)
+                worker = await self._ready(name, child, ours)
                 num_lost = 0 if worker is None else await self._serve(worker)
             finally:
-                code = await self._end(guard)
-            how = f"signal {abs(code) % 128}" if code < 0 or code > 128 else f"exit code {code}"
+                code = await _end(child)
+            how = ending_of(code)
             num_useless = 0 if worker is not None and worker.num_done else num_useless + 1
             if num_useless == MAX_DEATHS or not self._was_ready:
                 raise RolloutError(
@@ -237,16 +239,9 @@ class WorkflowPool:
             again = f"Trajectories to run again: {num_lost}." if num_lost else "It was running none."
             log.warning("The %s ended with %s. %s", name, how, again)
 
-    async def _started(self, name: str, guard: str) -> _Worker | None:
-        """A worker that is ready; None if it ended before."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            worker = command("lightrl.rollout.workflow_worker", str(theirs.fileno()), import_path())
-            self._guards.start(
-                guard, worker, environment=ONE_THREAD, secret_files={}, log_file=None, grace_s=0.0,
-                folder=str(Path.cwd()), pass_fds=[theirs.fileno()],
-            )  # fmt: skip
-        channel = await Channel.open(ours)
+    async def _ready(self, name: str, child: ChildProcess, end: socket.socket) -> _Worker | None:
+        """The worker at the other end once it is ready; None if it ended before."""
+        channel = await Channel.open(end)
         level = logging.getLogger("lightrl").getEffectiveLevel()
         with contextlib.ExitStack() as undo:
             undo.callback(channel.close)
@@ -260,7 +255,7 @@ class WorkflowPool:
             if ready is None:
                 return None
             undo.pop_all()
-        return _Worker(name, self.workflow, guard, channel, *ready)
+        return _Worker(name, self.workflow, child, channel, *ready)
 
     async def _serve(self, worker: _Worker) -> int:
         """Takes what a worker sends until it ends, then fails what waits for it; the number of its trajectories."""
@@ -338,35 +333,18 @@ class WorkflowPool:
         )
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.pid, signal.SIGUSR1)  # it prints its stack
-        asyncio.get_running_loop().call_later(_STACK_S, self._guards.ask_to_end, [worker.guard], 0.0)
-
-    async def _end(self, guard: str) -> int:
-        """Waits for the end of a worker whose channel is closed, and makes it end; its exit code."""
-        try:
-            await self._wait(guard)
-        finally:  # a controller that closes does not wait for it so long: it cancels this too
-            self._guards.ask_to_end([guard], 0.0)
-            await self._wait(guard)
-            self._guards.kill(guard)  # Linux kills its command
-        code = self._guards.codes().get(guard, 0)
-        return -signal.SIGKILL if code is None else code
-
-    async def _wait(self, guard: str) -> None:
-        for _ in range(round(END_S / _TICK_S)):
-            if self._guards.codes().get(guard, 0) is not None:
-                return
-            await asyncio.sleep(_TICK_S)
+        asyncio.get_running_loop().call_later(_STACK_S, worker.child.ask_to_end, 0.0)
 
 
-def check_workers(engine: object, num: int) -> None:
-    """Raises ValueError if this engine cannot be used by workers; before it is started."""
-    if not isinstance(engine, ServerEngine):
-        raise ValueError(
-            f"workflow_workers={num} needs an engine of servers, such as SGLangEngine; {type(engine).__name__} "
-            "generates in rank 0's process. Set workflow_workers to 0."
-        )
-    if engine.adapters == "served":
-        raise ValueError(f"workflow_workers={num} needs adapters='merged'. Set that, or workflow_workers to 0.")
+async def _end(child: ChildProcess) -> int:
+    """Waits for the end of a worker whose channel is closed, and makes it end; its exit code."""
+    try:
+        await child.ended(END_S)
+    finally:  # a controller that closes does not wait for it so long: it cancels this too
+        child.ask_to_end(0.0)
+        await child.ended(END_S)
+        child.kill()
+    return -signal.SIGKILL if child.code is None else child.code
 
 
 def _check_travels(workflow: Workflow, num: int) -> None:

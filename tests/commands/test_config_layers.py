@@ -17,8 +17,8 @@ from parsed import parsed
 from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_errors import value_of_text
 from lightrl.commands.config_layers import UsageError, UserSettings
+from lightrl.commands.launch import UnstartedCLI
 from lightrl.commands.main import main
-from lightrl.commands.plan_run import UnstartedCLI
 from lightrl.commands.serve import settings_of
 
 

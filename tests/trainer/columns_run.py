@@ -95,10 +95,12 @@ class Branches(Workflow):
 
 
 class Checked(TinyGRPO):
-    """Counts the values that its losses have seen; `has_doubts` is False where the engine returns none."""
+    """Counts the values that its losses have seen; each completion has as many tokens as it may have."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"policy": POLICY, "num_minibatches": 2, "microbatch_tokens": 40, "lr": 0.1, **settings})
+    def __init__(self, num_tokens: int = 6, **settings: Any) -> None:
+        sampling = Sampling(max_new_tokens=num_tokens, min_new_tokens=num_tokens)
+        own = {"policy": POLICY, "sampling": sampling, "num_minibatches": 2, "microbatch_tokens": 40, "lr": 0.1}
+        super().__init__(**{**own, **settings})
         self.num_seen = 0
 
     def loss(self, experience: Experience, outputs: Outputs) -> Any:
@@ -152,7 +154,7 @@ def interrupted_request() -> int:
 
 def resumed(folder: Path) -> int:
     """Saves with groups finished and completions begun, and continues from there."""
-    long = {"sampling": Sampling(max_new_tokens=60, min_new_tokens=60), "microbatch_tokens": 200}
+    long = {"num_tokens": 60, "microbatch_tokens": 200}
     save = ModelCheckpoint(folder / "saved", every_n_train_steps=1, save_top_k=-1, filename="{step}")
     flags = {"enable_checkpointing": True, "engine": Doubting(threads=1, max_batch=3)}
     run(folder, "whole", Checked(**long), callbacks=[StalenessControl(2), save], max_steps=2, **flags)

@@ -21,7 +21,8 @@ from lightrl.engines.servers.request import CompletionDraft, check_answers
 from lightrl.engines.servers.server_info import ServerInfo
 from lightrl.engines.sglang import generation
 from lightrl.errors import EngineError
-from lightrl.weights.digests import DTYPES, RankDigests
+from lightrl.weights.digests import RankDigests
+from lightrl.weights.server_layout import DTYPES
 from lightrl.weights.shared_memory import LOAD_FORMAT
 
 _NOT_FOUND = 404

@@ -35,8 +35,7 @@ class SGLangEngine(ServerEngine):
         self.python = sglang_python
 
     @property
-    def is_quantized(self) -> bool:
-        """Whether its servers take linear weights in block FP8."""
+    def is_quantized(self) -> bool:  # type: ignore[override]
         return self.process_type.named(self.server_args).get("quantization") is not None
 
     def check(self) -> None:
@@ -46,6 +45,11 @@ class SGLangEngine(ServerEngine):
         self.check_loads_whole("server_args.quantization")
         if self.transport == "distributed" and not torch.cuda.is_available():
             raise ValueError("transport='distributed' cannot send float8 over gloo. Set disk, tensor or delta.")
+
+    def take_memory(self, key_value_bytes: float, fraction: float) -> str:
+        if not self.num_servers:
+            return ""
+        return f"trainer.engine's mem_fraction_static is {self.server_args.setdefault('mem_fraction_static', fraction)}"
 
     def start_args(self) -> dict[str, Any]:
         args: dict[str, Any] = {}

@@ -27,7 +27,8 @@ from lightrl.engines.servers.request import check_answers
 from lightrl.engines.servers.server_info import ServerInfo
 from lightrl.engines.vllm import generation
 from lightrl.errors import EngineError
-from lightrl.weights.digests import DTYPES, RankDigests
+from lightrl.weights.digests import RankDigests
+from lightrl.weights.server_layout import DTYPES
 
 LOGPROBS_MODE = "processed_logprobs"
 _SERVER_INFO = "/server_info?config_format=json"
