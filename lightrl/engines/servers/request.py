@@ -146,12 +146,6 @@ class CompletionDraft:
         if finish == "stop" and not token_ids:
             raise MalformedAnswer(f"{server} stopped without a stop token.")
         if token_ids:
-            if self.sampling.is_truncated and (answer.full_support or self.vocab_size) < self.vocab_size:
-                raise MalformedAnswer(
-                    f"{server} may have sampled from more than the {answer.full_support} most likely tokens, which are "
-                    f"all that it returns: too many are as likely as number {self.sampling.max_support}. Use another "
-                    "top_k or top_p, or SGLangEngine."
-                )
             columns = {**answer.columns, **self._encoded(answer, server)}
             for name, is_needed in {
                 SUPPORTS.name: self.sampling.is_truncated,
@@ -162,6 +156,12 @@ class CompletionDraft:
                         f"{server} did not return the {name} of its tokens, which training needs. "
                         f"{(column_help or {}).get(name, '')}"
                     )
+            if self.sampling.is_truncated and (answer.full_support or self.vocab_size) < self.vocab_size:
+                raise MalformedAnswer(
+                    f"{server} may have sampled from more than the {answer.full_support} most likely tokens, which are "
+                    f"all that it returns: too many are as likely as number {self.sampling.max_support}. Use another "
+                    "top_k or top_p, or SGLangEngine."
+                )
             self.columns = extended(self.columns, self.num_tokens, columns, len(token_ids))
         self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
         self.logprobs = TokenArray.joined([self.logprobs, logprobs], "f")
