@@ -4,7 +4,7 @@ Reading order:
     single.py            one process, one device: no padding, logprobs from hidden states
     head.py              which tokens the output head reads, and what it returns
     layouts/             how a microbatch goes through a model without its padding
-    checkpoints/         written whole or not at all, read without running code
+    checkpoint/          written whole or not at all, read without running code
     ranks/               the processes of a run, what they exchange, and who notices that one fails
     sharded_experience/  an iteration's trajectories over the ranks: where each row trains, what travels
     fsdp2.py             FSDP2Strategy: sharded models; offload.py: what waits in host memory
@@ -20,9 +20,9 @@ May import: errors, checks, trajectory, experience, functional, weights, models,
 FSDP2Strategy.
 """
 
-from lightrl.strategies.checkpoints.folder import read_rest, read_tensors
-from lightrl.strategies.checkpoints.one_file import AtomicCheckpointIO
-from lightrl.strategies.checkpoints.safe_reader import load_plain
+from lightrl.strategies.checkpoint import AtomicCheckpointIO
+from lightrl.strategies.checkpoint.folder import read_rest, read_tensors
+from lightrl.strategies.checkpoint.safe_reader import load_plain
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.fsdp2_model import whole
 from lightrl.strategies.head import LogprobSettings
