@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightrl import errors
+from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import LightRLError, RolloutError
 from lightrl.rollout import RolloutController, RolloutSettings
 from lightrl.rollout.group_scheduler import Drop
@@ -140,7 +141,7 @@ class SharedRollout:
             self._remote_version = message.done
 
     @property
-    def engine(self) -> object:
+    def engine(self) -> RolloutEngine | None:
         return None if self.controller is None else self.controller.engine
 
     @property
@@ -168,7 +169,7 @@ class SharedRollout:
         """
         taken, self._taken = self._taken, None
         if taken is None:
-            raise mark_as_on_all_ranks(ValueError("This iteration has no trajectory: every group was dropped."))
+            raise mark_as_on_all_ranks(ValueError("This iteration has no trajectories: every group was dropped."))
         return taken
 
     def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None:

@@ -12,7 +12,7 @@ Reading order:
     parallel_3d.py       Parallel3DStrategy: pipeline x data x tensor parallelism
     stages.py            this rank's part of a model; pipeline.py: schedules and what runs them
     tensor_plans.py      how a model is split, from transformers' plans; tensor_parallel.py: parameters split over tp
-    costs.py             what FSDP2 and 3D cost, on paper; empty_model.py: without memory, filled tensor by tensor
+    empty_model.py       a model without memory, filled tensor by tensor
     precision.py         Lightning's precision plugins: batches as they are, gradients clipped over all ranks
     known_strategies.py  which strategies train an RLModule
 

@@ -3,6 +3,7 @@
 Reading order:
     bucket.py         Bucket, the generator that cuts parameters into buckets, and ServerForm
     block_fp8.py      linear weights in float8, with a scale per block
+    server_layout.py  how servers hold parameters
     digests.py        what a server that has the trainer's weights answers to a checksum
     gather_plan.py    which rank gets each parameter whole, and who sends it what
     disk.py           versions as safetensors folders, complete or absent, by one rank or several
@@ -19,8 +20,9 @@ one by one and needs at most one more bucket of memory; its requests in engines/
 from lightrl.weights.broadcast import BroadcastGroup
 from lightrl.weights.bucket import Bucket, ServerForm, WrittenFile, bucketed
 from lightrl.weights.delta import HostCopy
-from lightrl.weights.digests import Digests, ServerLayout
+from lightrl.weights.digests import Digests
 from lightrl.weights.disk import SharedFolder, WeightFolder
+from lightrl.weights.server_layout import ServerLayout
 from lightrl.weights.shared_memory import SharedBucket
 
 __all__ = ["BroadcastGroup", "Bucket", "ServerForm", "WrittenFile", "bucketed", "HostCopy", "Digests", "ServerLayout"]

@@ -1,9 +1,9 @@
 """Costs of a strategy on paper: a rank's memory, bytes sent and microbatches, from a model's config.
 
-`lightrl plan`, `launch` and `doctor run` have their memory from here (lightrl/launch/memory.py adds a run's roles), and
+`lightrl plan`, `launch` and `doctor run` have their memory from here (lightrl/plan/memory.py adds a run's roles), and
 `python -m benchmarks.plan` compares layouts; training does not use it. Bytes are those of one rank in one update,
 tokens those of one update over all ranks. What autograd keeps is counted layer by layer and compared with a real
-update on tensors without memory in tests/strategies/test_costs.py; what is sent is a rough estimate.
+update on tensors without memory in tests/plan/test_costs.py; what is sent is a rough estimate.
 """
 
 from __future__ import annotations

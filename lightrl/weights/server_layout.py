@@ -1,0 +1,52 @@
+"""ServerLayout: the form in which a server holds its parameters, and which of these forms are known here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Keys are `model_type`s. Gemma and Gemma 2 add one to norms while they load; SGLang 0.5.23 does not start with their
+# present configs, so their layout could not be tried.
+FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe", "mixtral"})
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # a server's possible dtypes
+CPU_PADDING = 32  # times the ranks: the intermediate size is padded to a multiple of it
+
+
+@dataclass(frozen=True)
+class ServerLayout:
+    """The form in which a server holds its parameters."""
+
+    dtype: torch.dtype = torch.float32
+    num_ranks: int = 1  # tensor-parallel
+    is_cpu: bool = True
+    is_vllm: bool = False  # else SGLang, which pads sizes on a CPU and has a hash of its own on a GPU
+    ep: int = 1  # groups of ranks that divide the experts; the ranks of a group divide each expert
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the intermediate size and the heads are padded."""
+        return self.is_cpu and not self.is_vllm
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} on {self.num_ranks} {'CPU' if self.is_cpu else 'GPU'} ranks"
+
+
+def unknown_layout(config: PretrainedConfig, layout: ServerLayout) -> str | None:
+    """Says why the digests of this layout cannot be computed; None if they can."""
+    if config.model_type not in FAMILIES:
+        return f"the layout of model_type={config.model_type!r} on servers is unknown here"
+    if layout.is_vllm and hasattr(config, "num_experts"):
+        return "vLLM's layout of experts is unknown here"
+    heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
+    if layout.is_padded and (heads % layout.num_ranks or key_value_heads % layout.num_ranks):
+        return f"SGLang pads {heads} heads and {key_value_heads} key-value heads on {layout.num_ranks} CPU ranks"
+    size = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    is_even = layout.num_ranks == layout.ep or size % (CPU_PADDING * layout.num_ranks) == 0
+    if layout.is_padded and hasattr(config, "num_experts") and not is_even:
+        return f"SGLang pads an expert's size {size} on {layout.num_ranks} CPU ranks"
+    return None
