@@ -111,11 +111,7 @@ class CompletionDraft:
     def add(
         self, answer: Answer, server: str, *, path: str = "/generate", column_help: Mapping[str, str] | None = None
     ) -> None:
-        """Appends an answer, or raises MalformedAnswer; sets `finish_reason` if that ends the completion.
-
-        Args:
-            column_help: by name, how to make the server return a column.
-        """
+        """Appends an answer, or raises MalformedAnswer; sets `finish_reason` if that ends the completion."""
         token_ids, logprobs, versions, finish = answer.token_ids, answer.logprobs, answer.weight_versions, answer.finish
         if answer.problem:
             raise MalformedAnswer(
