@@ -176,7 +176,7 @@ def test_groups_travel_with_their_images():
 def test_a_policy_that_takes_token_ids_only_refuses_images():
     assert ImageReader.of(tiny_spec().load_config()) is None
     trajectories = image_trajectories()
-    with pytest.raises(ValueError, match=r"3 images, but the policy takes token ids only.*llava"):
+    with pytest.raises(ValueError, match=r"3 images, but the policy accepts only token ids.*llava"):
         with_images(Experience.from_trajectories(trajectories), trajectories, None)
 
 
