@@ -228,8 +228,9 @@ def test_a_mistyped_monitor_is_found_before_training(make: Any, tmp_path: Path) 
     )
     with pytest.raises(ValueError) as error:  # noqa: PT011  # compared whole
         trainer.fit(module, datamodule=Digits())
+    name = type(given).__name__
     assert str(error.value).startswith(
-        f"{type(given).__name__} monitors val/rewrad, which is not logged. Did you mean val/reward? There are: val/"
+        f"{name} monitors val/rewrad, which is not logged. Did you mean val/reward? Logged metrics: val/"
     )
     assert module.trained == []
 
@@ -248,7 +249,7 @@ def test_a_monitor_that_looks_mistyped_is_named_before_models_are_loaded(
         trainer.fit(FailsToLoad(), datamodule=Digits())
     (message,) = [message for message in caplog.messages if "monitors" in message]
     assert message == (
-        f"EarlyStopping monitors {monitor}, which is logged only if your reward, module or a callback does it. Did you "
+        f"EarlyStopping monitors {monitor}, which is logged only if your reward, module or a callback logs it. Did you "
         f"mean {near}?"
     )
 

@@ -218,7 +218,7 @@ def test_a_resume_with_another_seed_is_warned_of(
     monkeypatch.setenv("PL_GLOBAL_SEED", "8")
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         fit(tmp_path, resume=tmp_path / "a.ckpt")
-    assert "made with seed 0, this run has seed 8" in caplog.text
+    assert "made with seed 0, but this run has seed 8" in caplog.text
 
 
 class Stop(Exception):
