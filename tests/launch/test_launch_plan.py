@@ -158,7 +158,7 @@ REFUSED = {
         {"gpus_per_node": 4, "ranks": 4}, {"meshes": {"critic": RoleMesh(4, 2)}}, "model.critic.mesh does not fit",
     ),
     "another strategy": ({"ranks": 2}, {"strategy": "DDPStrategy"}, "trainer.strategy=DDPStrategy"),
-    "a strategy that differs": ({"allocation": "t2"}, {"strategy": "FSDP2Strategy"}, "splits by data only"),
+    "a strategy that differs": ({"allocation": "t2"}, {"strategy": "FSDP2Strategy"}, "splits only by data"),
     "another engine": ({"servers": 1}, {"engine": "LocalEngine"}, "trainer.engine is LocalEngine"),
     "vLLM next to a rank on its GPU": (
         {"gpus_per_node": 2, "ranks": 2, "servers": 1, "placement": "colocated"}, {"engine": "VLLMEngine"}, "separate",
