@@ -230,7 +230,7 @@ def parse_allocation(text: str) -> list[list[Part]]:
     if len(names) != len(set(names)):
         raise _wrong(text, f"two parts have the same name among {', '.join(names)}")
     if len(parts) > 2 and len(names) < len(parts):
-        raise _wrong(text, "each of more than two parts needs a name, as in fsdp[actor]:d4")
+        raise _wrong(text, "with more than two parts, each needs a name, as in fsdp[actor]:d4")
     return groups
 
 

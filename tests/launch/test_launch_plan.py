@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(case):
 
 
 WRONG = {
-    "both": ({"allocation": "d2", "ranks": 2}, "not both"),
+    "both": ({"allocation": "d2", "ranks": 2}, "Set either launch.allocation"),
     "local over hosts": ({"launcher": "local", "nodes": 2}, "needs a launcher that reaches other hosts"),
     "hosts": ({"nodes": 2, "hosts": ["a"]}, "must name all 2"),
     "an image": ({"launcher": "kubernetes"}, "needs launch.container"),
