@@ -109,5 +109,5 @@ class ModelProcess(ServerProcess):
         """Returns arguments for a model of this config on `tp` GPUs."""
 
     def environment(self) -> dict[str, str]:
-        """Returns `environment_for` its Python, with the Hugging Face hub offline unless HF_HUB_OFFLINE is set."""
+        """Returns `environment_for` its Python; the Hugging Face hub is offline unless HF_HUB_OFFLINE is given."""
         return environment_for(self.python) | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}

@@ -288,7 +288,7 @@ class ServerProcess:
         return Path(name)
 
     def _status_of(self, route: str, within_s: float = _PROBE_TIMEOUT_S) -> int | None:
-        """Returns the HTTP status of a GET; None without an answer in time, 0 if this process cannot open a connection."""
+        """Returns the HTTP status of a GET; None without a timely answer, 0 if this process is out of files."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=within_s)
         try:
             connection.request("GET", route, headers={"Authorization": f"Bearer {self.token}"})

@@ -1,10 +1,10 @@
 """How the bytes of a weight version reach paused servers, and what is kept for late ones.
 
-transport.py  WeightTransport, what a sync needs of them; Streaming, those that send bucket by bucket. Through
-              a folder that trainer and servers see, written while they generate; through memory of the same host
-              or of the trainer's GPUs (not run yet), which takes a pickle
+transport.py  WeightTransport, the interface that a sync uses; Streaming, for those that send bucket by bucket. Also:
+              a folder that trainer and servers see, written while they generate; shared memory of the same host, or
+              memory of the trainer's GPUs (not tested yet), both of which use a pickle
 broadcast.py  a process group of the trainer's rank 0 and all servers; NCCL, or gloo on the CPU
-delta.py      what changed, to a receiver next to the servers, which load it from there
+delta.py      sends what changed to a receiver next to the servers, which load it from there
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 TransportName = Literal["disk", "distributed", "tensor", "delta", "cuda_ipc"]
-TRANSFER_TIMEOUT_S = 120.0  # for one bucket in a broadcast
+TRANSFER_TIMEOUT_S = 120.0  # to broadcast one bucket
 
 
 def make_transport(
@@ -57,7 +57,7 @@ def make_transport(
     request_s: float,
     broadcast: type[BroadcastTransport] = BroadcastTransport,
 ) -> WeightTransport:
-    """The transport of this name; it sends `dtype`, or the trainer's own if None. See their classes for the rest."""
+    """Returns the transport of this name; it sends `dtype`, or the trainer's own if None. Its class says the rest."""
     form = ServerForm.of(config, dtype)
     if name == "distributed":
         device = "cuda" if torch.cuda.is_available() else "cpu"
