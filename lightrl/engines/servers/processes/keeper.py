@@ -82,11 +82,17 @@ async def restart(
     await in_thread(process.stop, 0.0)
     while (delay_s := process.policy.delay_s(ran_s)) is not None:
         await asyncio.sleep(delay_s)
-        problem = await _try_to_start(process, on_ready)
-        if problem is None:
+        try:
+            await in_thread(process.start)
+            await in_thread(process.wait_ready)
+            if on_ready is not None:
+                await on_ready()
+        except Exception as error:  # noqa: BLE001  # a full disk, no more processes, threads or memory: nothing else watches this process
+            reason = str(error) if isinstance(error, LightRLError) else f"{type(error).__name__}: {error}"
+        else:
             log.info("%s is back at %s.", process.name, process.url)
             return None
-        reason, ran_s = problem, 0.0
+        ran_s = 0.0
         log.warning("%s could not be restarted: %s", process.name, reason)
         await in_thread(process.stop, 0.0)
     message = (
@@ -95,18 +101,6 @@ async def restart(
     )
     log.error("%s", message)
     return message
-
-
-async def _try_to_start(process: ServerProcess, on_ready: Callable[[], Awaitable[None]] | None) -> str | None:
-    """Returns why the process did not start or is not usable; None if it is."""
-    try:
-        await in_thread(process.start)
-        await in_thread(process.wait_ready)
-        if on_ready is not None:
-            await on_ready()
-    except Exception as error:  # noqa: BLE001  # a full disk, no more processes, threads or memory: nothing else watches this process
-        return str(error) if isinstance(error, LightRLError) else f"{type(error).__name__}: {error}"
-    return None
 
 
 async def _until_lost(process: ServerProcess, hang_s: float) -> str:
