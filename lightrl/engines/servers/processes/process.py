@@ -141,7 +141,7 @@ class ServerProcess:
         self._program = list(command)
         self._lock = threading.Lock()
         self._process: ChildProcess | None = None
-        self._last_command: list[str] = []
+        self.command = ""  # command line of the latest start, for messages
         self._started_at = 0.0
         self._is_over = False
         self.policy = RestartPolicy()
@@ -174,7 +174,8 @@ class ServerProcess:
                 self.log_file = Path(tempfile.mkdtemp(prefix=prefix)) / "server.log"
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
             self._secrets_file = self._write_secrets()
-            self._last_command = self.command_line(str(self._secrets_file))
+            command = self.command_line(str(self._secrets_file))
+            self.command = " ".join(command)
             # SGLang logs its arguments, the token among them.
             log_descriptor = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             gpus = {} if self._devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._devices))}
@@ -182,7 +183,7 @@ class ServerProcess:
                 os.fchmod(log_descriptor, 0o600)
                 os.write(log_descriptor, f"== lightrl starts {self.name}: {self.command}\n".encode())
                 self._process = ChildProcess(
-                    self._last_command,
+                    command,
                     environment=self.environment() | gpus,
                     grace_s=self._stop_timeout_s,
                     log=log_descriptor,
@@ -249,11 +250,6 @@ class ServerProcess:
             if self._process is not None:
                 self._process.end(self._stop_timeout_s if grace_s is None else grace_s)
             self._release()
-
-    @property
-    def command(self) -> str:
-        """The command line of the latest start, for messages."""
-        return " ".join(self._last_command)
 
     def log_tail(self) -> str:
         """Returns the end of the server's output, without the token."""
