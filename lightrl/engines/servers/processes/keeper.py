@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 _TICK_S = 0.25
 _PROBE_EVERY_S, _PROBE_TIMEOUT_S = 5.0, 5.0
 HANG_S = 60.0
+STOP_GRACE_S = 5.0  # for processes that have nothing to save
 
 
 def start_all(processes: Sequence[ServerProcess]) -> None:

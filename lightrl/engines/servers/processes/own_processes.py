@@ -11,10 +11,8 @@ from transformers import PretrainedConfig
 
 from lightrl.concurrency.owner import own_prefix
 from lightrl.engines.servers.home_loop import HomeLoop
-from lightrl.engines.servers.processes.keeper import HANG_S, end_all, keep, start_all
+from lightrl.engines.servers.processes.keeper import HANG_S, STOP_GRACE_S, end_all, keep, start_all
 from lightrl.engines.servers.processes.process import ServerProcess, make_servers, write_model_folder
-
-STOP_GRACE_S = 5.0  # at the end: they have nothing to save
 
 
 class OwnProcesses:

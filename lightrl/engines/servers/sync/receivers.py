@@ -9,11 +9,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lightrl.engines.servers.addresses import RECEIVER_HELP, RECEIVER_VARIABLE, as_url, read_addresses
-from lightrl.engines.servers.processes.keeper import end_all, start_all
+from lightrl.engines.servers.processes.keeper import STOP_GRACE_S, end_all, start_all
 from lightrl.engines.servers.processes.process import ServerProcess
 from lightrl.weights.delta_folder import folder_in_memory
-
-STOP_GRACE_S = 5.0
 
 
 class Receivers:
