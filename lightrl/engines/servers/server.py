@@ -58,11 +58,6 @@ class Server:
         last = self.client.last_answer_at
         return float("inf") if last is None else time.monotonic() - last
 
-    @property
-    def page_tokens(self) -> int:
-        """Number of tokens in a page of its key-value cache."""
-        return self.info.page_tokens if self.info is not None else 1
-
     def status(self) -> ServerStatus:
         return ServerStatus(**{item.name: getattr(self, item.name) for item in fields(ServerStatus)})
 

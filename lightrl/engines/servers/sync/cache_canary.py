@@ -76,7 +76,8 @@ class CacheCanary:
 
     async def _generate(self, server: Server, weight_version: int) -> int:
         """Generates one token; returns how many prompt tokens the cache had."""
-        length = min(2 * server.page_tokens + 8, (self.max_context or 2**31) - 1)
+        page_tokens = server.info.page_tokens if server.info is not None else 1
+        length = min(2 * page_tokens + 8, (self.max_context or 2**31) - 1)
         rid = secrets.token_hex(16)
         token_ids = [(7 * index + 3) % self.vocab_size for index in range(length)]
         key = self.fleet.cache_key(weight_version)
