@@ -191,10 +191,9 @@ class Connection:
                 if not may_repeat or self._num_closes != num_closes:
                     raise
             await asyncio.sleep(wait_s)
-            rid = body.get("rid") if isinstance(body, dict) else None
-            if isinstance(body, dict) and isinstance(rid, list):
-                body["rid"] = [secrets.token_hex(16) for _ in rid]
-            elif isinstance(body, dict) and rid is not None and kind == "generate":
+            if isinstance(body, dict) and isinstance(body.get("rid"), list):
+                body["rid"] = [secrets.token_hex(16) for _ in body["rid"]]
+            elif isinstance(body, dict) and "rid" in body and kind == "generate":
                 body["rid"] = secrets.token_hex(16)
         raise AssertionError("unreachable")
 

@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 
 from lightrl.engines.engine import Completion, check_request
 from lightrl.engines.servers.client import ABORT_TIMEOUT_S, abort_at
-from lightrl.engines.servers.connection import OutOfFiles, ServerRefused
+from lightrl.engines.servers.connection import MAX_BACKOFF_S, OutOfFiles, ServerRefused
 from lightrl.engines.servers.fleet import ServerFleet
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.leader import Leader, Traffic
@@ -39,7 +39,6 @@ from lightrl.trajectory import Sampling
 
 log = logging.getLogger(__name__)
 
-MAX_BACKOFF_S = 5.0
 MAX_RETRIES = 8  # consecutive failures of a request, without a token in between
 
 
