@@ -62,7 +62,15 @@ from lightrl.engines.servers.sync.receivers import Receivers
 from lightrl.engines.servers.sync.report import SyncReport
 from lightrl.engines.servers.sync.served_adapters import AdapterLoader
 from lightrl.engines.servers.sync.server_sync import ServerSync
-from lightrl.engines.servers.sync.transports import BroadcastTransport, TransportName, make_transport
+from lightrl.engines.servers.sync.transports import (
+    BroadcastTransport,
+    CudaIpcTransport,
+    DeltaTransport,
+    DiskTransport,
+    SharedMemoryTransport,
+    TransportName,
+    WeightTransport,
+)
 from lightrl.engines.servers.sync.verification import WeightVerifier
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.engines.servers.watch import Watch
@@ -70,9 +78,11 @@ from lightrl.errors import EngineError
 from lightrl.models.routes import RouteLayout
 from lightrl.models.tuning import Part, ServedForm, tuning_of
 from lightrl.trajectory import JsonObject, Sampling
-from lightrl.weights import Bucket, ServerForm, SharedFolder, block_fp8
+from lightrl.weights import Bucket, ServerForm, SharedFolder, WeightFolder, block_fp8
 
 log = logging.getLogger(__name__)
+
+TRANSFER_TIMEOUT_S = 120.0  # to broadcast one bucket
 
 
 @dataclass(frozen=True)
@@ -475,26 +485,15 @@ class ServerEngine(RolloutEngine):
         home, timeouts, fleet = self._home, self.timeouts, self.fleet
         limits = RequestLimits.of(config, self._encoders_of_servers())
         dtype = members.sent_dtype(self.dtype_of_auto(config))
-        transport = make_transport(
-            self.transport,
-            config,
-            dtype=dtype,
-            folder=Path(self.weight_folder or folder / "weights"),
-            sync_s=timeouts.sync_s,
-            trainer_host=self.trainer_host,
-            connect=lambda url: Connection(url, token=self._token, timeouts=timeouts),
-            receiver_of=self._receivers.of,
-            request_s=timeouts.request_s,
-            broadcast=self.broadcast_type,
-        )
+        form = ServerForm.of(config, dtype)
         canary = CacheCanary(
             fleet, vocab_size=limits.vocab_size, max_context=limits.max_context, timeout_s=timeouts.generate_s
         )
         sync = ServerSync(
-            transport,
+            self._make_transport(config, form, folder),
             timeout_s=timeouts.sync_s,
             verify=self.should_verify,
-            verifier=WeightVerifier(config, ServerForm.of(config, dtype), timeout_s=timeouts.sync_s),
+            verifier=WeightVerifier(config, form, timeout_s=timeouts.sync_s),
             canary=canary if self.should_verify else None,
         )
         versions = ServedVersions()
@@ -507,6 +506,23 @@ class ServerEngine(RolloutEngine):
         requests = RequestLoop(home, members, traffic, leader, limits=limits, timeouts=timeouts, versions=versions)
         used = {"home": home, "members": members, "requests": requests, "sync": sync, "timeouts": timeouts}
         return Parts(home, members, leader, requests, make(**used, config=config, is_colocated=self.is_colocated))
+
+    def _make_transport(self, config: PretrainedConfig, form: ServerForm, folder: Path) -> WeightTransport:
+        if self.transport == "distributed":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            timeout_s = min(TRANSFER_TIMEOUT_S, self.timeouts.sync_s)
+            return self.broadcast_type(
+                form, device=device, transfer_timeout_s=timeout_s, trainer_host=self.trainer_host
+            )
+        if self.transport == "cuda_ipc":
+            return CudaIpcTransport(form)
+        if self.transport == "tensor":
+            return SharedMemoryTransport(form)
+        if self.transport == "delta":
+            connect = functools.partial(Connection, token=self._token, timeouts=self.timeouts)
+            receiver_of, wait_s = self._receivers.of, self.timeouts.request_s
+            return DeltaTransport(form, config, connect=connect, receiver_of=receiver_of, wait_s=wait_s)
+        return DiskTransport(WeightFolder(Path(self.weight_folder or folder / "weights"), config, form=form))
 
     def _encoders_of_servers(self) -> dict[str, Encode]:
         """Returns encoders of the further columns to ask for: those wanted that every server returns.
