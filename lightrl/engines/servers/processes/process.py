@@ -251,13 +251,10 @@ class ServerProcess:
                 self._process.end(self._stop_timeout_s if grace_s is None else grace_s)
             self._release()
 
-    def log_tail(self) -> str:
-        """Returns the end of the server's output, without the token."""
-        return "" if self.log_file is None else end_of_log(self.log_file, _TAIL_BYTES).replace(self.token, "<token>")
-
     def last_output(self) -> str:
-        """Returns the command, the log file and its end, for messages."""
-        output = f"Last output:\n{tail}" if (tail := self.log_tail()) else "It printed nothing."
+        """Returns the command, the log file and its end without the token, for messages."""
+        tail = "" if self.log_file is None else end_of_log(self.log_file, _TAIL_BYTES).replace(self.token, "<token>")
+        output = f"Last output:\n{tail}" if tail else "It printed nothing."
         return f"Command: {self.command}\nLog: {self.log_file}\n{output}"
 
     def _release(self) -> None:
