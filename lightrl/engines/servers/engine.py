@@ -341,7 +341,7 @@ class ServerEngine(RolloutEngine):
             home.call(members.identify_all(), self.timeouts.request_s * 2)
             self._parts = parts = self._assemble(config, members, own.folder)
             if self.should_verify:
-                parts.loader.check_models()
+                home.call(parts.loader.check_models(fleet.in_state()), self.timeouts.sync_s)
             watch = Watch(home, members, parts.loader, self._receivers, registry, self._client, self.timeouts)
             home.keep(watch.run)
             undo.pop_all()

@@ -61,10 +61,6 @@ class WeightLoader:
         """The version that all routable servers have."""
         return self.fleet.weight_version
 
-    def check_models(self) -> None:
-        """Raises EngineError if a server's model is not the trainer's; called from another thread."""
-        self.home.call(self._check_models(self.fleet.in_state()), self.timeouts.sync_s)
-
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
         """Loads a version into all servers and waits until they have it; runs in the thread that gathers buckets."""
         with self._lock:
@@ -98,7 +94,7 @@ class WeightLoader:
             is_due = self.fleet.has(server) and version >= 0 and not self._is_over
             if not is_due or not self.sync.transport.holds(version):
                 return
-            self.home.call(self._check_models([server]), self.timeouts.sync_s)
+            self.home.call(self.check_models([server]), self.timeouts.sync_s)
             report = self.sync.load_from_thread(self.home, [server], None, weight_version=version)
             self.home.call(self._before_admit(server), self.timeouts.sync_s)
             self.home.call(self._end([server], report), self.timeouts.request_s)
@@ -202,7 +198,8 @@ class WeightLoader:
             self._refused.add(server)
             self.members.lose(server, str(error))
 
-    async def _check_models(self, servers: Sequence[Server]) -> None:
+    async def check_models(self, servers: Sequence[Server]) -> None:
+        """Raises EngineError if a server's model is not the trainer's."""
 
         async def check(server: Server) -> None:
             await server.identify()
