@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, Protocol, TypeVar
@@ -130,16 +131,12 @@ class SharedMemoryTransport(Streaming):
     async def _send(self, servers: SyncServers, bucket: Bucket, version: str | None) -> None:
         for part in bucketed(bucket.tensors.items(), self.part_bytes):
             await in_thread(self._shared.fill, part)
-            await self._send_part(servers, version if part.is_last else None)
+            part_version = version if part.is_last else None
+            await servers.ask(functools.partial(self._send_part, part_version, servers.timeout_s))
 
-    async def _send_part(self, servers: SyncServers, version: str | None) -> None:
-        await servers.ask(
-            lambda server: server.client.update_weights_from_tensor(
-                [self._shared.payload() for _ in range(self._sizes[server])],  # one for each rank
-                version,
-                timeout_s=servers.timeout_s,
-            )
-        )
+    async def _send_part(self, version: str | None, timeout_s: float, server: Server) -> None:
+        payloads = [self._shared.payload() for _ in range(self._sizes[server])]  # one for each rank
+        await server.client.update_weights_from_tensor(payloads, version, timeout_s=timeout_s)
 
 
 class CudaIpcTransport(SharedMemoryTransport):
