@@ -15,7 +15,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,16 +186,10 @@ class RequestLoop:
 
     async def resume(self) -> None:
         """Continues all requests."""
-
-        async def resume(server: Server) -> None:
-            try:
-                await server.client.resume()
-            except EngineError as error:
-                self.members.lose(server, f"it could not be resumed: {error}")
-
         # Even if all requests have ended since: nothing else resumes that server, unless a load is running.
         paused = self._paused - self._at_load
-        await asyncio.gather(*(resume(server) for server in self.fleet.in_state("routable") if server in paused))
+        servers = [server for server in self.fleet.in_state("routable") if server in paused]
+        await asyncio.gather(*(self._try(server, server.client.resume, "resumed") for server in servers))
         self._paused.clear()
         self.traffic.is_paused = False
         self.home.wake()
@@ -236,15 +230,15 @@ class RequestLoop:
     async def _pause_servers(self) -> None:
         if self.traffic.has_minimum:
             await self._abort_all(self.fleet.in_state("routable"), within_s=self.timeouts.request_s)
+        servers = self.fleet.in_state("routable")
+        self._paused.update(servers)
+        await asyncio.gather(*(self._try(server, server.client.pause, "paused") for server in servers))
 
-        async def pause(server: Server) -> None:
-            self._paused.add(server)
-            try:
-                await server.client.pause()
-            except EngineError as error:
-                self.members.lose(server, f"it could not be paused: {error}")
-
-        await asyncio.gather(*(pause(server) for server in self.fleet.in_state("routable")))
+    async def _try(self, server: Server, change: Callable[[], Awaitable[None]], done: str) -> None:
+        try:
+            await change()
+        except EngineError as error:
+            self.members.lose(server, f"it could not be {done}: {error}")
 
     async def _generate(self, draft: CompletionDraft, session: str) -> Completion:
         """Sends requests until the completion is finished: another after an abort, to another server after a loss."""
