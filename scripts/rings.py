@@ -34,7 +34,7 @@ LEAVES = {
     "fast decoder": Leaf(774, "fast decoder", "engines", "performance.md", "engines/local/fast"),
     "gateway": Leaf(240, "gateway", "engines", "clusters.md", "engines/servers/gateway.py"),
     "vLLM": Leaf(458, "lightrl.VLLMEngine", "engines", "serve-with-sglang.md", "engines/vllm"),
-    "math": Leaf(1173, "lightrl.rewards.math_answer", "rewards", "write-a-reward.md",
+    "math": Leaf(1171, "lightrl.rewards.math_answer", "rewards", "write-a-reward.md",
         "rewards/math_answer.py rewards/math_expressions.py rewards/math_units.py"),
     "code": Leaf(1550, "lightrl.rewards.code_tests", "rewards", "write-a-reward.md",
         "rewards/code_tests.py rewards/sandbox.py rewards/sandbox_guard"),

@@ -18,7 +18,7 @@ ONE, PAIR = Column("one", "f"), Column("pair", "i", fill=-1, width=2)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_made_up_column_reaches_the_loss_in_every_layout(tmp_path: Path) -> None:
-    rank_scripts.run(rank_scripts.TESTS / "trainer" / "columns_run.py", tmp_path, timeout_s=550)
+    rank_scripts.run(rank_scripts.TESTS / "trainer" / "columns_run.py", tmp_path)
     (alone,) = [torch.load(tmp_path / "1" / "rank-0.pt")]
     one = 2 * 2 * 4 * 6  # iterations, prompts, completions of each, tokens
     assert alone == {

@@ -272,7 +272,7 @@ def _with_texts(value: object, kind: Callable[[str], str]) -> Any:
         return {key: _with_texts(item, kind) for key, item in value.items()}
     if isinstance(value, list):
         return [_with_texts(item, kind) for item in value]
-    return kind(value) if type(value) in (str, SettingText) else value
+    return kind(value) if isinstance(value, str) and type(value) in (str, SettingText) else value
 
 
 def parsed_settings(settings: Namespace) -> Namespace:

@@ -169,7 +169,7 @@ class SharedRollout:
         """
         taken, self._taken = self._taken, None
         if taken is None:
-            raise mark_as_on_all_ranks(ValueError("This iteration has no trajectory: every group was dropped."))
+            raise mark_as_on_all_ranks(ValueError("This iteration has no trajectories: every group was dropped."))
         return taken
 
     def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None:

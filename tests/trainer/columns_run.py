@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from doubt_column import DOUBT, doubts
+from doubt_column import DOUBT
+from doubting_client import DoubtingClient, doubts
 from fake_sglang import python_of_fakes
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rank_scripts import fork_runs, leave
@@ -44,7 +45,6 @@ from lightrl import (
 from lightrl.columns import TokenArray
 from lightrl.engines import Completion
 from lightrl.engines.servers.request import Answer, CompletionDraft
-from lightrl.engines.sglang.client import SGLangClient
 from lightrl.workflows import Workflow
 from lightrl.workflows.conversation import Conversation, TurnRenderer
 from lightrl.workflows.workflow import Generate
@@ -64,14 +64,6 @@ class Doubting(LocalEngine):
 
     async def unfinished(self) -> dict[int, Completion]:
         return {seed: with_doubts(completion) for seed, completion in (await super().unfinished()).items()}
-
-
-class DoubtingClient(SGLangClient):
-    @staticmethod
-    def read_answer(content: bytes) -> Answer:
-        answer = SGLangClient.read_answer(content)
-        values = DOUBT.array(doubts(answer.token_ids, answer.logprobs))
-        return replace(answer, columns={**answer.columns, DOUBT.name: values})
 
 
 class DoubtingServers(SGLangEngine):
