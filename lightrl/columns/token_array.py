@@ -18,7 +18,7 @@ _SIZES = {code: struct.calcsize(code) for code in DTYPES}
 class TokenArray(Sequence[_Number]):
     """Numbers of one type, one per token, without a Python object for each. Reads like a list and is immutable.
 
-    `array == [1, 2]`, `array[3:5]`, `sum(array)` and `[0] + array` work as with a list. `numpy.asarray(array)` keeps the
+    `array == [1, 2]`, `array[3:5]`, `sum(array)` and `[0] + array` work as with a list. `numpy.asarray(array)` has its
     dtype and makes no copy, unless the numbers are stored as runs. A slice is a TokenArray, `[0] + array` a list.
 
     Args:

@@ -337,7 +337,7 @@ class DeltaCopy(HostCopy):
             blocks.append(block)
             for task, one in zip(group, sums, strict=True):
                 self.checksums[task[0]].append(one)
-        torch.set_num_threads(num_threads)  # the pool's threads changed the default of new threads
+        torch.set_num_threads(num_threads)  # the pool's threads changed it for all new threads
         return list(parts(blocks)), copy
 
 

@@ -54,7 +54,7 @@ def test_ranks_that_share_a_row_have_the_outputs_and_gradients_of_one_process(re
             {"cp": 4},
             r"cp=4 must divide the 2 attention heads of the policy\. Set it to 2",
         ),
-        (family_spec("lfm2"), {"cp": 2}, "'lfm2' does not allow: its tokens meet in more .* Set cp to 1"),
+        (family_spec("lfm2"), {"cp": 2}, "'lfm2' does not allow: its tokens interact beyond .* Set cp to 1"),
         (family_spec("falcon_h1"), {"cp": 2}, "'falcon_h1' does not allow: its tokens meet"),
         (family_spec("deepseek_v32"), {"cp": 2}, "'deepseek_v32' does not allow: its tokens meet"),
         (tiny_spec("gemma2 with capped logits"), {"cp": 2}, "'gemma2' does not allow: its tokens meet"),
@@ -62,7 +62,7 @@ def test_ranks_that_share_a_row_have_the_outputs_and_gradients_of_one_process(re
         (
             Role(tiny_spec(), mesh=RoleMesh(0, 2)),
             {"cp": 2},
-            "none with a mesh of its own, got GRPO",
+            "whose roles .* have no mesh of their own, got GRPO",
         ),
     ],
     ids=["ranks", "heads", "hybrid", "parallel hybrid", "sparse", "capped", "attention", "mesh"],
