@@ -46,7 +46,7 @@ def quantized_config(config: PretrainedConfig, tp: int = 1, ep: int = 1) -> Pret
 
     if config.model_type not in FAMILIES:
         raise ValueError(
-            f"quantization='fp8' supports {', '.join(sorted(FAMILIES))}; the model is {config.model_type!r}, whose "
+            f"quantization='fp8' is for {', '.join(sorted(FAMILIES))}; the model is {config.model_type!r}, whose "
             "weights on servers could not be verified. Omit quantization."
         )
     width = "moe_intermediate_size" if hasattr(config, "moe_intermediate_size") else "intermediate_size"

@@ -53,9 +53,8 @@ class OnLossTokens:
 class ShardedExperience:
     """All trajectories of an iteration; this rank has the tokens of only some of them.
 
-    It can be read like an Experience: `sharded.rewards` is [B] for all rows. A field per token can be read if the
-        tokens
-    of all rows are here, as with one rank; `local` contains the rows that are assigned to this rank.
+    It can be read like an Experience: `sharded.rewards` is [B] for all rows. A field per token can be read if all its
+    tokens are here, as with one rank; `local` contains the rows that are assigned to this rank.
 
     Args:
         rows: values of all rows, [B, ...], by name. A name with a leading _ is not a field: the counts of tokens, the
