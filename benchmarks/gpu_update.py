@@ -17,7 +17,7 @@ and one that runs out of memory says so. An update is one microbatch: forward, b
 MFU counts only what the model needs for real tokens: the head at loss tokens, half of causal attention, nothing twice,
 but a prompt for each of its trajectories, also in `shared`, `trainer` and `fsdp2`, which compute it once; it is the
 share of `--tflops`, by default an H100's 989 for dense bfloat16 from its data sheet. `warm_up_s` is the first update,
-with all compilation; `memory_gib` the measured peak; `predicted_gib` what strategies/costs.py says on paper.
+with all compilation; `memory_gib` the measured peak; `predicted_gib` what plan/costs.py says on paper.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from benchmarks.update_vs_sft import UpdateTimes, now, since
 from lightrl.experience import Experience
 from lightrl.functional import can_compile
 from lightrl.models import Outputs
+from lightrl.plan.costs import Work, peak_bytes
 from lightrl.strategies import FSDP2Strategy, LogprobSettings, SingleModel
-from lightrl.strategies.costs import Work, peak_bytes
 from lightrl.strategies.tensor_plans import layer_parameters
 from lightrl.trajectory import Trajectory
 

@@ -4,7 +4,7 @@
 
 For each number of GPUs it prints FSDP2 and the fastest (pp, dp, tp) that fits the memory: memory of a rank, bytes sent
 per update, idle time of the pipeline, microbatches, seconds. If FSDP2's whole gradients do not fit, `reduces` is the
-number of microbatches: `reduce_every_microbatch` is set. The formulas of bytes are in lightrl/strategies/costs.py. The
+number of microbatches: `reduce_every_microbatch` is set. The formulas of bytes are in lightrl/plan/costs.py. The
 constants of a machine are assumed, not measured, and printed as `assumed`; set measured ones with --mfu, --memory-gb
 and the bandwidths.
 
@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.report import Report
-from lightrl.strategies.costs import Cost, Work, fsdp2_cost, num_parameters, parallel_3d_cost
+from lightrl.plan.costs import Cost, Work, fsdp2_cost, num_parameters, parallel_3d_cost
 from lightrl.strategies.layouts.probes import decoder_layers
 
 

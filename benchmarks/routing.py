@@ -21,7 +21,6 @@ import argparse
 import asyncio
 import random
 import shutil
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -96,9 +95,9 @@ class CachedServer:
             app.router.add_get(path, self.facts)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", port := free_port())
+        site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         try:
             yield
         finally:
@@ -112,11 +111,6 @@ def page_names(tokens: Sequence[int]) -> list[int]:
         name = hash((name, *tokens[start : start + PAGE]))
         names.append(name)
     return names
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
 
 
 def ids(name: str, num: int) -> list[int]:

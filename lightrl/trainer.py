@@ -39,7 +39,7 @@ from lightrl.callbacks.progress import ModelLines
 from lightrl.callbacks.run_files import TimedCheckpoint
 from lightrl.callbacks.weight_sync import check_no_overlap
 from lightrl.checks.files import check_local, nearest_folder
-from lightrl.engines import RolloutEngine, ServerEngine
+from lightrl.engines import RolloutEngine
 from lightrl.errors import OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
 from lightrl.loops import (
@@ -57,7 +57,7 @@ from lightrl.module import RLModule, TrainedModule
 from lightrl.rewards.length_penalty import OverlongPenalty
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import AtomicCheckpointIO, FSDP2Strategy, check_strategy, named_strategy, ranks_of
-from lightrl.strategies.checkpoints.atomic_write import logged_behind_failure
+from lightrl.strategies.checkpoint.atomic_write import logged_behind_failure
 from lightrl.trajectory import Group, Sampling
 
 if TYPE_CHECKING:
@@ -431,14 +431,14 @@ class Trainer(RLTrainer):
                 )
 
     def _check_engine(self, module: RLModule, *, is_fit: bool) -> None:
+        if self.engine is None:
+            return
         if is_fit and isinstance(self.strategy, FSDP2Strategy) and self.strategy.compile_layers:
             check_compiled(self.engine, module.models()["policy"].spec.load_config())
-        if not isinstance(self.engine, ServerEngine):
-            return
         self.engine.check()
         for sampling in (module.sampling, module.validation_sampling):
             self.engine.check_sampling(sampling)
-        if is_fit and self.engine.placement == "colocated":
+        if is_fit and self.engine.is_colocated:
             check_no_overlap(next(item for item in self.callbacks if isinstance(item, StalenessControl)).max_staleness)
 
     def _check_callbacks(self) -> None:

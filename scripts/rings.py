@@ -21,20 +21,20 @@ class Leaf(NamedTuple):
     """A capability that nothing in the core imports."""
 
     max_lines: int
-    entry: str  # a public class or function, or a command
+    entry: str  # a public class or function, a command, or a name of checks/entry_points.py
     tests: str
     page: str
     files: str
 
 
 LEAVES = {
-    "supervised": Leaf(993, "lightrl.SFT", "algorithms", "algorithms.md",
+    "supervised": Leaf(992, "lightrl.SFT", "algorithms", "algorithms.md",
         "algorithms/dpo.py algorithms/reward_model.py algorithms/sft.py algorithms/supervised.py data/completions.py"),
     "distillation": Leaf(161, "lightrl.Distillation", "algorithms", "algorithms.md", "algorithms/distillation.py"),
-    "compiled kernels": Leaf(720, "lightrl.LocalEngine", "engines", "performance.md",
-        "engines/local/fast_decoder.py engines/local/kernels.py"),
-    "vLLM": Leaf(457, "lightrl.VLLMEngine", "engines", "serve-with-sglang.md", "engines/vllm"),
-    "math": Leaf(1172, "lightrl.rewards.math_answer", "rewards", "write-a-reward.md",
+    "fast decoder": Leaf(774, "fast decoder", "engines", "performance.md", "engines/local/fast"),
+    "gateway": Leaf(240, "gateway", "engines", "clusters.md", "engines/servers/gateway.py"),
+    "vLLM": Leaf(458, "lightrl.VLLMEngine", "engines", "serve-with-sglang.md", "engines/vllm"),
+    "math": Leaf(1171, "lightrl.rewards.math_answer", "rewards", "write-a-reward.md",
         "rewards/math_answer.py rewards/math_expressions.py rewards/math_units.py"),
     "code": Leaf(1550, "lightrl.rewards.code_tests", "rewards", "write-a-reward.md",
         "rewards/code_tests.py rewards/sandbox.py rewards/sandbox_guard"),
@@ -44,7 +44,7 @@ LEAVES = {
     "tools": Leaf(620, "lightrl.ToolEnvironment", "workflows", "write-an-environment.md",
         "workflows/mcp_tools.py workflows/tools.py"),
     "OpenEnv": Leaf(264, "lightrl.workflows.OpenEnv", "workflows", "write-an-environment.md", "workflows/openenv.py"),
-    "agents": Leaf(1891, "lightrl.AgentWorkflow", "workflows", "train-an-agent.md",
+    "agents": Leaf(1854, "lightrl.AgentWorkflow", "workflows", "train-an-agent.md",
         "workflows/agent_command.py workflows/agent_protocol.py workflows/agent_session.py workflows/agent_workflow.py "
         "workflows/chat_protocol.py workflows/completion_parser.py workflows/messages_protocol.py "
         "workflows/openai_endpoint.py workflows/responses_protocol.py"),
@@ -53,12 +53,13 @@ LEAVES = {
     "export": Leaf(411, "lightrl.HuggingFaceExport", "callbacks", "share-a-model.md",
         "callbacks/export.py commands/export.py"),
     "inspector": Leaf(1049, "lightrl inspect", "inspect", "inspect.md", "commands/inspect.py inspect"),
+    "status": Leaf(106, "lightrl status", "commands", "clusters.md", "commands/status.py"),
+    "serve": Leaf(311, "lightrl serve", "commands", "serve-with-sglang.md", "commands/serve.py"),
+    "fake engine": Leaf(299, "lightrl.FakeEngine", "engines", "test-your-code.md", "engines/fake_engine.py"),
     "doctor": Leaf(882, "lightrl doctor", "commands", "check-a-run.md", "commands/doctor"),
-    "plan": Leaf(1248, "lightrl plan", "commands", "which-when.md",
-        "commands/plan.py commands/plan_run.py launch/memory.py strategies/costs.py"),
-    "launch": Leaf(1865, "lightrl launch", "launch", "clusters.md",
-        "commands/launch.py launch/__init__.py launch/launcher.py launch/local.py launch/plan.py launch/ray.py "
-        "launch/scripts.py launch/settings.py launch/slurm.py"),
+    "plan": Leaf(1212, "lightrl plan", "plan", "which-when.md", "commands/plan.py plan"),
+    "launch": Leaf(1920, "lightrl launch", "launch", "clusters.md",
+        "commands/launch.py launch"),
     "convert": Leaf(830, "lightrl convert", "migration", "coming-from-areal.md", "migration"),
 }  # fmt: skip
 
@@ -66,7 +67,7 @@ OPTIONS = """columns/supports.py columns/routes.py functional/supports.py functi
     strategies/layouts/branches.py
     strategies/layouts/halves.py strategies/layouts/shared_prefix.py
     engines/servers/follower.py engines/servers/leader.py rollout/workflow_pool.py rollout/workflow_worker.py
-    engines/servers/gateway.py commands/serve.py engines/servers/registry.py engines/servers/sync/receiver.py
+    engines/servers/registry.py engines/servers/sync/receiver.py
     engines/servers/sync/receivers.py engines/servers/sync/transports/delta.py weights/delta.py
     weights/delta_folder.py engines/servers/sync/transports/broadcast.py weights/broadcast.py
     weights/shared_memory.py engines/servers/sync/adapter_versions.py engines/servers/sync/served_adapters.py

@@ -18,7 +18,7 @@ from pathlib import Path
 from hosts import Hosts
 
 from lightrl.commands.launch import free_ports
-from lightrl.concurrency.parent_guard import GuardedProcesses
+from lightrl.launch.local import GuardedProcesses
 
 _START_S = 600.0
 _ATTEMPTS = 3

@@ -31,6 +31,7 @@ LAYERS = [
     {"rollout", "module", "data"},
     {"algorithms", "loops", "callbacks"},
     {"trainer"},
+    {"plan"},
     {"inspect", "launch"},
     {"migration"},
     {"commands"},
@@ -97,6 +98,12 @@ def test_what_engines_of_servers_share_knows_no_kind_of_server():
     files = sorted((PACKAGE / "engines" / "servers").rglob("*.py"))
     assert len(files) > 20
     assert not [file for file in files for kind in kinds if f"lightrl.engines.{kind}" in file.read_text()]
+
+
+def test_nobody_outside_engines_asks_for_the_class_of_an_engine():
+    outside = [file for file in modules_of() if package_of(file) != "engines"]
+    asked = re.compile(r"isinstance\([^()]*\b\w*Engine\b|(getattr|hasattr)\([^()]*\bengine,")
+    assert not [f"{file}: {match[0]}" for file in outside for match in asked.finditer(file.read_text())]
 
 
 def test_only_strategies_and_module_and_above_import_lightning():

@@ -26,7 +26,6 @@ from torch import Tensor
 from lightrl.callbacks.lag_probe import kept_places
 from lightrl.callbacks.rounding import Rounding, check_mismatch, mismatch_bound_nats
 from lightrl.columns import SUPPORTS
-from lightrl.engines.abilities import HasReplicas
 from lightrl.errors import EngineError
 from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer
@@ -202,6 +201,6 @@ def _under(weights: Sequence[Tensor], parameters: Sequence[Tensor]) -> Iterator[
 
 def _by(trainer: RLTrainer) -> str:
     """The servers that may have sampled, in words; on rank 0, which has them."""
-    engine: object = trainer.rollout.engine
-    servers = engine.verified_by() if trainer.is_global_zero and isinstance(engine, HasReplicas) else ()
+    engine = trainer.rollout.engine
+    servers = {} if engine is None else engine.verified_by()
     return f" at {', '.join(servers)}" if servers else ""

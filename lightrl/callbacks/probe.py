@@ -24,7 +24,7 @@ from lightrl.callbacks.rounding import (
     rounding,
     skips_autocast,
 )
-from lightrl.engines.abilities import HasReplicas, ScoresTokens
+from lightrl.engines import RolloutEngine
 from lightrl.errors import LightRLError, WeightSyncError
 from lightrl.experience import Experience
 from lightrl.models import context_tokens
@@ -60,7 +60,7 @@ class Probe:
     def trainer_side(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> list[list[float]] | None:
         """The trainer's scores, [B, T]; None if the engine cannot score or it is not its turn, on every rank."""
         engine = trainer.rollout.engine
-        interval = engine.probe_every_n_loads if self.num and isinstance(engine, ScoresTokens) else 0
+        interval = 0 if engine is None or not self.num else engine.probe_every_n_loads
         self.interval = interval = ranks_of(trainer.strategy).broadcast_json(interval)
         if interval == 0 or (self.rounding is not None and weight_version % interval):
             return None
@@ -110,11 +110,12 @@ class Probe:
 
     def _compare(self, trainer: RLTrainer, module: RLModule, scores: list[list[float]] | None) -> dict[str, float]:
         """Rank 0's part of `compare`."""
-        engine: object = trainer.rollout.engine
-        checks = dict(engine.verified_by()) if isinstance(engine, HasReplicas) else {}
+        engine = trainer.rollout.engine
+        assert engine is not None
+        checks = engine.verified_by()
         verified = {name for name, check in checks.items() if check == "digests"}
         serving, scored = set(checks), {}
-        if scores is not None and isinstance(engine, ScoresTokens):
+        if scores is not None:
             try:
                 answers = engine.score(self._sequences(module))
             except LightRLError as error:
@@ -147,17 +148,16 @@ class Probe:
             metrics["sync/verified_fraction"] = len(verified & serving) / max(1, len(serving))
         return metrics
 
-    def _drop(self, engine: object, wrong: dict[str, str], serving: set[str]) -> None:
+    def _drop(self, engine: RolloutEngine, wrong: dict[str, str], serving: set[str]) -> None:
         """Drops the wrong replicas if that helps; raises otherwise."""
         text = "; ".join(f"{name}: {problem}" for name, problem in wrong.items())
-        can_drop = isinstance(engine, HasReplicas) and serving - set(wrong) and not self._dropped & set(wrong)
+        can_drop = engine.can_drop_replicas and serving - set(wrong) and not self._dropped & set(wrong)
         if not can_drop:
             raise WeightSyncError(
                 f"After the weight sync the engine has other weights than the trainer. {text}. The engine ignored the "
                 "update or a part of it, or computes in another precision: check its log and its dtype, or set "
                 "WeightSync.verify to false if its scores are rounded more."
             )
-        assert isinstance(engine, HasReplicas)
         self._dropped |= set(wrong)
         for name, problem in wrong.items():
             log.warning("Dropping %s after the weight sync: %s. It gets the weights again.", name, problem)

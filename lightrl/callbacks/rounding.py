@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 
-from lightrl.engines.abilities import NamesDtypes
 from lightrl.errors import WeightSyncError
 from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer
@@ -75,7 +74,7 @@ def rounding(trainer: RLTrainer, module: RLModule) -> Rounding:
     kind = str(trainer.precision).split("-")[0]
     training = {weights, {"16": "float16", "bf16": "bfloat16", "64": "float64"}.get(kind, "float32")}
     probe = {weights} if skips_autocast(trainer, module) else training
-    engines = trainer.engine.dtypes() if isinstance(trainer.engine, NamesDtypes) else {"float32"}
+    engines = {"float32"} if trainer.engine is None else trainer.engine.dtypes()
     is_gpu = trainer.strategy.root_device.type == "cuda"
     eps = {name: _eps(name, is_gpu=is_gpu) for name in training | engines}
     return Rounding(

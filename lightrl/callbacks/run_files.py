@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -20,8 +19,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.files import STATUS_FILE
 from lightrl.checks.printable import count_text
-from lightrl.engines import ServerEngine
-from lightrl.strategies.checkpoints.atomic_write import write_whole
+from lightrl.engines import RolloutEngine
+from lightrl.strategies.checkpoint.atomic_write import write_whole
 
 if TYPE_CHECKING:
     import lightning as L
@@ -187,11 +186,10 @@ class StatusFile(RLCallback):
         if self._path is None:
             return
         self._written_at = time.monotonic()
-        engine = getattr(trainer, "engine", None)
-        fleet = engine.fleet.in_state() if isinstance(engine, ServerEngine) else []
-        servers = [dataclasses.asdict(server.status()) for server in fleet]
+        engine: RolloutEngine | None = getattr(trainer, "engine", None)
+        servers = [] if engine is None else engine.server_states()
         now = {"at": time.time(), "iteration": trainer.global_step, "max_steps": trainer.max_steps, "servers": servers}
-        now["weight_version"] = getattr(engine, "weight_version", None)
+        now["weight_version"] = None if engine is None else engine.weight_version
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self._path, json.dumps(self._content | now, indent=1))

@@ -17,7 +17,7 @@ from lightrl.callbacks.probe import PROBE_SEQUENCES, Probe
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.callbacks.rounding import MIN_MISMATCH_TOKENS
 from lightrl.checks.bounds import check_bounds
-from lightrl.engines import RolloutEngine, ServerEngine
+from lightrl.engines import RolloutEngine
 from lightrl.errors import WeightSyncError, WeightSyncUndone
 from lightrl.models import ParallelModel
 from lightrl.models.tuning import Part
@@ -44,12 +44,10 @@ BUCKET_BYTES = 2**28  # size of the parts in which parameters travel
 # device, otherwise in host memory. Without a colocated engine nothing happens.
 
 
-def colocated_engine(trainer: RLTrainer) -> ServerEngine | None:
+def colocated_engine(trainer: RLTrainer) -> RolloutEngine | None:
     """The engine, if it is in use and on the trainer's devices; every rank has the settings, rank 0 the processes."""
-    engine: object = trainer.engine
-    if trainer.rollout.is_recorded or not isinstance(engine, ServerEngine) or engine.placement == "separate":
-        return None
-    return engine
+    engine = trainer.engine
+    return None if trainer.rollout.is_recorded or engine is None or not engine.is_colocated else engine
 
 
 def check_no_overlap(max_staleness: int) -> None:
@@ -125,8 +123,8 @@ class WeightSync(RLCallback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._answers = AnswerCheck()  # a run that failed has torn nothing down
-        engine = getattr(trainer, "engine", None)
-        if isinstance(engine, ServerEngine):
+        engine: RolloutEngine | None = getattr(trainer, "engine", None)
+        if engine is not None:
             engine.should_verify = self.verify
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -230,8 +228,8 @@ class RankShares:
         holders = ranks_of(trainer.strategy).of_role("policy")
         if not holders.is_here:
             return model.full_parameters(bucket_bytes)
-        engine: object = trainer.rollout.engine
-        taken: list[Part] = engine.parts_to_load() if isinstance(engine, RolloutEngine) else ["whole"]
+        engine = trainer.rollout.engine
+        taken: list[Part] = ["whole"] if engine is None else engine.parts_to_load()
         parts: list[Part] = holders.broadcast_json(taken)
         return itertools.chain(*(self._of_part(trainer, model, bucket_bytes, part, holders) for part in parts))
 
@@ -239,9 +237,8 @@ class RankShares:
         self, trainer: RLTrainer, model: ParallelModel, bucket_bytes: int, part: Part, holders: Ranks
     ) -> Iterator[Bucket]:
         """All parameters, from every rank or from rank 0; what training adds is small, and comes from rank 0."""
-        # Every rank has the settings. Servers read the names of checkpoints, engines in this process those of modules.
-        is_server = isinstance(trainer.engine, ServerEngine)
-        make = functools.partial(model.full_parameters, part=part, names="checkpoint" if is_server else "module")
+        names = "module" if trainer.engine is None else trainer.engine.parameter_names  # every rank has the settings
+        make = functools.partial(model.full_parameters, part=part, names=names)
         if holders.size == 1 or part == "added":
             return make(bucket_bytes)
         if self._rollout is not trainer.rollout:  # new on every rank whenever it is opened
@@ -282,9 +279,9 @@ def _gather_records(record: dict[str, object], folder: SharedFolder, holders: Ra
         ) from error
 
 
-def _shared_folder(engine: object, holders: Ranks) -> SharedFolder | None:
+def _shared_folder(engine: RolloutEngine | None, holders: Ranks) -> SharedFolder | None:
     """Rank 0's folder if every rank sees it and can write there; else None, which is logged."""
-    folder = engine.shared_folder() if isinstance(engine, ServerEngine) else None
+    folder = None if engine is None else engine.shared_folder()
     fields = holders.broadcast_json(None if folder is None else vars(folder))
     if fields is None:
         return None

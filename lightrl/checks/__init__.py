@@ -4,6 +4,7 @@ Reading order:
     bounds.py       numbers within bounds, choices from a list, settings without effect, equal shapes
     user_code.py    functions that a configuration names; translates the exceptions of user code
     templates.py    format strings
+    entry_points.py leaves that the core finds by name
     files.py        why a file could not be written; publishing complete files; the names that `lightrl status` reads
     printable.py    output of programs without terminal control codes; durations
     secret_settings.py  which settings are secrets; settings without secrets

@@ -6,7 +6,6 @@ Reading order:
     config_layers.py  where a setting comes from; config_errors.py: explains a wrong one, with path, file and line
     console.py        log lines and errors on stderr, exit codes
     plan.py           shows what an iteration computes, from what and where; batch sizes, memory, what makes it fit
-      plan_run.py     builds a run without a trainer and reads its sizes, for launch and doctor too
     doctor/           checks a run before it starts, its data and its reward
     serve.py          starts SGLang or vLLM servers in the foreground
     launch.py         starts ranks and servers on one machine or many

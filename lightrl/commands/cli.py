@@ -39,6 +39,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 import lightrl
 from lightrl.callbacks.loggers import log_settings
 from lightrl.callbacks.run_files import ProblemLog, RunFiles, StatusFile, contents
+from lightrl.checks.entry_points import entry_point
 from lightrl.checks.secret_settings import without_secrets
 from lightrl.commands.config_errors import (
     Keys,
@@ -50,9 +51,17 @@ from lightrl.commands.config_errors import (
     resolve,
     type_of_setting,
 )
-from lightrl.commands.config_layers import ClassOrText, ConfigText, UsageError, UserSettings, nearest_files, yaml_of
+from lightrl.commands.config_layers import (
+    ClassOrText,
+    ConfigText,
+    UsageError,
+    UserSettings,
+    nearest_files,
+    parsed_settings,
+    settings_to_parse,
+    yaml_of,
+)
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
-from lightrl.launch import Launch
 from lightrl.loops.resume import by_path
 from lightrl.models.optimizer import parameter_groups
 from lightrl.module import RLModule, TrainedModule
@@ -134,7 +143,8 @@ class LightRLCLI(LightningCLI):
         parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
         levels = "levels of loggers, one for each package, such as {lightrl.rollout: debug, lightrl.engines: warning}"
         parser.add_argument("--logging", type=dict[str, _Level], default={}, help=levels)
-        parser.add_argument("--launch", type=Launch | None, default=None, help="where `lightrl launch` starts the run")
+        section = entry_point("launch section") | None
+        parser.add_argument("--launch", type=section, default=None, help="where `lightrl launch` starts the run")
 
     def config_text(self) -> str:
         """All settings as YAML, from which the command does the same."""
@@ -155,7 +165,7 @@ class LightRLCLI(LightningCLI):
             read_texts(self._subcommand_parsers[command], self._user_settings)
             args = [*args, *flags_for_strings(self._subcommand_parsers[command], self._user_settings)]
         try:
-            self.config: Namespace = parser.parse_args(args)
+            self.config: Namespace = parsed_settings(parser.parse_args(args))
         except ArgumentError as error:
             raise UsageError(explain(error, self._subcommand_parsers[command], self._user_settings)) from error
         check_empty_sections(self._user_settings, self._subcommand_parsers[command])
@@ -176,7 +186,9 @@ class LightRLCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Builds trainer, model and data; raises UsageError with path, file and line of a setting that they refuse."""
         try:
+            self.config = settings_to_parse(self.config)
             super().instantiate_classes()
+            self.config = parsed_settings(self.config)
         except FIXABLE as error:
             place = self._user_settings.place_of(unwrapped(error))
             if not place:
@@ -268,9 +280,8 @@ class LightRLCLI(LightningCLI):
     def fit(self, **kwargs: Any) -> None:
         """Trains, on a GPU with what its memory allows."""
         if (device := self.trainer.strategy.root_device).type == "cuda":
-            from lightrl.commands.plan_run import use_estimate  # it builds on this module
-
             memory = torch.cuda.get_device_properties(device).total_memory
+            use_estimate = entry_point("memory estimate")
             use_estimate(self.model, self.trainer, self.datamodule, memory, self._user_settings.origins)
         self.trainer.fit(**kwargs)
 

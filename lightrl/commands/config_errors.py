@@ -130,7 +130,8 @@ def type_of_setting(path: str, keys: Keys, settings: object, above: str = "") ->
         options = typing.get_args(hint) if _is_union(hint) else [hint]
         return next((typing.get_args(option)[1] for option in options if len(typing.get_args(option)) == 2), Any)
     named = here.get("class_path") if isinstance(here, dict) else here
-    named = named if isinstance(named, str) else _DEFAULT_CLASSES.get(place)
+    is_shorthand = all(map(dataclasses.is_dataclass, kinds))  # the text is what the data class has first
+    named = named if isinstance(named, str) and not is_shorthand else _DEFAULT_CLASSES.get(place)
     candidates = [*kinds, *importable_classes(kinds).values()]
     candidates = candidates if named is None else [resolve(named, kinds, place, "")]
     kind = next((kind for kind in candidates if below.partition(".")[0] in Keys.of_class(kind)), None)

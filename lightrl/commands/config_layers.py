@@ -13,12 +13,13 @@ import dataclasses
 import difflib
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import yaml
-from jsonargparse import get_loader, set_dumper, set_loader
+from jsonargparse import Namespace, get_loader, set_dumper, set_loader
+from jsonargparse.typing import register_type
 
 from lightrl.trajectory import JsonMapping, JsonObject
 
@@ -36,6 +37,16 @@ class Flag(str):
 
 class ClassOrText(str):
     """A string to which a later layer added settings: the name of a class, or what a data class has first."""
+
+
+class SettingText(str):
+    """A text within settings that were read: the parser must not read it again, where a setting takes any type."""
+
+    def __deepcopy__(self, memo: object) -> SettingText:
+        return self
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)  # other processes get the text
 
 
 class ConfigText(str):
@@ -231,20 +242,54 @@ values_of_texts: dict[str, object] = {}
 
 def _settings_in(text: str) -> object:
     if isinstance(text, ConfigText):
-        return copy.deepcopy(text.settings)
+        return _with_texts(text.settings, _as_read)
     if text in values_of_texts:
         return copy.deepcopy(values_of_texts[text])
     try:
         loaded = _parse_text(text)
     except RecursionError:
         return text
-    return text if loaded is None and text.strip() not in _NULLS else loaded  # `# a` and `&a` are texts
+    if loaded is None and text.strip() not in _NULLS:  # `# a` and `&a` are texts
+        return text
+    if isinstance(text, SettingText) and not isinstance(loaded, bool | int | float):  # `lr: "1e-5"` is a number
+        return text
+    return _with_texts(loaded, _as_read)
+
+
+def _as_read(text: str) -> str:
+    """A text of settings, marked if YAML would make something else of it."""
+    try:
+        return text if isinstance(_parse_text(text), str) else SettingText(text)
+    except (yaml.YAMLError, RecursionError):
+        return text
+
+
+def _with_texts(value: object, kind: Callable[[str], str]) -> Any:
+    """A copy of the settings with each text in them made one of this kind."""
+    if isinstance(value, Namespace):
+        return Namespace(**{name: _with_texts(item, kind) for name, item in vars(value).items()})
+    if isinstance(value, dict):
+        return {key: _with_texts(item, kind) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_texts(item, kind) for item in value]
+    return kind(value) if isinstance(value, str) and type(value) in (str, SettingText) else value
+
+
+def parsed_settings(settings: Namespace) -> Namespace:
+    """What the parser made of the settings, with plain texts."""
+    return cast(Namespace, _with_texts(settings, str))
+
+
+def settings_to_parse(settings: Namespace) -> Namespace:
+    """Parsed settings whose texts the parser does not read again; it does when it makes objects of them."""
+    return cast(Namespace, _with_texts(settings, _as_read))
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     """Quotes a text such as 1e5, which would be read as a number."""
 
 
+_Dumper.add_representer(SettingText, yaml.SafeDumper.represent_str)
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
 
@@ -253,6 +298,7 @@ def yaml_of(settings: object) -> str:
     return str(yaml.dump(settings, Dumper=_Dumper, default_flow_style=False, sort_keys=False, allow_unicode=True))
 
 
+register_type(SettingText, serializer=SettingText, deserializer=SettingText)
 set_loader("yaml", _settings_in, (yaml.YAMLError,))
 set_dumper("yaml", yaml_of)  # the parser reads back what it has dumped of a class
 

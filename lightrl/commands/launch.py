@@ -10,21 +10,23 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 
 from lightrl.checks.files import host_names
 from lightrl.checks.printable import count_text
+from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
-from lightrl.commands.plan_run import UnstartedCLI, planned
 from lightrl.launch import Launch, Launcher, Plan, describe, facts_of, make_folder, make_plan, write_files
 from lightrl.launch.local import LocalLauncher
-from lightrl.launch.memory import UnknownMemory
 from lightrl.launch.ray import RayLauncher
 from lightrl.launch.scripts import KubernetesLauncher, TorchrunLauncher
 from lightrl.launch.slurm import SlurmLauncher
+from lightrl.plan.memory import UnknownMemory
+from lightrl.plan.planned_run import TrainerSettings, planned
 from lightrl.trajectory import JsonMapping, JsonObject
 
 _HELP = """\
@@ -48,6 +50,18 @@ _LAUNCHERS: dict[str, Callable[..., Launcher]] = {
     "kubernetes": KubernetesLauncher,
     "ray": RayLauncher,
 }
+
+
+class UnstartedCLI(LightRLCLI):
+    """Builds model, data, engine and callbacks as `lightrl fit` does, but no trainer, so that no GPU is needed."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        return TrainerSettings.of(self.config_init[self.config.subcommand].trainer)
+
+    def before_fit(self) -> None:
+        """Needs no checkpoint, and after the fit no run folder."""
+
+    after_fit = before_fit
 
 
 class LaunchedCLI(UnstartedCLI):

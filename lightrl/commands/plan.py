@@ -19,10 +19,14 @@ from lightrl.checks.printable import count_text
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
 from lightrl.commands.launch import NO_GPU, LaunchedCLI
-from lightrl.commands.plan_run import planned
 from lightrl.data import TrajectoryDataModule
 from lightrl.dataflow import DataFlowGraph, ModelCall
-from lightrl.launch.memory import (
+from lightrl.launch.plan import drawing
+from lightrl.loops import devices_text
+from lightrl.models import Role, RoleMesh
+from lightrl.module import RLModule
+from lightrl.plan.costs import USABLE_FRACTION
+from lightrl.plan.memory import (
     PlannedRun,
     bytes_text,
     engine_memory,
@@ -32,11 +36,7 @@ from lightrl.launch.memory import (
     role_cost,
     rows_of,
 )
-from lightrl.launch.plan import drawing
-from lightrl.loops import devices_text
-from lightrl.models import Role, RoleMesh
-from lightrl.module import RLModule
-from lightrl.strategies.costs import USABLE_FRACTION
+from lightrl.plan.planned_run import planned
 
 _HELP = """\
 usage: lightrl plan --config run.yaml [--gpu_memory_gb N] [--setting value ...]

@@ -7,7 +7,8 @@ Reading order:
     owner.py         whose a file is, and whether that process still runs
     streams.py       lines, the body of an HTTP answer, messages between the event loops of two processes
     listener.py      the connections of a server, limited for those without its key
-    parent_guard.py  child processes that end with their parent, whatever happens to it; commands by name
+    child_process.py child processes that end with their parent, whatever happens to it
+    parent_guard.py  the process between the two that ends them
 
 May import: nothing of lightrl but errors.
 """

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import itertools
 import logging
-import math
 import sys
 import threading
 import traceback
@@ -26,8 +26,63 @@ Work = Coroutine[object, None, T]
 
 _LAST_TASKS_S = 5.0  # for the tasks that are left when the loop ends; one may ignore its cancellation
 WAIT_S = 0.1  # between two checks of a waiting main thread for signals, deadlines and progress
+_MAX_IDLE_WAITS = 20  # of a loop that begins to run, or that an exception has left and that runs again
 
 deaths: WeakKeyDictionary[asyncio.AbstractEventLoop, BaseException] = WeakKeyDictionary()  # what ended their threads
+
+
+class LoopEnded(Exception):
+    """The event loop has ended; the cause is what ended its thread, if that was an exception."""
+
+
+class LoopBlocked(Exception):
+    """The event loop has run nothing for too long."""
+
+
+def wait_on_loop(
+    loop: asyncio.AbstractEventLoop,
+    awaited: concurrent.futures.Future[T] | threading.Event,
+    *,
+    silent_s: float,
+    on_answer: Callable[[], None] = lambda: None,
+    on_wait: Callable[[], None] = lambda: None,
+) -> None:
+    """Waits, in another thread than the loop's, until what happens on the loop is done or set.
+
+    Args:
+        silent_s: a loop that runs nothing for so long is blocked.
+        on_answer: called on the loop each time it answers.
+        on_wait: called here about ten times a second; may raise, for a deadline or a signal.
+
+    Raises:
+        LoopEnded, LoopBlocked: then nothing on the loop keeps its deadline.
+    """
+    has_answered = threading.Event()
+    has_answered.set()
+    num_idle = num_silent = 0  # waits, not seconds: a stopped process is not a blocked loop
+
+    def answer() -> None:
+        on_answer()
+        has_answered.set()
+
+    def is_done(seconds: float) -> bool:
+        if isinstance(awaited, threading.Event):
+            return awaited.wait(seconds)
+        return bool(concurrent.futures.wait([awaited], seconds).done)
+
+    while not is_done(0.0 if loop in deaths else WAIT_S):
+        num_idle = 0 if loop.is_running() else num_idle + 1
+        if loop in deaths or loop.is_closed() or num_idle > _MAX_IDLE_WAITS:
+            raise LoopEnded from deaths.get(loop)
+        if has_answered.is_set():
+            has_answered.clear()
+            num_silent = 0
+            wake_up(loop, answer)
+        else:
+            num_silent += 1
+        if num_silent * WAIT_S > silent_s:
+            raise LoopBlocked
+        on_wait()
 
 
 class LoopThread(threading.Thread):
@@ -73,15 +128,13 @@ class LoopThread(threading.Thread):
 
     def call(self, coroutine: Work[T]) -> T:
         """The result of a coroutine that takes milliseconds; RolloutError if the loop is closed or blocked."""
-        future = self._submit(coroutine)
-        for _ in range(math.ceil(self.loop_timeout_s / WAIT_S)):
-            concurrent.futures.wait([future], WAIT_S)
-            if future.done():
-                return future.result()
-            if not self.is_alive():
-                raise self._ended_error()
-        future.cancel()
-        raise self._blocked_error()
+        num_waits = itertools.count()
+
+        def check() -> None:
+            if next(num_waits) * WAIT_S >= self.loop_timeout_s:
+                raise self._blocked_error()
+
+        return self.wait_for(coroutine, on_answer=lambda: None, on_wait=check, who="A call")
 
     def wait_for(
         self, coroutine: Work[T], *, on_answer: Callable[[], None], on_wait: Callable[[], None], who: str
@@ -89,39 +142,21 @@ class LoopThread(threading.Thread):
         """The coroutine's result; an exception here cancels it.
 
         Args:
-            on_answer: called on the loop each time it answers.
-            on_wait: called here about ten times a second; may raise, for a deadline or a signal.
+            on_answer, on_wait: see `wait_on_loop`.
             who: the waiting part, for messages.
         """
         future = self._submit(coroutine)
-        has_answered = threading.Event()
-        has_answered.set()
-        silent_s = 0.0  # counted in waits, not by the clock: a stopped process is not a blocked loop
-
-        def answer() -> None:
-            on_answer()
-            has_answered.set()
-
         try:
-            while True:
-                concurrent.futures.wait([future], WAIT_S)
-                if future.cancelled():
-                    raise RolloutError(f"{who} waited, but the controller was closed.")
-                if future.done():
-                    return future.result()
-                if not self.is_alive():
-                    raise self._ended_error()
-                if has_answered.is_set():
-                    has_answered.clear()
-                    silent_s = 0.0
-                    self.loop.call_soon_threadsafe(answer)
-                else:
-                    silent_s += WAIT_S
-                if silent_s > self.loop_timeout_s:
-                    raise self._blocked_error()
-                on_wait()
+            wait_on_loop(self.loop, future, silent_s=self.loop_timeout_s, on_answer=on_answer, on_wait=on_wait)
+            if future.cancelled():
+                raise RolloutError(f"{who} waited, but the controller was closed.")
+            return future.result()
+        except LoopEnded:
+            raise self._ended_error() from deaths.get(self.loop)
+        except LoopBlocked:
+            raise self._blocked_error() from None
         finally:
-            future.cancel()
+            future.cancel()  # no effect if it is done
 
     def close(self, last: Callable[[], Work[None]], timeout_s: float) -> None:
         """Runs the coroutine of `last`, then ends the loop and the thread. May be called twice."""

@@ -1,9 +1,8 @@
 """Engines: token ids in, completions out, asynchronously, with a weight version on every token.
 
 Reading order:
-    engine.py       RolloutEngine, the protocol, and Completion
-    abilities.py    optional protocols: ScoresTokens, HasReplicas and others
-    placing.py      which devices an engine gets next to the trainer
+    engine.py       RolloutEngine, the contract with its defaults, and Completion
+    placing.py      what an engine takes of which devices, on paper
     fake_engine.py  deterministic, slow or broken on request, for tests
     local/          LocalEngine, for a laptop: decodes in this process
     servers/        the shared part of engines of servers: fleet, requests, weight syncs
@@ -11,7 +10,7 @@ Reading order:
     vllm/           VLLMEngine: vLLM servers
 
 May import: errors, checks, concurrency, trajectory, experience, functional, weights, models. Knows no workflow. To add
-an engine: implement RolloutEngine and those abilities that it has (docs/serve-with-sglang.md lists them), and run
+an engine: subclass RolloutEngine, with `generate`, `load_weights` and what else it can do, and run
 tests/engines/engine_contract.py on it.
 """
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from lightrl.engines.engine import Completion, RolloutEngine
     from lightrl.engines.fake_engine import FakeEngine
     from lightrl.engines.local.local_engine import LocalEngine
-    from lightrl.engines.placing import choose_devices
     from lightrl.engines.servers.engine import ServerEngine
     from lightrl.engines.servers.timeouts import Timeouts
     from lightrl.engines.sglang.engine import SGLangEngine
@@ -39,10 +37,9 @@ _HOMES = {
     "ServerEngine": "servers.engine",
     "Timeouts": "servers.timeouts",
     "VLLMEngine": "vllm.engine",
-    "choose_devices": "placing",
 }
 
 __all__ = ["Completion", "FakeEngine", "LocalEngine", "RolloutEngine", "SGLangEngine", "ServerEngine", "Timeouts"]
-__all__ += ["VLLMEngine", "choose_devices"]
+__all__ += ["VLLMEngine"]
 
 __getattr__ = loaded_on_first_use(__name__, _HOMES)

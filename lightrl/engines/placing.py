@@ -1,35 +1,26 @@
-"""choose_devices: which devices an engine of this machine gets, before anything starts."""
+"""PlannedEngine: the devices and memory that an engine will use, known before it starts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-import torch
-
-from lightrl.checks.printable import count_text
-from lightrl.engines.engine import RolloutEngine
-from lightrl.engines.local.local_engine import LocalEngine
-from lightrl.engines.servers.engine import ServerEngine
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
-def choose_devices(engine: RolloutEngine, trainer_devices: Sequence[torch.device]) -> str:
-    """Gives the engine the devices of the trainer's ranks on this machine; returns a sentence on what it will use.
+@dataclass(frozen=True)
+class PlannedEngine:
+    """An engine's needs, on the device of rank 0, on servers, or on another device of this machine."""
 
-    Raises:
-        ValueError: if there are too few GPUs for its servers, or it has the trainer's without being colocated.
-    """
-    if isinstance(engine, LocalEngine):
-        engine.trainer_devices = trainer_devices
-        return f"on {engine.choose_device()}"
-    if not isinstance(engine, ServerEngine):
-        return ""
-    engine.trainer_devices = trainer_devices
-    if not engine.num_servers:
-        return "on servers that run elsewhere"
-    gpus = engine.gpus()
-    if gpus is None:  # a plan may be for another machine
-        is_for_gpus = any(device.type == "cuda" for device in trainer_devices)
-        where = "GPUs, of which this machine has none" if is_for_gpus else "the CPU"
-    else:
-        where = ", ".join(f"cuda:{gpu}" for gpu in gpus)
-    return f"{count_text(engine.num_servers, 'server')} with tp={engine.tp} on {where}, {engine.placement}"
+    name: str
+    place: Literal["rank 0", "servers", "elsewhere"]
+    servers: int = 1
+    tp: int = 1
+    width: int = 2  # bytes of a parameter and of a key or value
+    max_rows: int | None = None  # rows that decode together; None: all in flight
+    is_block_fp8: bool = False  # one byte per parameter, except embedding and head
+
+    def key_value_share(self, config: PretrainedConfig) -> int:
+        """Returns the number of GPUs that split a token's key-values."""
+        return min(self.tp, int(config.num_key_value_heads))

@@ -2,7 +2,6 @@
 
 Reading order:
     settings.py     Launch: the section `launch:` of the YAML, and AReaL's strings for the same
-    memory.py       what a run's models, ranks and servers need, on paper; plan and doctor use it too
     plan.py         the run's facts; the plan, pure: ranks and servers on hosts and GPUs, whether the model fits
     launcher.py     the protocol of launchers, the folder of a launch, its scripts and its followed output
     slurm.py        on other hosts; scripts.py: files for torchrun and Kubernetes

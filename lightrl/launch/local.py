@@ -14,11 +14,11 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from lightrl.checks.printable import end_of_log
-from lightrl.concurrency.parent_guard import GuardedProcesses
+from lightrl.concurrency.child_process import KILL_WAIT_S, ChildProcess, ending_of
 from lightrl.engines.servers.addresses import TOKEN_VARIABLE
 from lightrl.launch.launcher import TOKEN_FILE, FollowedLog, Launcher, LaunchState
 from lightrl.launch.plan import Plan, Process
@@ -26,10 +26,59 @@ from lightrl.launch.plan import Plan, Process
 _TICK_S = 0.2
 _FAILED_GRACE_S = 10.0  # for the others after one has failed: they cannot continue, and may hang
 _SERVERS_GRACE_S = 15.0
-_KILL_WAIT_S = 10.0  # beyond the grace, for the guards to kill what is left
 _TAIL_LINES, _TAIL_BYTES = 15, 16384
 LOST = -1  # in place of an exit code: the process's host is gone
 RESUME = ("--ckpt_path", "last")
+
+
+class GuardedProcesses:
+    """Commands on this host, by name; all end with this process.
+
+    No method waits, so that a launcher can also call them on another host.
+    """
+
+    def __init__(self) -> None:
+        self.children: dict[str, ChildProcess] = {}
+
+    def start(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        secret_files: Mapping[str, str],
+        log_file: str,
+        grace_s: float,
+        folder: str,
+    ) -> None:
+        """Starts a command, in place of the one that had this name and has ended.
+
+        Args:
+            environment: variables to add to this process's.
+            secret_files: variable → the file that holds its value.
+            log_file: its output is appended there.
+            grace_s, folder: see ChildProcess.
+        """
+        secrets = {variable: Path(file).read_text().strip() for variable, file in secret_files.items()}
+        variables = {**os.environ, **environment, **secrets}
+        Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+        with Path(log_file).open("ab") as log:
+            self.children[name] = ChildProcess(
+                command, environment=variables, grace_s=grace_s, log=log.fileno(), folder=folder
+            )
+
+    def codes(self) -> dict[str, int | None]:
+        """The exit code of each command; see `ChildProcess.code`."""
+        return {name: child.code for name, child in self.children.items()}
+
+    def ask_to_end(self, names: Collection[str], grace_s: float) -> None:
+        """Asks those of these commands that are here."""
+        for child in (self.children[name] for name in names if name in self.children):
+            child.ask_to_end(grace_s)
+
+    def kill(self, name: str) -> None:
+        if name in self.children:
+            self.children[name].kill()
 
 
 class LocalLauncher(Launcher):
@@ -134,7 +183,7 @@ class LocalLauncher(Launcher):
         """Asks these processes to end, all at once, and waits; after the grace their guards kill them."""
         for host in self.hosts:
             host.ask_to_end(names, grace_s)
-        deadline = time.monotonic() + grace_s + _KILL_WAIT_S
+        deadline = time.monotonic() + grace_s + KILL_WAIT_S
         while running := [name for name, code in self._codes().items() if name in names and code is None]:
             if time.monotonic() > deadline:
                 deadline = float("inf")
@@ -173,6 +222,4 @@ def shell_command(plan: Plan, command: list[str]) -> list[str]:
 
 
 def _as_text(code: int) -> str:
-    if code == LOST:
-        return "the loss of its host"
-    return f"exit code {code}" if code <= 128 else f"signal {code - 128}"
+    return "the loss of its host" if code == LOST else ending_of(code)

@@ -17,9 +17,9 @@ from lightrl.checks.files import check_local
 from lightrl.checks.printable import count_text
 from lightrl.engines.servers.addresses import ADDRESS_VARIABLES
 from lightrl.engines.servers.registry import SCHEME
-from lightrl.launch.memory import PlannedRun, memory_line, misfits
 from lightrl.launch.settings import Launch, Layout, layout_of
 from lightrl.models import RoleMesh
+from lightrl.plan.memory import PlannedRun, memory_line, misfits, num_devices
 from lightrl.strategies.tensor_plans import check_sizes
 from lightrl.trajectory import JsonMapping, JsonObject
 
@@ -97,18 +97,6 @@ def _fields(value: object) -> JsonMapping:
     return value.get("init_args") or {} if "class_path" in value else value
 
 
-def num_devices(devices: object) -> int:
-    """Ranks per host; `auto` is one, since the launch says how many there are."""
-    if devices in (None, "auto"):
-        return 1
-    text = str(devices).strip("[] ")
-    if text.isdigit() and int(text) > 0 and not isinstance(devices, list):
-        return int(text)
-    if isinstance(devices, list) or "," in text:
-        return len([part for part in text.split(",") if part.strip()])
-    raise ValueError(f"lightrl launch needs a number of trainer.devices, or launch.ranks, got devices={devices!r}.")
-
-
 @dataclass(frozen=True)
 class Process:
     """One process of the plan."""
@@ -144,7 +132,7 @@ class Plan:
 
     def of_memory(self, run: PlannedRun) -> PlannedRun:
         """The facts of this run as the launch lays it out."""
-        return run.launched(self.layout, *_trainer_split(self.layout, self.facts))
+        return _launched(run, self.layout, _trainer_split(self.layout, self.facts))
 
     @property
     def ranks_per_host(self) -> int:
@@ -367,11 +355,19 @@ def check_model(layout: Layout, facts: RunFacts, split: tuple[int, int]) -> None
         raise ValueError(f"launch.tp={layout.tp} must divide the model's {heads} attention heads.")
 
 
+def _launched(run: PlannedRun, layout: Layout, split: tuple[int, int]) -> PlannedRun:
+    """The facts of a run as this launch lays it out."""
+    run = run if layout.ranks == run.world else run.over(layout.ranks, *split)
+    if run.engine is None or not layout.servers:
+        return run
+    return replace(run, engine=replace(run.engine, place="servers", servers=layout.servers, tp=layout.tp))
+
+
 def check_memory(layout: Layout, facts: RunFacts, split: tuple[int, int], gpu_memory_gb: float | None) -> list[str]:
     """A line on the memory that ranks and servers need; raises ValueError if a GPU cannot have it."""
     if facts.planned is None:
         return [facts.unknown] if facts.unknown else []
-    run = facts.planned.launched(layout, *split)
+    run = _launched(facts.planned, layout, split)
     if gpu_memory_gb is not None and not facts.on_cpu:
         for misfit in misfits(run, gpu_memory_gb * 1e9):
             raise ValueError(f"launch.gpu_memory_gb={gpu_memory_gb:g} is not enough: {misfit.text}.")

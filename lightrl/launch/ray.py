@@ -22,10 +22,9 @@ from typing import Any
 
 import yaml
 
-from lightrl.concurrency.parent_guard import GuardedProcesses
 from lightrl.errors import LightRLError
 from lightrl.launch.launcher import placed
-from lightrl.launch.local import LOST, LocalLauncher
+from lightrl.launch.local import LOST, GuardedProcesses, LocalLauncher
 from lightrl.launch.plan import Plan
 
 _REACH_S = 10.0

@@ -34,7 +34,7 @@ from lightrl.checks.printable import count_text
 from lightrl.concurrency.in_thread import call_all
 from lightrl.data import PromptStream, prompt_source
 from lightrl.dataflow import DataFlowGraph
-from lightrl.engines import LocalEngine, choose_devices
+from lightrl.engines import LocalEngine
 from lightrl.loops.resume import Resume
 from lightrl.loops.shared_rollout import SharedRollout
 from lightrl.models import ParallelModel
@@ -43,7 +43,6 @@ from lightrl.module import RLModule
 from lightrl.rewards import FailureLog, RewardWorker, make_reward_worker
 from lightrl.rollout import RecordedRollout, Rollout, RolloutController, RolloutSettings
 from lightrl.rollout.rl_trainer import RLTrainer
-from lightrl.rollout.workflow_pool import check_workers
 from lightrl.strategies import LogprobSettings, Ranks, parallel_model, ranks_of
 from lightrl.strategies.layouts.halves import SMALL_MODEL_PARAMETERS
 from lightrl.strategies.precision import LeavesBatches, subclassed
@@ -138,7 +137,7 @@ class RolloutStage:
                 "microbatches are cut by tokens. Set model.microbatch_tokens instead."
             )
         if module.workflow_workers:
-            check_workers(self.trainer.engine or LocalEngine(), module.workflow_workers)
+            (self.trainer.engine or LocalEngine()).check_workers(module.workflow_workers)
         check_callbacks(getattr(self.trainer, "callbacks", ()))
 
     def start_reward_worker(self, module: RLModule) -> RewardWorker:
@@ -263,7 +262,7 @@ class RolloutStage:
         workflow = module.configure_workflow()
         if workflow.template is not None:
             module.complete_template(workflow.template)
-        contexts = (module.context_tokens, engine.max_context if isinstance(engine, LocalEngine) else None)
+        contexts = (module.context_tokens, engine.max_context)
         workflow.fit_context(min((tokens for tokens in contexts if tokens is not None), default=None))
         return RolloutController(
             engine,
@@ -343,15 +342,14 @@ def devices_text(trainer: RLTrainer) -> str:
     """Describes who has which device on this machine; sets the trainer's in the engine."""
     devices = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
     engine = trainer.engine or LocalEngine()
-    text = f"trainer {', '.join(map(str, devices))}; {type(engine).__name__} {choose_devices(engine, devices)}"
+    text = f"trainer {', '.join(map(str, devices))}; {type(engine).__name__} {engine.place(devices)}"
     return text.rstrip()
 
 
 def _log_what_runs(trainer: RLTrainer, module: RLModule, settings: RolloutSettings | None) -> None:
     """The settings that follow from those of a fit."""
     engine, threads = trainer.engine, count_text(torch.get_num_threads(), "update thread")
-    num = engine.threads if isinstance(engine, LocalEngine) else None
-    decoding = f", {count_text(num, 'decoding thread')}" if num else ""
+    decoding = f", {count_text(engine.threads, 'decoding thread')}" if engine is not None and engine.threads else ""
     log.info("engine: %s%s; %s", type(engine).__name__, decoding, threads)
     stops = (f"{module.tokenizer.decode(ids)} {ids} ({name})" for name, ids in module.stop_token_ids().items())
     log.info("stop tokens: %s", "; ".join(stops))

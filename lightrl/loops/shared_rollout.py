@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightrl import errors
+from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import LightRLError, RolloutError
 from lightrl.rollout import RolloutController, RolloutSettings
 from lightrl.rollout.group_scheduler import Drop
@@ -140,7 +141,7 @@ class SharedRollout:
             self._remote_version = message.done
 
     @property
-    def engine(self) -> object:
+    def engine(self) -> RolloutEngine | None:
         return None if self.controller is None else self.controller.engine
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import inspect
 import json
 import re
 import shutil
@@ -327,6 +328,22 @@ def fill_in(checkpoint: dict[str, Any], models: Models, saved: Collection[str]) 
                 checkpoint["state_dict"].setdefault(key, value)
 
 
-def parse_descriptions(saved: Any) -> dict[str, ModelDescription]:
-    """Role → description, from `checkpoint["models"]`; empty for a checkpoint without descriptions."""
+def parse_descriptions(saved: Any, checkpoint: Path) -> dict[str, ModelDescription]:
+    """Role → description, from `checkpoint["models"]`; empty for a checkpoint without descriptions.
+
+    Raises:
+        ValueError: if a description, or the ModelSpec of its base, has other fields than in this release.
+    """
+    for role, values in (saved or {}).items():
+        base = json.loads(values.get("base") or "{}")
+        for kind, fields in ((ModelDescription, values), (ModelSpec, base)):
+            known = inspect.signature(kind).parameters
+            required = {name for name, field in known.items() if field.default is field.empty}
+            different = sorted(fields.keys() - known.keys() | required - fields.keys())
+            if different:
+                raise ValueError(
+                    f"Checkpoint {str(checkpoint)!r} was saved by another release of lightrl, whose {kind.__name__} of "
+                    f"the {role} differs from this one's in {different[0]!r}. Export it with the release that saved "
+                    "it, or resume its run with this one and export the next checkpoint."
+                )
     return {role: ModelDescription(**values) for role, values in (saved or {}).items()}

@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -92,9 +92,16 @@ class RouteLayout:
         return torch.stack([torch.bincount(each[each >= 0], minlength=self.num_experts) for each in ids])
 
 
-def check_compiled(engine: object, config: PretrainedConfig) -> None:
+class RecordsColumns(Protocol):
+    """What `check_compiled` needs of an engine."""
+
+    @property
+    def records_columns(self) -> bool: ...
+
+
+def check_compiled(engine: RecordsColumns, config: PretrainedConfig) -> None:
     """Raise ValueError if compiled layers of this model would have to replay the experts of the engine."""
-    if getattr(engine, "record_routes", False) is not False and RouteLayout.of(config) is not None:
+    if engine.records_columns and RouteLayout.of(config) is not None:
         raise ValueError(NOT_COMPILED)
 
 

@@ -84,7 +84,9 @@ _GROUPED = re.compile(
 )
 _FRACTION = re.compile(r"\\(?:[dtc]?|nice|s)frac" + 2 * r"\s*(?:([0-9])|\{([^{}A-Za-z]*)\})")
 _BASE_WORDS = {"two": 2, "three": 3, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "sixteen": 16}
-_PART = r"((?:[^{}]|\{[^{}]*\})*?)"  # of a formula
+_PIECE = "[^{}]"  # of a formula: a character, or braces with pieces in them
+for _ in range(6):
+    _PIECE = rf"(?:[^{{}}]|\{{{_PIECE}*\}})"
 
 
 def _rows(match: re.Match[str]) -> str:
@@ -101,54 +103,53 @@ def _unrepeated(match: re.Match[str]) -> str:
 
 
 # Other ways to write a thing, as one: pattern → replacement, in this order.
-_NOTATIONS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
-    (re.compile(pattern, re.DOTALL), replacement)
-    for pattern, replacement in [
-        # size, font, color and space
-        (r"\\(?:(?:text)?color|[hv]space\*?|[hv]?phantom)\s*\{[^{}]*\}|\\hfill?(?![A-Za-z])", " "),
-        (r"\\(?:tiny|scriptsize|footnotesize|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])", " "),
-        (
-            r"\\(?:rm|bf|it|sf|tt|(?:text|script)style|(?:math)?strut|underline|ensuremath|boxed|fbox|bm|boldsymbol)(?![A-Za-z])",
-            " ",
-        ),
-        (r"\\(?:text|(?:text|math)(?:rm|bf|it|sf|tt|normal))(?![A-Za-z]|\s*\{)", " "),
-        # numbers
-        (r"\{,\}", ","),
-        (
-            r"(?<=1)st\b|(?<=2)nd\b|(?<=3)rd\b|(?<=[0-9])th\b|(?<=[0-9])\s*\^\s*\{\s*(?:st|nd|rd|th)\s*\}"
-            r"|(?<=[0-9])\s*(?:\^\s*)?\{?\s*\\(?:text|mathrm)\s*\{(?:st|nd|rd|th)\}\s*\}?",
-            "",
-        ),
-        (
-            r"(?<![0-9])([0-9]*)\.([0-9]*)(?:\\(?:overline|bar)\s*\{?([0-9]+)\}?|\(([0-9]+)\)"
-            r"|\\dot\s*\{?([0-9])\}?(?:([0-9]*)\\dot\s*\{?([0-9])\}?)?)",
-            _unrepeated,
-        ),
-        (
-            r"(?<=_)\s*\{?\s*(?:\\text\s*\{)?([a-z]{3,7})\b\}*",
-            lambda match: str(_BASE_WORDS.get(match[1], match[0])),
-        ),
-        (r"(?i)([0-9])(?:\s|\\text\s*\{)*([ap])\.?m\b\.?\}?", r"\1 \2m"),
-        # formulas
-        (rf"(?:\{{|^){_PART}\\over(?![A-Za-z]){_PART}(?:\}}|$)", r"\\frac{\1}{\2}"),
-        (rf"(?:\{{|^){_PART}\\choose(?![A-Za-z]){_PART}(?:\}}|$)", r"\\binom{\1}{\2}"),
-        (r"\\(?:Bbb\s*|(?=[RNZQC](?![A-Za-z])))\{?([RNZQC])\}?", r"\\mathbb{\1}"),
-        (r"-(?=\s*(?:\\left\s*)?\\\{)", r"\\setminus "),
-        (r"(^|[=,(+-]\s*)<([^<>=]+,[^<>=]+)>", r"\1\\langle \2\\rangle "),
-        (r"^\s*\\\{\s*([a-z])\s*(?::|\||\\mid)([^:|]*(?:[<>=]|\\[lgn]eq?(?![A-Za-z])).*)\\\}\s*$", r"\2"),
-        (
-            r"\\left\s*\\\{\s*\\begin\s*\{array\}\s*\{[clr ]*\}(.*)\\end\s*\{array\}\s*\\right\s*\.",
-            r"\\begin{cases}\1\\end{cases}",
-        ),
-        (
-            r"\\begin\s*\{(cases|aligned|align\*?|gathered)\}(?P<rows>(?:(?!\\begin|\\end).)*)\\end\s*\{\1\}",
-            _rows,
-        ),
-        (r"\^\s*\{((?:\s*\\prime)+)\s*\}", r"\1"),
-        (r"\^?\s*\\prime(?![A-Za-z])", "'"),
-        (r'(?<=[0-9])"$', "''"),  # inches
-    ]
+_NOTATIONS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
+    # size, font, color and space
+    (r"\\(?:(?:text)?color|[hv]space\*?|[hv]?phantom)\s*\{[^{}]*\}|\\hfill?(?![A-Za-z])", " "),
+    (r"\\(?:tiny|scriptsize|footnotesize|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])", " "),
+    (
+        r"\\(?:rm|bf|it|sf|tt|(?:text|script)style|(?:math)?strut|underline|ensuremath|boxed|fbox|bm|boldsymbol)(?![A-Za-z])",
+        " ",
+    ),
+    (r"\\(?:text|(?:text|math)(?:rm|bf|it|sf|tt|normal))(?![A-Za-z]|\s*\{)", " "),
+    # numbers
+    (r"\{,\}", ","),
+    (
+        r"(?<=1)st\b|(?<=2)nd\b|(?<=3)rd\b|(?<=[0-9])th\b|(?<=[0-9])\s*\^\s*\{\s*(?:st|nd|rd|th)\s*\}"
+        r"|(?<=[0-9])\s*(?:\^\s*)?\{?\s*\\(?:text|mathrm)\s*\{(?:st|nd|rd|th)\}\s*\}?",
+        "",
+    ),
+    (
+        r"(?<![0-9])([0-9]*)\.([0-9]*)(?:\\(?:overline|bar)\s*\{?([0-9]+)\}?|\(([0-9]+)\)"
+        r"|\\dot\s*\{?([0-9])\}?(?:([0-9]*)\\dot\s*\{?([0-9])\}?)?)",
+        _unrepeated,
+    ),
+    (
+        r"(?<=_)\s*\{?\s*(?:\\text\s*\{)?([a-z]{3,7})\b\}*",
+        lambda match: str(_BASE_WORDS.get(match[1], match[0])),
+    ),
+    (r"(?i)([0-9])(?:\s|\\text\s*\{)*([ap])\.?m\b\.?\}?", r"\1 \2m"),
+    # formulas
+    (rf"(?:\{{|^)({_PIECE}*?)\\over(?![A-Za-z])({_PIECE}*?)(?:\}}|$)", r"\\frac{\1}{\2}"),
+    (rf"(?:\{{|^)({_PIECE}*?)\\choose(?![A-Za-z])({_PIECE}*?)(?:\}}|$)", r"\\binom{\1}{\2}"),
+    (r"\\(?:Bbb\s*|(?=[RNZQC](?![A-Za-z])))\{?([RNZQC])\}?", r"\\mathbb{\1}"),
+    (r"-(?=\s*(?:\\left\s*)?\\\{)", r"\\setminus "),
+    (r"(^|[=,(+-]\s*)<([^<>=]+,[^<>=]+)>", r"\1\\langle \2\\rangle "),
+    (r"^\s*\\\{\s*([a-z])\s*(?::|\||\\mid)([^:|]*(?:[<>=]|\\[lgn]eq?(?![A-Za-z])).*)\\\}\s*$", r"\2"),
+    (
+        r"\\left\s*\\\{\s*\\begin\s*\{array\}\s*\{[clr ]*\}(.*)\\end\s*\{array\}\s*\\right\s*\.",
+        r"\\begin{cases}\1\\end{cases}",
+    ),
+    (
+        r"\\begin\s*\{(cases|aligned|align\*?|gathered)\}(?P<rows>(?:(?!\\begin|\\end).)*)\\end\s*\{\1\}",
+        _rows,
+    ),
+    (r"\^\s*\{((?:\s*\\prime)+)\s*\}", r"\1"),
+    (r"\^?\s*\\prime(?![A-Za-z])", "'"),
+    (r"""^([-0-9.,/$\s]*[0-9])(?:''|")(\s*\$?)$""", r"\1 inches\2"),
+    (r"^([-0-9.,/$\s]*[0-9])'(\s*\$?)$", r"\1 feet\2"),
 ]
+_COMPILED_NOTATIONS = [(re.compile(pattern, re.DOTALL), replacement) for pattern, replacement in _NOTATIONS]
 _RATIO = re.compile(r"(?<=[0-9])\s*(?:\s|\\text\s*\{)\s*to\b\s*\}?\s*(?=[0-9])")
 _VARIABLE = re.compile(r"(?:\$?\\?[A-Za-z]+(?:_\{?\w+\}?)?'?(?:\([^()]*\))?)?")
 _LAST_UNIT = re.compile(
@@ -384,7 +385,7 @@ def _plain(text: str) -> str:
 
 
 def _in_one_notation(text: str) -> str:
-    for pattern, replacement in _NOTATIONS:
+    for pattern, replacement in _COMPILED_NOTATIONS:
         text = pattern.sub(replacement, text)
     return text
 

@@ -11,7 +11,7 @@ _PREFIXES = {"": "", "k": "kilo", "M": "mega", "G": "giga", "m": "milli", "c": "
 _PREFIXES["n"] = "nano"
 _PREFIXED = "m meter metre,g gram,s sec second,L l liter litre,J joule,N newton,W watt,V volt,A amp ampere,Pa pascal,"
 _PREFIXED += "Hz hertz,eV electronvolt,cal calorie,mol mole,ohm,F farad,C coulomb,T tesla,K kelvin,Wh,B byte"
-_OTHERS = "min minute,h hr hour,day,week,month,yr year,in inch inches '',ft foot feet ',yd yard,mi mile,lb pound £,"
+_OTHERS = "min minute,h hr hour,day,week,month,yr year,in inch inches,ft foot feet,yd yard,mi mile,lb pound £,"
 _OTHERS += "oz ounce,gal gallon,qt quart,pt pint,deg degree,degC celsius,degF fahrenheit,rad radian,$ dollar,¢ cent,"
 _OTHERS += "€ euro,¥ yen,₹ Rs rs rupee,atm atmosphere,mph,kph kmh,cc,fl"
 _NAMES = {name: names.split()[0] for names in _OTHERS.split(",") for name in names.split()} | {
@@ -31,9 +31,7 @@ _NO_UNITS = frozenset(  # nor their plurals
 )
 _HAN = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 _NO_HAN_UNIT = re.compile("[万亿兆千百十半或和与又点加减乘除之倍萬億點減]")
-_PART = re.compile(
-    r"\s*(?:(?P<word>[^\W\d_]+|[$€£¥¢\u20a0-\u20cf]|''?)\.?|\*\*(?P<power>[-+]?[0-9])|(?P<mark>[/()*]))\s*"
-)
+_PART = re.compile(r"\s*(?:(?P<word>[^\W\d_]+|[$€£¥¢\u20a0-\u20cf])\.?|\*\*(?P<power>[-+]?[0-9])|(?P<mark>[/()*]))\s*")
 
 
 def unit_of(text: str, *, letters: bool = True) -> Unit | None:

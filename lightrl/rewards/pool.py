@@ -22,7 +22,7 @@ from typing import Any
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import escape_unprintable
-from lightrl.concurrency.parent_guard import ONE_THREAD, command, import_path
+from lightrl.concurrency.child_process import ONE_THREAD, command, import_path
 from lightrl.concurrency.streams import LineBuffer
 from lightrl.errors import RewardError
 from lightrl.rewards.parts import Reward, parts_of

@@ -4,7 +4,7 @@ Reading order:
     single.py            one process, one device: no padding, logprobs from hidden states
     head.py              the tokens whose logprobs the output head reads, and its results
     layouts/             how a microbatch goes through a model without its padding
-    checkpoints/         written completely or not at all, read without running code
+    checkpoint/          written completely or not at all, read without running code
     ranks/               the processes of a run, their communication, and the detection of failures
     sharded_experience/  an iteration's trajectories across ranks: where each row trains, what is sent
     fsdp2.py             FSDP2Strategy: sharded models; offload.py: activations and optimizer state in host memory
@@ -12,7 +12,7 @@ Reading order:
     parallel_3d.py       Parallel3DStrategy: pipeline x data x tensor parallelism
     stages.py            this rank's part of a model; pipeline.py: schedules and their execution
     tensor_plans.py      how a model is split, from transformers' plans; tensor_parallel.py: parameters split over tp
-    costs.py             estimated costs of FSDP2 and 3D; empty_model.py: models without memory, filled tensor by tensor
+    empty_model.py       a model without memory, filled tensor by tensor
     precision.py         Lightning's precision plugins: batches unchanged, gradients clipped over all ranks
     known_strategies.py  which strategies train an RLModule
 
@@ -20,9 +20,9 @@ May import: errors, checks, trajectory, experience, functional, weights, models,
 FSDP2Strategy.
 """
 
-from lightrl.strategies.checkpoints.folder import read_rest, read_tensors
-from lightrl.strategies.checkpoints.one_file import AtomicCheckpointIO
-from lightrl.strategies.checkpoints.safe_reader import load_plain
+from lightrl.strategies.checkpoint import AtomicCheckpointIO
+from lightrl.strategies.checkpoint.folder import read_rest, read_tensors
+from lightrl.strategies.checkpoint.safe_reader import load_plain
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.fsdp2_model import whole
 from lightrl.strategies.head import LogprobSettings

@@ -37,8 +37,8 @@ from lightrl.models.conversion import conversions
 from lightrl.models.expert_parallel import expert_mesh, num_split_experts, split_experts
 from lightrl.models.moe import moe_blocks, router_of
 from lightrl.models.optimizer import model_children, own_parameters
-from lightrl.strategies.checkpoints.atomic_write import BackgroundWrites, logged_behind_failure
-from lightrl.strategies.checkpoints.folder import folder_writer, load_folder, optimizer_state
+from lightrl.strategies.checkpoint.atomic_write import BackgroundWrites, logged_behind_failure
+from lightrl.strategies.checkpoint.folder import folder_writer, load_folder, optimizer_state
 from lightrl.strategies.empty_model import empty_model, fill_model, take_role
 from lightrl.strategies.fsdp2_model import FSDP2Model, cp_refused
 from lightrl.strategies.head import LogprobSettings

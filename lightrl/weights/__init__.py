@@ -3,6 +3,7 @@
 Reading order:
     bucket.py         Bucket, the generator that cuts parameters into buckets, and ServerForm
     block_fp8.py      linear weights in float8, with a scale per block
+    server_layout.py  how servers hold parameters
     digests.py        the checksums that a server reports if it has the trainer's weights
     gather_plan.py    which rank gathers each parameter, and what the others send it
     disk.py           versions as safetensors folders, complete or absent, written by one rank or several
@@ -19,8 +20,9 @@ buckets one by one and needs memory for at most one more. Its requests go into e
 from lightrl.weights.broadcast import BroadcastGroup
 from lightrl.weights.bucket import Bucket, ServerForm, WrittenFile, bucketed
 from lightrl.weights.delta import HostCopy
-from lightrl.weights.digests import Digests, ServerLayout
+from lightrl.weights.digests import Digests
 from lightrl.weights.disk import SharedFolder, WeightFolder
+from lightrl.weights.server_layout import ServerLayout
 from lightrl.weights.shared_memory import SharedBucket
 
 __all__ = ["BroadcastGroup", "Bucket", "ServerForm", "WrittenFile", "bucketed", "HostCopy", "Digests", "ServerLayout"]

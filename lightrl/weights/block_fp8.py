@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightrl.weights.server_layout import FAMILIES
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -42,8 +44,6 @@ def quantized_config(config: PretrainedConfig, tp: int = 1, ep: int = 1) -> Pret
     Raises:
         ValueError: if the model family's layout on servers is unknown, or the ranks would split a block.
     """
-    from lightrl.weights.digests import FAMILIES  # digests.py imports this module
-
     if config.model_type not in FAMILIES:
         raise ValueError(
             f"quantization='fp8' is for {', '.join(sorted(FAMILIES))}; the model is {config.model_type!r}, whose "

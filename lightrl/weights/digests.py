@@ -20,7 +20,6 @@ import re
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +28,7 @@ from torch import Tensor
 from lightrl.errors import WeightSyncError
 from lightrl.weights import block_fp8
 from lightrl.weights.bucket import OUTPUT_HEAD, Bucket, ServerForm
+from lightrl.weights.server_layout import CPU_PADDING, ServerLayout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -85,10 +85,6 @@ def _split_mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-# Values of `model_type`. Gemma and Gemma 2 are missing: they add one to norms while loading, and SGLang 0.5.23 does not
-# start with their present configs, so their layout could not be tested.
-FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe", "mixtral"})
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # a server's possible dtypes
 _Part = tuple[Tensor, ...]  # a parameter, or a weight in float8 with its scales
 RankDigests = list[dict[str, str]]  # a dict for each rank: the server's parameter name → 16 hexadecimal digits
 
@@ -100,42 +96,6 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 _OF_EXPERT = {"gate_proj": ("w13_weight", 0, 2), "up_proj": ("w13_weight", 1, 2), "down_proj": ("w2_weight", 0, 1),
               "w1": ("w13_weight", 0, 2), "w3": ("w13_weight", 1, 2), "w2": ("w2_weight", 0, 1)}  # fmt: skip
 _VOCABULARY_PADDING = 64
-_CPU_PADDING = 32  # the intermediate size is padded to a multiple of this times the ranks
-
-
-@dataclass(frozen=True)
-class ServerLayout:
-    """How a server stores its parameters."""
-
-    dtype: torch.dtype = torch.float32
-    num_ranks: int = 1  # tensor-parallel
-    is_cpu: bool = True
-    is_vllm: bool = False  # otherwise SGLang, which pads sizes on a CPU and uses another hash on a GPU
-    ep: int = 1  # groups of ranks among which experts are divided; a group's ranks split each expert
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether the intermediate size and the heads are padded."""
-        return self.is_cpu and not self.is_vllm
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} on {self.num_ranks} {'CPU' if self.is_cpu else 'GPU'} ranks"
-
-
-def unknown_layout(config: PretrainedConfig, layout: ServerLayout) -> str | None:
-    """Returns why the digests of this layout cannot be computed, or None if they can."""
-    if config.model_type not in FAMILIES:
-        return f"the layout of model_type={config.model_type!r} on servers is unknown here"
-    if layout.is_vllm and hasattr(config, "num_experts"):
-        return "vLLM's layout of experts is unknown here"
-    heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
-    if layout.is_padded and (heads % layout.num_ranks or key_value_heads % layout.num_ranks):
-        return f"SGLang pads {heads} heads and {key_value_heads} key-value heads on {layout.num_ranks} CPU ranks"
-    size = getattr(config, "moe_intermediate_size", config.intermediate_size)
-    is_even = layout.num_ranks == layout.ep or size % (_CPU_PADDING * layout.num_ranks) == 0
-    if layout.is_padded and hasattr(config, "num_experts") and not is_even:
-        return f"SGLang pads an expert's size {size} on {layout.num_ranks} CPU ranks"
-    return None
 
 
 class Digests:
@@ -253,7 +213,7 @@ class Digests:
             return _cut(part, 0, part.shape[0], num, rank)
         if module in ("gate_up_proj", "down_proj", "experts") and not (module == "down_proj" and kind == "bias"):
             dim = 0 if module == "gate_up_proj" or kind == "w13_weight" else 1
-            size = _padded(part.shape[dim], _CPU_PADDING * num) if layout.is_padded else part.shape[dim]
+            size = _padded(part.shape[dim], CPU_PADDING * num) if layout.is_padded else part.shape[dim]
             num = num // layout.ep if module == "experts" else num
             return _cut(part, dim, size, num, rank % num)
         if module == "o_proj" and kind == "weight":

@@ -1,6 +1,7 @@
 """Config files are read and parsed once: by the parser as by what names a line."""
 
 import os
+import pickle
 import re
 import threading
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from parsed import parsed
 from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_errors import value_of_text
 from lightrl.commands.config_layers import UsageError, UserSettings
+from lightrl.commands.launch import UnstartedCLI
 from lightrl.commands.main import main
 from lightrl.commands.serve import settings_of
 
@@ -163,6 +165,45 @@ def test_a_flag_for_a_text_is_what_was_typed_and_reads_back_from_the_saved_file(
         values = yaml.safe_load(printed)["data"]["init_args"]
         assert (values["system_prompt"], values["answer_column"]) == (text, text)
         Path("saved.yaml").write_text(printed)
+
+
+class Built(UnstartedCLI):
+    """The run's objects."""
+
+    def fit(self, **arguments: object) -> None:
+        """Starts nothing."""
+
+
+def test_a_text_of_a_file_is_that_text_where_a_setting_takes_anything_and_stays_when_it_is_saved(
+    settings, config, capsys
+):
+    texts = {str(index): text for index, text in enumerate([*TEXTS, "null", "true", "5", "~", "[abc]", "{a: 1}", "-"])}
+    texts = {name: text for name, text in texts.items() if text != "1e5"}  # which this dumper does not quote
+    arguments = {**texts, "list": ["[a]", {"b": "c: d"}], "others": [None, True, 5, 1.5, {"a": 1}]}
+    settings["model"]["init_args"]["reward"] = {"path": "a.b", "arguments": arguments}
+    settings["data"] = {"class_path": "PromptDataModule", "init_args": {"train": "a.jsonl", "batch_size": 2}}
+    settings["data"]["init_args"]["system_prompt"] = "null"
+    for path in (config(settings), "saved.yaml"):
+        with pytest.raises(SystemExit):
+            LightRLCLI(["fit", "--config", path, "--print_config"])
+        printed = capsys.readouterr().out
+        values = yaml.safe_load(printed)
+        assert values["model"]["init_args"]["reward"]["arguments"] == arguments
+        assert values["data"]["init_args"]["system_prompt"] == "null"
+        Path("saved.yaml").write_text(printed)
+    found = parsed("fit", "--config", "saved.yaml").model.init_args.reward.arguments
+    assert {type(text) for text in found.values()} == {str, list}
+    data = Built(["fit", "--config", "saved.yaml", "--data.chat_template_kwargs", yaml.safe_dump(arguments)]).datamodule
+    assert (data.chat_template_kwargs, data.system_prompt) == (arguments, "null")
+    assert type(pickle.loads(pickle.dumps(data.chat_template_kwargs))["0"]) is str  # as workers get it
+
+
+@pytest.mark.parametrize("text", ["[strict]", "{question}", "- a", "a: b", "null and void", "{a: 1}", "# a"])
+def test_a_flag_for_a_part_of_a_source_that_is_a_string_is_what_was_typed(text, settings, config, capsys):
+    settings["data"] = {"class_path": "PromptDataModule", "init_args": {"train": "a.jsonl", "batch_size": 2}}
+    with pytest.raises(SystemExit):
+        LightRLCLI(["fit", "--config", config(settings), f"--data.train.source={text}", "--print_config"])
+    assert yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]["train"]["source"] == text
 
 
 @pytest.mark.parametrize(

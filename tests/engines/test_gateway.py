@@ -82,8 +82,8 @@ def requests(engine: SGLangEngine, num: int, num_tokens: int = NUM_TOKENS) -> li
 
 def serving(engine: SGLangEngine) -> set[str]:
     """The servers that get requests, by the engine or by its gateway."""
-    gateway = engine.gateway
-    return set(engine.fleet.urls("routable") if gateway is None else gateway.state.serving)
+    router = engine.parts.members.router
+    return set(engine.fleet.urls("routable") if router.state is None else router.state.serving)
 
 
 def num_running(*servers: FakeServerProcess) -> list[int]:
@@ -275,7 +275,7 @@ def test_smg_takes_requests_with_the_token_alone_and_learns_no_other_secret(
     monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", "a-secret")
     server = start(api_key="a-secret")
     engine = engine_through(server)
-    url = engine.gateway.url
+    url = engine.parts.members.router.url
 
     async def statuses() -> list[int]:
         async with aiohttp.ClientSession() as client:

@@ -10,9 +10,9 @@ import torch
 from sync_cases import SMALL
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
-from lightrl.engines.local import kernels
-from lightrl.engines.local.fast_decoder import FusedLinear, LlamaDecoder, find_family
-from lightrl.engines.local.kernels import Kernels, LinearOfKernel
+from lightrl.engines.local.fast import kernels
+from lightrl.engines.local.fast.decoder import FusedLinear, LlamaDecoder, find_family
+from lightrl.engines.local.fast.kernels import Kernels, LinearOfKernel
 
 SIZES: dict[str, Any] = {**SMALL, "hidden_size": 40, "intermediate_size": 72}
 
@@ -141,7 +141,7 @@ def test_without_a_compiler_torch_decodes_and_the_log_names_the_variable(
     assert "CXX" in caplog.text
     monkeypatch.setenv("CXX", sys.executable)  # a program that refuses the flags
     assert build() is None
-    monkeypatch.setattr("lightrl.engines.local.fast_decoder.kernels", lambda: None)
+    monkeypatch.setattr("lightrl.engines.local.fast.decoder.kernels", lambda: None)
     decoder = make_decoder(Qwen3Config(**SIZES), torch.float32)
     assert decoder.kernels is None
     assert logits_of(decoder, [[1, 2]]).isfinite().all()

@@ -29,9 +29,9 @@ from transformers import (
 
 from benchmarks.families import FAMILIES
 from lightrl.engines import Completion
-from lightrl.engines.local import fast_decoder
 from lightrl.engines.local.decoder import HuggingFaceDecoder
-from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
+from lightrl.engines.local.fast import decoder as fast_decoder
+from lightrl.engines.local.fast.decoder import LlamaDecoder, find_family
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.errors import EngineError, WeightSyncError

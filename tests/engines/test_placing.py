@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightrl.engines import FakeEngine, LocalEngine, SGLangEngine, choose_devices
+from lightrl.engines import FakeEngine, LocalEngine, SGLangEngine
 from lightrl.engines.servers.processes.command import gpus_of_servers, visible
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -44,20 +44,20 @@ def test_a_server_gets_the_device_names_that_this_process_got(monkeypatch: pytes
 
 
 def test_a_local_engine_decodes_on_the_trainers_gpu_unless_device_is_set(caplog: pytest.LogCaptureFixture) -> None:
-    assert choose_devices(LocalEngine(), [CPU]) == "on cpu"
-    assert choose_devices(LocalEngine(), [GPU]) == "on cuda:1"
-    assert choose_devices(LocalEngine(device="cpu"), [GPU]) == "on cpu"
-    assert choose_devices(LocalEngine(), [torch.device("mps")]) == "on cpu"
+    assert LocalEngine().place([CPU]) == "on cpu"
+    assert LocalEngine().place([GPU]) == "on cuda:1"
+    assert LocalEngine(device="cpu").place([GPU]) == "on cpu"
+    assert LocalEngine().place([torch.device("mps")]) == "on cpu"
     assert "its sampler needs float64, which mps lacks" in caplog.text
 
 
 def test_the_place_of_servers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_devices(FakeEngine(), [CPU]) == ""
-    assert choose_devices(SGLangEngine(urls=["http://host:1"]), [GPU]) == "on servers that run elsewhere"
+    assert FakeEngine().place([CPU]) == ""
+    assert SGLangEngine(urls=["http://host:1"]).place([GPU]) == "on servers that run elsewhere"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert choose_devices(SGLangEngine(servers=2), [CPU]) == "2 servers with tp=1 on the CPU, separate"
-    planned = choose_devices(SGLangEngine(servers=1), [GPU])
+    assert SGLangEngine(servers=2).place([CPU]) == "2 servers with tp=1 on the CPU, separate"
+    planned = SGLangEngine(servers=1).place([GPU])
     assert planned == "1 server with tp=1 on GPUs, of which this machine has none, separate"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    text = choose_devices(SGLangEngine(servers=1, tp=2), [torch.device("cuda", 0), GPU])
+    text = SGLangEngine(servers=1, tp=2).place([torch.device("cuda", 0), GPU])
     assert text == "1 server with tp=2 on cuda:2, cuda:3, separate"

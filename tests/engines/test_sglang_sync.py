@@ -9,6 +9,7 @@ import torch
 from sync_cases import asked, config_of, sync, version_of, weights
 from transformers import Qwen3Config
 
+from lightrl.concurrency import loop_thread
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.server import Server
 from lightrl.engines.servers.sync import bucket_feed
@@ -146,7 +147,7 @@ BUCKET = Bucket({"a": torch.zeros(4)})
 
 @pytest.mark.parametrize("is_closed", [False, True], ids=["stopped", "closed"])
 def test_a_loop_that_has_ended_is_an_error_not_a_wait(is_closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_feed, "LOOK_S", 0.01)
+    monkeypatch.setattr(loop_thread, "WAIT_S", 0.01)
     loop = asyncio.new_event_loop()
     feed = BucketFeed(loop)
     if is_closed:
@@ -157,7 +158,6 @@ def test_a_loop_that_has_ended_is_an_error_not_a_wait(is_closed: bool, monkeypat
 
 
 def test_a_blocked_loop_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_feed, "LOOK_S", 0.01)
     monkeypatch.setattr(bucket_feed, "BLOCKED_S", 0.1)
     loop, unblocked = asyncio.new_event_loop(), threading.Event()
     thread = threading.Thread(target=loop.run_forever)

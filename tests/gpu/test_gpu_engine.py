@@ -14,7 +14,7 @@ from torch import Tensor
 from weight_cases import buckets, parameters, read_shared
 
 from lightrl.engines import LocalEngine
-from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
+from lightrl.engines.local.fast.decoder import LlamaDecoder, find_family
 from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.trajectory import Sampling
 from lightrl.weights import ServerForm, SharedBucket

@@ -3,10 +3,11 @@
 import pytest
 from transformers import AutoConfig
 
-from lightrl.launch.memory import PlannedEngine, PlannedRole, PlannedRun
+from lightrl.engines.placing import PlannedEngine
 from lightrl.launch.plan import RunFacts, describe, drawing, make_plan, place
 from lightrl.launch.settings import Launch, Layout
 from lightrl.models import RoleMesh
+from lightrl.plan.memory import PlannedRole, PlannedRun
 
 SEVEN_B = {
     "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,

@@ -152,11 +152,11 @@ def test_what_may_hold_a_token_is_for_this_user_alone(tmp_path, name):
 
 
 def test_a_guard_that_does_not_answer_is_killed_and_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(local, "_KILL_WAIT_S", 0.2)
+    monkeypatch.setattr(local, "KILL_WAIT_S", 0.2)
     said = []
     launcher = started(plan_of(tmp_path, {"trainer-0": WAITS}, warning_s=1), said.append)
     wait_for({"trainer-0 started"}, tmp_path)
-    guard = psutil.Process(launcher.hosts[0].guards["trainer-0"].pid)
+    guard = psutil.Process(launcher.hosts[0].children["trainer-0"].pid)
     processes = [guard, *guard.children(recursive=True)]
     guard.suspend()
     launcher.end()

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from doubt_column import DOUBT, doubts
+from doubt_column import DOUBT
+from doubting_client import DoubtingClient, doubts
 from fake_sglang import python_of_fakes
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rank_scripts import fork_runs, leave
@@ -44,7 +45,6 @@ from lightrl import (
 from lightrl.columns import TokenArray
 from lightrl.engines import Completion
 from lightrl.engines.servers.request import Answer, CompletionDraft
-from lightrl.engines.sglang.client import SGLangClient
 from lightrl.workflows import Workflow
 from lightrl.workflows.conversation import Conversation, TurnRenderer
 from lightrl.workflows.workflow import Generate
@@ -64,14 +64,6 @@ class Doubting(LocalEngine):
 
     async def unfinished(self) -> dict[int, Completion]:
         return {seed: with_doubts(completion) for seed, completion in (await super().unfinished()).items()}
-
-
-class DoubtingClient(SGLangClient):
-    @staticmethod
-    def read_answer(content: bytes) -> Answer:
-        answer = SGLangClient.read_answer(content)
-        values = DOUBT.array(doubts(answer.token_ids, answer.logprobs))
-        return replace(answer, columns={**answer.columns, DOUBT.name: values})
 
 
 class DoubtingServers(SGLangEngine):
@@ -95,10 +87,12 @@ class Branches(Workflow):
 
 
 class Checked(TinyGRPO):
-    """Counts the values that its losses have seen; `has_doubts` is False where the engine returns none."""
+    """Counts the values that its losses have seen; each completion has as many tokens as it may have."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"policy": POLICY, "num_minibatches": 2, "microbatch_tokens": 40, "lr": 0.1, **settings})
+    def __init__(self, num_tokens: int = 6, **settings: Any) -> None:
+        sampling = Sampling(max_new_tokens=num_tokens, min_new_tokens=num_tokens)
+        own = {"policy": POLICY, "sampling": sampling, "num_minibatches": 2, "microbatch_tokens": 40, "lr": 0.1}
+        super().__init__(**{**own, **settings})
         self.num_seen = 0
 
     def loss(self, experience: Experience, outputs: Outputs) -> Any:
@@ -152,7 +146,7 @@ def interrupted_request() -> int:
 
 def resumed(folder: Path) -> int:
     """Saves with groups finished and completions begun, and continues from there."""
-    long = {"sampling": Sampling(max_new_tokens=60, min_new_tokens=60), "microbatch_tokens": 200}
+    long = {"num_tokens": 60, "microbatch_tokens": 200}
     save = ModelCheckpoint(folder / "saved", every_n_train_steps=1, save_top_k=-1, filename="{step}")
     flags = {"enable_checkpointing": True, "engine": Doubting(threads=1, max_batch=3)}
     run(folder, "whole", Checked(**long), callbacks=[StalenessControl(2), save], max_steps=2, **flags)

@@ -16,7 +16,6 @@ from waits import Deadlines, until
 
 from lightrl import LocalEngine, ModelSpec, Role, Sampling, SGLangEngine, StalenessControl
 from lightrl.callbacks.rounding import MIN_MISMATCH_TOKENS, MISMATCH_NATS, bound_nats
-from lightrl.engines.abilities import HasReplicas
 from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.models import LoRA
@@ -248,9 +247,8 @@ class TwoReplicas(LocalEngine):
         return {"right": rows} if self.dropped else {"right": rows, "wrong": self.first}
 
 
-class DroppingReplicas(TwoReplicas, HasReplicas):
-    def verified_by(self):
-        return {}
+class DroppingReplicas(TwoReplicas):
+    can_drop_replicas = True
 
     def drop_replica(self, name, reason):
         self.dropped.append(name)

@@ -10,7 +10,8 @@ from fake_sglang.layout import checksums
 from tiny import tiny_model
 
 from lightrl.weights import Digests, ServerForm, ServerLayout, bucketed
-from lightrl.weights.digests import tile_hash, unknown_layout
+from lightrl.weights.digests import tile_hash
+from lightrl.weights.server_layout import unknown_layout
 
 SIZES = {"hidden_size": 32, "intermediate_size": 80, "num_attention_heads": 4, "head_dim": 8, "vocab_size": 130}
 

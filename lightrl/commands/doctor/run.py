@@ -43,13 +43,13 @@ from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import FIXABLE, chain, keep_traceback, unwrapped
 from lightrl.commands.doctor.data import first_prompts, read_split, repeats
 from lightrl.commands.doctor.rewards import ms_text, recompute_rewards
-from lightrl.commands.plan_run import planned
 from lightrl.concurrency.owner import own_prefix
 from lightrl.data import PromptDataModule
 from lightrl.errors import LightRLError, OtherRankFailed
-from lightrl.launch.memory import UnknownMemory, bytes_text, memory_line, misfits
 from lightrl.models import context_tokens
 from lightrl.module import RLModule
+from lightrl.plan.memory import UnknownMemory, bytes_text, memory_line, misfits
+from lightrl.plan.planned_run import planned
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.trace.spans import child_bytes, host_bytes
 from lightrl.trainer import Trainer

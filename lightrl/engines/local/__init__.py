@@ -6,8 +6,7 @@ Reading order:
     running_batch.py  the slots of the batch
     sampler.py        logits to tokens and logprobs
     decoder.py        decodes with Hugging Face's code, if all layers keep key-values
-    fast_decoder.py   decodes Llama-like models, faster; the weights of its products are kept packed
-    kernels.py        its compiled part, built from kernels.cpp where there is a compiler
+    fast/             decodes Llama-like models, faster; a leaf, which LocalEngine finds by its entry point
 
 May import: what engines/ may.
 """

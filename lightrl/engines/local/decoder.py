@@ -2,7 +2,7 @@
 
 A decoder keeps the key-values of its rows. New rows follow the present ones, `keep` reorders and removes rows, `clear`
 removes all of them (weights have changed). It owns its weights: `write` copies, nothing is aliased. It knows nothing of
-threads, sampling and requests; `fast_decoder.py` has the fast form for Llama-like families.
+threads, sampling and requests; `fast/` has the fast form for Llama-like families.
 
 Shapes: n rows, T tokens of a sequence, V tokens of the vocabulary.
 """
@@ -38,6 +38,7 @@ class Decoder(Protocol):
     # Columns (lightrl/columns) that it records, by name: values of the tokens of the latest `append`, [T, w] for each
     # sequence, or of the latest `step`, [n, w].
     latest_columns: Mapping[str, Sequence[Tensor]]
+    has_own_threads: bool  # a step divides its rows over threads of its own; else torch's threads share an operation
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
@@ -102,6 +103,10 @@ class Decoder(Protocol):
         """Removes all rows."""
         ...
 
+    def use_threads(self, num: int) -> None:
+        """Sets the number of its own threads, if it has any."""
+        ...
+
 
 def chunks_of_similar_length(
     sequences: Sequence[Sequence[int]], max_tokens: int, *, may_pad: bool = True
@@ -149,6 +154,8 @@ class HuggingFaceDecoder:
         ValueError: if routes cannot be recorded but must be, or the model keeps anything else, such as the index of
             sparse attention, or keeps it in a cache of its own class, or decodes otherwise than it is trained.
     """
+
+    has_own_threads = False
 
     def __init__(
         self,
@@ -346,6 +353,9 @@ class HuggingFaceDecoder:
         self._cache = None
         self._is_token = torch.zeros(0, 0, dtype=torch.int64, device=self._device)
         self._shifts = torch.zeros(0, dtype=torch.int64, device=self._device)
+
+    def use_threads(self, num: int) -> None:
+        """Torch has the threads."""
 
     def _forward(
         self,

@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from lightrl.checks.bounds import check_bounds, check_choice, check_positive
-from lightrl.engines.abilities import ContinuesCompletions, NamesDtypes, ScoresTokens
+from lightrl.checks.entry_points import entry_point
 from lightrl.engines.engine import Completion, RolloutEngine, check_request, replaces_generate_alone
 from lightrl.engines.local.decode_thread import DecodeThread
 from lightrl.engines.local.decoder import Decoder, HuggingFaceDecoder
-from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
 from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.engines.local.sampler import completion_seed
+from lightrl.engines.placing import PlannedEngine
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.models import CONTEXT, context_tokens
 from lightrl.models.images import ImageReader, refusal
@@ -96,7 +96,7 @@ log = logging.getLogger(__name__)
 SMALL_MODEL_PARAMETERS = 10_000_000
 
 
-class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions):
+class LocalEngine(RolloutEngine):
     """A rollout engine in this process, on the trainer's GPU or the CPU, with its own copy of the weights.
 
     Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path; other decoder-only models whose layers keep
@@ -130,6 +130,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions
         boundary_timeout_s: how long `pause`, `load_weights` and `close` wait for the token in progress.
     """
 
+    continues_completions = True
     probe_every_n_loads = 10  # a probe of a model of 0.8 M parameters takes 9 ms: 3 % of the quickstart after each load
 
     def __init__(
@@ -152,7 +153,6 @@ class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions
         if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise ValueError(f"dtype must be auto or a torch dtype such as float32 or bfloat16, got {dtype!r}.")
         check_choice(("fp8", None), quantization=quantization)
-        self.weight_version = -1
         self.max_batch = max_batch
         self.threads = threads
         self.max_context = max_context  # a number after `start`
@@ -195,16 +195,15 @@ class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions
         self._image_reader = ImageReader.of(config)
         self._decoder = self._make_decoder(config)
         is_small = sum(shape.numel() for shape in self._decoder.shapes.values()) < SMALL_MODEL_PARAMETERS
-        kernels = self._decoder.kernels if isinstance(self._decoder, LlamaDecoder) else None
+        has_own_threads = self._decoder.has_own_threads
         if self.threads is None:
-            self.threads = 1 if is_small and kernels is None else torch.get_num_threads()
-        if kernels is not None:
-            kernels.threads = self.threads
+            self.threads = 1 if is_small and not has_own_threads else torch.get_num_threads()
+        self._decoder.use_threads(self.threads)
         max_rows = self.max_batch or (512 if is_small else 256)
         if self.device.type == "cuda" and not is_small:
             log.warning("LocalEngine decodes on %s; SGLangEngine is faster for models of this size.", self.device)
         batch = RunningBatch(self._decoder, max_rows=max_rows, vocab_size=self._vocab_size, device=self.device)
-        threads = 1 if is_small and kernels is not None else self.threads  # for one operation of torch
+        threads = 1 if is_small and has_own_threads else self.threads  # for one operation of torch
         self._thread = DecodeThread(batch, threads=threads, boundary_timeout_s=self.boundary_timeout_s)
         self._thread.start()
 
@@ -216,6 +215,29 @@ class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions
             if first.type not in ("cpu", "cuda"):
                 log.warning("LocalEngine decodes on the CPU: its sampler needs float64, which %s lacks.", first.type)
         return self.device
+
+    @property
+    def records_columns(self) -> bool:
+        return self.record_routes is not False
+
+    def place(self, trainer_devices: Sequence[torch.device]) -> str:
+        self.trainer_devices = trainer_devices
+        return f"on {self.choose_device()}"
+
+    def planned(self, trainer_device: torch.device, num_parameters: int) -> PlannedEngine:
+        self.place([trainer_device])
+        dtype = self.dtype if self.dtype != "auto" else "float32" if self.device.type == "cpu" else "bfloat16"
+        is_shared = self.device == trainer_device or self.device.type == "cpu" == trainer_device.type
+        return PlannedEngine(
+            "LocalEngine",
+            "rank 0" if is_shared else "elsewhere",
+            width=getattr(torch, dtype).itemsize,
+            max_rows=self.max_batch or (512 if num_parameters < SMALL_MODEL_PARAMETERS else 256),
+        )
+
+    def take_memory(self, key_value_bytes: float, fraction: float) -> str:
+        self.key_value_bytes = key_value_bytes
+        return ""
 
     def queue_depths(self) -> dict[str, int]:
         return self._thread.queue_depths() if self._thread is not None else {"running": 0, "waiting": 0}
@@ -328,20 +350,15 @@ class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions
             return torch.log_softmax(self._decoder.logits(token_ids[:-1]), -1)
 
     def _make_decoder(self, config: PretrainedConfig) -> Decoder:
-        family = find_family(config) if self.fast_path and not self.record_routes else None
         auto = "float32" if self.device.type == "cpu" else "bfloat16"
         self._dtype = dtype = getattr(torch, auto if self.dtype == "auto" else self.dtype)
-        if family is None:
-            settings: dict[str, Any] = {"prefill_tokens": self.prefill_tokens, "record_routes": self.record_routes}
-            settings["image_reader"] = self._image_reader
-            return HuggingFaceDecoder(config, dtype=dtype, device=self.device, **settings)
-        decoder = LlamaDecoder(config, family, dtype=dtype, device=self.device, prefill_tokens=self.prefill_tokens)
-        decoder.cache_bytes = self.key_value_bytes
-        if self.device.type == "cuda" and decoder.cache_bytes is None:
-            decoder.cache_bytes = torch.cuda.mem_get_info(self.device)[0] / 2
-        if decoder.cache_bytes is not None:
-            log.info("Key-values may take %d tokens; others wait.", decoder.cache_bytes // decoder.token_bytes)
-        return decoder
+        settings: dict[str, Any] = {"dtype": dtype, "device": self.device, "prefill_tokens": self.prefill_tokens}
+        fast: Decoder | None = None
+        if self.fast_path and not self.record_routes:
+            fast = entry_point("fast decoder")(config, cache_bytes=self.key_value_bytes, **settings)
+        return fast or HuggingFaceDecoder(
+            config, record_routes=self.record_routes, image_reader=self._image_reader, **settings
+        )
 
     def _started(self) -> DecodeThread:
         if self._thread is None:

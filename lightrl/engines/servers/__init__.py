@@ -6,7 +6,8 @@ Reading order:
       fleet.py       which one a request goes to; members.py  what happens to them; watch.py  when
       registry.py    the folder in which servers announce themselves; processes/  servers that are started here
     request_loop.py  completions, request by request, whatever fails; request.py  a completion over several requests
-      leader.py      requests of other processes to these servers; follower.py  their side; gateway.py  through SGLang's
+      leader.py      requests of other processes to these servers; follower.py  their side
+      router.py      who chooses a request's server; gateway.py  SGLang's gateway does, a leaf
     sync/            weight versions, on their way to the servers and verified there
     home_loop.py     the event loop of all this, and how other threads reach it
       client.py      what is asked of a server; connection.py  HTTP with retries and deadlines

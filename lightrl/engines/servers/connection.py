@@ -56,6 +56,21 @@ def connections_within(limit: int, num_servers: int) -> int:
     return max(1, (limit - num_open - _KEPT_FILES) // max(1, num_servers) - CONTROL_CONNECTIONS)
 
 
+def connections_to_each(num_servers: int) -> int:
+    """How many requests to each of so many servers may be in flight; warns if open files allow fewer than usual."""
+    limit = raise_open_files()
+    num = min(MAX_CONNECTIONS, connections_within(limit, num_servers))
+    if num < MAX_CONNECTIONS:
+        log.warning(
+            "This process may open %d files (ulimit -n, LimitNOFILE), so at most %d requests go to each server at "
+            "once instead of %d; more queue here.",
+            limit,
+            num,
+            MAX_CONNECTIONS,
+        )
+    return num
+
+
 def is_out_of_files(error: BaseException | None) -> bool:
     """Whether this process, or this machine, could not open another file: nothing that a server could help."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)

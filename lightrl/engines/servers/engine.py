@@ -16,41 +16,44 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+import transformers
+from transformers import PretrainedConfig
 
 from lightrl.checks.bounds import check_bounds, check_choice
+from lightrl.checks.entry_points import entry_point
 from lightrl.checks.files import check_local
+from lightrl.checks.printable import count_text
 from lightrl.columns import ROUTES
 from lightrl.concurrency.in_thread import call_all
-from lightrl.concurrency.owner import own_prefix
-from lightrl.engines.abilities import ContinuesCompletions, HasReplicas, NamesDtypes, ScoresTokens, Verification
-from lightrl.engines.engine import Completion, RolloutEngine
+from lightrl.engines.engine import Completion, RolloutEngine, Verification
+from lightrl.engines.placing import PlannedEngine
 from lightrl.engines.servers.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url, check_routes
 from lightrl.engines.servers.client import ServerClient
-from lightrl.engines.servers.connection import MAX_CONNECTIONS, Connection, connections_within, raise_open_files
+from lightrl.engines.servers.connection import MAX_CONNECTIONS, Connection, connections_to_each
 from lightrl.engines.servers.fleet import ServerFleet
 from lightrl.engines.servers.follower import Follower
-from lightrl.engines.servers.gateway import Gateway, check_router, check_smg, smg_process
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.leader import Leader, Traffic
 from lightrl.engines.servers.members import Members
 from lightrl.engines.servers.processes.command import gpus_of_servers, visible
-from lightrl.engines.servers.processes.keeper import end_all, keep, start_all
+from lightrl.engines.servers.processes.keeper import keep
 from lightrl.engines.servers.processes.model_process import ModelProcess
-from lightrl.engines.servers.processes.process import ServerProcess, make_servers, usable_token, write_model_folder
+from lightrl.engines.servers.processes.own_processes import OwnProcesses
+from lightrl.engines.servers.processes.process import usable_token
 from lightrl.engines.servers.registry import registry_at
 from lightrl.engines.servers.request import Encode
 from lightrl.engines.servers.request_loop import RequestLimits, RequestLoop, ServedVersions
+from lightrl.engines.servers.router import Router
 from lightrl.engines.servers.server import Server
 from lightrl.engines.servers.sync.adapter_versions import AdapterVersions
 from lightrl.engines.servers.sync.cache_canary import CacheCanary
@@ -66,25 +69,24 @@ from lightrl.engines.servers.watch import Watch
 from lightrl.errors import EngineError
 from lightrl.models.routes import RouteLayout
 from lightrl.models.tuning import Part, ServedForm, tuning_of
-from lightrl.trajectory import Sampling
+from lightrl.trajectory import JsonObject, Sampling
 from lightrl.weights import Bucket, ServerForm, SharedFolder, block_fp8
 
 log = logging.getLogger(__name__)
 
-STOP_GRACE_S = 5.0  # for started servers at the end: they hold nothing that must be saved
-
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     """Parts of a started engine, each built from those before it."""
 
+    home: HomeLoop
     members: Members
     leader: Leader
     requests: RequestLoop
     loader: WeightLoader
 
 
-class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtypes, HasReplicas):
+class ServerEngine(RolloutEngine):
     """A rollout engine of one or many servers of one kind.
 
     Where the servers are: `urls`; or `servers` of them, started on this machine and restarted when they die; or the
@@ -120,7 +122,10 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         timeouts: how long to wait for what.
     """
 
+    continues_completions = can_drop_replicas = True
     probe_every_n_loads = 1
+    parameter_names = "checkpoint"
+    is_quantized: bool = False  # its servers take linear weights in block FP8
     client_type: type[ServerClient]  # set by each kind
     process_type: type[ModelProcess]
     broadcast_type: type[BroadcastTransport] = BroadcastTransport
@@ -153,16 +158,15 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
                 "adapters='served' needs placement='separate': colocated servers give up their base before each "
                 "update, so a load of the adapters alone is not enough. Set adapters to merged."
             )
-        check_router(router)
+        if router is not None:
+            entry_point("gateway").check_setting(router)
         check_local(weight_folder=weight_folder)
-        self.weight_version = -1  # all routable servers have acknowledged it
         self.urls = list(urls) if urls is not None else None
         self.num_servers = servers
         self.tp = tp
         self.python: str | None = None  # the servers' environment has it; set by each kind
         self.server_args = dict(server_args or {})
         self.trainer_devices: Sequence[torch.device] = ()  # set before `start`
-        self.should_verify = True  # set before `start`; see `WeightSync.verify`
         self.token: str | None = None  # set before `start`; else LIGHTRL_SERVER_TOKEN, or a random one for our servers
         self.transport = transport
         self.router = router
@@ -177,16 +181,15 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
 
         self.fleet = ServerFleet()  # the servers and their states; a new one at each start
         self.served_form: ServedForm | None = None  # with `adapters` served: how servers hold them
-        self._config: PretrainedConfig | None = None
+        self._config: PretrainedConfig | None = None  # the servers'
         self._encoders: dict[str, Encode] = {}  # of the further columns that are wanted of the servers
         self._token: str | None = None
         self._num_connections = MAX_CONNECTIONS  # to each server, within the limit of open files
-        self._processes: list[ServerProcess] = []  # started here
         self._receivers = Receivers()
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
-        self._home = HomeLoop(self.fleet.describe)  # this and the parts live from one `start` to the next
+        self._home = HomeLoop(self.fleet.describe)  # this, the own processes and the parts are of one start
+        self._own: OwnProcesses | None = None
         self._members: Members | None = None
-        self._parts: _Parts | None = None
+        self._parts: Parts | None = None
         self._is_open = False
 
     @property
@@ -195,8 +198,11 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         return self._parts.loader.last_report if self._parts is not None else None
 
     @property
-    def gateway(self) -> Gateway | None:
-        return self._members.gateway if self._members is not None else None
+    def parts(self) -> Parts:
+        """The parts of the started engine; EngineError if it is closed."""
+        if not self._is_open or self._parts is None:
+            raise EngineError(f"{type(self).__name__} is closed. Start it, or create a new one.")
+        return self._parts
 
     def gpus(self) -> list[int] | None:
         """GPUs of the servers that are started here, as torch numbers them; None if this machine has none.
@@ -211,12 +217,36 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
             placement=self.placement,
         )
 
+    @property
+    def records_columns(self) -> bool:
+        return self.record_routes is not False
+
+    @property
+    def is_colocated(self) -> bool:
+        return self.placement == "colocated"
+
+    def place(self, trainer_devices: Sequence[torch.device]) -> str:
+        self.trainer_devices = trainer_devices
+        if not self.num_servers:
+            return "on servers that run elsewhere"
+        gpus = self.gpus()
+        if gpus is None:  # a plan may be for another machine
+            is_for_gpus = any(device.type == "cuda" for device in trainer_devices)
+            where = "GPUs, of which this machine has none" if is_for_gpus else "the CPU"
+        else:
+            where = ", ".join(f"cuda:{gpu}" for gpu in gpus)
+        return f"{count_text(self.num_servers, 'server')} with tp={self.tp} on {where}, {self.placement}"
+
+    def planned(self, trainer_device: torch.device, num_parameters: int) -> PlannedEngine:
+        num = self.num_servers or len(self.urls or ()) or 1
+        return PlannedEngine(type(self).__name__, "servers", num, self.tp, is_block_fp8=self.is_quantized)
+
     def check_loads_whole(self, setting: str) -> None:
         """Raises ValueError if a setting that needs whole weights in each load meets served adapters."""
         if self.adapters == "served":
             raise ValueError(f"{setting} needs adapters='merged'. Set that, or omit {setting}.")
 
-    def expect_policy(self, policy: PreTrainedModel, *, num_versions: int) -> None:
+    def expect_policy(self, policy: transformers.PreTrainedModel, *, num_versions: int) -> None:
         if self.adapters != "served":
             return
         tuning = tuning_of(policy)
@@ -242,11 +272,8 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
             raise ValueError(
                 f"transport={self.transport!r} needs a GPU, and torch sees none here. Set disk or another."
             )
-        if self.router == "smg":
-            check_smg()
-
-    def check_sampling(self, sampling: Sampling) -> None:
-        """Raises ValueError if these servers cannot sample so."""
+        if self.router is not None:
+            entry_point("gateway").check_installed(self.router)
 
     def start_args(self) -> dict[str, Any]:
         """Arguments of started servers that follow from this engine's settings."""
@@ -280,32 +307,36 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         urls = None if urls is None else [as_url(url) for url in urls]
         layout = None if self.record_routes is False else RouteLayout.of(config)
         self._encoders = {} if layout is None else {ROUTES.name: layout.encode_sent}
-        self.weight_version = -1
-        self._processes = []
+        self._config, self.weight_version = config, -1
         self._members = self._parts = None
         self._token = self.token or os.environ.get(TOKEN_VARIABLE)
-        self._limit_connections(len(urls) if urls is not None else self.num_servers or 1)
-        self._scratch = tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-engine-"), ignore_cleanup_errors=True)
+        self._num_connections = connections_to_each(len(urls) if urls is not None else self.num_servers or 1)
         self.fleet = fleet = ServerFleet(may_grow=registry is not None)
         self._home = home = HomeLoop(fleet.describe, timeout_s=self.timeouts.request_s)
+        self._own = own = OwnProcesses(home)
         self._is_open = True
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             if urls is None:
-                self._start_servers(config, Path(self._scratch.name) / "model")
+                self._start_servers(config, own)
             else:
                 for url in urls:
                     fleet.join(Server(self._client(url)))
                 if self.transport == "delta":
                     self._receivers.connect(receiver_urls, urls)
-            self._members = members = Members(home, fleet, self._start_gateway(), self.timeouts)
+            self._members = members = Members(home, fleet, self._make_router(own), self.timeouts)
             home.call(members.reach_all(), self.timeouts.startup_s + self.timeouts.request_s)
-            self._parts = parts = self._assemble(config, members)
+            home.call(members.identify_all(), self.timeouts.request_s * 2)
+            self._parts = parts = self._assemble(config, members, own.folder)
             if self.should_verify:
                 parts.loader.check_models()
             watch = Watch(home, members, parts.loader, self._receivers, registry, self._client, self.timeouts)
             home.keep(watch.run)
             undo.pop_all()
+
+    def check_workers(self, num: int) -> None:
+        if self.adapters == "served":
+            raise ValueError(f"workflow_workers={num} needs adapters='merged'. Set that, or workflow_workers to 0.")
 
     async def attach(self) -> None:
         """Moves the engine to the running event loop, the controller's; it opens new connections there."""
@@ -321,15 +352,15 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         was_open, self._is_open = self._is_open, False
         if not was_open:
             return
-        parts, scratch = self._parts, self._scratch
-        assert scratch is not None
+        parts, own = self._parts, self._own
+        assert own is not None
         call_all(
             *([] if parts is None else [parts.loader.close]),
             lambda: self._home.close(lambda: self._leave_loop(for_good=True)),
-            lambda: end_all(self._processes, STOP_GRACE_S),
+            own.end,
             self._receivers.stop,
             *([] if parts is None else [parts.loader.close_transport]),
-            scratch.cleanup,
+            own.remove_folder,
         )
 
     def queue_depths(self) -> dict[str, int]:
@@ -338,7 +369,7 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
 
     async def generate(self, token_ids: list[int], sampling: Sampling, **request: Any) -> list[Completion]:
         """Takes what RolloutEngine's takes; waits at most `timeouts.generate_s` for each request to a server."""
-        requests = self._opened().requests
+        requests = self.parts.requests
         if self.weight_version < 0:
             raise EngineError(f"{type(self).__name__} has no weights yet. Call load_weights before the first request.")
         try:
@@ -348,36 +379,33 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
                 raise
             raise EngineError(f"{type(self).__name__} was closed before the completion was finished.") from None
 
-    @property
-    def leader(self) -> Leader:
-        """Leads processes that send requests to these servers; called after `start`, used on the controller's loop."""
-        return self._opened().leader
+    def open_to_workers(self, num: int) -> tuple[Leader, Follower]:
+        """The leader is used on the controller's loop; the follower is pickled, and opened in each worker."""
+        parts = self.parts
+        share = min(self._num_connections, max(1, MAX_CONNECTIONS // num))
+        settings = self._token, self.timeouts, share, parts.requests.limits, parts.members.router.for_followers()
+        return parts.leader, Follower(self.client_type, self.fleet.salt, *settings)
 
-    def follower(self, num_followers: int) -> Follower:
-        """The engine of each of so many other processes, to be pickled, and opened there."""
-        limits = self._opened().requests.limits
-        share = min(self._num_connections, max(1, MAX_CONNECTIONS // num_followers))
-        gateway = None if self.gateway is None else (self.gateway.url, self.gateway.token)
-        token, timeouts = self._token, self.timeouts
-        return Follower(self.client_type, self.fleet.salt, token, timeouts, share, limits, gateway=gateway)
+    def server_states(self) -> list[JsonObject]:
+        return [dataclasses.asdict(server.status()) for server in self.fleet.in_state()]
 
     async def unfinished(self) -> dict[int, Completion]:
         """Requests in flight are aborted, which is how servers return what they have, and continue after the pause."""
-        return await self._home.across(self._opened().requests.unfinished())
+        return await self._home.across(self.parts.requests.unfinished())
 
     async def pause(self) -> None:
-        await self._home.across(self._opened().requests.pause())
+        await self._home.across(self.parts.requests.pause())
 
     async def resume(self) -> None:
-        await self._home.across(self._opened().requests.resume())
+        await self._home.across(self.parts.requests.resume())
 
     def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
         """Returns logprobs by address of each server; waits for the slowest, as a request does."""
-        return self._home.call(self._opened().requests.score(sequences), self.timeouts.generate_s)
+        return self._home.call(self.parts.requests.score(sequences), self.timeouts.generate_s)
 
     def drop_replica(self, name: str, reason: str) -> None:
         """The server at this address gets no more requests until it has loaded the weights again."""
-        members, server = self._opened().members, self.fleet.servers.get(name)
+        members, server = self.parts.members, self.fleet.servers.get(name)
         if server is not None:
             self._home.soon(lambda: members.lose(server, reason))
 
@@ -388,7 +416,7 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
         """Raises WeightSyncError only if no server has the new weights; `last_sync` has what happened to each."""
-        loader = self._opened().loader
+        loader = self.parts.loader
         try:
             loader.load(buckets, weight_version)
         finally:
@@ -396,47 +424,29 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
 
     def release_memory(self) -> None:
         """Colocated servers give their memory to the trainer until the next load; others do nothing."""
-        self._opened().loader.release_memory()
+        self.parts.loader.release_memory()
 
     def shared_folder(self) -> SharedFolder | None:
-        """The folder into which every rank may write its share of the weights; None if they travel in another way."""
-        return self._opened().loader.shared_folder()
+        return self.parts.loader.shared_folder()
 
     def dtypes(self) -> set[str]:
-        names = self._home.call(self._opened().members.dtypes(), self.timeouts.request_s * 2)
+        names = self._home.call(self.parts.members.dtypes(), self.timeouts.request_s * 2)
         auto = str(self.dtype_of_auto(self._config)).removeprefix("torch.")
         quantized = {"float8_e4m3fn"} if self._config is not None and block_fp8.is_block_fp8(self._config) else set()
         return {auto if name == "auto" else name for name in names} | quantized
 
-    def _opened(self) -> _Parts:
-        if not self._is_open or self._parts is None:
-            raise EngineError(f"{type(self).__name__} is closed. Start it, or create a new one.")
-        return self._parts
-
     def _client(self, url: str) -> ServerClient:
         return self.client_type(url, token=self._token, timeouts=self.timeouts, max_connections=self._num_connections)
 
-    def _limit_connections(self, num_servers: int) -> None:
-        limit = raise_open_files()
-        self._num_connections = min(MAX_CONNECTIONS, connections_within(limit, num_servers))
-        if self._num_connections < MAX_CONNECTIONS:
-            log.warning(
-                "This process may open %d files (ulimit -n, LimitNOFILE), so at most %d requests go to each server at "
-                "once instead of %d; more queue here.",
-                limit,
-                self._num_connections,
-                MAX_CONNECTIONS,
-            )
-
-    def _start_servers(self, config: PretrainedConfig, model_folder: Path) -> None:
+    def _start_servers(self, config: PretrainedConfig, own: OwnProcesses) -> None:
         """Starts servers without weights on this machine, and a weight receiver for the delta transport."""
         assert self.num_servers is not None
         self._token = usable_token(self._token)
         gpus = self.gpus()
-        processes = make_servers(
+        processes = own.start_servers(
             self.process_type,
-            write_model_folder(config, model_folder),
             self.num_servers,
+            config,
             args={"load_format": "dummy", **self.start_args(), **self.server_args},
             python=self.python,
             tp=self.tp,
@@ -444,39 +454,30 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
             token=self._token,
             startup_timeout_s=self.timeouts.startup_s,
         )
-        self._processes = processes
-        start_all(processes)
         for process in processes:
             self.fleet.join(Server(self._client(process.url), process))
         if self.transport == "delta":
             receiver = self._receivers.start(processes[0].host, self._token)
             self._home.keep(functools.partial(keep, receiver))
 
-    def _start_gateway(self) -> Gateway | None:
-        """The gateway of `router`, started here if that is `smg`; it gets the servers' token."""
+    def _make_router(self, own: OwnProcesses) -> Router:
         if self.router is None:
-            return None
-        if self.router != "smg":
-            return Gateway(as_url(self.router), self._token, self.fleet, timeouts=self.timeouts)
-        assert self._scratch is not None
-        process = smg_process(self._token)
-        self._processes = [*self._processes, process]
-        start_all([process])
-        self._home.keep(functools.partial(keep, process, hang_s=self.timeouts.hang_s))
-        return Gateway(process.url, process.token, self.fleet, timeouts=self.timeouts)
+            return Router(self.fleet, timeouts=self.timeouts)
+        gateway: Router
+        gateway, process = entry_point("gateway").opened(self.router, self._token, self.fleet, self.timeouts)
+        if process is not None:
+            own.keep(process, self.timeouts.hang_s)
+        return gateway
 
-    def _assemble(self, config: PretrainedConfig, members: Members) -> _Parts:
-        assert self._scratch is not None
+    def _assemble(self, config: PretrainedConfig, members: Members, folder: Path) -> Parts:
         home, timeouts, fleet = self._home, self.timeouts, self.fleet
-        self._config = config
-        home.call(members.identify_all(), timeouts.request_s * 2)
         limits = RequestLimits.of(config, self._encoders_of_servers())
-        dtype = self._sent_dtype()
+        dtype = members.sent_dtype(self.dtype_of_auto(config))
         transport = make_transport(
             self.transport,
             config,
             dtype=dtype,
-            folder=Path(self.weight_folder or Path(self._scratch.name) / "weights"),
+            folder=Path(self.weight_folder or folder / "weights"),
             sync_s=timeouts.sync_s,
             trainer_host=self.trainer_host,
             connect=lambda url: Connection(url, token=self._token, timeouts=timeouts),
@@ -502,9 +503,8 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         traffic = Traffic()
         leader = Leader(home, members, traffic)
         requests = RequestLoop(home, members, traffic, leader, limits=limits, timeouts=timeouts, versions=versions)
-        is_colocated = self.placement == "colocated"
-        parts = {"home": home, "members": members, "requests": requests, "sync": sync, "timeouts": timeouts}
-        return _Parts(members, leader, requests, make(**parts, config=config, is_colocated=is_colocated))
+        used = {"home": home, "members": members, "requests": requests, "sync": sync, "timeouts": timeouts}
+        return Parts(home, members, leader, requests, make(**used, config=config, is_colocated=self.is_colocated))
 
     def _encoders_of_servers(self) -> dict[str, Encode]:
         """The further columns to ask for: those that are wanted and that every server returns.
@@ -528,17 +528,6 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
                 without[0],
             )
         return {} if without else self._encoders
-
-    def _sent_dtype(self) -> torch.dtype | None:
-        """The dtype of all servers if it is narrower than float32; None sends the trainer's own."""
-        dtypes = set()
-        for server in self.fleet.in_state():
-            dtype = server.info.dtype if server.info is not None else None
-            if server.info is not None and server.info.is_auto and server.process is not None:
-                dtype = self.dtype_of_auto(self._config)  # another server's config may differ
-            dtypes.add(dtype)
-        dtype = dtypes.pop() if len(dtypes) == 1 else None
-        return None if dtype == torch.float32 else dtype
 
     async def _leave_loop(self, *, for_good: bool = False) -> None:
         """Ends requests, watches and connections."""

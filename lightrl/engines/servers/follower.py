@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from lightrl.engines.engine import Completion, RolloutEngine
 from lightrl.engines.servers.client import ServerClient
 from lightrl.engines.servers.connection import raise_open_files
 from lightrl.engines.servers.fleet import ServerFleet
-from lightrl.engines.servers.gateway import Gateway
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.leader import FleetState, FollowerState, Leader, Traffic
 from lightrl.engines.servers.members import Members
 from lightrl.engines.servers.request_loop import RequestLimits, RequestLoop
+from lightrl.engines.servers.router import Router
 from lightrl.engines.servers.server import GONE, Server
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.trajectory import Sampling
@@ -32,10 +32,7 @@ class _FollowedMembers(Members):
     def follow(self, state: FleetState, make_client: Callable[[str], ServerClient]) -> None:
         self._suspects.clear()
         self.fleet.may_grow = state.may_grow
-        if self.gateway is not None and state.gateway is not None:
-            if state.gateway.num_cuts > self.gateway.state.num_cuts:
-                self.home.spawn(self.gateway.close())
-            self.gateway.state = state.gateway
+        self.router.follow(state.router, self.home)
         for status in state.servers:
             server = self.fleet.servers.get(status.url)
             if server is None:
@@ -63,7 +60,7 @@ class Follower:
     Args:
         salt: of the run's keys in the servers' prefix caches.
         max_connections: of this process to each server; more requests queue here.
-        gateway: address and key; None if there is none.
+        make_router: makes the router, as the leader's says.
     """
 
     client_type: type[ServerClient]
@@ -72,16 +69,17 @@ class Follower:
     timeouts: Timeouts
     max_connections: int
     limits: RequestLimits
-    gateway: tuple[str, str | None] | None = None
+    make_router: Callable[..., Router] = Router
     weight_version: int = -1
+    continues_completions: ClassVar[bool] = True
 
     async def open(self, report: ReportServer) -> None:
         """Called first, on the event loop of its requests; `report` sends what failed to the leader."""
         raise_open_files()
         self._fleet = ServerFleet(salt=self.salt)
         self._home = HomeLoop(self._fleet.describe, timeout_s=self.timeouts.request_s)
-        gateway = None if self.gateway is None else Gateway(*self.gateway, self._fleet, timeouts=self.timeouts)
-        self._members = _FollowedMembers(self._home, self._fleet, gateway, self.timeouts, report)
+        router = self.make_router(self._fleet, timeouts=self.timeouts)
+        self._members = _FollowedMembers(self._home, self._fleet, router, self.timeouts, report)
         self._traffic = Traffic(is_held=True)  # until the first state
         leader = Leader(self._home, self._members, self._traffic)  # leads nobody
         self._requests = RequestLoop(

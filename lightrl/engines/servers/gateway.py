@@ -9,21 +9,28 @@ worker that is deleted gets no new request; for 5 seconds more it is listed as `
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import importlib.util
 import logging
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from lightrl.engines.servers.addresses import TOKEN_VARIABLE
+from lightrl.engines.servers.addresses import TOKEN_VARIABLE, as_url
+from lightrl.engines.servers.client import abort_at
 from lightrl.engines.servers.connection import Connection, ServerRefused, connections_within, raise_open_files
 from lightrl.engines.servers.fleet import ServerFleet
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.processes.command import environment_for
+from lightrl.engines.servers.processes.keeper import start_all
 from lightrl.engines.servers.processes.process import ServerProcess
-from lightrl.engines.servers.request import MalformedAnswer
+from lightrl.engines.servers.request import Answer, MalformedAnswer
+from lightrl.engines.servers.router import Router
+from lightrl.engines.servers.server import Server, State
+from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 
 log = logging.getLogger(__name__)
@@ -46,6 +53,7 @@ _ARGUMENTS = [
 _SERVER_HEADER = "x-smg-routed-worker-id"
 _NOT_FOUND, _CONFLICT = 404, 409
 _SETTLING_S, _SETTLED_S = 0.1, 1.0  # between two checks of its workers
+_CUT_AFTER_S = 1.0  # for requests of a lost server, then of the others, to leave it by themselves
 
 
 @dataclass(frozen=True)
@@ -57,8 +65,8 @@ class GatewayState:
     num_cuts: int = 0  # how often the connections of all requests were closed
 
 
-class Gateway(Connection):
-    """A gateway, used by this run alone.
+class Gateway(Connection, Router):
+    """A gateway, used by this run alone; it counts the requests at its servers.
 
     Args:
         token: its API key, and the servers'; None if they have none.
@@ -73,29 +81,77 @@ class Gateway(Connection):
         self.name = f"Gateway {self.url}"
         self.token = token
         self.state = GatewayState()
-        self._fleet = fleet
+        self.fleet = fleet
         self._key = {"api_key": token} if token is not None else {}
         self._added: set[str] = set()  # addresses of all workers that it ever had
 
-    def can_send(self) -> bool:
-        """Whether every server that it is known to choose from is routable; `generate` checks the one that it chose."""
-        return bool(self.state.serving) and self.state.serving <= set(self._fleet.urls("routable"))
+    @property
+    def problem(self) -> str:  # type: ignore[override]
+        return self.state.problem or f"{self.name} does not have the servers as workers."
 
-    async def generate(
-        self, body: dict[str, Any], *, timeout_s: float, read: Callable[[bytes], Any]
-    ) -> tuple[Any, str]:
-        """Returns the answer of `/generate` to one request, and the address of the server that gave it."""
-        headers: dict[str, str] = {}
-        try:
-            answer = await self.request(
-                "POST", self.generate_path, body, timeout_s=timeout_s, num_retries=0, read=read, headers=headers
+    async def reach(self) -> None:
+        await self.settle()
+        if self.state.problem:
+            raise EngineError(self.state.problem)
+
+    def for_followers(self) -> Callable[..., Router]:
+        return functools.partial(Gateway, self.url, self.token)
+
+    def follow(self, state: GatewayState, home: HomeLoop) -> None:
+        if state.num_cuts > self.state.num_cuts:
+            home.spawn(self.close())
+        self.state = state
+
+    def note_loads(self, loads: Iterable[tuple[str, int, int]]) -> None:
+        """Changes nothing: `settle` reads them from the gateway."""
+
+    def may_reach(self, server: Server, *states: State) -> list[Server]:
+        return self.fleet.in_state(*states)
+
+    def start_request(self, server: Server, tokens: int) -> None:
+        """Changes nothing: `settle` reads how many there are from the gateway."""
+
+    end_request = start_request
+
+    @staticmethod
+    def check_setting(router: str) -> None:
+        """Raises ValueError if `router` is neither `smg` nor an address."""
+        if router != "smg" and ":" not in router:
+            raise ValueError(f"router must be smg, or a gateway's address such as http://host:30000, got {router!r}.")
+
+    @staticmethod
+    def check_installed(router: str) -> None:
+        if router == "smg" and importlib.util.find_spec("smg") is None:
+            raise ValueError(
+                "router: smg needs SGLang's gateway: pip install smg. Or set router to a gateway's address."
             )
+
+    @classmethod
+    def opened(
+        cls, router: str, token: str | None, fleet: ServerFleet, timeouts: Timeouts
+    ) -> tuple[Gateway, ServerProcess | None]:
+        """The gateway that `router` names, with the servers' token, and its process if it is started here."""
+        if router != "smg":
+            return cls(as_url(router), token, fleet, timeouts=timeouts), None
+        process = smg_process(token)
+        start_all([process])
+        return cls(process.url, process.token, fleet, timeouts=timeouts), process
+
+    def can_send(self) -> bool:
+        """Whether every server that it is known to choose from is routable; `send` checks the one that it chose."""
+        return bool(self.state.serving) and self.state.serving <= set(self.fleet.urls("routable"))
+
+    async def send(self, server: Server, body: dict[str, Any], timeout_s: float) -> tuple[Answer, str]:
+        headers: dict[str, str] = {}
+        settings: dict[str, Any] = {"timeout_s": timeout_s, "num_retries": 0, "headers": headers}
+        try:
+            answer = await self.request("POST", self.generate_path, body, read=server.client.read_answer, **settings)
         except ServerRefused as error:
             if error.status == _NOT_FOUND:  # it has no worker now
                 raise EngineUnreachable(str(error)) from error
             raise
         url = headers.get(_SERVER_HEADER, "a server that it does not name")
-        if url not in self._fleet.urls("routable", "draining"):
+        if url not in self.fleet.urls("routable", "draining"):
             raise MalformedAnswer(f"{self.name} sent a request to {url}, which does not have this run's weights.")
         return answer, url
 
@@ -106,7 +162,7 @@ class Gateway(Connection):
             await self.settle()
             if self.state != before:
                 home.wake()
-            is_settled = self.state.serving == set(self._fleet.urls("routable")) or self.state.problem
+            is_settled = self.state.serving == set(self.fleet.urls("routable")) or self.state.problem
             await home.wait_for_change(_SETTLED_S if is_settled else _SETTLING_S)
 
     async def settle(self) -> None:
@@ -120,6 +176,16 @@ class Gateway(Connection):
         if bool(problem) != bool(self.state.problem):
             log.warning("%s", problem or f"{self.name} answers again.")
         self.state = replace(self.state, serving=serving, problem=problem)
+
+    async def free(self, server: Server, home: HomeLoop) -> None:
+        home.spawn(abort_at([server.client], abort_all=True))  # if it is alive; its answers are not used
+        await asyncio.sleep(_CUT_AFTER_S)
+        await self.settle()
+        if self.fleet.has(server) and server.num_requests:  # it hangs, and which these are is unknown
+            await abort_at([one.client for one in self.fleet.in_state("routable")], abort_all=True)
+            await asyncio.sleep(_CUT_AFTER_S)  # the others return what they have
+            await self.cut()
+            home.wake()
 
     async def cut(self) -> None:
         """Closes its connections, here and in processes that get its state: requests in flight are sent again."""
@@ -135,11 +201,11 @@ class Gateway(Connection):
             serving = {url: worker["id"] for url, worker in workers.items() if worker["status"] != "draining"}
         except (KeyError, TypeError, ValueError) as error:
             raise EngineUnreachable(f"{self.name} listed its workers as {str(answer)[:200]}.") from error
-        routable = set(self._fleet.urls("routable"))
-        for server in self._fleet.servers.values():
+        routable = set(self.fleet.urls("routable"))
+        for server in self.fleet.servers.values():
             server.num_requests = loads.get(server.url, 0)
         for url in serving.keys() - routable:
-            if url not in self._fleet.servers and url not in self._added:
+            if url not in self.fleet.servers and url not in self._added:
                 raise EngineError(
                     f"{self.name} has a worker {url}, which is not one of this run's servers. Give each run a gateway "
                     f"of its own, or remove the worker: curl -X DELETE {self.url}/workers/{serving[url]}"
@@ -156,17 +222,6 @@ class Gateway(Connection):
         except ServerRefused as error:
             if error.status not in (_NOT_FOUND, _CONFLICT):  # it is done, or under way
                 raise
-
-
-def check_router(setting: str | None) -> None:
-    """Raises ValueError if `router` is neither `smg` nor an address nor None."""
-    if setting not in (None, "smg") and ":" not in setting:
-        raise ValueError(f"router must be smg, or a gateway's address such as http://host:30000, got {setting!r}.")
-
-
-def check_smg() -> None:
-    if importlib.util.find_spec("smg") is None:
-        raise ValueError("router: smg needs SGLang's gateway: pip install smg. Or set router to a gateway's address.")
 
 
 def smg_process(token: str | None) -> ServerProcess:

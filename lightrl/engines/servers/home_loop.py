@@ -6,12 +6,13 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from lightrl.concurrency.in_thread import in_thread
-from lightrl.concurrency.loop_thread import WAIT_S, LoopThread, Work, deaths, wake_up
+from lightrl.concurrency.loop_thread import LoopEnded, LoopThread, Work, wait_on_loop, wake_up
 from lightrl.errors import EngineError, EngineTimeout
 
 log = logging.getLogger(__name__)
@@ -107,16 +108,21 @@ class HomeLoop:
 
     def call(self, coroutine: Work[_T], timeout_s: float) -> _T:
         """Returns the coroutine's result, from another thread; EngineError if the loop ends meanwhile."""
-        future, loop, deadline_s = self._submit(coroutine), self._loop, time.monotonic() + timeout_s
+        future, loop = self._submit(coroutine)
+        deadline_s = time.monotonic() + timeout_s
+
+        def check() -> None:
+            if time.monotonic() > deadline_s:
+                raise EngineTimeout(
+                    f"The event loop did not answer the engine within {timeout_s:g} s. {self._describe()}."
+                )
+
         try:
-            while not concurrent.futures.wait([future], WAIT_S).done:
-                if loop is not None and loop in deaths:
-                    raise EngineError(f"The thread of the engine's event loop died: {deaths[loop]!r}.")
-                if time.monotonic() > deadline_s:
-                    raise EngineTimeout(
-                        f"The event loop did not answer the engine within {timeout_s:g} s. {self._describe()}."
-                    )
+            wait_on_loop(loop, future, silent_s=math.inf, on_wait=check)  # the deadline finds a blocked one
             return future.result()
+        except LoopEnded as error:
+            death = error.__cause__
+            raise EngineError(_ENDED if death is None else f"{_ENDED} Its thread died: {death!r}.") from death
         except concurrent.futures.CancelledError as error:
             raise EngineError(_ENDED) from error
         finally:
@@ -126,11 +132,12 @@ class HomeLoop:
         """Returns the coroutine's result; from any loop."""
         if self._loop is asyncio.get_running_loop():
             return await coroutine
-        return await asyncio.wrap_future(self._submit(coroutine))
+        return await asyncio.wrap_future(self._submit(coroutine)[0])
 
-    def _submit(self, coroutine: Work[_T]) -> concurrent.futures.Future[_T]:
+    def _submit(self, coroutine: Work[_T]) -> tuple[concurrent.futures.Future[_T], asyncio.AbstractEventLoop]:
         try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+            loop = self.loop
+            return asyncio.run_coroutine_threadsafe(coroutine, loop), loop
         except EngineError:
             coroutine.close()
             raise

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightrl.engines.servers.gateway import GatewayState
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.members import Members
 from lightrl.engines.servers.server import ServerStatus
@@ -44,7 +43,7 @@ class FleetState:
     is_open: bool  # requests may begin
     may_grow: bool  # servers may join
     servers: list[ServerStatus]
-    gateway: GatewayState | None  # None: requests go to each server directly
+    router: Any  # the state of the leader's
 
 
 @dataclass(frozen=True)
@@ -96,22 +95,16 @@ class Leader:
             await self._followers.notify()
 
     def state(self) -> FleetState:
-        fleet, gateway = self.members.fleet, self.members.gateway
+        fleet, router = self.members.fleet, self.members.router
         servers = [server.status() for server in fleet.in_state()]
-        gateway_state = None if gateway is None else gateway.state
         versions = fleet.weight_version, fleet.newest_version
-        return FleetState(*versions, self.traffic.is_open, fleet.may_grow, servers, gateway_state)
+        return FleetState(*versions, self.traffic.is_open, fleet.may_grow, servers, router.state)
 
     def on_follower_states(self, states: Sequence[FollowerState]) -> None:
         """Counts the requests of all followers, given the latest state of each."""
         self.traffic.num_running = sum(state.num_running for state in states)
         self.traffic.has_minimum |= any(state.has_minimum for state in states)
-        if self.members.gateway is not None:  # it counts them
-            return
-        for url, server in self.members.fleet.servers.items():
-            loads = [load for state in states for load in state.loads if load[0] == url]
-            server.num_requests = sum(load[1] for load in loads)
-            server.outstanding_tokens = sum(load[2] for load in loads)
+        self.members.router.note_loads(load for state in states for load in state.loads)
 
     def on_server_failed(self, kind: str, url: str, reason: str) -> None:
         """A follower's request failed at a server, which is `lost` or `suspect`."""

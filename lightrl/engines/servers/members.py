@@ -11,12 +11,12 @@ import time
 from dataclasses import dataclass
 
 import aiohttp
+import torch
 
-from lightrl.engines.servers.client import abort_at
 from lightrl.engines.servers.connection import NO_ANSWER, OutOfFiles, ServerRefused
 from lightrl.engines.servers.fleet import ServerFleet
-from lightrl.engines.servers.gateway import Gateway
 from lightrl.engines.servers.home_loop import HomeLoop
+from lightrl.engines.servers.router import Router
 from lightrl.engines.servers.server import ACTIVE, Server
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout
@@ -24,7 +24,6 @@ from lightrl.errors import EngineError, EngineTimeout
 log = logging.getLogger(__name__)
 
 _SHORT_S = 5.0
-_CUT_AFTER_S = 1.0  # for requests of a lost server, then of the others, to leave the gateway by themselves
 _WARN_AFTER_S = 3.0  # a wrong port looks like a server that is starting
 _WARN_EVERY_S = 30.0
 _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
@@ -36,7 +35,7 @@ class Members:
 
     home: HomeLoop
     fleet: ServerFleet
-    gateway: Gateway | None  # requests go through it; None if they go to each server
+    router: Router  # every request goes through it
     timeouts: Timeouts
 
     @property
@@ -45,12 +44,9 @@ class Members:
         return min(self.timeouts.hang_s, self.timeouts.request_s)
 
     async def reach_all(self) -> None:
-        """Waits until every server answers, at most `startup_s`; raises EngineError if the gateway cannot be used."""
+        """Waits until every server answers, at most `startup_s`; raises EngineError if the router cannot be used."""
         await asyncio.gather(*(self.reach(server) for server in self.fleet.in_state()))
-        if self.gateway is not None:
-            await self.gateway.settle()
-            if problem := self.gateway.state.problem:
-                raise EngineError(problem)
+        await self.router.reach()
 
     async def identify_all(self) -> None:
         """Asks every server which process it is; one that does not answer is asked again at the first load.
@@ -103,24 +99,16 @@ class Members:
     async def _free(self, server: Server) -> None:
         """Makes the requests at a lost server fail, so that they continue elsewhere."""
         await server.client.close()
-        if (gateway := self.gateway) is None:
-            return
-        self.home.spawn(abort_at([server.client], abort_all=True))  # if it is alive; its answers are not used
-        await asyncio.sleep(_CUT_AFTER_S)
-        await gateway.settle()
-        if self.fleet.has(server) and server.num_requests:  # it hangs, and which these are is unknown
-            await abort_at([one.client for one in self.fleet.in_state("routable")], abort_all=True)
-            await asyncio.sleep(_CUT_AFTER_S)  # the others return what they have
-            await gateway.cut()
-            self.home.wake()
+        await self.router.free(server, self.home)
 
     def check_hope(self, since: float) -> None:
         """Raises if no server will be routable, or none could be used for `server_wait_s` after `since`, monotonic."""
         limit_s = self.timeouts.server_wait_s
         is_late = time.monotonic() - since > limit_s
-        if is_late and self.gateway is not None and self.fleet.urls("routable") and not self.gateway.can_send():
-            problem = self.gateway.state.problem or f"{self.gateway.name} does not have the servers as workers."
-            raise EngineTimeout(f"No request was sent for engine.timeouts.startup_s={limit_s:g} s: {problem}")
+        if is_late and self.fleet.urls("routable") and not self.router.can_send():
+            raise EngineTimeout(
+                f"No request was sent for engine.timeouts.startup_s={limit_s:g} s: {self.router.problem}"
+            )
         if not self.fleet.has_hope() or (is_late and not self.fleet.in_state(*ACTIVE)):
             waited = f"none returned within engine.timeouts.startup_s={limit_s:g}; " if is_late else ""
             raise EngineError(
@@ -157,6 +145,19 @@ class Members:
         names = await asyncio.gather(*(self._dtype(server) for server in self.fleet.in_state(*ACTIVE)))
         return {name for name in names if name is not None} or {"auto"}
 
+    def sent_dtype(self, auto: torch.dtype) -> torch.dtype | None:
+        """The dtype of all servers if it is narrower than float32; None sends the trainer's own.
+
+        Args:
+            auto: what servers that were started here take if their dtype is `auto`; another server's config may differ.
+        """
+        dtypes = set()
+        for server in self.fleet.in_state():
+            is_ours = server.info is not None and server.info.is_auto and server.process is not None
+            dtypes.add(auto if is_ours else server.info.dtype if server.info is not None else None)
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
+        return None if dtype == torch.float32 else dtype
+
     async def _dtype(self, server: Server) -> str | None:
         with contextlib.suppress(EngineError, asyncio.TimeoutError):  # a server that is gone computes nothing
             info = await asyncio.wait_for(server.client.server_info(), self.timeouts.request_s)  # with its retries
@@ -167,16 +168,14 @@ class Members:
         """Moves the requests of a server that leaves elsewhere, waits for that at most `request_s`, and forgets it."""
         deadline = time.monotonic() + self.timeouts.request_s
         self.fleet.drain(server)
-        if self.gateway is not None:
-            await self.gateway.settle()
+        await self.router.settle()
         while self.fleet.drain(server) and time.monotonic() < deadline:
             self.home.wake()  # processes that follow learn of it
             if self.fleet.urls("routable"):  # else its requests cannot continue anywhere
                 with contextlib.suppress(EngineError):
                     await server.client.abort(abort_all=True)
             await asyncio.sleep(0.05)
-            if self.gateway is not None:  # it counts the requests
-                await self.gateway.settle()
+            await self.router.settle()  # a gateway counts the requests
         await self.forget(server)
 
     async def forget(self, server: Server) -> None:
@@ -187,8 +186,7 @@ class Members:
         """Closes the connections; the next requests, on this loop or another, open new ones unless it is `for_good`."""
         for server in self.fleet.in_state():
             await server.client.close(for_good=for_good)
-        if self.gateway is not None:
-            await self.gateway.close(for_good=for_good)
+        await self.router.close(for_good=for_good)
 
 
 def _is_other_program(error: EngineError) -> bool:

@@ -14,7 +14,6 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from lightrl.models import Attachments
 from lightrl.trajectory import FinishReason, Sampling
 
 _ABOVE_0_NATS = 1e-3  # rounding
-NO_HELP: Mapping[str, str] = MappingProxyType({})
 NO_IDS: TokenArray[int] = TokenArray((), "i")
 _NO_LOGPROBS: TokenArray[float] = TokenArray((), "f")
 # Encodes what a server sent of the given number of tokens; raises ValueError if it is of another model.
@@ -111,9 +109,13 @@ class CompletionDraft:
         return len(self.prompt) + self.sampling.max_new_tokens
 
     def add(
-        self, answer: Answer, server: str, *, path: str = "/generate", column_help: Mapping[str, str] = NO_HELP
+        self, answer: Answer, server: str, *, path: str = "/generate", column_help: Mapping[str, str] | None = None
     ) -> None:
-        """Appends an answer, or raises MalformedAnswer; sets `finish_reason` if that ends the completion."""
+        """Appends an answer, or raises MalformedAnswer; sets `finish_reason` if that ends the completion.
+
+        Args:
+            column_help: by name, how to make the server return a column.
+        """
         token_ids, logprobs, versions, finish = answer.token_ids, answer.logprobs, answer.weight_versions, answer.finish
         if answer.problem:
             raise MalformedAnswer(
@@ -144,12 +146,6 @@ class CompletionDraft:
         if finish == "stop" and not token_ids:
             raise MalformedAnswer(f"{server} stopped without a stop token.")
         if token_ids:
-            if self.sampling.is_truncated and (answer.full_support or self.vocab_size) < self.vocab_size:
-                raise MalformedAnswer(
-                    f"{server} may have sampled from more than the {answer.full_support} most likely tokens, which are "
-                    f"all that it returns: too many are as likely as number {self.sampling.max_support}. Use another "
-                    "top_k or top_p, or SGLangEngine."
-                )
             columns = {**answer.columns, **self._encoded(answer, server)}
             for name, is_needed in {
                 SUPPORTS.name: self.sampling.is_truncated,
@@ -158,8 +154,14 @@ class CompletionDraft:
                 if is_needed and name not in columns:
                     raise MalformedAnswer(
                         f"{server} did not return the {name} of its tokens, which training needs. "
-                        f"{column_help.get(name, '')}"
+                        f"{(column_help or {}).get(name, '')}"
                     )
+            if self.sampling.is_truncated and (answer.full_support or self.vocab_size) < self.vocab_size:
+                raise MalformedAnswer(
+                    f"{server} may have sampled from more than the {answer.full_support} most likely tokens, which are "
+                    f"all that it returns: too many are as likely as number {self.sampling.max_support}. Use another "
+                    "top_k or top_p, or SGLangEngine."
+                )
             self.columns = extended(self.columns, self.num_tokens, columns, len(token_ids))
         self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
         self.logprobs = TokenArray.joined([self.logprobs, logprobs], "f")

@@ -28,7 +28,7 @@ from lightrl.engines.servers.fleet import ServerFleet
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.leader import Leader, Traffic
 from lightrl.engines.servers.members import Members
-from lightrl.engines.servers.request import Answer, CompletionDraft, Encode, MalformedAnswer, NamedVersion
+from lightrl.engines.servers.request import CompletionDraft, Encode, MalformedAnswer, NamedVersion
 from lightrl.engines.servers.server import Server
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
@@ -294,14 +294,13 @@ class RequestLoop:
 
     async def _request(self, server: Server, draft: CompletionDraft) -> None:
         rid = secrets.token_hex(16)
-        traffic, fleet, has_gateway = self.traffic, self.fleet, self.members.gateway is not None
+        traffic, fleet, router = self.traffic, self.fleet, self.members.router
         traffic.has_minimum |= draft.sampling.min_new_tokens > 0
-        if not has_gateway:
-            fleet.start_request(server, draft.max_tokens)
+        router.start_request(server, draft.max_tokens)
         traffic.num_running += 1
 
         def abort() -> None:
-            servers = fleet.in_state("routable", "draining") if has_gateway else [server]  # any, behind a gateway
+            servers = router.may_reach(server, "routable", "draining")
             self.home.spawn(abort_at([one.client for one in servers], rid))
 
         limit_s = self.timeouts.generate_s  # then the server returns what it has, unless it lost the request
@@ -310,10 +309,10 @@ class RequestLoop:
             draft.named_version = self.versions.choose(draft.named_version)
             with self.versions.used(draft.named_version, rid, server):
                 body = server.client.request_of(draft, rid, fleet.cache_key(server.weight_version))
-                oldest = min(one.weight_version for one in (fleet.in_state("routable") if has_gateway else [server]))
+                oldest = min(one.weight_version for one in router.may_reach(server, "routable"))
                 since = time.monotonic()
                 with span("request", "server", server.url, prompt=len(draft.prompt)) as sent:
-                    answer, url = await self._send(server, body, limit_s + ABORT_TIMEOUT_S)
+                    answer, url = await router.send(server, body, limit_s + ABORT_TIMEOUT_S)
                     sent.args["tokens"] = len(answer.token_ids)
                 if warning := fleet.note_answer(url, time.monotonic() - since, len(answer.token_ids)):
                     log.warning("%s", warning)
@@ -323,28 +322,19 @@ class RequestLoop:
         finally:
             overdue.cancel()
             traffic.num_running -= 1
-            if not has_gateway:
-                fleet.end_request(server, draft.max_tokens)
+            router.end_request(server, draft.max_tokens)
         draft.check(answer, url, rid, oldest, fleet.newest_version)
         draft.add(answer, url, path=server.client.generate_path, column_help=server.client.column_help)
 
-    async def _send(self, server: Server, body: dict[str, Any], timeout_s: float) -> tuple[Answer, str]:
-        """Returns the answer and the address of the server that gave it: a gateway chooses one."""
-        if (gateway := self.members.gateway) is not None:
-            return await gateway.generate(body, timeout_s=timeout_s, read=server.client.read_answer)
-        read = server.client.read_answer
-        return await server.client.generate(body, num_retries=0, timeout_s=timeout_s, read=read), server.url
-
     async def _find_server(self, session: str, failed: set[Server], *, min_version: int = -1) -> Server:
-        """Waits for the gate, a routable server and the gateway, if there is one; a change of any wakes it."""
-        gateway = self.members.gateway
+        """Waits for the gate, a routable server and the router; a change of any wakes it."""
         since = time.monotonic()
         is_waiting = False
         try:
             while True:
                 if not self.traffic.is_open:
                     since = time.monotonic()
-                elif (gateway is None or gateway.can_send()) and (
+                elif self.members.router.can_send() and (
                     server := self.fleet.choose(session, min_version=min_version, excluded=failed)
                 ):
                     return server

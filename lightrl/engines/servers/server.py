@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from lightrl.checks.printable import count_text
-from lightrl.engines.abilities import Verification
+from lightrl.engines.engine import Verification
 from lightrl.engines.servers.client import MEMORY_PARTS, MemoryPart, ServerClient
 from lightrl.engines.servers.processes.process import ServerProcess
 from lightrl.engines.servers.server_info import ServerInfo

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightrl.weights import block_fp8
-from lightrl.weights.digests import DTYPES, ServerLayout
+from lightrl.weights.server_layout import DTYPES, ServerLayout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

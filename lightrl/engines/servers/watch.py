@@ -56,8 +56,7 @@ class Watch:
         """Watches all servers on a new loop."""
         for server in self.fleet.in_state():
             self.home.spawn(self._watch(server))
-        if self.members.gateway is not None:
-            self.home.spawn(self.members.gateway.keep(self.home))
+        self.home.spawn(self.members.router.keep(self.home))
         if self.registry is not None:
             await self._follow(self.registry)
 

@@ -1,4 +1,4 @@
-"""SGLangEngine: rollouts by SGLang servers, given by address or started here."""
+"""SGLangEngine: rollouts on SGLang servers, given by address or started here."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lightrl.engines.sglang.generation import RETURNED
 
 
 class SGLangEngine(ServerEngine):
-    """A rollout engine of one or many SGLang servers: token ids in, token ids out, a weight version on each.
+    """A rollout engine on one or more SGLang servers: token ids in, token ids out, a weight version on each.
 
-    Logprobs are SGLang's `output_token_logprobs`, with top-p or top-k those within the token's support, as `Completion`
-    defines them. The seed of a request determines its tokens only if the servers run with
+    Logprobs are SGLang's `output_token_logprobs`; with top-p or top-k, those within the token's support, as
+    `Completion` defines them. The seed of a request determines its tokens only if the servers run with
     `enable_deterministic_inference`. A colocated server needs `enable_memory_saver: true`.
 
     Args:
         sglang_python: Python of the environment that has SGLang; for None see docs/serve-with-sglang.md.
         settings: of `ServerEngine`; `server_args` such as `{mem_fraction_static: 0.8}`. With `{quantization: fp8}`
-            linear weights are sent in block FP8 (weights/block_fp8.py), to servers of an FP8 checkpoint too; not run on
-            a GPU yet.
+            linear weights are sent in block FP8 (weights/block_fp8.py), also to servers of an FP8 checkpoint; not yet
+            tested on a GPU.
     """
 
     client_type = SGLangClient
@@ -35,8 +35,7 @@ class SGLangEngine(ServerEngine):
         self.python = sglang_python
 
     @property
-    def is_quantized(self) -> bool:
-        """Whether its servers take linear weights in block FP8."""
+    def is_quantized(self) -> bool:  # type: ignore[override]
         return self.process_type.named(self.server_args).get("quantization") is not None
 
     def check(self) -> None:
@@ -46,6 +45,11 @@ class SGLangEngine(ServerEngine):
         self.check_loads_whole("server_args.quantization")
         if self.transport == "distributed" and not torch.cuda.is_available():
             raise ValueError("transport='distributed' cannot send float8 over gloo. Set disk, tensor or delta.")
+
+    def take_memory(self, key_value_bytes: float, fraction: float) -> str:
+        if not self.num_servers:
+            return ""
+        return f"trainer.engine's mem_fraction_static is {self.server_args.setdefault('mem_fraction_static', fraction)}"
 
     def start_args(self) -> dict[str, Any]:
         args: dict[str, Any] = {}

@@ -1,7 +1,6 @@
 """ServerProcess: a server as a child process: started, awaited, probed, ended without orphans.
 
-Each kind of server has a subclass with its command line. concurrency/parent_guard.py is the process in between, which
-ends it whatever happens to this one; `keeper.py` keeps several running.
+Each kind of server has a subclass with its command line. `keeper.py` keeps several running.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import json
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightrl.checks.bounds import check_positive
 from lightrl.checks.printable import end_of_log
-from lightrl.concurrency import parent_guard
+from lightrl.concurrency.child_process import ChildProcess, ending_of
 from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
 from lightrl.engines.servers.addresses import TOKEN_VARIABLE
 from lightrl.engines.servers.connection import is_out_of_files
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
 _POLL_S = 0.2
 _PROBE_TIMEOUT_S = 5.0
 _TAIL_BYTES = 3000
-_KILL_WAIT_S = 10.0  # for the guard process to kill what is left
 
 
 class HeldPort:
@@ -143,7 +140,7 @@ class ServerProcess:
         self._devices = devices
         self._program = list(command)
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         self._last_command: list[str] = []
         self._started_at = 0.0
         self._is_over = False
@@ -168,7 +165,8 @@ class ServerProcess:
             if self.is_alive():
                 raise RuntimeError(f"{self.name} is already running at {self.url}. Call stop() first.")
             held_port = HeldPort(self.host, self.port if self._keeps_port else 0)
-            self._end_process(0)  # one that was killed still has a pipe
+            if self._process is not None:
+                self._process.end(0)  # one that was killed still has a pipe
             self._release()  # only now, so that the new port differs
             self._held_port, self.port = held_port, held_port.number
             if self.log_file is None:
@@ -183,15 +181,12 @@ class ServerProcess:
             try:
                 os.fchmod(log_descriptor, 0o600)
                 os.write(log_descriptor, f"== lightrl starts {self.name}: {self.command}\n".encode())
-                guard = [sys.executable, "-I", parent_guard.__file__, str(os.getpid()), str(self._stop_timeout_s)]
-                self._process = subprocess.Popen(
-                    [*guard, str(self._secrets_file), *self._last_command],
-                    stdin=subprocess.PIPE,
-                    stdout=log_descriptor,
-                    stderr=log_descriptor,
-                    bufsize=0,
-                    start_new_session=True,
-                    env=self.environment() | gpus,
+                self._process = ChildProcess(
+                    self._last_command,
+                    environment=self.environment() | gpus,
+                    grace_s=self._stop_timeout_s,
+                    log=log_descriptor,
+                    remove=self._secrets_file,
                 )
             finally:
                 os.close(log_descriptor)
@@ -225,7 +220,7 @@ class ServerProcess:
 
     def is_alive(self) -> bool:
         """Whether its process runs; a hanging server counts."""
-        return self._process is not None and self._process.poll() is None
+        return self._process is not None and self._process.code is None
 
     def is_ready(self) -> bool:
         """Whether it reports that it is ready and not paused."""
@@ -238,10 +233,10 @@ class ServerProcess:
 
     def exit_status(self) -> str:
         """How the process ended, for a message."""
-        code = None if self._process is None else self._process.poll()
-        if code is None:
-            return "running" if self._process is not None else "never started"
-        return f"signal {code - 128}" if code > 128 else f"exit code {code}"
+        if self._process is None:
+            return "never started"
+        code = self._process.code
+        return "running" if code is None else ending_of(code)
 
     def stop(self, grace_s: float | None = None, *, for_good: bool = False) -> None:
         """Ends the server and everything it started, after `grace_s` or `stop_timeout_s` to exit by itself.
@@ -250,7 +245,8 @@ class ServerProcess:
         """
         self._is_over |= for_good
         with self._lock:
-            self._end_process(self._stop_timeout_s if grace_s is None else grace_s)
+            if self._process is not None:
+                self._process.end(self._stop_timeout_s if grace_s is None else grace_s)
             self._release()
 
     @property
@@ -266,19 +262,6 @@ class ServerProcess:
         """Command, log file and its end, for messages."""
         output = f"Last output:\n{tail}" if (tail := self.log_tail()) else "It printed nothing."
         return f"Command: {self.command}\nLog: {self.log_file}\n{output}"
-
-    def _end_process(self, grace_s: float) -> None:
-        process = self._process
-        if process is None or process.stdin is None or process.stdin.closed:
-            return
-        with contextlib.suppress(BrokenPipeError):  # it has ended
-            process.stdin.write(f"{grace_s}".encode())
-        process.stdin.close()
-        try:
-            process.wait(grace_s + _KILL_WAIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()  # Linux then kills the server, as the guard has asked it to
-            process.wait()
 
     def _release(self) -> None:
         """Closes the port, and removes the secrets of a server whose guard was killed or never started."""

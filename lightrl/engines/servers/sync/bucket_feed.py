@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from concurrent.futures import Future
 from types import TracebackType
+from typing import Any
 
-from lightrl.concurrency.loop_thread import deaths, wake_up
+from lightrl.concurrency.loop_thread import LoopBlocked, LoopEnded, deaths, wait_on_loop, wake_up
 from lightrl.errors import WeightSyncError
 from lightrl.weights import Bucket
 
-LOOK_S = 1.0  # a waiting thread checks this often that the loop still runs
 BLOCKED_S = 60.0  # a loop that runs nothing for this long is blocked
 
 
@@ -40,7 +40,7 @@ class BucketFeed:
             return False
         self._next = Bucket(dict(bucket.tensors), bucket.is_last, bucket.files)  # the iterator empties its own
         wake_up(self._loop, self._changed.set)
-        wait_while_running(self._loop, self._taken.wait)  # `stop` ends the wait when the coroutine is done
+        wait_while_running(self._loop, self._taken)  # `stop` ends the wait when the coroutine is done
         return not self._is_stopped
 
     def stop(self) -> None:
@@ -81,28 +81,21 @@ class BucketFeed:
         return self._taken_bucket
 
 
-def wait_while_running(loop: asyncio.AbstractEventLoop, wait: Callable[[float], object]) -> None:
-    """Calls `wait` with a number of seconds until it is true; from another thread.
+def wait_while_running(loop: asyncio.AbstractEventLoop, awaited: Future[Any] | threading.Event) -> None:
+    """Waits, in another thread, until what happens on the loop is done or set.
 
     Raises:
         WeightSyncError: if the loop has ended, or is blocked: then nothing on it keeps its deadline.
     """
-    has_answered = threading.Event()
-    has_answered.set()
-    num_ended = num_silent = 0  # waits, not seconds: a stopped process is not a blocked loop
-    while not wait(0.0 if loop in deaths else LOOK_S):
-        num_ended = 0 if loop.is_running() else num_ended + 1
-        if num_ended > 1 or loop in deaths:  # a loop that an exception has left may be restarting
-            raise loop_ended(loop)
-        num_silent = 0 if has_answered.is_set() else num_silent + 1
-        if num_silent * LOOK_S >= BLOCKED_S:
-            raise WeightSyncError(
-                f"The event loop of the engine's requests did not answer for {BLOCKED_S:g} s during a weight sync. A "
-                "workflow, environment or async reward blocks it: use await there, or move the work to a thread."
-            )
-        if has_answered.is_set():
-            has_answered.clear()
-            wake_up(loop, has_answered.set)
+    try:
+        wait_on_loop(loop, awaited, silent_s=BLOCKED_S)
+    except LoopEnded as error:
+        raise loop_ended(loop) from error
+    except LoopBlocked as error:
+        raise WeightSyncError(
+            f"The event loop of the engine's requests did not answer for {BLOCKED_S:g} s during a weight sync. A "
+            "workflow, environment or async reward blocks it: use await there, or move the work to a thread."
+        ) from error
 
 
 def loop_ended(loop: asyncio.AbstractEventLoop) -> WeightSyncError:

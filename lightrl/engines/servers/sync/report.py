@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from lightrl.engines.abilities import Verification
+from lightrl.engines.engine import Verification
 from lightrl.engines.servers.server import Server
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable, WeightSyncError, WeightSyncUndone
 from lightrl.trace import span

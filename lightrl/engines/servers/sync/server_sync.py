@@ -122,8 +122,8 @@ class ServerSync:
                             break  # the sync has failed
             finally:
                 with contextlib.suppress(WeightSyncError):
-                    wait_while_running(loop, lambda seconds: concurrent.futures.wait([future], seconds).done)
-        wait_while_running(loop, lambda seconds: concurrent.futures.wait([future], seconds).done)
+                    wait_while_running(loop, future)
+        wait_while_running(loop, future)
         try:
             return future.result()
         except concurrent.futures.CancelledError as error:

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightrl.concurrency.in_thread import in_thread
-from lightrl.engines.abilities import Verification
+from lightrl.engines.engine import Verification
 from lightrl.engines.servers.server import Server
 from lightrl.engines.servers.sync.report import SyncServers
 from lightrl.errors import WeightSyncError
 from lightrl.weights import Bucket, Digests, ServerForm, ServerLayout
 from lightrl.weights.bucket import OUTPUT_HEAD
-from lightrl.weights.digests import RankDigests, unknown_layout
+from lightrl.weights.digests import RankDigests
+from lightrl.weights.server_layout import unknown_layout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu_update import make_parts
 from benchmarks.plan import MODELS, Machine, Times, best_3d_cost, best_fsdp2_cost
-from lightrl.strategies import LogprobSettings, SingleModel, single
-from lightrl.strategies.costs import (
+from lightrl.plan.costs import (
     Work,
     activation_bytes,
     fsdp2_cost,
@@ -23,6 +22,7 @@ from lightrl.strategies.costs import (
     parallel_3d_cost,
     peak_bytes,
 )
+from lightrl.strategies import LogprobSettings, SingleModel, single
 from lightrl.strategies.layouts import forms, packed_attention
 
 

@@ -1,4 +1,4 @@
-"""Builds a run without a trainer, and reads a PlannedRun from it or from a Trainer; `plan`, `launch` and `doctor` do.
+"""Reads a PlannedRun from a run's classes, with a Trainer or without one; `plan`, `launch` and `doctor` do.
 
 `fit` takes from it what a GPU's memory decides. Models are built without memory to count their parameters, and no
 device is asked for anything.
@@ -17,20 +17,15 @@ import torch
 
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks import StalenessControl
-from lightrl.commands.cli import LightRLCLI
 from lightrl.data import PairBatch, TrajectoryDataModule
-from lightrl.engines import LocalEngine, RolloutEngine, ServerEngine, SGLangEngine
-from lightrl.engines.local.local_engine import SMALL_MODEL_PARAMETERS
-from lightrl.engines.placing import choose_devices
+from lightrl.engines import LocalEngine, RolloutEngine
 from lightrl.functional import can_compile
-from lightrl.launch import memory
-from lightrl.launch.memory import PlannedEngine, PlannedRole, PlannedRun, UnknownMemory
-from lightrl.launch.plan import num_devices
 from lightrl.models import Role
 from lightrl.models.moe import moe_blocks
 from lightrl.module import RLModule
+from lightrl.plan import memory
+from lightrl.plan.memory import PlannedRole, PlannedRun, UnknownMemory, num_devices
 from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, named_strategy
-from lightrl.strategies.costs import SERVED_BYTES
 from lightrl.strategies.empty_model import empty_model
 from lightrl.strategies.layouts.probes import may_be_compiled
 
@@ -82,18 +77,6 @@ class TrainerSettings:
         )
 
 
-class UnstartedCLI(LightRLCLI):
-    """Builds model, data, engine and callbacks as `lightrl fit` does, but no trainer, so that no GPU is needed."""
-
-    def instantiate_trainer(self, **kwargs: Any) -> Any:
-        return TrainerSettings.of(self.config_init[self.config.subcommand].trainer)
-
-    def before_fit(self) -> None:
-        """Needs no checkpoint, and after the fit no run folder."""
-
-    after_fit = before_fit
-
-
 def planned(module: Any, trainer: Any, data: Any) -> PlannedRun | None:
     """The plan of a run; None for a module of another kind.
 
@@ -133,14 +116,12 @@ def use_estimate(module: Any, trainer: Any, data: Any, device_bytes: float, give
     if may_cut and run.microbatch_tokens != module.microbatch_tokens:
         module.microbatch_tokens = run.microbatch_tokens
         chosen.append(f"model.microbatch_tokens is {run.microbatch_tokens}")
-    if run.engine is not None and run.engine.place == "rank 0":
+    if run.engine is not None and (run.engine.place == "rank 0" or (engine is not None and engine.is_colocated)):
         engine = trainer.engine = engine or LocalEngine()
-        if isinstance(engine, LocalEngine):
-            engine.key_value_bytes = memory.key_value_capacity(run, device_bytes)
-    if isinstance(engine, SGLangEngine) and engine.num_servers and engine.placement == "colocated":
-        fraction = engine.server_args.setdefault("mem_fraction_static", memory.served_fraction(run, device_bytes))
-        chosen.append(f"trainer.engine's mem_fraction_static is {fraction}")
-    log.info("%s", " ".join([trainer.memory_estimate, *(f"{setting}." for setting in chosen)]))
+        chosen.append(
+            engine.take_memory(memory.key_value_capacity(run, device_bytes), memory.served_fraction(run, device_bytes))
+        )
+    log.info("%s", " ".join([trainer.memory_estimate, *(f"{setting}." for setting in chosen if setting)]))
 
 
 def planned_run(module: RLModule, trainer: Any, data: Any) -> PlannedRun:
@@ -168,7 +149,9 @@ def planned_run(module: RLModule, trainer: Any, data: Any) -> PlannedRun:
         prompt_source=source if module.workflow is None else "a workflow may fill the context",
         max_staleness=controls[0] if controls else 0,
         num_scores=_num_scores(module),
-        engine=None if is_recorded else _planned_engine(trainer, settings["roles"][0]),
+        engine=None
+        if is_recorded
+        else (trainer.engine or LocalEngine()).planned(trainer.strategy.root_device, settings["roles"][0].parameters),
     )
 
 
@@ -254,24 +237,6 @@ def _planned_role(name: str, role: Role, world: int, strategy: Any, *, is_traine
         width=2 if is_half else next(model.parameters()).element_size(),
         waits_on_host=role.offload,
     )
-
-
-def _planned_engine(trainer: Any, policy: PlannedRole) -> PlannedEngine | None:
-    engine: RolloutEngine = trainer.engine or LocalEngine()
-    if isinstance(engine, ServerEngine):
-        servers = engine.num_servers or len(engine.urls or ()) or 1
-        quantizes = isinstance(engine, SGLangEngine) and engine.is_quantized
-        return PlannedEngine(type(engine).__name__, "servers", servers, engine.tp, SERVED_BYTES, is_block_fp8=quantizes)
-    if not isinstance(engine, LocalEngine):
-        return None
-    root = trainer.strategy.root_device
-    choose_devices(engine, [root])
-    device = engine.choose_device()
-    dtype = engine.dtype if engine.dtype != "auto" else "float32" if device.type == "cpu" else "bfloat16"
-    rows = engine.max_batch or (512 if policy.parameters < SMALL_MODEL_PARAMETERS else 256)
-    is_shared = device == root or device.type == "cpu" == root.type
-    width = getattr(torch, dtype).itemsize
-    return PlannedEngine("LocalEngine", "rank 0" if is_shared else "elsewhere", width=width, max_rows=rows)
 
 
 def _bound(data: Any, setting: str, module: RLModule | SupervisedModule) -> tuple[int, str]:

@@ -7,3 +7,7 @@ Reading order:
     safe_reader.py   torch's formats without its pickles; refuses damaged files and mixed folders
     atomic_write.py  files that are complete or absent; writes in the background
 """
+
+from lightrl.strategies.checkpoint.one_file import AtomicCheckpointIO
+
+__all__ = ["AtomicCheckpointIO"]

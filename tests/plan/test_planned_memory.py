@@ -15,13 +15,14 @@ from lightrl import DPO, GRPO, PPO, SFT, RewardModel, Trainer
 from lightrl.algorithms import AdaptiveKL, ReferenceKL
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.commands.plan import batch_rows, costs_text
-from lightrl.commands.plan_run import planned_run, planned_training
-from lightrl.launch.memory import Misfit, PlannedEngine, PlannedRun, engine_memory, misfits, rank_memories, role_cost
+from lightrl.engines.placing import PlannedEngine
 from lightrl.models import LoRA, Role, RoleMesh
 from lightrl.models.model_spec import cache_argument
 from lightrl.module import RLModule
+from lightrl.plan.costs import TRAJECTORY_BYTES, USABLE_FRACTION, experience_bytes
+from lightrl.plan.memory import Misfit, PlannedRun, engine_memory, misfits, rank_memories, role_cost
+from lightrl.plan.planned_run import planned_run, planned_training
 from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, ShardedExperience
-from lightrl.strategies.costs import TRAJECTORY_BYTES, USABLE_FRACTION, experience_bytes
 from lightrl.testing import TINY_CONFIG
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, ServerForm, block_fp8

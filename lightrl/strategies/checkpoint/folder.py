@@ -38,9 +38,9 @@ from torch.utils._pytree import tree_map_only
 
 from lightrl.checks.files import cause_to_show, publish, remove_path, write_sums
 from lightrl.concurrency.owner import remove_left_behind
-from lightrl.strategies.checkpoints.atomic_write import Progress, TrackedFile, write_error
-from lightrl.strategies.checkpoints.fit import check_named_optimizer, check_optimizer_names, check_weights, parameter_of
-from lightrl.strategies.checkpoints.safe_reader import (
+from lightrl.strategies.checkpoint.atomic_write import Progress, TrackedFile, write_error
+from lightrl.strategies.checkpoint.fit import check_named_optimizer, check_optimizer_names, check_weights, parameter_of
+from lightrl.strategies.checkpoint.safe_reader import (
     OWN,
     PARTS,
     DamagedCheckpoint,

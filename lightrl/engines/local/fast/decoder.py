@@ -11,6 +11,7 @@ Shapes: n rows, H query heads, K key-value heads, D head size, T tokens, V vocab
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightrl.engines.local.decoder import chunks_of_similar_length, on_device
-from lightrl.engines.local.kernels import HEAD_SIZES, CacheOfKernel, LayerOfKernel, ModelOfKernel, address, kernels
+from lightrl.engines.local.fast.kernels import (
+    HEAD_SIZES,
+    CacheOfKernel,
+    Kernels,
+    LayerOfKernel,
+    LinearOfKernel,
+    ModelOfKernel,
+    address,
+    kernels,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-from lightrl.engines.local.kernels import Kernels, LinearOfKernel
+
+log = logging.getLogger(__name__)
 
 _LEAST_MOVED = 2**18  # elements; a smaller weight keeps its plain form next to the packed one: no load restores it
 
@@ -342,6 +353,14 @@ class LlamaDecoder:
     def clear(self) -> None:
         self._num_rows = 0
 
+    @property
+    def has_own_threads(self) -> bool:
+        return self.kernels is not None
+
+    def use_threads(self, num: int) -> None:
+        if self.kernels is not None:
+            self.kernels.threads = num
+
     def _index(self, rows: list[int]) -> Tensor | slice:
         """Selects rows of a tensor; as a slice if they follow one another, since it is written faster."""
         first, end = rows[0], rows[-1] + 1
@@ -517,3 +536,28 @@ class LlamaDecoder:
         """A view of rows in which element i of a head's first half is next to element i of its second half."""
         half = self._head_size // 2
         return part.view(-1, half, 2, *part.shape[1:]).transpose(1, 2)
+
+
+def fast_decoder(
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    prefill_tokens: int,
+    cache_bytes: float | None,
+) -> LlamaDecoder | None:
+    """The decoder of a model; None if it would not compute exactly what Hugging Face's does.
+
+    Args:
+        cache_bytes: the most that key-values may take; None is half of a GPU's free memory, and no bound on a CPU.
+    """
+    family = find_family(config)
+    if family is None:
+        return None
+    decoder = LlamaDecoder(config, family, dtype=dtype, device=device, prefill_tokens=prefill_tokens)
+    if device.type == "cuda" and cache_bytes is None:
+        cache_bytes = torch.cuda.mem_get_info(device)[0] / 2
+    if cache_bytes is not None:
+        log.info("Key-values may take %d tokens; others wait.", cache_bytes // decoder.token_bytes)
+    decoder.cache_bytes = cache_bytes
+    return decoder

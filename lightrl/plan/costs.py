@@ -1,9 +1,9 @@
 """Estimated costs of a strategy: a rank's memory, bytes sent and microbatches, from a model's config.
 
-`lightrl plan`, `launch` and `doctor run` take their memory estimates from here (lightrl/launch/memory.py adds a run's
+`lightrl plan`, `launch` and `doctor run` take their memory estimates from here (lightrl/plan/memory.py adds a run's
 roles), and `python -m benchmarks.plan` compares layouts; training does not use it. Bytes are per rank and update,
 tokens per update over all ranks. The memory that autograd keeps is counted layer by layer and compared with a real
-update on tensors without memory in tests/strategies/test_costs.py; the bytes sent are a rough estimate.
+update on tensors without memory in tests/plan/test_costs.py; the bytes sent are a rough estimate.
 """
 
 from __future__ import annotations

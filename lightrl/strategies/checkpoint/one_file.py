@@ -17,16 +17,16 @@ from torch.utils._pytree import tree_leaves
 
 from lightrl.checks.files import cause_to_show, publish
 from lightrl.concurrency.owner import own_mark, remove_left_behind
-from lightrl.strategies.checkpoints.atomic_write import (
+from lightrl.strategies.checkpoint.atomic_write import (
     BackgroundWrites,
     Progress,
     TrackedFile,
     logged_behind_failure,
     write_error,
 )
-from lightrl.strategies.checkpoints.fit import check_optimizers, check_weights, parameter_of, refusal
-from lightrl.strategies.checkpoints.folder import load_optimizer_state, read_folder
-from lightrl.strategies.checkpoints.safe_reader import check_records, named, of_run
+from lightrl.strategies.checkpoint.fit import check_optimizers, check_weights, parameter_of, refusal
+from lightrl.strategies.checkpoint.folder import load_optimizer_state, read_folder
+from lightrl.strategies.checkpoint.safe_reader import check_records, named, of_run
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

@@ -8,9 +8,9 @@ from moe_cases import moe_spec
 from tiny import tiny_spec
 
 from lightrl import GRPO, FSDP2Strategy, LocalEngine, ModelSpec, Parallel3DStrategy, SGLangEngine, Trainer
-from lightrl.commands.plan_run import TrainerSettings, planned_run, use_estimate
-from lightrl.launch.memory import RankMemory, rank_memories
-from lightrl.strategies.costs import USABLE_FRACTION
+from lightrl.plan.costs import USABLE_FRACTION
+from lightrl.plan.memory import RankMemory, rank_memories
+from lightrl.plan.planned_run import TrainerSettings, planned_run, use_estimate
 from lightrl.testing import TINY_CONFIG
 from lightrl.trajectory import Sampling
 

@@ -1,7 +1,7 @@
-"""Memory of a run's ranks and servers, on paper: each model's costs (strategies/costs.py) and who shares a rank.
+"""Memory of a run's ranks and servers, on paper: each model's costs (plan/costs.py) and who shares a rank.
 
 `lightrl plan`, `launch` and `doctor run` have their numbers from `rank_memories` and `engine_memory`, of a PlannedRun
-that commands/plan_run.py reads from the run's classes; `misfits` looks for settings that fit.
+that planned_run.py reads from the run's classes; `misfits` looks for settings that fit.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from lightrl.launch.settings import Layout
+from lightrl.engines.placing import PlannedEngine
 from lightrl.models import RoleMesh
-from lightrl.strategies.costs import (
+from lightrl.plan.costs import (
     TRAJECTORY_BYTES,
     USABLE_FRACTION,
     Work,
@@ -70,23 +70,6 @@ class PlannedRole:
 
 
 @dataclass(frozen=True)
-class PlannedEngine:
-    """The engine: on the device of rank 0, on servers, or on another device of this machine."""
-
-    name: str
-    place: Literal["rank 0", "servers", "elsewhere"]
-    servers: int = 1
-    tp: int = 1
-    width: int = 2  # bytes of a parameter and of a key or value
-    max_rows: int | None = None  # rows that decode together; None: all in flight
-    is_block_fp8: bool = False  # a byte for each parameter besides embedding and head
-
-    def key_value_share(self, config: PretrainedConfig) -> int:
-        """GPUs over which the key-values of a token are split."""
-        return min(self.tp, int(config.num_key_value_heads))
-
-
-@dataclass(frozen=True)
 class PlannedRun:
     """The facts that memory and messages depend on."""
 
@@ -138,13 +121,6 @@ class PlannedRun:
             for role in self.roles
         )
         return replace(self, world=world, layout="FSDP2" if world > 1 and layout == "whole" else layout, roles=roles)
-
-    def launched(self, layout: Layout, pp: int, tp: int) -> PlannedRun:
-        """The run as this launch lays it out."""
-        run = self if layout.ranks == self.world else self.over(layout.ranks, pp, tp)
-        if self.engine is None or not layout.servers:
-            return run
-        return replace(run, engine=replace(self.engine, place="servers", servers=layout.servers, tp=layout.tp))
 
 
 @dataclass(frozen=True)
@@ -439,3 +415,15 @@ def bytes_text(number: float) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number:.0f} B"
+
+
+def num_devices(devices: object) -> int:
+    """Ranks per host; `auto` is one, since the launch says how many there are."""
+    if devices in (None, "auto"):
+        return 1
+    text = str(devices).strip("[] ")
+    if text.isdigit() and int(text) > 0 and not isinstance(devices, list):
+        return int(text)
+    if isinstance(devices, list) or "," in text:
+        return len([part for part in text.split(",") if part.strip()])
+    raise ValueError(f"lightrl launch needs a number of trainer.devices, or launch.ranks, got devices={devices!r}.")

@@ -1,0 +1,114 @@
+"""ChildProcess: a command on this machine that ends with this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from lightrl.concurrency import parent_guard
+
+KILL_WAIT_S = 10.0  # beyond the grace, for a guard to kill what is left
+_TICK_S = 0.05
+
+# Several processes with a thread for each core would slow each other down.
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+class ChildProcess:
+    """A command under a guard (parent_guard.py), which ends it and whatever it started when this process ends.
+
+    The constructor starts it. The methods may be called from any thread, and again after its end.
+
+    Args:
+        environment: all its variables.
+        grace_s: from SIGTERM to SIGKILL, if `ask_to_end` never comes.
+        log: a descriptor for its output; None leaves it where this process's goes.
+        remove: a file that the guard deletes at the end.
+        folder: to start it in; None is this process's.
+        pass_fds: descriptors that it gets under the same numbers.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        grace_s: float,
+        log: int | None = None,
+        remove: Path | None = None,
+        folder: str | None = None,
+        pass_fds: Collection[int] = (),
+    ) -> None:
+        guard = [sys.executable, "-I", parent_guard.__file__, str(os.getpid()), str(grace_s), str(remove or "")]
+        self._process = subprocess.Popen(
+            [*guard, *command],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            bufsize=0,
+            start_new_session=True,
+            cwd=folder,
+            env=environment,
+            pass_fds=pass_fds,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the guard, which ends with the command."""
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """The command's exit code, 128 + n for signal n; below 0 if the guard was killed; None while it runs."""
+        return self._process.poll()
+
+    def ask_to_end(self, grace_s: float) -> None:
+        """SIGTERM, and after the grace SIGKILL; returns at once. Only the first call counts."""
+        pipe = self._process.stdin
+        assert pipe is not None
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or was asked before
+            pipe.write(f"{grace_s}".encode())
+        with contextlib.suppress(OSError):
+            pipe.close()
+
+    def kill(self) -> None:
+        """Kills a guard that does not answer, as one that was stopped; Linux then kills its command."""
+        self._process.kill()
+
+    def end(self, grace_s: float) -> None:
+        """Asks it to end, and returns when it has ended; kills it if need be."""
+        self.ask_to_end(grace_s)
+        try:
+            self._process.wait(grace_s + KILL_WAIT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._process.wait()
+
+    async def ended(self, within_s: float) -> bool:
+        """Whether it ends within this time."""
+        for _ in range(round(within_s / _TICK_S)):
+            if self.code is not None:
+                return True
+            await asyncio.sleep(_TICK_S)
+        return self.code is not None
+
+
+def ending_of(code: int) -> str:
+    """How a command with this exit code ended, for messages."""
+    return f"signal {abs(code) % 128}" if code < 0 or code > 128 else f"exit code {code}"
+
+
+def import_path(*first: str) -> list[str]:
+    """The folders of this process's import path, after those that come first."""
+    return [str(Path(entry).absolute()) for entry in (*first, *sys.path)]  # "" is the working folder
+
+
+def command(module: str, argument: str, paths: Sequence[str]) -> list[str]:
+    """Runs the `main` of a module, with `sys.argv[1]` this argument, and these paths to import from."""
+    code = f"import sys; sys.path[:] = sys.argv[2:]; from {module} import main; main()"
+    return [sys.executable, "-c", code, argument, *paths]

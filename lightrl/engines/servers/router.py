@@ -1,0 +1,74 @@
+"""Router: chooses the server of each request, which the fleet does here; gateway.py has another one, a leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lightrl.engines.servers.fleet import ServerFleet
+from lightrl.engines.servers.home_loop import HomeLoop
+from lightrl.engines.servers.request import Answer
+from lightrl.engines.servers.server import Server, State
+from lightrl.engines.servers.timeouts import Timeouts
+
+
+class Router:
+    """Sends each request to the server that the fleet has chosen, and counts the requests there."""
+
+    state: Any = None  # what followers need to know, pickled
+    problem: str = ""  # why it can send nothing now
+
+    def __init__(self, fleet: ServerFleet, *, timeouts: Timeouts) -> None:
+        self.fleet = fleet
+        self.timeouts = timeouts
+
+    async def reach(self) -> None:
+        """Called once all servers answer; raises EngineError if it cannot be used."""
+
+    async def keep(self, home: HomeLoop) -> None:
+        """Runs as long as the engine."""
+
+    async def settle(self) -> None:
+        """Returns when it sends requests to the routable servers alone, or cannot do that now."""
+
+    def can_send(self) -> bool:
+        """Whether a request may be sent now; it goes to a server whose weights are verified."""
+        return True
+
+    def may_reach(self, server: Server, *states: State) -> list[Server]:
+        """The servers to which a request may go that the fleet chose this one for; of several only those in a state."""
+        return [server]
+
+    def start_request(self, server: Server, tokens: int) -> None:
+        self.fleet.start_request(server, tokens)
+
+    def end_request(self, server: Server, tokens: int) -> None:
+        self.fleet.end_request(server, tokens)
+
+    async def send(self, server: Server, body: dict[str, Any], timeout_s: float) -> tuple[Answer, str]:
+        """Returns the answer, and the address of the server that gave it."""
+        client = server.client
+        return await client.generate(body, num_retries=0, timeout_s=timeout_s, read=client.read_answer), server.url
+
+    async def free(self, server: Server, home: HomeLoop) -> None:
+        """Makes the requests at a lost server fail, whose connections here are closed."""
+
+    async def close(self, *, for_good: bool = False) -> None:
+        """Closes its own connections."""
+
+    def for_followers(self) -> Callable[..., Router]:
+        """Makes the router of another process from its fleet and `timeouts`; it is pickled."""
+        return Router
+
+    def follow(self, state: Any, home: HomeLoop) -> None:
+        """Takes the state of the router that this one follows."""
+
+    def note_loads(self, loads: Iterable[tuple[str, int, int]]) -> None:
+        """Counts what all followers have sent: address, requests, outstanding tokens."""
+        servers = self.fleet.servers
+        for server in servers.values():
+            server.num_requests = server.outstanding_tokens = 0
+        for url, num_requests, tokens in loads:
+            if url in servers:
+                servers[url].num_requests += num_requests
+                servers[url].outstanding_tokens += tokens

@@ -1,0 +1,52 @@
+"""ServerLayout: how a server stores its parameters, and which layouts are known here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Values of `model_type`. Gemma and Gemma 2 are missing: they add one to norms while loading, and SGLang 0.5.23 does not
+# start with their present configs, so their layout could not be tested.
+FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe", "mixtral"})
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # a server's possible dtypes
+CPU_PADDING = 32  # the intermediate size is padded to a multiple of this times the ranks
+
+
+@dataclass(frozen=True)
+class ServerLayout:
+    """How a server stores its parameters."""
+
+    dtype: torch.dtype = torch.float32
+    num_ranks: int = 1  # tensor-parallel
+    is_cpu: bool = True
+    is_vllm: bool = False  # otherwise SGLang, which pads sizes on a CPU and uses another hash on a GPU
+    ep: int = 1  # groups of ranks among which experts are divided; a group's ranks split each expert
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the intermediate size and the heads are padded."""
+        return self.is_cpu and not self.is_vllm
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} on {self.num_ranks} {'CPU' if self.is_cpu else 'GPU'} ranks"
+
+
+def unknown_layout(config: PretrainedConfig, layout: ServerLayout) -> str | None:
+    """Returns why the digests of this layout cannot be computed, or None if they can."""
+    if config.model_type not in FAMILIES:
+        return f"the layout of model_type={config.model_type!r} on servers is unknown here"
+    if layout.is_vllm and hasattr(config, "num_experts"):
+        return "vLLM's layout of experts is unknown here"
+    heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
+    if layout.is_padded and (heads % layout.num_ranks or key_value_heads % layout.num_ranks):
+        return f"SGLang pads {heads} heads and {key_value_heads} key-value heads on {layout.num_ranks} CPU ranks"
+    size = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    is_even = layout.num_ranks == layout.ep or size % (CPU_PADDING * layout.num_ranks) == 0
+    if layout.is_padded and hasattr(config, "num_experts") and not is_even:
+        return f"SGLang pads an expert's size {size} on {layout.num_ranks} CPU ranks"
+    return None

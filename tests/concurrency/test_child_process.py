@@ -1,0 +1,61 @@
+"""A command under its guard: its variables and output, and how it ends."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from waits import comes_true
+
+from lightrl.concurrency import child_process
+from lightrl.concurrency.child_process import ChildProcess, ending_of
+
+OBSTINATE = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True)\n"
+
+
+def start(tmp_path: Path, code: str, **settings: object) -> ChildProcess:
+    with (tmp_path / "log").open("wb") as log:
+        return ChildProcess(
+            [sys.executable, "-c", code],
+            environment={**os.environ, "WORD": "given"},
+            log=log.fileno(),
+            **{"grace_s": 60.0, **settings},
+        )
+
+
+def is_ready(tmp_path: Path) -> bool:
+    return "ready" in (tmp_path / "log").read_text()
+
+
+def test_it_gets_its_variables_and_leaves_its_output_and_its_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "secret").touch()
+    child = start(tmp_path, "import os; print(os.environ['WORD']); raise SystemExit(3)", remove=tmp_path / "secret")
+    assert asyncio.run(child.ended(60.0))
+    assert (tmp_path / "log").read_text() == "given\n"
+    assert ending_of(child.code or 0) == "exit code 3"
+    assert not (tmp_path / "secret").exists()
+    child.end(0.0)  # again, after its end
+
+
+def test_what_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
+    child = start(tmp_path, OBSTINATE + "time.sleep(600)")
+    assert comes_true(lambda: is_ready(tmp_path))
+    assert not asyncio.run(child.ended(0.1))
+    child.end(0.1)
+    assert ending_of(child.code or 0) == "signal 9"
+
+
+def test_a_guard_that_does_not_answer_is_killed_with_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_process, "KILL_WAIT_S", 0.2)
+    child = start(tmp_path, OBSTINATE + "time.sleep(600)")
+    assert comes_true(lambda: is_ready(tmp_path))
+    (command,) = psutil.Process(child.pid).children()
+    os.kill(child.pid, signal.SIGSTOP)
+    child.end(0.0)
+    assert child.code == -signal.SIGKILL
+    assert comes_true(lambda: not command.is_running() or command.status() == psutil.STATUS_ZOMBIE)
