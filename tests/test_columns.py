@@ -63,7 +63,7 @@ def test_values_that_do_not_fit_their_tokens_are_named() -> None:
     assert str(PAIR.problem(PAIR.array([1]), 3)).startswith(
         "needs 2 entries of pair for each of its 3 token_ids, got 1"
     )
-    assert "each token needs equally many" in str(ROUTES.problem(ROUTES.array([1]), 3))
+    assert "each token needs the same number" in str(ROUTES.problem(ROUTES.array([1]), 3))
     with pytest.raises(ValueError, match="gaps must be numbers of type int32, one for each token"):
         GAPS.array(["a"])
 
