@@ -171,7 +171,7 @@ def packed(prompts: Sequence[Row], shape: Sequence[int]) -> PackedTokens:
 
 
 def cost(plan: Plan) -> float:
-    """Returns the cost of a plan in tokens: those of its forwards with padding, and the overhead of calls."""
+    """Returns the cost of a plan in tokens, including padding, masked attention and the overhead of each call."""
     total = 0.0
     for rows in plan:
         longest = max(row.num_tokens for row in rows)
