@@ -40,7 +40,11 @@ def with_bias(module: PPO) -> PPO:
         (on_cpus(FSDP2Strategy(), 4), ppo(critic=RoleMesh(2, tp=2)), "The critic has mesh=.* Remove pp and tp"),
         (on_cpus(FSDP2Strategy(), 4), ppo(policy=RoleMesh(2)), "The policy's mesh.first_rank must be 0, got 2"),
         (on_cpus(Parallel3DStrategy(), 4), ppo(critic=RoleMesh(0, tp=4)), "tp=4 must divide"),
-        (on_cpus(FSDP2Strategy(), 4), with_bias(ppo(critic=RoleMesh(2))), r"of its own \(bias\).* but critic has one"),
+        (
+            on_cpus(FSDP2Strategy(), 4),
+            with_bias(ppo(critic=RoleMesh(2))),
+            r"own parameters \(bias\).* but critic has one",
+        ),
     ],
     ids=["outside", "tensor slices under FSDP2", "a policy without rank 0", "heads", "own parameters"],
 )
