@@ -88,11 +88,7 @@ class Column:
         return None
 
     def joined(self, parts: Sequence[tuple[Values | None, int]]) -> Values | None:
-        """Joins the values of parts of a trajectory; None if no part has any.
-
-        Args:
-            parts: for each part its values, or None if its tokens have none, and its number of tokens.
-        """
+        """Joins the values of parts of a trajectory, each with its number of tokens; None if no part has any."""
         widths = [self._width(values, num) for values, num in parts if values is not None]
         if not widths:
             return None
@@ -100,10 +96,7 @@ class Column:
         return TokenArray.joined(arrays, self.code, as_runs=self.as_runs)
 
     def extended(self, before: Values | None, num_before: int, new: Values | None, num_new: int) -> Values | None:
-        """Returns a conversation's values after a completion, or after tokens that were read.
-
-        `before` are the conversation's values, `new` those an engine returned with a completion; None for no values.
-        """
+        """Returns a conversation's values after a completion with the values `new`, or after tokens that were read."""
         return self.joined([(before, num_before), (new, num_new)])
 
     def of_completion(self, values: Values, num_prompt: int, num_tokens: int) -> Values:
@@ -123,11 +116,7 @@ class Column:
         return TokenArray.of_runs([(self.fill, num_tokens * width)], self.code)
 
     def rows(self, trajectories: Sequence[Any]) -> list[Any] | None:
-        """Returns a numpy array per Trajectory: [T], [T, width], or bytes of codes; None if none has the column.
-
-        Raises:
-            ValueError: if their widths differ, which means that they come from different models.
-        """
+        """Returns a numpy array per Trajectory: [T], [T, width], or bytes of codes; None if none has the column."""
         values = [item.columns.get(self.name) for item in trajectories]
         pairs = zip(values, trajectories, strict=True)
         widths = {self._width(each, len(item.token_ids)) for each, item in pairs if each is not None}
@@ -207,11 +196,7 @@ def column_of(field: str) -> Column | None:
 
 
 def as_columns(values: Mapping[str, Iterable[Any] | None]) -> dict[str, Values]:
-    """Converts values of columns to TokenArrays; omits those that are None.
-
-    Raises:
-        ValueError: if a number does not fit its dtype, or a list belongs to a column that is not registered here.
-    """
+    """Converts values of columns to TokenArrays, without those that are None; ValueError for unregistered columns."""
     return {
         name: numbers if isinstance(numbers, TokenArray) and name not in _columns else column_named(name).array(numbers)
         for name, numbers in values.items()
