@@ -1,5 +1,5 @@
-"""Rollouts: prompts in, trajectories with rewards out, asynchronously. Knows no engine by name, and no Lightning,
-rl_trainer.py aside.
+"""Rollouts: prompts in, trajectories with rewards out, asynchronously. Depends on no particular engine and,
+except for rl_trainer.py, not on Lightning.
 
 Reading order:
     protocol.py         Rollout: what the loop and the callbacks use; RecordedRollout: the groups of an earlier run
@@ -8,8 +8,8 @@ Reading order:
     runner.py           runs the trajectories of a group and computes their rewards
       workflow_pool.py  runs them in other processes, of which workflow_worker.py is one
     prompts.py          which prompt comes next
-    resume.py           what a checkpoint has of all this, and of the completions in flight
-    tasks.py            the first error of a task ends the run; what starts together reaches the engine together
+    resume.py           what a checkpoint stores of all this, including the completions in flight
+    tasks.py            the first error of a task ends the run; groups that start together reach the engine together
     rl_trainer.py       RLTrainer: the trainer as the loop and the callbacks see it
 
 May import: errors, checks, concurrency, trajectory, rewards, weights, engines, workflows.

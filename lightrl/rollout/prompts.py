@@ -20,21 +20,21 @@ from lightrl.trajectory import Prompt, sampling_seed
 
 State = dict[str, Any]  # plain Python, for a checkpoint
 MAX_SKIPPED = 100_000  # positions in a row
-AHEAD = 256  # prompts that are made at once, ahead of need
+AHEAD = 256  # prompts that a thread makes in one call, ahead of need
 MAX_PREPARED = 2_048  # positions that are prepared before a choice; fewer than a PromptStream keeps
 
 
 class Prompts(Protocol):
-    """Endless prompts, by position; None where there is none to run.
+    """Endless prompts, by position; None at a position without a prompt to run.
 
-    Only `__getitem__` is needed; the rest is for prompts that take time to make, which a thread makes ahead of need.
+    Only `__getitem__` is required; the rest is for prompts that take time to make, which a thread makes ahead of need.
     """
 
     def __getitem__(self, position: int) -> Prompt | None: ...
 
     @property
     def fingerprint(self) -> str | None:
-        """A text that differs between the prompts of two runs; None for no comparison."""
+        """A text that differs if two runs have different prompts; None skips the comparison."""
         return None
 
     def is_prepared(self, position: int) -> bool:
@@ -56,15 +56,15 @@ class Curriculum(Protocol):
     """Decides from past success how often a prompt is worth a rollout. Called on the event loop, so it must be fast."""
 
     def weight(self, prompt_id: str) -> float:
-        """The probability that this prompt is run when its turn comes, 0 to 1; 1 for a new prompt."""
+        """Returns the probability that this prompt is run when its turn comes, 0 to 1; 1 for a new prompt."""
         ...
 
     def observe(self, prompt_id: str, success_rate: float) -> None:
-        """A group of this prompt got its rewards, with this mean accuracy, 0 to 1; also called for dropped groups."""
+        """Records the mean accuracy, 0 to 1, of a group of this prompt; also called for dropped groups."""
         ...
 
     def state_dict(self) -> State:
-        """A copy of all that `weight` depends on, in plain Python."""
+        """Returns a copy of everything that `weight` depends on, in plain Python."""
         ...
 
     def load_state_dict(self, state: State) -> None: ...
@@ -72,10 +72,10 @@ class Curriculum(Protocol):
 
 @runtime_checkable
 class ShowsSuccess(Protocol):
-    """A Curriculum that can say what it prefers."""
+    """A Curriculum that reports past success."""
 
     def success_rate(self, prompt_id: str) -> float | None:
-        """The past success on a prompt, 0 to 1; None for a new one."""
+        """Returns the past success rate on a prompt, 0 to 1, or None for a new prompt."""
         ...
 
 
@@ -83,11 +83,11 @@ class ShowsSuccess(Protocol):
 class PromptCursor:
     """Walks through the stream, position by position, and never back.
 
-    With a curriculum, a prompt is run with probability `weight` when its turn comes, or else skipped until its turn in
-    the next epoch. The choice depends on (run seed, position) alone, so a position still identifies a group for seeds
-    and resume.
+    With a curriculum, a prompt is run with probability `weight` when its turn comes; otherwise it is skipped until its
+    turn in the next epoch. The choice depends only on (run seed, position), so a position still identifies a group for
+    seeds and resume.
 
-    Observations take effect at the next choice, in the order of positions, whatever finished first.
+    Observations take effect at the next choice, in the order of positions, whichever group finished first.
     """
 
     prompts: Prompts | None  # the stream; None if there is nothing to choose
@@ -95,11 +95,11 @@ class PromptCursor:
     next_position: int = 0
     num_skipped: int = 0  # positions, since this object was made
     past_success: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # over prompts that came again
-    # Position → prompt and success rate, which the curriculum does not have yet.
+    # Position → prompt id and success rate, not yet given to the curriculum.
     _observations: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     def read(self, position: int) -> Prompt:
-        """The prompt at a position that was chosen.
+        """Returns the prompt at a chosen position.
 
         Raises:
             RolloutError: if the stream raises.
@@ -109,7 +109,7 @@ class PromptCursor:
         return prompt
 
     def choose(self, run_seed: int) -> int:
-        """The next position to run; moves the cursor past it.
+        """Returns the next position to run and moves the cursor past it.
 
         Raises:
             RolloutError: if the stream or the curriculum raises, or if the curriculum skips too many prompts in a row.
@@ -133,8 +133,8 @@ class PromptCursor:
             self.num_skipped += 1
         if self.curriculum is None:
             raise RolloutError(
-                f"No prompt is left among {MAX_SKIPPED} rows in a row: row_filter or the limits of their length drop "
-                "them. Loosen these, or fix the data."
+                f"{MAX_SKIPPED} consecutive rows give no prompt: row_filter or the length limits drop them. Loosen "
+                "these, or fix the data."
             )
         raise RolloutError(
             f"{type(self.curriculum).__name__} skipped {MAX_SKIPPED} prompts in a row. If all of them are solved, end "
@@ -142,10 +142,10 @@ class PromptCursor:
         )
 
     def unprepared(self, positions: Sequence[int], num: int, run_seed: int) -> int | None:
-        """The first of these positions, or of those of the next `num` choices, that is not prepared; None if all are.
+        """Returns the first unprepared position among these and those of the next `num` choices; None if there is none.
 
         Raises:
-            RolloutError: as `choose`.
+            RolloutError: as in `choose`.
         """
         prompts = self.prompts
         if prompts is None:
@@ -163,13 +163,13 @@ class PromptCursor:
         return None
 
     def prepare(self, first: int) -> None:
-        """Makes the prompts from this position on; called in a thread.
+        """Makes the prompts that start at this position; called in a thread.
 
         Raises:
             RolloutError: if the stream raises.
         """
         assert self.prompts is not None
-        with named_user_code(f"Making the prompts from position {first} on"):
+        with named_user_code(f"Making the prompts at position {first} and after"):
             self.prompts.prepare(first, AHEAD)
 
     def observe(self, position: int, prompt_id: str, success_rate: float) -> None:
@@ -178,14 +178,14 @@ class PromptCursor:
             self._observations[position] = (prompt_id, success_rate)
 
     def state_dict(self) -> State | None:
-        """The curriculum's state and pending observations; None without one. The caller saves `next_position`."""
+        """Returns the curriculum's state and pending observations, or None without one; not `next_position`."""
         if self.curriculum is None:
             return None
         observations = [[position, *item] for position, item in sorted(self._observations.items())]
         return {"state": self.curriculum.state_dict(), "observations": observations}
 
     def load_state_dict(self, state: State | None) -> None:
-        """Ignores the state if there is no curriculum now; without a state, the curriculum stays as it is."""
+        """Restores the curriculum, unless there is none now or the checkpoint had none."""
         if self.curriculum is None or state is None:
             return
         self.curriculum.load_state_dict(state["state"])
@@ -209,17 +209,17 @@ class PromptCursor:
 
 @dataclass(eq=False)
 class PromptsAhead:
-    """Makes the prompts that come next; belongs to the controller's event loop."""
+    """Makes prompts ahead of need; belongs to the controller's event loop."""
 
     cursor: PromptCursor  # says which prompts come next
     tasks: Tasks  # an error of the stream ends the run there
-    then: Callable[[], Coroutine[object, None, None]]  # starts what may start, once prompts have been made
+    then: Callable[[], Coroutine[object, None, None]]  # starts the admissible groups once prompts have been made
     _making: asyncio.Task[None] | None = None
 
     def lacks(self, positions: Sequence[int], num: int, run_seed: int) -> bool:
-        """Whether a prompt of these positions, or of the next `num` choices, is not made yet; if so, starts to make it.
+        """Whether a prompt of these positions, or of the next `num` choices, is missing; if so, starts to make it.
 
-        After an error of the stream the answer is False, for nothing will start.
+        Returns False after an error of the stream, because then no group starts.
         """
         try:
             missing = self.cursor.unprepared(positions, num, run_seed)

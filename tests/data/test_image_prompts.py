@@ -113,4 +113,4 @@ def test_one_question_about_two_images_is_no_repetition(tmp_path: Path, caplog: 
         assert "validation prompts are" not in caplog.text
         validation = write_rows(tmp_path / "others.jsonl", others)
         prompts_of([of_red], tmp_path, validation=validation, image_column="image")
-    assert "1 of 2 validation prompts are train prompts too" in caplog.text
+    assert "1 of 2 validation prompts are also train prompts" in caplog.text

@@ -96,7 +96,10 @@ def test_a_prompt_belongs_to_the_source_of_the_longest_label(train_file: str, pl
 
     sources = [DataSource(train_file, label="math", weight=3), DataSource(train_file, label="math-hard")]
     data = set_up(Own(sources, batch_size=2), plain_tokenizer)
-    assert data.prompts["train"].size_by_set == {"math": 3, "math-hard": 2}
+    assert [(part.source.label, part.num_rows) for part in data.prompts["train"].parts] == [
+        ("math", 3),
+        ("math-hard", 2),
+    ]
     with pytest.raises(ValueError, match=r"Prompt 'train-math-hard-1' has 5 prompt tokens, but at most 4 fit"):
         set_up(Own(sources, batch_size=2, max_prompt_tokens=4), plain_tokenizer)
 
