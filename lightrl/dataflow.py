@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.experience import rollout_fields
+from lightrl.models import ModelSpec
 from lightrl.trajectory import Sampling
 
 Kind = Literal["generate", "infer", "train"]
@@ -78,16 +79,6 @@ class ModelCall:
             f"one key{''.join(f', then {key}' for key in further)}, got {list(outputs)}. Make a call for each, or set "
             "run= to a function."
         )
-
-
-class ModelSource(Protocol):
-    """Where a role's model is: on the server at `url`, or in the trainer."""
-
-    @property
-    def url(self) -> str | None: ...
-
-    @property
-    def head(self) -> Literal["vocabulary", "scalar"]: ...
 
 
 class DataFlowGraph:
@@ -213,7 +204,7 @@ def iteration_graph(
     model_calls: Sequence[ModelCall],
     train_calls: Sequence[ModelCall],
     *,
-    roles: Mapping[str, ModelSource],
+    roles: Mapping[str, ModelSpec],
     sampling: Sampling,
     reward: Callable[..., object],
     advantages: Callable[..., object],
@@ -255,7 +246,7 @@ def _later_than_advantages(calls: Sequence[ModelCall], advantage_keys: Sequence[
     return names
 
 
-def _served(call: ModelCall, source: ModelSource | None, sampling: Sampling) -> ModelCall:
+def _served(call: ModelCall, source: ModelSpec | None, sampling: Sampling) -> ModelCall:
     """Returns the call with the URL of its role's server, if there is one.
 
     Raises:

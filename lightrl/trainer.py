@@ -86,11 +86,6 @@ INTENDED: tuple[tuple[str, type[Warning]], ...] = (
     (r"You defined a `validation_step` but have no `val_dataloader`", UserWarning),
 )
 
-ONE_OPTIMIZER = (
-    "{}.configure_optimizers must return one optimizer, with a parameter group for each learning rate; "
-    "`parameter_groups` gives one for each trained model."
-)
-
 
 def ignore_srun_advice() -> None:
     """Hides Lightning's advice to use `srun`, which it gives outside Slurm jobs too."""
@@ -279,7 +274,10 @@ class Trainer(RLTrainer):
                 raise self.rollout_loop.out_of_memory(error, module) from error
             except RuntimeError as error:
                 if isinstance(module, RLModule) and str(error).startswith("Training with multiple optimizers"):
-                    raise ValueError(ONE_OPTIMIZER.format(type(module).__name__)) from error
+                    raise ValueError(
+                        f"{type(module).__name__}.configure_optimizers must return one optimizer, with a parameter "
+                        "group for each learning rate; `parameter_groups` gives one for each trained model."
+                    ) from error
                 raise
             finally:
                 self._stage.close()  # if the stage did not start, or a second Ctrl-C interrupted its close
@@ -434,7 +432,7 @@ class Trainer(RLTrainer):
         if self.engine is None:
             return
         if is_fit and isinstance(self.strategy, FSDP2Strategy) and self.strategy.compile_layers:
-            check_compiled(self.engine, module.models()["policy"].spec.load_config())
+            check_compiled(self.engine.records_columns, module.models()["policy"].spec.load_config())
         self.engine.check()
         for sampling in (module.sampling, module.validation_sampling):
             self.engine.check_sampling(sampling)

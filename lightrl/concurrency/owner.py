@@ -18,7 +18,7 @@ import time
 import zlib
 from pathlib import Path
 
-LOGS_KEPT_S = 86400.0  # to be read after a crash
+LOGS_KEPT_S = 86400.0  # so that they can be read after a crash
 _MARK = re.compile(r"(\d+)-(\d+)-([0-9a-f]{8})")
 
 

@@ -45,7 +45,7 @@ Template = str | Mapping[str, str] | None  # Jinja text, or several by name
 _OPENED = re.compile(rf"(?:{THINKING_OPENS})\s*(?:(?:{THINKING_CLOSES})\s*)?\Z")
 _TAIL_TOKENS = 32  # of a prompt: enough for `<think>` and white space, even as byte tokens
 _ANSWER = "lightrl"
-_MARK = "\ufdd0\ufdd1"  # noncharacters, inside a special token that is text
+MARK = "\ufdd0\ufdd1"  # noncharacters, inside a special token that is text
 _CALL = {"type": "function", "id": "call_0", "function": {"name": "f", "arguments": {"x": _ANSWER}}}
 _DATES = [f"%{flag}{letter}" for flag in ("-", "") for letter in string.ascii_letters]
 _STRFTIME = (
@@ -165,10 +165,10 @@ class ChatTemplate:
         shown_arguments = _marked(arguments, others)
         if marked != messages or shown_arguments != arguments:
             shown = self._rendered(marked, shown_arguments, is_whole=is_whole)
-            if shown.replace(_MARK, "") == text.replace(_MARK, ""):
+            if shown.replace(MARK, "") == text.replace(MARK, ""):
                 text = shown
             else:
-                self._warn_of_typed(shown.count(_MARK), "the chat template reads them itself, so")
+                self._warn_of_typed(shown.count(MARK), "the chat template reads them itself, so")
         return self._framed(text)
 
     def _rendered(self, messages: Messages, arguments: Mapping[str, object], *, is_whole: bool) -> str:
@@ -257,7 +257,7 @@ class ChatTemplate:
 
     def encode(self, text: str) -> list[int]:
         """Encodes a text, for example a rendered one."""
-        text, *others = text.split(_MARK)
+        text, *others = text.split(MARK)
         token_ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
         for other in others:  # after a line break: SentencePiece adds a space at the start of a text
             end, after = self.encode("\n"), self.encode("\n" + other)
@@ -267,7 +267,7 @@ class ChatTemplate:
     def encode_all(self, texts: list[str]) -> list[list[int]]:
         """Encodes texts, faster than one by one."""
         encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
-        return [self.encode(text) if _MARK in text else list(ids) for text, ids in zip(texts, encoded, strict=True)]
+        return [self.encode(text) if MARK in text else list(ids) for text, ids in zip(texts, encoded, strict=True)]
 
     def encode_after(self, token_id: int, text: str) -> list[int]:
         """Encodes a text that follows this token: some tokenizers encode the start of a text differently."""
@@ -374,10 +374,6 @@ def _with_joined_texts(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, 
     return joined
 
 
-def is_mark(character: str) -> bool:
-    return character in _MARK
-
-
 def _one_of(tokens: Sequence[str]) -> re.Pattern[str]:
     """Returns a pattern that matches any of these, the longest first."""
     names = sorted({name for name in tokens if len(name) > 1}, key=len, reverse=True)
@@ -387,7 +383,7 @@ def _one_of(tokens: Sequence[str]) -> re.Pattern[str]:
 def _marked(value: Any, typed: re.Pattern[str]) -> Any:
     """Returns the value with a mark inside each of these tokens in its texts."""
     if isinstance(value, str):
-        return typed.sub(lambda name: name[0][0] + _MARK + name[0][1:], value)
+        return typed.sub(lambda name: name[0][0] + MARK + name[0][1:], value)
     if isinstance(value, Mapping):
         return {_marked(key, typed): _marked(item, typed) for key, item in value.items()}
     return [_marked(item, typed) for item in value] if isinstance(value, list) else value

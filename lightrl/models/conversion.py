@@ -120,7 +120,7 @@ class _Slice:
         self._on_tensor = on_tensor
 
     def get_shape(self) -> Any:
-        self._on_tensor()  # each rank asks once, even for a tensor of which it holds nothing
+        self._on_tensor()  # each rank asks once, even if it holds no part of the tensor
         return self._content.get_shape()
 
     def __getitem__(self, index: Any) -> Any:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ADAPTER = "default"  # peft's name of the only adapter
-_OUTPUT = "lm_head"  # peft excludes it already
 _HEAD = "score"  # the head of critics and reward models is trained directly, without an adapter
 
 # peft's settings that can change the model beyond adding B A → the values that do not, the default first.
@@ -350,7 +349,7 @@ def _without_adapters(model: PreTrainedModel) -> list[str]:
         if hasattr(module, "dt_proj"):
             names.append(f"{name}.dt_proj")
     if hasattr(model.config, "vision_config") and image_kind(model.config) != "plain":
-        names += [name for name in linear if ".language_model." not in name and not name.startswith(_OUTPUT)]
+        names += [name for name in linear if ".language_model." not in name and not name.startswith("lm_head")]
     return names
 
 

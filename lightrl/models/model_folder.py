@@ -301,7 +301,7 @@ def keep_trained(checkpoint: dict[str, Any], models: Models, saved: Collection[s
     """Removes weights that can be loaded from their source again from a checkpoint, and describes the saved models.
 
     Args:
-        checkpoint: with `state_dict`, whose names begin with those of roles.
+        checkpoint: has `state_dict`; its names begin with the names of roles.
         models: all models of the module.
         saved: the roles that the checkpoint keeps; only the trained weights if the tuning keeps the base.
     """

@@ -211,7 +211,11 @@ class ModelSpec:
     def load_config(self) -> PretrainedConfig:
         from transformers import AutoConfig
 
-        self._check_is_here()
+        if self.url is not None:
+            raise ValueError(
+                f"This model is loaded in the trainer, so it needs path or config, got url={self.url!r}. Only a "
+                "teacher, a reference policy or a reward model of an RLModule can be behind a server."
+            )
         if self.config is None:
             with loading(self._named, "It must be a hub name, or a folder with a complete config.json."):
                 config = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
@@ -251,7 +255,6 @@ class ModelSpec:
 
     def load_model(self) -> PreTrainedModel:
         """Loads the model on the CPU, in `dtype` and evaluation mode (no dropout: engine and trainer must agree)."""
-        self._check_is_here()
         with torch.device("cpu"):  # Lightning's default device would sample other weights
             return self._load_model()
 
@@ -316,13 +319,6 @@ class ModelSpec:
     def _named(self) -> str:
         """The model's name in messages."""
         return f"Model {self.path!r}" if self.config is None else f"A model of config={self.config!r:.200}"
-
-    def _check_is_here(self) -> None:
-        if self.url is not None:
-            raise ValueError(
-                f"This model is loaded in the trainer, so it needs path or config, got url={self.url!r}. Only a "
-                "teacher, a reference policy or a reward model of an RLModule can be behind a server."
-            )
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer, PreTrainedTokenizerBase

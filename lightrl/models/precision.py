@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _NUM_SAMPLED = 2**20  # weights of a parameter
-_MOST = 0.9  # of the weights must be able to change
+_MOST = 0.9  # fraction of the weights that must be able to change
 
 
 def keep_float32(module: torch.nn.Module) -> None:

@@ -97,7 +97,7 @@ class Role:
         if not isinstance(role, str | ModelSpec | Role):
             raise TypeError(
                 f"A model must be a hub name, a folder, a ModelSpec or a Role, got {type(role).__name__}. If your "
-                "module's own __init__ takes it from YAML, annotate it there: `policy: str | ModelSpec | Role`."
+                "module's __init__ gets it from YAML, annotate it there: `policy: str | ModelSpec | Role`."
             )
         return role if isinstance(role, Role) else cls(role)
 

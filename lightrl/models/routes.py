@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -93,16 +93,9 @@ class RouteLayout:
         return torch.stack([torch.bincount(each[each >= 0], minlength=self.num_experts) for each in ids])
 
 
-class RecordsColumns(Protocol):
-    """The part of an engine that `check_compiled` reads."""
-
-    @property
-    def records_columns(self) -> bool: ...
-
-
-def check_compiled(engine: RecordsColumns, config: PretrainedConfig) -> None:
+def check_compiled(records_columns: bool, config: PretrainedConfig) -> None:
     """Raises ValueError if compiled layers of this model would have to replay the engine's routes."""
-    if engine.records_columns and RouteLayout.of(config) is not None:
+    if records_columns and RouteLayout.of(config) is not None:
         raise ValueError(NOT_COMPILED)
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ATTRIBUTE = "lightrl_tuning"  # of a model whose tuning is not `ALL_WEIGHTS`
+ATTRIBUTE = "lightrl_tuning"  # set on models with a tuning other than `ALL_WEIGHTS`
 
-# What leaves the trainer: the weights with those that training added, without them, or only the added ones.
+# The exported weights: with those that training added, without them, or only the added ones.
 Part = Literal["whole", "base", "added"]
 
 

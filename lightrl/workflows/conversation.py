@@ -23,7 +23,7 @@ from lightrl.checks.user_code import user_code
 from lightrl.columns import GAPS, REWARDS, TOKENS, TokenArray, cut, extended, joined
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
-from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, Messages, is_mark, opened, with_turn
+from lightrl.models.chat_template import KEEP_HISTORY, MARK, ChatTemplate, Messages, opened, with_turn
 from lightrl.models.images import data_url, read_image, refusal, take_images
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt, Trajectory, Turn
 
@@ -335,9 +335,9 @@ def _end_of_prefix(text: str, prefix: str) -> int | None:
         return len(prefix)
     end = 0
     for character in prefix:
-        if character.isspace() or is_mark(character):
+        if character.isspace() or character in MARK:
             continue
-        while end < len(text) and (text[end].isspace() or is_mark(text[end])):
+        while end < len(text) and (text[end].isspace() or text[end] in MARK):
             end += 1
         if end == len(text) or text[end] != character:
             return None
