@@ -113,11 +113,7 @@ class RowPrompts(Sequence["Prompt | None"]):
         return without_errors(self._make(keys, lambda key: self.parts[key[0]].locate(key[1])))
 
     def check(self) -> RowPrompts:
-        """Makes every prompt once, without keeping it; raises ValueError for a bad row.
-
-        Returns:
-            The prompts of the rows that no limit drops.
-        """
+        """Makes every prompt once, without keeping it; raises ValueError for a bad row. Returns the kept rows."""
         keys: list[tuple[int, Any]] = []
         ids: list[str] = []
         checked = CheckedRows([], [], "")

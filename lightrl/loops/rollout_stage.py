@@ -152,11 +152,7 @@ class RolloutStage:
         return worker
 
     def open(self, module: RLModule) -> None:
-        """Opens the stage, once the module has its models and restored state.
-
-        Raises:
-            ValueError: if the settings of module, data, callbacks and trainer do not fit together.
-        """
+        """Opens the stage, once the module has its models and restored state; raises ValueError for bad settings."""
         trainer, self._num_threads = self.trainer, torch.get_num_threads()
         is_fit = trainer.state.fn == TrainerFn.FITTING
         recorded = getattr(getattr(trainer, "datamodule", None), "recorded_groups", None) if is_fit else None

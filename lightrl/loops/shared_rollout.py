@@ -162,11 +162,7 @@ class SharedRollout:
         return groups
 
     def pop_experience(self) -> ShardedExperience:
-        """Local: returns the Experience of the last `take`, whose tokens are on rank 0.
-
-        Raises:
-            ValueError: on every rank, if it had no trajectory.
-        """
+        """Local: returns the Experience of the last `take`, whose tokens are on rank 0; ValueError if it is empty."""
         taken, self._taken = self._taken, None
         if taken is None:
             raise mark_as_on_all_ranks(ValueError("This iteration has no trajectories: every group was dropped."))
@@ -201,8 +197,7 @@ class SharedRollout:
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
         """Loads weights like RolloutController; every rank takes part in making the buckets, and rank 0 loads them.
 
-        Raises:
-            LightRLError: on every rank, if the engine raised it on rank 0.
+        An error that the engine raises on rank 0 is raised on every rank.
         """
         if self.controller is None:
             for _ in buckets:

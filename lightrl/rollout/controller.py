@@ -157,11 +157,8 @@ class RolloutController:
     def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None:
         """Sets the rewards of the groups from the last `take`; needed only with `defers_rewards`.
 
-        A trajectory whose reward failed is removed from its group, which may then be empty; `drain_drops` gives the
-        reason.
-
-        Raises:
-            RolloutError: if no reward comes for `rollout_timeout_s`, or if too many fail.
+        A trajectory whose reward failed is removed from its group, which may then be empty; `drain_drops` says why.
+        Raises RolloutError if no reward comes for `rollout_timeout_s`, or if too many fail.
         """
         wait = Wait("The loop", sum(len(group.trajectories) for group in groups), "the rewards")
         self._wait_for(self._rewards.wait_for(groups, wait.count), wait, on_wait)
@@ -173,9 +170,7 @@ class RolloutController:
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
         """Gives the engine new weights; once it has acknowledged them, starts the groups that the new version admits.
 
-        Raises:
-            WeightSyncError: from the engine; it keeps serving the old weights.
-            EngineTimeout: from the engine, which enforces the deadline of its load.
+        The engine raises WeightSyncError and keeps serving the old weights, or EngineTimeout at its deadline.
         """
         self.engine.load_weights(buckets, weight_version=weight_version)
         self._thread.call(self._start_admissible())
@@ -351,11 +346,9 @@ class RolloutController:
         on_done: Callable[[int, Trajectory | None], None],
         defers_rewards: bool = False,
     ) -> None:
-        """Runs these samples of a group and waits for their rewards; a cancellation stops all of this.
+        """Runs these samples of a group and waits for their rewards, unless deferred; a cancellation stops all of this.
 
-        Args:
-            on_done: called with each sample's number and its trajectory, or None if it was dropped.
-            defers_rewards: starts to compute the rewards, but does not wait for them.
+        Calls `on_done` with each sample's number and its trajectory, or None if it was dropped.
         """
         rewards: list[asyncio.Future[bool]] = []
 

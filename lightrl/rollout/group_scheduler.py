@@ -215,11 +215,7 @@ class DropCounter:
         self.drop(f"reward_{error.reason}" if isinstance(error, RewardError) else "rollout", str(error), prompt)
 
     def count_trajectory(self, *, is_failed: bool) -> None:
-        """Counts a trajectory that is done.
-
-        Raises:
-            RolloutError: if too many have failed.
-        """
+        """Counts a trajectory that is done; raises RolloutError if too many have failed."""
         self._num_done += 1
         self._num_failed += is_failed
         num_expected = self.settings.group_size * self.settings.groups_per_iteration
@@ -244,11 +240,7 @@ class DropCounter:
         self._group_drops[reason] += 1
 
     def count_dropped(self, reason: str, message: str) -> None:
-        """Counts a dropped group, which another prompt replaces.
-
-        Raises:
-            RolloutError: if too many were dropped.
-        """
+        """Counts a dropped group, which another prompt replaces; raises RolloutError if too many were dropped."""
         self._group_drops[reason] += 1
         self._num_dropped[reason] += 1
         size, max_dropped = self.settings.groups_per_iteration, self.settings.max_dropped_groups
@@ -388,8 +380,7 @@ class GroupScheduler:
     def record(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> bool:
         """Records a finished trajectory of a running group, None if dropped; raises RolloutError if too many failed.
 
-        Returns:
-            Whether the caller must now call `settle`: all trajectories are done and the group is not sampled again.
+        Returns whether the caller must now call `settle`: all trajectories are done, and none is sampled again.
         """
         running.results[sample] = trajectory
         self.counter.count_trajectory(is_failed=trajectory is None)

@@ -99,11 +99,7 @@ class PromptCursor:
     _observations: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     def read(self, position: int) -> Prompt:
-        """Returns the prompt at a chosen position.
-
-        Raises:
-            RolloutError: if the stream raises.
-        """
+        """Returns the prompt at a chosen position; raises RolloutError if the stream raises."""
         prompt = self._at(position)
         assert prompt is not None
         return prompt
@@ -111,8 +107,7 @@ class PromptCursor:
     def choose(self, run_seed: int) -> int:
         """Returns the next position to run and moves the cursor past it.
 
-        Raises:
-            RolloutError: if the stream or the curriculum raises, or if the curriculum skips too many prompts in a row.
+        Raises RolloutError if the stream or the curriculum raises, or skips too many prompts in a row.
         """
         while self._observations and self.curriculum is not None:
             prompt_id, success_rate = self._observations.pop(min(self._observations))
@@ -142,11 +137,7 @@ class PromptCursor:
         )
 
     def unprepared(self, positions: Sequence[int], num: int, run_seed: int) -> int | None:
-        """Returns the first unprepared position among these and those of the next `num` choices; None if there is none.
-
-        Raises:
-            RolloutError: as in `choose`.
-        """
+        """Returns the first unprepared position of these and the next `num` choices, or None; raises like `choose`."""
         prompts = self.prompts
         if prompts is None:
             return None
@@ -163,11 +154,7 @@ class PromptCursor:
         return None
 
     def prepare(self, first: int) -> None:
-        """Makes the prompts that start at this position; called in a thread.
-
-        Raises:
-            RolloutError: if the stream raises.
-        """
+        """Makes the prompts that start at this position, in a thread; raises RolloutError if the stream raises."""
         assert self.prompts is not None
         with named_user_code(f"Making the prompts at position {first} and after"):
             self.prompts.prepare(first, AHEAD)

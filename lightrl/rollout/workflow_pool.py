@@ -99,8 +99,7 @@ class _Worker:
 class WorkflowPool:
     """The workers of a controller, which are the engine's `FollowerProcesses`; belongs to the controller's event loop.
 
-    Raises:
-        ValueError: if other processes cannot use this engine or this workflow.
+    Raises ValueError if other processes cannot use this engine or workflow.
     """
 
     engine: RolloutEngine  # has been started
