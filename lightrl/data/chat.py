@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.checks.templates import names_of
 from lightrl.checks.user_code import user_code
-from lightrl.data.rows import Row, is_missing
+from lightrl.data.rows import Row, is_missing, without_padding
 from lightrl.data.sources import Made
 from lightrl.models import CONTEXT
 from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, opened, with_turn
@@ -190,16 +190,9 @@ def _calls_of(message: JsonMapping, where: str) -> list[JsonMapping]:
             form = "calls whose arguments are an object or its JSON, each with a name"
             raise ValueError(f"{where} must have {form}, got {call!r:.200}.")
         if isinstance(function.get("arguments"), dict):
-            function = {**function, "arguments": _without_nulls(arguments)}
+            function = {**function, "arguments": without_padding(arguments, is_listed=True)}
         read.append({**call, "function": function} if "function" in call else function)
     return read
-
-
-def _without_nulls(value: Any) -> Any:
-    """Returns the value without keys that are null, which Parquet adds if other rows have them."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _json_of(text: str) -> Any:
