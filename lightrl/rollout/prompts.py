@@ -9,7 +9,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from lightrl.checks.user_code import named_user_code
 from lightrl.concurrency.in_thread import in_thread
@@ -53,7 +53,10 @@ class Prompts(Protocol):
 
 
 class Curriculum(Protocol):
-    """Decides from past success how often a prompt is worth a rollout. Called on the event loop, so it must be fast."""
+    """Decides from past success how often a prompt is worth a rollout. Called on the event loop, so it must be fast.
+
+    It may have a method `success_rate(prompt_id)`, for metrics: past success from 0 to 1, or None for a new prompt.
+    """
 
     def weight(self, prompt_id: str) -> float:
         """Returns the probability that this prompt is run when its turn comes, 0 to 1; 1 for a new prompt."""
@@ -68,15 +71,6 @@ class Curriculum(Protocol):
         ...
 
     def load_state_dict(self, state: State) -> None: ...
-
-
-@runtime_checkable
-class ShowsSuccess(Protocol):
-    """A Curriculum that reports past success."""
-
-    def success_rate(self, prompt_id: str) -> float | None:
-        """Returns the past success rate on a prompt, 0 to 1, or None for a new prompt."""
-        ...
 
 
 @dataclass(eq=False)
@@ -113,12 +107,12 @@ class PromptCursor:
             prompt_id, success_rate = self._observations.pop(min(self._observations))
             with named_user_code(f"{type(self.curriculum).__name__}.observe"):
                 self.curriculum.observe(prompt_id, success_rate)
+        rate_of = getattr(self.curriculum, "success_rate", None)
         for position in range(self.next_position, self.next_position + MAX_SKIPPED):
             prompt = self._at(position)
             is_chosen = prompt is not None and self._is_chosen(run_seed, position, prompt)
-            curriculum: object = self.curriculum
-            if prompt is not None and isinstance(curriculum, ShowsSuccess):
-                rate, what = curriculum.success_rate(prompt.id), "played" if is_chosen else "skipped"
+            if prompt is not None and rate_of is not None:
+                rate, what = rate_of(prompt.id), "played" if is_chosen else "skipped"
                 if rate is not None:
                     self.past_success[f"{what}_again"] += 1
                     self.past_success[f"{what}_again_success"] += rate
