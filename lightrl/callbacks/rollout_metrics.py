@@ -1,4 +1,4 @@
-"""RolloutMetrics: numbers per iteration that show whether a run learns and how fast.
+"""RolloutMetrics: numbers per iteration that show whether and how fast a run learns.
 
 Shapes: B trajectories, T tokens. Every name ends in its unit; `_fraction` is 0 to 1, of trajectories unless stated
 otherwise. The metrics come from one iteration's groups, which every rank has, so nothing is reduced.

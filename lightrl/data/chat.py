@@ -163,7 +163,7 @@ def _checked_message(message: object, where: str) -> JsonObject:
     near = [] if role in ROLES else difflib.get_close_matches(str(role), ROLES, n=1)
     if not isinstance(role, str) or near:
         meant = f" Did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{where} must have a role such as {', '.join(ROLES[:3])}, got {message!r:.100}.{meant}")
+        raise ValueError(f"{where} must have a role like {', '.join(ROLES[:3])}, got {message!r:.100}.{meant}")
     if not isinstance(content, str | list) and not message.get("tool_calls"):
         raise ValueError(f"{where} must have a text as its content, got {message!r:.100}.")
     if isinstance(content, list) and not all(isinstance(part, dict) and "type" in part for part in content):
@@ -323,7 +323,7 @@ class ChatRenderer:
             following = list(group)
             if is_turn and is_plain:
                 if any(turn.get("tool_calls") for turn in following):
-                    raise ValueError(f"tool_calls need a chat template, which is missing, got {following!r:.200}.")
+                    raise ValueError(f"tool_calls need a chat template, but there is none, got {following!r:.200}.")
                 self.unread.update(name for turn in following for name in _THINKING if turn.get(name))
                 added = [*self.template.encode(plain_text(following)), end]
             elif is_turn:

@@ -76,8 +76,8 @@ _INSTEAD: dict[type[Callback], str] = {
     ),
     ModelPruning: ("it renames the parameters, so the engine would not find them. Prune the exported model instead."),
     RichProgressBar: (
-        "its line has no room for an iteration's numbers and wraps. Leave it out for RolloutProgressBar, which shows "
-        "the phases too, or use TQDMProgressBar."
+        "its line is too short for an iteration's numbers and wraps. Leave it out to get RolloutProgressBar, which "
+        "also shows the phases, or use TQDMProgressBar."
     ),
     BaseFinetuning: (
         "it freezes layers before the models are loaded. Override configure_model: call super's, then "

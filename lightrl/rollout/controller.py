@@ -2,7 +2,7 @@
 
 One asyncio loop in one daemon thread, on rank 0. All state belongs to that thread. The public methods are called from
 the main thread: a coroutine does the work on the loop, and the main thread waits for it and enforces the deadlines, so
-it notices a blocked event loop too. GroupScheduler decides what starts and what is taken; the controller acts.
+it notices a blocked event loop too. GroupScheduler decides which groups start and are taken; the controller acts.
 
     prompt stream ──position──► one task a group ──► rewards ──► finished groups ──► take() ──► commit()
                      start      workflow, engine                                   stream order  trained on
@@ -430,7 +430,7 @@ class RolloutController:
                     tasks.append(self._loop.create_task(run))
             finished, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION) if tasks else ((), ())
             for task in finished:
-                task.result()  # raises what it raised
+                task.result()  # raises the task's error
             for (index, _), trajectory in sorted(done.items(), key=lambda item: item[0]):
                 groups[index].trajectories.append(trajectory)
             self._scheduler.counter.check_evaluation(len(done), wait.total)

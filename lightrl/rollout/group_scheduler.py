@@ -335,10 +335,10 @@ class GroupScheduler:
             return False
         if self._num_admissible(weight_version, self.settings.max_concurrent) > 0:
             return True
-        return bool(self.startable(weight_version))  # after a resume: more is finished than the window holds
+        return bool(self.startable(weight_version))  # a resume may have more finished groups than the window
 
     def plan(self, weight_version: int) -> int:
-        """How many new positions to `queue` before groups start; on-policy those of a whole admission batch."""
+        """Returns how many new positions to `queue` before groups start; on-policy, a whole admission batch."""
         if self.settings.max_staleness == 0:
             if self.running or self._queued:
                 return 0

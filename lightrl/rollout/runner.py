@@ -250,7 +250,7 @@ class Rewards:
             return
         done, _ = await asyncio.wait(waiting.values(), return_when=asyncio.FIRST_EXCEPTION)
         for is_kept in done:
-            is_kept.result()  # raises what it raised
+            is_kept.result()  # raises the error, if any
         for key, is_kept in waiting.items():
             del self._deferred[key]
             self.drops.count_trajectory(is_failed=not is_kept.result())

@@ -250,7 +250,7 @@ class WorkflowPool:
             except TimeoutError:
                 raise RolloutError(f"The {name} was not ready {START_S:g} s after its start.") from None
             except BadMessage as error:
-                raise RolloutError(f"The {name} sent {error} at its start, which is no valid message.") from error
+                raise RolloutError(f"The {name} sent an invalid message at its start: {error}.") from error
             if ready is None:
                 return None
             undo.pop_all()
