@@ -3,21 +3,22 @@
     python -m benchmarks.algorithms [--algorithms GRPO,DAPO] [--seeds 3] [--iterations 60] [--out benchmarks/algorithms]
                                     [--late-seeds 6] [--late-iterations 120]
 
-The task is the quickstart's, the largest of four digits. All start from the same model of 0.8 M parameters, which has
-imitated answers of which 6 in 10 just name the first digit, and use the same number of trajectories per iteration, in
-two updates. The curve is the mean reward of the training data: sampled, not greedy. Algorithms with names that end in
-`8 versions late` roll out up to 8 versions ahead: GRPO as it is (naive), decoupled, with a guessed proximal policy,
-and M2PO; the first two also at a third of the learning rate, in two and in four updates. These run longer and over more
-seeds, because the effects of staleness show late; the table's last lines compare them with naive, seed by seed.
+The task is the quickstart's, the largest of four digits. All algorithms start from one model of 0.8 M parameters,
+trained to imitate answers of which 6 in 10 just name the first digit. All use the same number of trajectories per
+iteration, in two updates. The curve is the mean reward of the training data: sampled, not greedy. Algorithms with names
+that end in `8 versions late` roll out up to 8 versions ahead: plain GRPO (naive), decoupled, with an approximated
+proximal policy, and M2PO; the first two also at a third of the learning rate, in two and in four updates. These run
+longer and over more seeds, because the effects of staleness show late; the table's last lines compare them with naive,
+seed by seed.
 
-Distillation does not compete with the others: its teacher, the final model of GRPO's run with seed 0, has had RL, and
-it trains on no reward. Its curve is the reward of the student's samples, which is only measured; it shows how fast and
-how close the student gets to its teacher, which is where the gray curve ends.
+Distillation does not compete with the others: it trains on no reward, and its teacher, the final model of GRPO's run
+with seed 0, was trained with RL. Its curve is the measured reward of the student's samples; it shows how fast and how
+close the student gets to its teacher, where the gray curve ends.
 
-Each run is a separate process, one after another, and leaves a file in the output folder. A run is not repeated if its
-file exists or `curves.csv` has it, so seeds or algorithms can be added, and a killed benchmark resumes. To repeat one,
-remove its lines from `curves.csv` and its file in `runs/`. `curves.csv` has a line per algorithm, seed and iteration;
-`curves.png` has a panel per algorithm, with GRPO, or the naive loss for the late ones, in gray.
+Runs are separate processes, one after another, and each writes a file to the output folder. A run is not repeated if
+its file exists or `curves.csv` contains it, so seeds or algorithms can be added, and a killed benchmark resumes. To
+repeat one, remove its lines from `curves.csv` and its file in `runs/`. `curves.csv` has a line per algorithm, seed and
+iteration; `curves.png` has a panel per algorithm, with GRPO, or the naive loss for the late ones, in gray.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_start(out: Path, *, steps: int, lr: float = 5e-4, **sizes: int) -> Path:
-    """The model that all runs start from, made once; `sizes` override those of its config."""
+    """Returns the model that all runs start from, made once; `sizes` override its config's."""
     folder = out / "start"
     if (folder / "config.json").exists():
         return folder
@@ -167,7 +168,7 @@ def make_start(out: Path, *, steps: int, lr: float = 5e-4, **sizes: int) -> Path
 
 
 def make_teacher(options: argparse.Namespace) -> None:
-    """The final model of GRPO's run with seed 0, made once."""
+    """Returns the final model of GRPO's run with seed 0, made once."""
     folder = options.out / "teacher"
     if (folder / "config.json").exists():
         return
@@ -177,7 +178,7 @@ def make_teacher(options: argparse.Namespace) -> None:
 
 
 def run_alone(name: str, seed: int, options: argparse.Namespace) -> None:
-    """One run, in a separate process."""
+    """Trains in a separate process."""
     command = [sys.executable, "-m", "benchmarks.algorithms", "--run", name, str(seed), "--out", str(options.out)]
     iterations = options.late_iterations if name.endswith(LATE) else options.iterations
     command += ["--iterations", str(iterations), "--threads", str(options.threads)]
@@ -186,7 +187,7 @@ def run_alone(name: str, seed: int, options: argparse.Namespace) -> None:
 
 
 def train(name: str, seed: int, options: argparse.Namespace) -> None:
-    """One run, saved to its file."""
+    """Trains and saves the run to its file."""
     curve = make_curve()
     fit(name, seed, options, curve)
     write_run(run_file(options.out, name, seed), ({"algorithm": name, "seed": seed, **row} for row in curve.rows))
@@ -222,7 +223,7 @@ def fit(name: str, seed: int, options: argparse.Namespace, callback: lightrl.RLC
 
 
 def make_curve() -> Any:
-    """A callback with a row for each iteration."""
+    """Returns a callback that collects a row for each iteration."""
     import lightrl
 
     class Curve(lightrl.RLCallback):
@@ -263,7 +264,7 @@ def run_file(out: Path, name: str, seed: int) -> Path:
 
 
 def read_runs(out: Path, names: Sequence[str]) -> list[dict[str, str]]:
-    """The rows of all finished runs of these algorithms."""
+    """Returns the rows of all finished runs of these algorithms."""
     rows: list[dict[str, str]] = []
     for path in sorted((out / "runs").glob("*.csv")):
         with path.open(newline="") as file:
@@ -272,7 +273,7 @@ def read_runs(out: Path, names: Sequence[str]) -> list[dict[str, str]]:
 
 
 def unpack_runs(out: Path) -> None:
-    """Writes missing files of the runs in `curves.csv`, as in a fresh checkout."""
+    """Writes the files of runs in `curves.csv` that are missing, as in a fresh checkout."""
     if not (out / "curves.csv").exists():
         return
     with (out / "curves.csv").open(newline="") as file:
@@ -293,7 +294,7 @@ def write_run(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def mean_and_spread(rows: Sequence[dict[str, str]], name: str) -> tuple[list[int], list[float], list[float]]:
-    """Iterations, mean reward over seeds, and its standard deviation (0 for one seed)."""
+    """Returns iterations, mean reward over seeds, and its standard deviation (0 for one seed)."""
     rewards: dict[int, list[float]] = {}
     for row in rows:
         if row["algorithm"] == name:
@@ -304,18 +305,18 @@ def mean_and_spread(rows: Sequence[dict[str, str]], name: str) -> tuple[list[int
 
 
 def yardstick_of(name: str) -> str:
-    """What an algorithm is compared with: GRPO, or the naive loss with the same staleness and steps."""
+    """Returns the baseline of an algorithm: GRPO, or the naive loss with the same staleness and steps."""
     ending = next((ending for ending in (SMALL_STEPS, SLOW, LATE) if name.endswith(ending)), None)
     return "GRPO" if ending is None else f"naive{ending}"
 
 
 def last_reward(rewards: Sequence[float]) -> float:
-    """The mean of a run's last tenth."""
+    """Returns the mean reward of a run's last tenth."""
     return statistics.mean(rewards[-max(1, len(rewards) // 10) :])
 
 
 def against(rows: Sequence[dict[str, str]], name: str, other: str) -> dict[str, float]:
-    """Reward of `name` minus reward of `other` with the same seed: mean and standard error over seeds.
+    """Returns mean and standard error over seeds of the reward of `name` minus that of `other` with the same seed.
 
     Both at the end of the run and over all of it. Empty for fewer than two common seeds, and for `other` itself.
     """

@@ -2,15 +2,15 @@
 
     python -m benchmarks.async_overlap [--quick] [--rollout-to-update 0.9,2] [--threads 2]
     python -m benchmarks.async_overlap --engine sglang --threads 1        also η = 8
-    python -m benchmarks.async_overlap --simulated                        the first table alone
+    python -m benchmarks.async_overlap --simulated                        only the first table
 
-The first table is simulated: whether the trained trajectories are those sampled, see stream_order.py. The others are
+The first table is simulated and shows whether training sees the sampled lengths; see stream_order.py. The others are
 measured.
 
-The engine plays back recorded lengths as a remote server would: a long tail, one pace for all tokens, any number of
-concurrent requests, no work for this computer. A weight sync really interrupts it: running completions stop between two
-tokens and continue with the new version. The update is real work of fixed size: forward, backward and AdamW on the same
-number of trajectories in every iteration.
+The engine plays back recorded lengths like a remote server: a long tail, one pace for all tokens, any number of
+concurrent requests, no work for this computer. A weight sync interrupts it: running completions stop between two tokens
+and continue with the new version. The update is real work of fixed size: forward, backward and AdamW on the same number
+of trajectories in every iteration.
 
 The fastest update of a first run sets the pace: the longest completion takes `rollout_to_update` updates. If that is at
 most 1, the update can hide the rollout: with η ≥ 1 iterations take as long as updates, and the goal is that the trainer
@@ -18,12 +18,12 @@ idles (phase `rollout` over the whole) for at most 5 %. If it is 2, η = 1 canno
 
 With `--engine sglang` the same playback runs behind the fake server in another process: SGLangEngine sends it HTTP
 requests, and every sync is real (pause, a folder in shared memory that the server reads and hashes, checksums, resume).
-Lengths are then lognormal: 95th percentile 3.7 times the median, the longest of 128 6 times the mean. The distribution
-is made up, not recorded from a server on GPUs, and the server's pace does not depend on its load.
+Lengths are then lognormal: the 95th percentile is 3.7 times the median, the longest of 128 is 6 times the mean. The
+distribution is synthetic, not recorded from a server on GPUs, and the server's pace does not depend on its load.
 
 Columns: iterations/s and their ratio to η = 0 round by round; `idle_fraction`; staleness reached, in versions; the
-fraction of trajectories written by two or more weight versions; the time of a sync; how busy the server process was;
-`ks_distance` between the lengths trained on and those that the engine plays.
+fraction of trajectories sampled by two or more weight versions; the time of a sync; the server process's utilization;
+`ks_distance` between the trained lengths and those that the engine plays.
 """
 
 from __future__ import annotations
@@ -79,17 +79,17 @@ WARM_UP = 3  # iterations that fill the pipeline, not measured
 
 
 class PlaybackEngine(RolloutEngine):
-    """The clock of a remote server: completions of recorded lengths, at a fixed pace.
+    """Simulates a remote server: completions of recorded lengths, at a fixed pace.
 
-    The clock stops while it is paused or loads. A completion sleeps until its last token is due, then reads from the
-    history of loads which version wrote each token; so it costs this computer one or two wake-ups, whatever its length
-    and the number of interruptions. Tokens and logprobs are those of a uniform policy.
+    Its clock stops while it is paused or loads weights. A completion sleeps until its last token is due, then reads
+    from the history of loads which version sampled each token; so it costs this computer one or two wake-ups, whatever
+    its length and the number of interruptions. Tokens and logprobs are those of a uniform policy.
 
     Args:
-        lengths: of the completions, by position of the prompt and number of the sample; the list repeats.
+        lengths: tokens of the completions, by position of the prompt and number of the sample; the list repeats.
         group_size: G, samples of a prompt.
         seconds_per_token: the server's pace, at any load.
-        load_s: how long a weight load interrupts it.
+        load_s: seconds for which a weight load interrupts it.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class PlaybackEngine(RolloutEngine):
     async def generate(
         self, token_ids: list[int], sampling: Sampling, *, session: str, **request: Any
     ) -> list[Completion]:
-        """One completion of the session's length; see `RolloutEngine`."""
+        """Returns a completion of the session's length; see `RolloutEngine`."""
         length = min(session_length(session, self.lengths, self.group_size), sampling.max_new_tokens)
         started_s = self.clock_s()
         await self._sleep_until(started_s + length * self.seconds_per_token)
@@ -169,7 +169,7 @@ class PlaybackEngine(RolloutEngine):
                 continue
 
     def clock_s(self) -> float:
-        """The seconds for which it has been writing."""
+        """The seconds that it has spent generating."""
         with self._lock:
             return self._clock_s + (0.0 if self._runs_since is None else time.monotonic() - self._runs_since)
 
@@ -198,14 +198,14 @@ class PlaybackEngine(RolloutEngine):
         raise EngineError("PlaybackEngine was closed before the completion finished.")
 
     def _versions(self, written_s: list[float]) -> list[int]:
-        """The weight version at each of these clock times."""
+        """Returns the weight version at each of these clock times."""
         with self._lock:
             loads = list(self._loads)
         return [loads[bisect.bisect_right(loads, (clock_s, math.inf)) - 1][1] for clock_s in written_s]
 
 
 class PlayedModel(ScriptedModel):
-    """The playback behind the fake server: as many tokens as requested, at its pace, each with its version."""
+    """The model of the fake server: generates the requested tokens at a fixed pace, each with its version."""
 
     def __init__(self, vocab_size: int, seconds_per_token: float) -> None:
         super().__init__(vocab_size=vocab_size)
@@ -235,7 +235,7 @@ class PlayedModel(ScriptedModel):
 
 
 class PlayedServer(FakeServerProcess):
-    """A fake server with the playback behind it, in another process."""
+    """A fake server that plays back lengths, in another process."""
 
     def __init__(self, seconds_per_token: float) -> None:
         super().__init__()
@@ -304,13 +304,13 @@ class Timeline(lightrl.RLCallback):
 
 
 def played_lengths(arguments: argparse.Namespace) -> list[int]:
-    """Of the completions of an iteration; the next ones repeat them."""
+    """Returns the lengths of an iteration's completions, which later iterations repeat."""
     make_lengths = lognormal_lengths if arguments.engine == "sglang" else skewed_lengths
     return make_lengths(arguments.prompts * arguments.group_size, arguments.cap)
 
 
 def make_engine(seconds_per_token: float, arguments: argparse.Namespace, url: str | None) -> RolloutEngine:
-    """The playback in this process, or the server's at `url`."""
+    """Returns an engine that plays back lengths in this process, or one for the server at `url`."""
     lengths = played_lengths(arguments)
     if url is not None:
         return PlayedSGLangEngine(lengths, group_size=arguments.group_size, url=url)
@@ -318,7 +318,7 @@ def make_engine(seconds_per_token: float, arguments: argparse.Namespace, url: st
 
 
 def train(max_staleness: int, engine: RolloutEngine, num_iterations: int, arguments: argparse.Namespace) -> Timeline:
-    """One run of the usual Trainer with this engine."""
+    """Trains with the usual Trainer and this engine."""
     timeline = Timeline()
     with tempfile.TemporaryDirectory(prefix="async_overlap_") as folder:
         save_model(Path(folder) / "model")

@@ -1,11 +1,11 @@
-"""The delta rows of benchmarks/weight_sync.py: real optimizer steps, real processes, a link of 100 MB/s.
+"""Measures the delta rows of benchmarks/weight_sync.py: real optimizer steps, real processes, a link of 100 MB/s.
 
     python -m benchmarks.weight_sync --transports delta [--quick] [--models 27M,120M] [--lrs 1e-6,1e-5,1e-4]
 
-A model of random weights in float32 takes Adam steps on random tokens; after each, a sync takes its bfloat16 weights to
-a server: a process that loads the folder into its own tensors, and nothing else. Receiver and server live in a network
-namespace behind a veth of 800 Mbit/s (`tc tbf`). The full sync goes the same way; both are whole syncs, from the first
-bucket to the server's resumption, and take turns. Without root or `tc` everything is on the loopback and
+A model with random float32 weights takes Adam steps on random tokens. After each step, a sync sends its bfloat16
+weights to a server: a process that only loads the folder into its own tensors. Receiver and server run in a network
+namespace behind a veth of 800 Mbit/s (`tc tbf`). The full sync uses the same link. Both syncs are measured from the
+first bucket until the server resumes, and take turns. Without root or `tc` everything uses the loopback, and
 `speedup_over_full` is null.
 """
 
@@ -54,9 +54,9 @@ _PORTS = {"receiver": 41000, "server": 41001}  # within the namespace, which has
 
 
 class Link:
-    """A network namespace behind a veth with a rate; without root or iproute2 only the loopback.
+    """A network namespace behind a veth with a limited rate; without root or iproute2 only the loopback.
 
-    The namespace belongs to a process that the kernel ends with this one, however that ends; the link goes with it.
+    The namespace belongs to a process that the kernel ends with this one, however this one ends; so does the link.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Link:
         return self
 
     def _hold(self) -> list[str]:
-        """Starts the namespace's process; the prefix of a command in it, which ends with the process's id."""
+        """Starts the namespace's process; returns the prefix of commands in the namespace, which ends with its id."""
         self._holder = subprocess.Popen([*_ENDS_WITH_US, "unshare", "--net", "sleep", "infinity"])
         namespace, deadline = Path(f"/proc/{self._holder.pid}/ns/net"), time.monotonic() + 10
         while namespace.readlink() == Path("/proc/self/ns/net").readlink():
@@ -132,7 +132,7 @@ class Side:
             undo.pop_all()
 
     def digests(self) -> dict[str, str]:
-        """Of the server's tensors."""
+        """Returns the digests of the server's tensors."""
         return json.loads(_read(f"{self.server}/digests"))  # type: ignore[no-any-return]
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class Trainer:
         self.optimizer: torch.optim.Optimizer
 
     def start(self, lr: float, warm_up: int) -> DeltaTransport:
-        """A new optimizer, whose first steps are not measured; a transport without a base."""
+        """Makes a new optimizer, whose first steps are not measured, and a transport without a base."""
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=lr, betas=(0.9, 0.95))
         for _ in range(warm_up):
             self.step()
@@ -175,7 +175,7 @@ class Trainer:
         self.optimizer.step()
 
     def sync(self, transport: DeltaTransport, *, has_digests: bool = False) -> tuple[float, SyncReport]:
-        """Seconds and report of a sync; with the digests of a CPU server, which are computed beside it as in a run."""
+        """Returns seconds and report of a sync, and the digests of a CPU server, computed concurrently as in a run."""
         self.num_syncs += 1
         named = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         layouts = [ServerLayout(torch.bfloat16)] if has_digests else []
@@ -252,7 +252,7 @@ def _delta_row(trainer: Trainer, name: str, lr: float, repeats: int, *, has_link
 
 
 class Server:
-    """Loads a folder into tensors of its own, with the routes of SGLang that a sync uses."""
+    """Loads a folder into its own tensors, with the SGLang routes that a sync uses."""
 
     def __init__(self) -> None:
         self.held: dict[str, torch.Tensor] = {}

@@ -1,18 +1,18 @@
-"""Families of models: which are trained exactly, which are refused and why; docs/models.md is written from it.
+"""Tests families of models: which train exactly, which are refused and why; docs/models.md is generated from it.
 
     python -m benchmarks.families [FAMILY …]
     python -m benchmarks.families --page
     python -m benchmarks.families --replay [FAMILY …]
 
-A tiny random model of each family goes to a folder by `save_pretrained` and is trained from there. The first prints a
-line of JSON for each family, and keeps the lines of all in `benchmarks/families.jsonl`; the second writes the tables of
-docs/models.md from them; the third prints the rows of its table on router replay.
+A tiny random model of each family is saved with `save_pretrained` and trained from that folder. The first command
+prints a line of JSON for each family and keeps all lines in `benchmarks/families.jsonl`; the second writes the tables
+of docs/models.md from them; the third prints the rows of its table on router replay.
 
-    outcome           exact; refused, with our reason in `why`; failed or wrong, a fault of ours
+    outcome           exact; refused, with lightrl's reason in `why`; failed or wrong, a bug of lightrl
     max_abs_dlogp     largest difference of logprobs, in nats, engine − trainer, in two GRPO steps with LocalEngine
     packed            whether trajectories may share a row; packed logprobs then equal those of rectangles
     fsdp2_grad_error  gradients of FSDP2Strategy on two ranks against one process: the norm of the difference over the
-                      norm. These ranks read the folder themselves, and what they send to servers equals the folder
+                      norm. Each rank reads the folder, and the weights sent to servers equal the folder's
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one family; None where it was not reached."""
+    """The measurements of one family; None for those that were not reached."""
 
     family: str
     outcome: str = "exact"
@@ -313,7 +313,7 @@ class _Differences(RLCallback):
 
 
 def family_spec(family: str) -> ModelSpec:
-    """A model of the family with random weights."""
+    """Returns the spec of a model of the family with random weights."""
     config = next(kind[family] for kind in FAMILIES.values() if family in kind)
     return ModelSpec(config={"model_type": family, **config}, tokenizer=TOKENIZER, seed=0)
 
@@ -332,7 +332,7 @@ def make_folder(family: str, folder: str) -> ModelSpec:
 
 
 def measure(family: str, *, fsdp2: bool = True) -> Row:
-    """The family's row; `fsdp2=False` leaves out the two ranks."""
+    """Returns the family's row; `fsdp2=False` leaves out the two ranks."""
     row = Row(family)
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -351,7 +351,7 @@ def measure(family: str, *, fsdp2: bool = True) -> Row:
 
 
 class _Wrong(ArithmeticError):
-    """Numbers that differ."""
+    """Raised if numbers differ."""
 
 
 def _check(name: str, value: float) -> float:
@@ -434,7 +434,7 @@ def _experience() -> Experience:
 
 
 def _is_packed(spec: ModelSpec) -> bool:
-    """Whether the family may be packed; its logprobs then equal those of rows computed one by one."""
+    """Whether the family may be packed; if so, checks that its logprobs equal those of rows computed one by one."""
     model = spec.load_model()
     alone = SingleModel(model, LogprobSettings(), form="rectangles")
     try:
@@ -458,9 +458,9 @@ def measure_ranks(folder: str, num_ranks: int = 2, *, is_mixed: bool = False, **
     """Compares ranks of FSDP2Strategy with one process; returns the relative error of the gradients.
 
     Args:
-        folder: with the model, which the ranks read.
-        is_mixed: in `bf16-mixed` precision.
-        settings: of FSDP2Strategy.
+        folder: the model's folder, which the ranks read.
+        is_mixed: whether to use `bf16-mixed` precision.
+        settings: arguments of FSDP2Strategy.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.families"])
@@ -541,7 +541,7 @@ def _compare_ranks(rank: int, num_ranks: int, folder: str, is_mixed: bool, setti
 
 
 def _gradients(model: torch.nn.Module, one: torch.nn.Module, dp_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of gradients: the ranks', averaged there, and those of one process."""
+    """Returns pairs of gradients: the ranks' averaged one, and that of one process."""
     expected = {name: parameter.grad for name, parameter in one.named_parameters()}
     for name, parameter in model.named_parameters():
         if (gradient := expected[name]) is None:
@@ -562,7 +562,7 @@ def _compare_names(sent: dict[str, Tensor], folder: str) -> None:
 
 
 def with_tables(page: str, rows: Sequence[Row]) -> str:
-    """The page with the tables of these rows between its marks."""
+    """Returns the page with the tables of these rows between its marks."""
     row_of = {row.family: row for row in rows}
     text = ""
     for kind, configs in FAMILIES.items():

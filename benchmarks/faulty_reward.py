@@ -1,4 +1,4 @@
-"""Rewards that fail when they are told to, of `benchmarks.kill_run` and `benchmarks.soak`; without torch."""
+"""Rewards that fail on demand, for `benchmarks.kill_run` and `benchmarks.soak`; without torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ LONGEST_S = 60.0
 
 
 def even_share(trajectory: Trajectory) -> float:
-    """The share of even tokens."""
+    """Returns the share of even tokens."""
     return sum(token % 2 == 0 for token in trajectory.completion_ids) / max(1, len(trajectory.completion_ids))
 
 
 def held(trajectory: Trajectory, folder: str) -> float:
-    """While the file HOLD is there, sample 1 waits, and HELD says so; PID has the process id of the first worker."""
+    """Waits on sample 1 while the file HOLD exists, and writes HELD; PID contains the first worker's process id."""
     here = Path(folder)
     if not (here / PID).exists():
         (here / PID).write_text(str(os.getpid()))

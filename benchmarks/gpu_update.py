@@ -1,23 +1,23 @@
-"""The update of a language model on one GPU: tokens/s, MFU and memory, against a plain training loop.
+"""Measures the update of a language model on one GPU: tokens/s, MFU and memory, against a plain training loop.
 
     python -m benchmarks.gpu_update [--quick] [--models qwen3-0.6b,qwen3-1.7b] [--contenders pure,mixed]
 
-All contenders have a model of the same shape with random weights, the same trajectories (completions of lengths.py,
-with prompts of a quarter of the longest) and fused AdamW. They run one after the other, each with the GPU to itself,
-and one that runs out of memory says so. An update is one microbatch: forward, backward, optimizer step.
+All contenders train a model of the same shape with random weights, on the same trajectories (completions of lengths.py,
+with prompts of a quarter of the longest), with fused AdamW. They run one after another, each with the GPU to itself;
+one that runs out of memory reports it. An update is one microbatch: forward, backward, optimizer step.
 
     plain    a Hugging Face loop in bfloat16: rows padded to the longest, an attention mask, logits of every position,
              their logprobs in float32; as many rows at a time as fit `--plain-tokens` padded tokens
-    pure     SingleModel in bfloat16: one packed row, the output head at loss tokens only, entropies as well
+    pure     SingleModel in bfloat16: one packed row, the output head only at loss tokens, and entropies
     shared   the same, with each group's prompt in the row once
     mixed    as pure under bf16-mixed: float32 weights, gradients and moments, products in bfloat16
     trainer  GRPO's whole update phase in lightrl.Trainer, with hooks, callbacks and metrics, under bf16-mixed
     fsdp2    the same with FSDP2Strategy, on one GPU
 
-MFU counts only what the model needs for real tokens: the head at loss tokens, half of causal attention, nothing twice,
-but a prompt for each of its trajectories, also in `shared`, `trainer` and `fsdp2`, which compute it once; it is the
-share of `--tflops`, by default an H100's 989 for dense bfloat16 from its data sheet. `warm_up_s` is the first update,
-with all compilation; `memory_gib` the measured peak; `predicted_gib` what plan/costs.py says on paper.
+MFU is a fraction of `--tflops`, by default an H100's 989 for dense bfloat16 from its data sheet. It counts only work on
+real tokens, without recomputation: the head at loss tokens, half of causal attention, and a prompt for each of its
+trajectories, even in `shared`, `trainer` and `fsdp2`, which compute it once. `warm_up_s` is the first update, with all
+compilation; `memory_gib` is the measured peak; `predicted_gib` is the estimate of plan/costs.py.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def make_config(name: str) -> PretrainedConfig:
 
 
 def flops(config: PretrainedConfig, lengths: Sequence[int], num_loss_tokens: int, *, has_backward: bool) -> float:
-    """FLOPs of one pass over sequences of these lengths; a backward costs two forwards."""
+    """Returns the FLOPs of one pass over sequences of these lengths; a backward costs two forwards."""
     tokens = sum(lengths)
     layers = config.num_hidden_layers
     matrices = layers * layer_parameters(config) * tokens + config.vocab_size * config.hidden_size * num_loss_tokens
@@ -77,7 +77,7 @@ def flops(config: PretrainedConfig, lengths: Sequence[int], num_loss_tokens: int
 
 
 def trajectories_of(tokens: int, longest: int, vocab_size: int) -> list[Trajectory]:
-    """Groups of completions, about `tokens` tokens in total; prompts are a quarter of `longest`."""
+    """Makes groups of completions, about `tokens` tokens in total; prompts are a quarter of `longest`."""
     prompt = longest // 4
     num = max(1, round(tokens / (GROUP_SIZE * (prompt + longest / 4)))) * GROUP_SIZE
     return make_trajectories(prompt, skewed_lengths(num, longest), vocab_size)
@@ -95,7 +95,7 @@ def make_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def backward_of(name: str, model: PreTrainedModel, part: Experience, plain_tokens: int) -> Callable[[], None]:
-    """A contender's forward and backward of the microbatch."""
+    """Returns a contender's forward and backward of the microbatch."""
     if name == "plain":
         return lambda: run_padded(model, part, max(1, plain_tokens // part.token_ids.shape[1]))
     single = SingleModel(model, LogprobSettings(entropy_needs_gradient=False), form="packed" if CUDA else None)
@@ -108,7 +108,7 @@ def backward_of(name: str, model: PreTrainedModel, part: Experience, plain_token
 
 
 def loop_seconds(name: str, config: PretrainedConfig, experience: Experience, given: argparse.Namespace) -> list[float]:
-    """Seconds of each update of a contender without a Trainer; the first is the warm-up."""
+    """Returns the seconds of each update of a contender without a Trainer; the first is the warm-up."""
     is_mixed = name == "mixed"
     model = make_model(config, torch.bfloat16 if CUDA and not is_mixed else torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
@@ -128,7 +128,7 @@ def loop_seconds(name: str, config: PretrainedConfig, experience: Experience, gi
 def trainer_seconds(
     name: str, config: PretrainedConfig, trajectories: list[Trajectory], given: argparse.Namespace
 ) -> list[float]:
-    """Seconds of each update phase of a run on recorded trajectories."""
+    """Returns the seconds of each update phase of a run on recorded trajectories."""
     times = UpdateTimes()
     spec = lightrl.ModelSpec(config=config.to_dict(), tokenizer="examples.quickstart.task.tokenizer", seed=0)
     tokens = sum(len(trajectory.token_ids) for trajectory in trajectories)
@@ -148,7 +148,7 @@ def trainer_seconds(
 
 
 def predicted_bytes(name: str, config: PretrainedConfig, tokens: int, num_parameters: int) -> float:
-    """Parameters, gradients and both moments, and the peak of a microbatch."""
+    """Estimates the bytes of parameters, gradients, both moments and the peak of a microbatch."""
     width = 2 if CUDA and name in ("pure", "shared") else 4
     copies = name in ("mixed", "trainer")
     is_compiled = can_compile("cuda" if CUDA else "cpu")
@@ -157,7 +157,7 @@ def predicted_bytes(name: str, config: PretrainedConfig, tokens: int, num_parame
 
 
 def measure(report: Report, model: str, tokens: int, given: argparse.Namespace) -> dict[str, float]:
-    """Adds a row for each contender; gives the ratios to the plain loop."""
+    """Adds a row for each contender; returns the ratios to the plain loop."""
     config = make_config(model)
     trajectories = trajectories_of(tokens, given.longest, config.vocab_size)
     experience = Experience.from_trajectories(trajectories)

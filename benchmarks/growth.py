@@ -1,12 +1,12 @@
-"""How long a run takes to start on many prompts, and how much memory it needs.
+"""Measures how long a run takes to start on many prompts, and how much memory it needs.
 
     python -m benchmarks.growth [--quick] [--prompts 10000,1000000,5000000]
 
-A fresh process opens this many rows, in a JSONL and in a Parquet file, and measures the seconds until the first prompt
-is rendered (`start_s`; for Parquet once more with the cache of `datasets` that the first start has made), the seconds
-until the fingerprint of the first checkpoint is there, milliseconds for each further prompt in shuffled order, alone
-and in a batch (in a run: in a thread, ahead of need), and the process's resident memory. Imports are not counted in the
-seconds, but in the memory: `imports_mib` is what they take.
+A fresh process opens this many rows, in a JSONL and in a Parquet file. It measures the seconds until the first prompt
+is rendered (`start_s`; for Parquet again with the cache of `datasets` that the first start wrote), the seconds until
+the fingerprint for the first checkpoint is ready, milliseconds for each further prompt in shuffled order, singly and in
+a batch (a run does this in a thread, ahead of need), and the process's resident memory. The memory includes the imports
+(`imports_mib`); the seconds do not.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def write(path: Path, num: int) -> None:
 
 
 def read(path: str) -> dict[str, float]:
-    """Opens the data as a run does; in a process of its own."""
+    """Opens the data as a run does; runs in a separate process."""
     import datasets  # noqa: F401  # imports are not measured
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Iterations per second of GRPO: lightrl against TRL's GRPOTrainer, on the same task, in one run.
+"""Compares iterations per second of GRPO in lightrl and in TRL's GRPOTrainer, on the same task, in one run.
 
     python -m benchmarks.grpo_vs_trl [--quick] [--threads 2] [--tasks short,skewed] [--contenders ...]
     python -m benchmarks.grpo_vs_trl --model FOLDER [--seeds 0,1,2] [--plot rewards.png]
@@ -6,7 +6,7 @@
 Needs TRL: `pip install -c constraints.txt -e ".[bench]"`.
 
 Each contender is a process that builds its trainer once, then waits between iterations until this process lets it run a
-few. They take turns, so drift of the machine's speed favors nobody, and ratios are computed pair by pair.
+few. They take turns, so that changes in the machine's speed favor neither, and ratios are computed pair by pair.
 
     this process ──run 3──► TRL ──seconds──► run 3 ──► lightrl ──seconds──► run 3 ──► lightrl …
 
@@ -19,9 +19,9 @@ learn, and greedy accuracy on held-out prompts is measured by one function for b
     skewed   16 prompts × 8, at most 128 new tokens, lengths forced by one list (lengths.py); the reward differs, since
              no completion is correct and TRL could not learn from equal rewards
 
-TRL has the settings that were fastest on a CPU: sdpa attention, dynamic cache, fused AdamW, no gradient checkpointing,
-the batch size below. lightrl has its defaults: rewards in a killable process, weight sync to the engine at every
-iteration, RolloutMetrics, progress bar; plus CSV and TensorBoard files. Every group is trained on, even if all its
+TRL uses the settings that were fastest on a CPU: sdpa attention, dynamic cache, fused AdamW, no gradient checkpointing,
+the batch size below. lightrl uses its defaults: rewards in a killable process, weight sync to the engine at every
+iteration, RolloutMetrics, progress bar; plus CSV and TensorBoard files. Both train on every group, even if all its
 rewards are equal.
 
 Rows of the table:
@@ -130,7 +130,7 @@ class Turnstile:
         self._started = 0.0
 
     def pass_through(self) -> None:
-        """Called before the first iteration and between iterations."""
+        """Waits for the next turn; called before the first iteration and between iterations."""
         if self._left > 0:
             self.block.seconds.append(time.perf_counter() - self._started)
             self._left -= 1
@@ -144,12 +144,12 @@ class Turnstile:
 
 
 def odd_fraction(trajectory: Trajectory) -> float:
-    """A reward that differs within a group, for the skewed task."""
+    """Returns a reward that differs within a group, for the skewed task."""
     return sum(token % 2 for token in trajectory.completion_ids) / len(trajectory.completion_ids)
 
 
 def make_engine(task: Task) -> LocalEngine:
-    """A LocalEngine, which ends each completion at its length on the task's list, if there is one."""
+    """Makes a LocalEngine, which ends each completion at its length on the task's list, if there is one."""
     import lightrl
     from benchmarks.lengths import session_length
 
@@ -294,7 +294,7 @@ def train_trl(task: Task, turnstile: Turnstile, folder: Path, num_iterations: in
 
 
 def trl_settings(task: Task, folder: Path, num_iterations: int) -> Any:
-    """TRL's GRPOConfig."""
+    """Makes TRL's GRPOConfig."""
     from trl import GRPOConfig
 
     return GRPOConfig(
@@ -337,7 +337,7 @@ CONTENDERS: dict[str, Callable[[Task, Turnstile, Path, int], None]] = {
 
 
 def contend(name: str, task: Task, connection: Connection, folder: Path, threads: int, num_iterations: int) -> None:
-    """A contender's process."""
+    """Runs in a contender's process."""
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # standard output belongs to the measurements
     import torch
 
@@ -425,7 +425,7 @@ def save_model(folder: Path) -> None:
 
 
 def held_out_accuracy(folder: Path) -> float:
-    """The share of held-out sums that a model answers right, greedily."""
+    """Returns the share of held-out sums that a model answers correctly with greedy decoding."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -508,7 +508,7 @@ def measure(report: Report, task: Task, names: Sequence[str], arguments: argpars
 
 
 def accuracy_difference(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """lightrl's mean held-out accuracy minus TRL's, and the standard error of that difference over seeds."""
+    """Returns lightrl's mean held-out accuracy minus TRL's, and the difference's standard error over seeds."""
     ours, theirs = (
         [row["held_out_accuracy"] for row in rows if row["contender"] == name] for name in ("lightrl", "trl")
     )
@@ -520,7 +520,7 @@ def accuracy_difference(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def draw_rewards(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """A line per contender: the mean over seeds of the sampled rewards, and each seed as a thin line."""
+    """Draws a line per contender, the mean over seeds of the sampled rewards, and each seed as a thin line."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -540,7 +540,7 @@ def draw_rewards(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def outside_phases(blocks: Sequence[Block]) -> dict[str, float]:
-    """Which fraction of its iterations a contender that reports phases spends in none of them."""
+    """Returns the fraction of iteration time outside all phases, for a contender that reports phases."""
     in_phases = sum(sum(values) for block in blocks for values in block.phase_seconds.values())
     total = sum(sum(block.seconds) for block in blocks)
     return {"outside_phases_fraction": round(1 - in_phases / total, 4)} if in_phases else {}

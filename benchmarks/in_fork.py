@@ -1,4 +1,4 @@
-"""A function in a fork of this process, which has imported everything: a run without the seconds of its imports."""
+"""Runs a function in a fork of this process, which has already imported everything, to save the import time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from forked import end_with_parent
 
 
 def in_fork(play: Callable[[], None], output: Path, variables: Mapping[str, object] | None = None) -> int:
-    """The process id of a child that calls `play` and ends with exit code 0, or 1 if that raised.
+    """Returns the process id of a child that calls `play` and exits with code 0, or 1 if that raised.
 
-    The child ends with this process, which must have one thread only.
+    The child ends with this process, which must have only one thread.
 
     Args:
-        output: a file, to which all that the child prints is appended.
-        variables: of the child's environment.
+        output: a file to which the child's output is appended.
+        variables: the child's environment variables.
     """
     sys.stdout.flush()
     child = os.fork()

@@ -1,13 +1,13 @@
-"""Who dies when: each actor killed or stopped within each phase of a run, and what becomes of the run.
+"""Kills or stops each actor in each phase of a run, and checks what happens to the run.
 
     python -m benchmarks.kill_matrix [--cells WORDS,WORDS] [--write benchmarks/faults.md]
 
-A cell is a `fit` of its own, kill_run.py, in processes of its own. If it does not go on, it is resumed from its last
-checkpoint. A row has what happened, who is named in the output, and the seconds from the signal until the run went on
-or had ended; how many trajectories are missing from the trajectory log, or are in two of its iterations; and whether
-the weights equal those of a run in which nothing happened. What each cell must give is declared below: the command
-fails where one gives something else. `--write` replaces the table between two markers of a Markdown file; with
-`--cells` only the lines of these actors.
+A cell is a separate `fit`, kill_run.py, in separate processes. If it does not continue, it is resumed from its last
+checkpoint. A row contains what happened, who is named in the output, and the seconds from the signal until the run
+continued or had ended; how many trajectories are missing from the trajectory log, or are in two of its iterations; and
+whether the weights equal those of an undisturbed run. The expected result of each cell is declared below; the command
+fails if a cell's result differs. `--write` replaces the table between two markers of a Markdown file; with `--cells`
+only the lines of these actors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MARKERS = ("<!-- python -m benchmarks.kill_matrix --write benchmarks/faults.md -
 
 @dataclass(frozen=True)
 class Expected:
-    """What a cell must give: the outcome, who is named (a pattern; empty for nobody), and how many are dropped."""
+    """A cell's expected result: the outcome, who is named (a pattern; empty for nobody), and how many are dropped."""
 
     outcome: str
     named: str = ""
@@ -84,10 +84,10 @@ def expected(cell: Cell) -> Expected:
 
 
 class Matrix:
-    """Plays cells in forks of this process, which has imported everything and has no thread.
+    """Runs cells in forks of this process, which has imported everything and has no other threads.
 
     Args:
-        folder: for the runs.
+        folder: the runs' folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -95,7 +95,7 @@ class Matrix:
         self._whole: dict[int, Any] = {}  # by the number of ranks: the last weights of a run without a fault
 
     def row(self, cell: Cell) -> dict[str, Any]:
-        """Plays the cell; the row of the table, with `problems` if it is not what is expected."""
+        """Runs the cell; returns the row of the table, with `problems` if it differs from what is expected."""
         folder = self.folder / "-".join((cell.actor, cell.phase, cell.signal)).replace(" ", "-")
         folder.mkdir()
         codes, ended_at = self._play(folder, cell)
@@ -142,7 +142,7 @@ class Matrix:
     def _play(
         self, folder: Path, cell: Cell | None, *, ranks: int | None = None, resumes: bool = False
     ) -> tuple[list[int | None], float]:
-        """Exit codes by rank (None: it had to be ended), and when the last one that ended by itself did."""
+        """Returns exit codes by rank, None if it had to be killed, and the time when the last other one ended."""
         size = ranks or (cell.ranks if cell else 1)
         port = HeldPort("127.0.0.1")
         children = [_fork(folder, cell, rank, size, port.number, resumes) for rank in range(size)]
@@ -176,7 +176,7 @@ def _outcome(cell: Cell, codes: Sequence[int | None]) -> str:
 
 
 def _fork(folder: Path, cell: Cell | None, rank: int, size: int, port: int, resumes: bool) -> int:
-    """The process id of a child that plays one rank."""
+    """Returns the process id of a child that runs one rank."""
     variables = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0,
                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "kill_matrix"}  # fmt: skip
     return in_fork(
@@ -187,12 +187,12 @@ def _fork(folder: Path, cell: Cell | None, rank: int, size: int, port: int, resu
 
 
 def _notices(file: Path) -> list[tuple[float, str]]:
-    """The warnings of the run, each with its time on the monotonic clock."""
+    """Returns the run's warnings, each with its time on the monotonic clock."""
     return [(at, text) for at, text in map(json.loads, file.read_text().splitlines() if file.exists() else [])]
 
 
 def count_ids(folder: Path) -> tuple[int, int]:
-    """How many trajectories of the run are in no iteration's file, and in more than one."""
+    """Counts trajectories of the run that are in no iteration's file, and in more than one."""
     per_iteration, size = kill_run.PROMPTS, kill_run.GROUP_SIZE
     counts: Counter[tuple[int, int]] = Counter()
     for path in sorted(folder.glob("iteration-*.jsonl")):
@@ -207,7 +207,7 @@ def _equal(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) 
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The table of benchmarks/faults.md: a line for each actor and signal, its phases together where they are alike."""
+    """Returns the table of benchmarks/faults.md: a line per actor and signal, with phases of equal results joined."""
     lines = [
         "| actor | signal | in phase | the run | seconds | lost | twice | same weights | the output names |",
         "|---|---|---|---|--:|--:|--:|---|---|",
@@ -230,7 +230,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def with_lines_of_others(file: Path, table: str, actors: set[str]) -> str:
-    """The table, with the lines that the file's has of other actors, in the order of the cells."""
+    """Returns the table with the file's lines about other actors added, in the order of the cells."""
     old = file.read_text().partition(MARKERS[0])[2].partition(MARKERS[1])[0].splitlines()
     head, lines = table.splitlines()[:2], table.splitlines()[2:]
     for actor in dict.fromkeys(cell.actor for cell in CELLS):

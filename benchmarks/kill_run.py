@@ -2,8 +2,8 @@
 
     servers (SGLangEngine starts two, fake) ── environment (a process per conversation) ── reward worker ── ranks
 
-The phase is a witness, not a time: its own code sends the signal from inside the phase, waits until the kernel shows
-the target as dead or stopped, and only then lets the phase continue.
+The signal does not depend on time: code inside the phase sends it, waits until the kernel shows the target as dead or
+stopped, and only then lets the phase continue.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Cell:
 
 
 class Tool:
-    """The processes of the environments: `cat`, which answers what it reads; idle ones serve the next conversation."""
+    """The environments' processes, each a `cat`, which echoes its input; idle ones serve the next conversation."""
 
     idle: ClassVar[deque[subprocess.Popen[str]]] = deque()
 
@@ -103,7 +103,7 @@ def _close(process: subprocess.Popen[str]) -> None:
 
 
 class Echo(Environment):
-    """Asks its process once and is done."""
+    """An environment that asks its process once and ends."""
 
     moment: Moment | None = None
 
@@ -130,7 +130,7 @@ class Echo(Environment):
 
 
 class Engine(SGLangEngine):
-    """Calls the moment when a part of a version's weights is on its way."""
+    """An engine that calls the moment when part of a version's weights has been sent."""
 
     moment: Moment | None = None
 
@@ -145,12 +145,12 @@ class Engine(SGLangEngine):
 
 
 class Moment(RLCallback):
-    """Kills or stops the cell's actor once, within the cell's phase of iteration AT, and notes what happens next.
+    """Kills or stops the cell's actor once, within the cell's phase of iteration AT, and records what happens next.
 
     Args:
-        cell: None only passes through.
-        folder: of the run, where the witness is written.
-        rank: of this process.
+        cell: None does nothing.
+        folder: the run's folder, to which the record is written.
+        rank: this process's rank.
     """
 
     def __init__(self, cell: Cell | None, folder: Path, rank: int) -> None:
@@ -163,7 +163,7 @@ class Moment(RLCallback):
         self._has_happened = False
 
     def reach(self, phase: str) -> None:
-        """The main thread is inside this phase of iteration AT."""
+        """Called while the main thread is inside this phase of iteration AT."""
         self.phase = phase
         if self._has_happened:
             self._note_after()
@@ -173,13 +173,13 @@ class Moment(RLCallback):
             self._act(self._target(self.cell.actor))
 
     def in_step(self, pid: int) -> None:
-        """An environment is about to ask its process."""
+        """Called when an environment is about to ask its process."""
         if self.is_here and self._is_for_step and self.phase == "rollout" and not self._has_happened:
             self._act(pid)
 
     @property
     def _holds_reward(self) -> bool:
-        """A reward is being computed when it happens: during the model calls a worker may be at work or not."""
+        """Whether a reward must be in progress at the signal; during the model calls a worker may be busy or idle."""
         return self.cell is not None and (
             self.cell.phase == "reward" or (self.cell.actor, self.cell.phase) == ("reward worker", "score")
         )
@@ -331,7 +331,7 @@ class Letters(PromptDataModule):
 
 
 def play(folder: Path, cell: Cell | None, *, rank: int = 0, ranks: int = 1, resumes: bool = False) -> None:
-    """Trains ITERATIONS, on-policy, each with a checkpoint; leaves the last weights in the folder."""
+    """Trains ITERATIONS on-policy iterations, each with a checkpoint, and saves the last weights in the folder."""
     moment = Moment(cell, folder, rank)
     Echo.moment = Engine.moment = moment
     _watch_checkpoints(moment)
@@ -373,7 +373,7 @@ def _weights(module: GRPO) -> dict[str, torch.Tensor]:
 
 
 def _watch_checkpoints(moment: Moment) -> None:
-    """The moment of rank 0 is inside the write of the checkpoint: the file is open, nothing is in it."""
+    """Patches `torch.save` so that rank 0 reaches its moment while the checkpoint's file is open and empty."""
     plain_save = torch.save
 
     def save(state: Any, *args: Any, **kwargs: Any) -> None:

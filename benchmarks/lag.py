@@ -1,4 +1,4 @@
-"""Which loss still trains at which lag: reward against on-policy's at equal samples, and when the warning comes.
+"""Shows which loss still trains at which lag: reward relative to on-policy's at equal samples, and when warnings come.
 
     python -m benchmarks.lag [--run] [--losses TOPR,OAPL] [--staleness 16,64] [--seeds 0,1,...,31]
                              [--iterations 160] [--out benchmarks/lag] [--quick]
@@ -6,27 +6,27 @@
 Task, reward and settings are those of `benchmarks.algorithms` (the largest of four digits, 16 groups of 16, two
 updates), with a smaller policy, so that a run takes seconds of one core. The lag is exact and simulated: a queue holds
 the trajectories of η iterations, so that iteration k trains on what the weights of iteration max(0, k - η) sampled. As
-in a run that starts full, the first η iterations see only samples of the first weights. Everything else is what ships:
-`score`, `MinibatchLoss`, the module's loss and optimizer, and the rule of the warning. Nothing depends on time, so runs
-repeat bit for bit on one machine.
+in a run whose queue starts full, the first η iterations train on samples of the first weights. Everything else is
+lightrl's own code: `score`, `MinibatchLoss`, the module's loss and optimizer, and the rule of the warning. Nothing
+depends on time, so runs repeat bit for bit on one machine.
 
-The reward is that of the present policy: each iteration samples the trajectories that it puts into the queue.
+The reward is that of the current policy: each iteration samples the trajectories that it puts into the queue.
 `fraction_of_on_policy` is the mean reward of the last tenth of the iterations over all seeds, divided by that of GRPO
-without lag. Rows with `provoked` have a learning rate so high that some losses collapse: the reward, as a mean over 10
+without lag. Rows with `provoked` use a learning rate so high that some losses collapse: the reward, as a mean over 10
 iterations, falls by `COLLAPSE` below its best. `ess_warning_lead_iterations` is the least number of iterations from a
-run's first warning to its collapse: null if no run collapsed, and negative or "missed" where the warning was late.
+run's first warning to its collapse: null if no run collapsed, negative or "missed" if the warning was late.
 
-A collapse is *provoked* if its learning rate is. At the usual rate a configuration, which is a loss and a lag, is
-*healthy* if none of its runs collapses, and *on the edge* if some do: there a warning is right whether or not this seed
-collapses, since the next one does. It does not matter whether the reward recovers. More seeds can show that a healthy
+A collapse at that learning rate is *provoked*. At the usual rate a configuration, which is a loss and a lag, is
+*healthy* if none of its runs collapses, and *on the edge* if some do; then a warning is right even if this seed does
+not collapse, since another one does. It does not matter whether the reward recovers. More seeds can show that a healthy
 configuration is on the edge, never the opposite.
 
-The rows `warnings` count how many collapses a warning came `LEAD` iterations ahead of, and how many other runs have
-one: of each loss, of all runs, and of the seeds before `FIRST_HELD_OUT`, on which the warning's rule was chosen, from
-there, and from `FIRST_FRESH` on: docs/algorithms.md.
+The rows `warnings` count the collapses that a warning preceded by `LEAD` iterations, and the other runs with a warning.
+There are rows for each loss, for all runs, for the seeds before `FIRST_HELD_OUT`, on which the warning's rule was
+chosen, for those from it on, and for those from `FIRST_FRESH` on: docs/algorithms.md.
 
-`runs.jsonl` in the output folder has a line per run; rows are made from it, with as many of the seeds as it has.
-`--run` does the runs that it lacks and appends them, about 10 s of one core each; remove a line to repeat its run.
+`runs.jsonl` in the output folder contains a line per run; rows are made from it, with the seeds that it contains.
+`--run` does the missing runs and appends them, about 10 s of one core each; remove a line to repeat its run.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def train(loss: str, lag: int, lr: float, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The record of one run, in this process."""
+    """Trains one run in this process and returns its record."""
     import torch
 
     import lightrl
@@ -175,7 +175,7 @@ def train(loss: str, lag: int, lr: float, seed: int, options: argparse.Namespace
 
 
 def sample(policy: Module, prompts: list[Prompt], version: int) -> Experience:
-    """`GROUP_SIZE` trajectories of each prompt, which all have the same length."""
+    """Samples `GROUP_SIZE` trajectories of each prompt; all prompts have the same length."""
     import torch
 
     from examples.quickstart.task import VOCABULARY
@@ -215,7 +215,7 @@ def sample(policy: Module, prompts: list[Prompt], version: int) -> Experience:
 
 
 def logprobs_of(policy: Module, experience: Experience) -> Tensor:
-    """Of the tokens that train, [N]."""
+    """Returns the logprobs of the tokens that train, [N]."""
     import torch
 
     from lightrl.functional import token_logprobs
@@ -252,22 +252,22 @@ def row_of(
 
 
 def collapse_of(rewards: Sequence[float]) -> int | None:
-    """The first iteration, from 0, whose mean over the last 10 is `COLLAPSE` below the best before; None without."""
+    """Returns the first iteration, from 0, whose mean over the last 10 is `COLLAPSE` below the best so far, or None."""
     means = means_of_10(rewards)
     best = list(itertools.accumulate(means, max))
     return next((index + 9 for index, mean in enumerate(means) if mean < best[index] - COLLAPSE), None)
 
 
 def means_of_10(values: Sequence[float]) -> list[float]:
-    """Of all values and the 9 before each; of all if there are fewer."""
+    """Returns the mean of each value and the 9 before it, or of all values if there are fewer."""
     return [statistics.fmean(values[max(0, end - 10) : end]) for end in range(min(10, len(values)), len(values) + 1)]
 
 
 def watched(run: dict[str, Any]) -> tuple[int | None, list[list[float]]]:
-    """When StalenessControl warns, and of what: the iteration, from 0, of its first warning, None without; its means.
+    """Returns the iteration, from 0, of StalenessControl's first warning, or None; and the means that it watches.
 
-    The means of sample size, KL and step ÷ √gradient are a list each, a value for each iteration since the first that
-    counts.
+    The means of sample size, KL and step ÷ √gradient are a list each, with a value for each iteration from the first
+    that counts.
     """
     watch, warnings, means = LagWatch(), [], []
     steps = [0.0] * FIRST_ITERATIONS + run.get("step_k3_nats", [])[FIRST_ITERATIONS:]
@@ -279,7 +279,7 @@ def watched(run: dict[str, Any]) -> tuple[int | None, list[list[float]]]:
 
 
 def warnings_of(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By name of a row: how many collapses are warned of `LEAD` iterations ahead, and how many other runs are."""
+    """Counts, by name of the row, collapses with a warning `LEAD` iterations ahead, and other runs with a warning."""
     outcomes = [(run, collapse_of(run["reward"]), watched(run)[0]) for run in runs]
     usual = [(run["loss"], run["staleness"], collapse) for run, collapse, _ in outcomes if run["lr"] == LR]
     edge = {(loss, lag) for loss, lag, collapse in usual if collapse is not None}
@@ -322,7 +322,7 @@ def warnings_of(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def read_records(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """By loss, lag, learning rate and seed."""
+    """Returns the records by loss, lag, learning rate and seed."""
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return {(one["loss"], one["staleness"], one["lr"], one["seed"]): one for one in records}
 

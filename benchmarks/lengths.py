@@ -1,8 +1,9 @@
-"""Forced completion lengths: lists that benchmarks share, and how `model.generate` keeps to one.
+"""Forced completion lengths: lists that benchmarks share, and a logits processor that makes `model.generate` follow
+one.
 
-A comparison is only fair if both sides draw the same number of tokens, so both ban the end token until a completion has
-its length. LocalEngine then ends the row by `max_new_tokens`; `generate` has no length per row and must draw the end
-token.
+A comparison is fair only if both sides sample the same number of tokens, so both ban the end token until a completion
+has its length. LocalEngine then ends the row by `max_new_tokens`; `generate` has no length per row and must sample the
+end token.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from transformers import LogitsProcessor
 
 
 def equal_lengths(count: int, cap: int) -> list[int]:
-    """All lengths are half the cap."""
+    """Returns lengths that are all half the cap."""
     return [cap // 2] * count
 
 
 def skewed_lengths(count: int, cap: int, seed: int = 0) -> list[int]:
-    """5 % at the cap, the others at quantiles of a geometric distribution; on average a quarter of the cap."""
+    """Returns 5 % at the cap, the others quantiles of a geometric distribution; the mean is a quarter of the cap."""
     num_capped = max(1, round(0.05 * count))
     num_others = count - num_capped
     target_mean = (0.25 * count - num_capped) / num_others * cap
@@ -44,7 +45,7 @@ def skewed_lengths(count: int, cap: int, seed: int = 0) -> list[int]:
 
 
 def lognormal_lengths(count: int, cap: int, sigma: float = 0.8, seed: int = 0) -> list[int]:
-    """Quantiles of a lognormal distribution, the longest at the cap.
+    """Returns quantiles of a lognormal distribution, the longest at the cap.
 
     With the default sigma and any cap, the 95th percentile is 3.7 times the median, the mean 1.4 times; of 128 lengths,
     the longest is 6 times the mean.
@@ -57,7 +58,7 @@ def lognormal_lengths(count: int, cap: int, sigma: float = 0.8, seed: int = 0) -
 
 
 def session_length(session: str, lengths: Sequence[int], group_size: int) -> int:
-    """The length for a session of the controller, `position:prompt/sample`; the list repeats."""
+    """Returns the length for a session of the controller, `position:prompt/sample`; the list repeats."""
     position, sample = int(session.split(":")[0]), int(session.rsplit("/")[-1])
     return lengths[(position * group_size + sample) % len(lengths)]
 
@@ -66,10 +67,10 @@ class ForcedLengths(LogitsProcessor):  # type: ignore[misc]
     """Bans the end token until a row's last token, which it forces to be the end token.
 
     Args:
-        lengths: of each row's completion, including the end token.
-        end_token: its id.
+        lengths: tokens of each row's completion, including the end token.
+        end_token: id of the end token.
         prompt_tokens: width of the prompts, including padding.
-        cap: `max_new_tokens`, which ends rows of that length without an end token; None if those draw one too.
+        cap: `max_new_tokens`, which ends rows of that length without an end token; None if they sample one too.
     """
 
     def __init__(self, lengths: Sequence[int], *, end_token: int, prompt_tokens: int, cap: int | None = None) -> None:

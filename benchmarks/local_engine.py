@@ -1,12 +1,12 @@
-"""Tokens per second of LocalEngine against transformers' `model.generate`, with equal and with skewed lengths.
+"""Compares tokens per second of LocalEngine and transformers' `model.generate`, with equal and skewed lengths.
 
     python -m benchmarks.local_engine [--quick] [--models 1M,27M,120M,0.6B] [--batches 8,64,256] [--alone]
 
 Equal on both sides: the model and its weights, dtype, threads, distinct prompts of 32 tokens (so sharing prefixes
 gains nothing), sampling at temperature 1 from the whole vocabulary, and a list of lengths, one per completion. Both ban
-the end token by a mask on the logits until a completion has its length; then `generate` is forced to draw the end token
-(its only way to end a row), while LocalEngine ends the row by `max_new_tokens`. Both draw exactly the same number of
-tokens. LocalEngine also computes logprobs, which `generate` does not.
+the end token by a mask on the logits until a completion has its length; then `generate` is forced to sample the end
+token (its only way to end a row), while LocalEngine ends the row by `max_new_tokens`. Both sample exactly the same
+number of tokens. LocalEngine also computes logprobs; `generate` does not.
 
 Rows of the table:
     equal      all completions have the same length, half the cap
@@ -78,7 +78,7 @@ def make_prompts(count: int, vocab_size: int) -> list[list[int]]:
 
 
 def run_generate(model: PreTrainedModel, prompts: list[list[int]], lengths: list[int], batch: int) -> float:
-    """Seconds of `model.generate`, batch after batch."""
+    """Returns the seconds of `model.generate`, batch after batch."""
     start = time.perf_counter()
     for first in range(0, len(prompts), batch):
         token_ids, part = (
@@ -105,7 +105,7 @@ def run_generate(model: PreTrainedModel, prompts: list[list[int]], lengths: list
 
 
 def run_engine(engine: LocalEngine, prompts: list[list[int]], lengths: list[int]) -> float:
-    """Seconds of LocalEngine, all requests sent at once."""
+    """Returns the seconds of LocalEngine with all requests sent together."""
 
     async def wave() -> None:
         await engine.pause()

@@ -1,23 +1,23 @@
-"""Processor time of the controller per request, against a bare loop over the same HTTP client.
+"""Compares the controller's processor time per request with that of a bare loop over the same HTTP client.
 
     python -m benchmarks.orchestrator [--quick]
 
 Two fake servers in separate processes answer each request after a sleep, with 1,000 precomputed tokens and their
-logprobs. On one side a RolloutController with SGLangEngine and SingleTurn takes one batch of all requests; on the other
-a loop posts the same bodies with aiohttp and parses the same JSON. Both have the same number of requests in flight and
-as many connections. Processor time is that of this process, all threads; the sides take turns. The tokenizer decodes
-nothing, because text is not part of the orchestrator.
+logprobs. On one side a RolloutController with SGLangEngine and SingleTurn processes one batch of all requests; on the
+other a loop posts the same bodies with aiohttp and parses the same JSON. Both keep the same number of requests in
+flight, on as many connections. Processor time is that of all threads of this process; the sides take turns. The
+tokenizer decodes nothing, because text is not part of the orchestrator.
 
 Rows of the table:
     bare          a semaphore, one task per request, post, json.loads
     engine        SGLangEngine.generate in as many tasks
     controller    the whole path to groups with rewards
-    workers_N     the same with `workflow_workers=N`: the time is rank 0's, and `worker_ms_per_request` that of the
-                  workers, all together; `--workers 1,2` has a row for each
-    routing       which of many servers a request goes to (ServerFleet), a part of the engine's time
+    workers_N     the same with `workflow_workers=N`: the time is rank 0's, and `worker_ms_per_request` is the sum of
+                  all workers; `--workers 1,2` makes a row for each
+    routing       the choice of a server among many (ServerFleet), which is part of the engine's time
 
-`at_most_...` is what a processor core that does nothing else can take in, from these milliseconds: the event loop is
-one thread, so this is the end of what rank 0 can control.
+`at_most_...` is the rate that one dedicated core could sustain at this cost: the event loop is one thread, so this is
+the most that rank 0 can control.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ NO_ID = b"0" * 32
 
 
 class CannedServer(fake.FakeServer):
-    """Answers every generation with the same tokens, so that the fakes do less work than what is measured."""
+    """Answers every request with the same tokens, so that the fakes do less work than the measured code."""
 
     delay_s = 0.5
     num_tokens = 1000
@@ -156,7 +156,7 @@ class Setting:
 
 
 def bare_loop(setting: Setting) -> None:
-    """The minimum that a client can do."""
+    """Does the minimum that a client must do."""
 
     async def play() -> None:
         limit = asyncio.Semaphore(setting.in_flight)
@@ -242,7 +242,7 @@ def controller_run(setting: Setting) -> None:
 
 
 def ready_workers(num: int) -> list[psutil.Process]:
-    """The workers of this process, once all of them have imported everything and wait."""
+    """Returns this process's workers once all of them have imported everything and wait."""
     while True:
         children = psutil.Process().children(recursive=True) if num else []
         workers = [child for child in children if "lightrl.rollout.workflow_worker" in " ".join(child.cmdline()[:4])]
@@ -271,7 +271,7 @@ def stopwatch(workers: Sequence[psutil.Process] = ()) -> Iterator[None]:
 
 
 def measure(name: str, setting: Setting, servers: list[Server], report: Report) -> float:
-    """Processor milliseconds per request of this process."""
+    """Returns this process's processor milliseconds per request."""
     fakes_before = sum(server.stats()["processor_s"] for server in servers)
     with PeakMemory() as memory:
         if name == "bare":

@@ -1,16 +1,16 @@
-"""What FSDP2 and 3D parallelism cost, on paper, up to a number of GPUs: nothing is run.
+"""Estimates what FSDP2 and 3D parallelism cost, up to a number of GPUs, without running anything.
 
     python -m benchmarks.plan [--gpus 1024] [--model qwen3-32b | --config FOLDER] [--tokens 4194304]
 
 For each number of GPUs it prints FSDP2 and the fastest (pp, dp, tp) that fits the memory: memory of a rank, bytes sent
 per update, idle time of the pipeline, microbatches, seconds. If FSDP2's whole gradients do not fit, `reduces` is the
-number of microbatches: `reduce_every_microbatch` is set. The formulas of bytes are in lightrl/plan/costs.py. The
-constants of a machine are assumed, not measured, and printed as `assumed`; set measured ones with --mfu, --memory-gb
+number of microbatches: `reduce_every_microbatch` is set. The formulas for bytes are in lightrl/plan/costs.py. The
+machine's constants are assumed, not measured, and printed as `assumed`; set measured ones with --mfu, --memory-gb
 and the bandwidths.
 
-With --shards, torch's own FSDP2 also shards the model, without memory and over a process group that only pretends to
-have the other ranks: `rank_0_gib` and `last_gib` are the parameters, gradients and moments of the first and last rank
-as they are then, with what does not divide evenly, beside the formula's `state_gib`.
+With --shards, torch's own FSDP2 also shards the model, on fake tensors and over a process group that only simulates
+the other ranks: `rank_0_gib` and `last_gib` are the parameters, gradients and moments of the first and last rank,
+including uneven shards, to compare with the formula's `state_gib`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightrl.strategies.layouts.probes import decoder_layers
 
 @dataclass(frozen=True)
 class Machine:
-    """Hardware constants; the defaults come from an H100's data sheet and a common network, none is measured."""
+    """Hardware constants; the defaults are for an H100, by its data sheet, and a common network; none is measured."""
 
     memory_bytes: float = 80e9
     flops: float = 989e12  # bfloat16, dense
@@ -57,7 +57,7 @@ class Times:
 
     @classmethod
     def of(cls, cost: Cost, config: Any, work: Work, machine: Machine) -> Times:
-        """Communication over dp hides behind the compute where there is enough of it, unless there is a pipeline."""
+        """Estimates the times; without a pipeline, communication over dp overlaps with the compute."""
         gpus = cost.pp * cost.dp * cost.tp
         per_token = (8 if work.checkpoint_activations else 6) * num_parameters(config)
         compute_s = per_token * work.tokens / (gpus * machine.flops * machine.mfu)
@@ -69,7 +69,7 @@ class Times:
 
 
 def best_fsdp2_cost(config: Any, gpus: int, work: Work, machine: Machine) -> Cost:
-    """With one reduce for all microbatches, the default, if that fits the memory; otherwise with one for each."""
+    """Returns the cost with one reduce for all microbatches, the default, if that fits; otherwise with one for each."""
     cost = fsdp2_cost(config, gpus, work)
     if cost.memory_bytes <= machine.memory_bytes or cost.num_microbatches == 1:
         return cost
@@ -77,7 +77,7 @@ def best_fsdp2_cost(config: Any, gpus: int, work: Work, machine: Machine) -> Cos
 
 
 def best_3d_cost(config: Any, gpus: int, work: Work, machine: Machine) -> Cost:
-    """The fastest (pp, dp, tp) for this number of GPUs that fits their memory; the smallest if none fits."""
+    """Returns the fastest (pp, dp, tp) for this number of GPUs that fits their memory; the smallest if none fits."""
     costs = list(_all_3d_costs(config, gpus, work, machine))
     fitting = [cost for cost in costs if cost.memory_bytes <= machine.memory_bytes]
     if fitting:
@@ -142,7 +142,7 @@ def row_of(cost: Cost, times: Times, machine: Machine) -> dict[str, Any]:
 
 
 def sharded_state_bytes(config: Any, world: int, rank: int) -> int:
-    """Parameters, gradients and Adam's moments of a rank, of a model that FSDP2 shards as FSDP2Strategy asks it to."""
+    """Returns bytes of a rank's parameters, gradients and Adam moments if FSDP2 shards the model as lightrl does."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         mesh = init_device_mesh("cpu", (world,))

@@ -1,19 +1,19 @@
-"""What the examples reach: a record of each run, and every sentence and table about it made from the records.
+"""Records the results of the examples, and generates every sentence and table about them from the records.
 
     python -m benchmarks.records --run quickstart/grpo --seeds 0,1,2,3,4 [--threads 1] [--work runs/records]
     python -m benchmarks.records
 
-The first runs the command at the top of examples/quickstart/grpo.yaml with each seed, in a process of its own, and
-writes `benchmarks/records/quickstart-grpo-0.json` and so on: command, commit, settings, machine, load, seed, seconds,
-memory and the curve. Examples that it starts from run before, in the same working folder, unless their exports are
-there. It refuses a checkout with changed code, whose commit would say nothing.
+The first command runs the command at the top of examples/quickstart/grpo.yaml with each seed, in a separate process,
+and writes `benchmarks/records/quickstart-grpo-0.json` and so on: command, commit, settings, machine, load, seed,
+seconds, memory and the curve. Examples that it builds on run first, in the same working folder, unless their exports
+exist. It refuses a checkout with changed code, since the commit would not identify it.
 
-The second writes everything that is said about results, from the records alone: the lines `# Takes:` and `# Reaches:`
-at the top of each example; in README.md, examples/README.md and benchmarks/lag.md what stands between
-`<!-- records: … -->` and `<!-- end -->`. An example without a record says `not measured`. A record counts only while
-the settings of its example are those it was made with, so one who changes an example runs it again. The table of
-`benchmarks.lag` comes from its own records, `benchmarks/lag/runs.jsonl`. `tests/test_records.py` checks that nothing
-differs from the records, and that no result is claimed without one.
+The second command writes all statements about results from the records: the lines `# Takes:` and `# Reaches:` at the
+top of each example, and the text between `<!-- records: … -->` and `<!-- end -->` in README.md, examples/README.md and
+benchmarks/lag.md. An example without a record says `not measured`. A record counts only as long as its example has the
+same settings, so whoever changes an example must run it again. The table of `benchmarks.lag` comes from
+`benchmarks/lag/runs.jsonl`. `tests/test_records.py` checks that nothing differs from the records, and that no result
+is claimed without one.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ NOT_MEASURED = "not measured"
 class Recorder(L.Callback):
     """Keeps the curve of a run, and writes it as JSON when the run ends: metric → [[iteration, value], …].
 
-    Iteration i means: by the weights after i iterations; 0 is there if the whole held-out data comes before them.
+    A value at iteration i is for the weights after i iterations; 0 exists if all held-out data is evaluated before.
     """
 
     def __init__(self, path: str) -> None:
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The record of one run; what it starts from is made before."""
+    """Runs an example, after the examples that it builds on, and returns its record."""
     work = options.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "examples").exists():
@@ -153,7 +153,7 @@ def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def started(command: str, work: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Runs a command to its end; what it took."""
+    """Runs a command to its end; returns the time and memory that it took."""
     words = shlex.split(f"{command} {QUICK}" if options.quick else command)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment |= {} if options.threads is None else {"OMP_NUM_THREADS": str(options.threads)}
@@ -189,13 +189,13 @@ def example_file(name: str) -> Path:
 
 
 def header_of(name: str) -> list[str]:
-    """The comment at the top of an example."""
+    """Returns the comment at the top of an example."""
     lines = example_file(name).read_text().splitlines()
     return lines[: next(index for index, line in enumerate(lines) if not line.startswith("#"))]
 
 
 def command_of(name: str) -> str:
-    """What is typed to run it: the command at the top of the example, with the options of a variant."""
+    """Returns the command at the top of the example, with the options of a variant."""
     path = example_file(name).relative_to(ROOT)
     found = re.search(rf"lightrl \w+ (--config \S+ )*--config {path}$", "\n".join(header_of(name)), re.MULTILINE)
     if found is None:
@@ -208,26 +208,26 @@ def configs_of(name: str) -> list[Path]:
 
 
 def exports_of(name: str) -> set[str]:
-    """The folders that an example exports models to."""
+    """Returns the folders that an example exports models to."""
     return set(re.findall(r"\bto: (runs/[\w/]+)", example_file(name).read_text()))
 
 
 def stages_before(name: str) -> list[str]:
-    """The examples that must have run, first ones first."""
+    """Returns the examples that must run before, in order."""
     folders = {folder for path in configs_of(name) for folder in re.findall(r": (runs/[\w/]+)", path.read_text())}
     makers = [other for other in examples() if other != name and exports_of(other) & folders]
     return list(dict.fromkeys(stage for maker in makers for stage in (*stages_before(maker), maker)))
 
 
 def settings_digest(name: str) -> str:
-    """Of all settings of the command, and of the stages before; comments do not count."""
+    """Returns a digest of all settings of the command and of the stages before it, without comments."""
     trees = [yaml.safe_load(path.read_text()) for one in (*stages_before(name), name) for path in configs_of(one)]
     text = json.dumps([trees, VARIANTS.get(name, ())[1:]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def records_of(name: str) -> list[dict[str, Any]]:
-    """The records of an example as it is now, by seed."""
+    """Returns the records of an example with its current settings, by seed."""
     records = [json.loads(path.read_text()) for path in RECORDS.glob(f"{name.replace('/', '-')}-*.json")]
     now = settings_digest(name)
     valid = [record for record in records if record["example"] == name and record["settings"] == now]
@@ -235,7 +235,7 @@ def records_of(name: str) -> list[dict[str, Any]]:
 
 
 def result_of(record: dict[str, Any]) -> str:
-    """The metric that is its result."""
+    """Returns the metric that is an example's result."""
     return next((metric for metric in (*HELD_OUT, *SAMPLED) if metric in record["curve"]), "")
 
 
@@ -249,13 +249,13 @@ def last_samples(record: dict[str, Any], metric: str, place: slice = slice(-LAST
 
 
 def label_of(name: str, metric: str) -> str:
-    """What is counted."""
+    """Returns the label of a result: what it counts."""
     has_pairs = re.search(r"class_path: (DPO|RewardModel)\b", example_file(name).read_text())
     return "of held-out pairs" if has_pairs else HELD_OUT[metric]
 
 
 def reaches(records: Sequence[dict[str, Any]]) -> str:
-    """The held-out result of each seed at the end, and before if it was measured."""
+    """Describes the held-out result of each seed at the end, and at the start if it was measured."""
     if not records:
         return NOT_MEASURED
     name, metric = records[0]["example"], result_of(records[0])
@@ -284,7 +284,7 @@ def seeds_text(records: Sequence[dict[str, Any]]) -> str:
 
 
 def takes(records: Sequence[dict[str, Any]]) -> str:
-    """Processor time and memory, the median over seeds."""
+    """Describes processor time and memory, as medians over seeds."""
     if not records:
         return NOT_MEASURED
     seconds, memory = (statistics.median(one[key] for one in records) for key in ("cpu_seconds", "peak_rss_gb"))
@@ -298,7 +298,7 @@ def machine_text(record: dict[str, Any]) -> str:
 
 
 def rewritten() -> dict[Path, str]:
-    """Each file that says something of results, as the records have it."""
+    """Returns each file that states results, with its text regenerated from the records."""
     texts = {path: (ROOT / path).read_text() for path in PAGES}
     result = {ROOT / path: page_text(text) for path, text in texts.items()}
     for name in examples():
@@ -326,7 +326,7 @@ def line(name: str, _: str) -> str:
 
 
 def seeds_table(name: str, _: str) -> str:
-    """A column per seed, with what the runs took."""
+    """Makes a table with a column per seed: results, time and memory of the runs."""
     records = records_of(name)
     if not records:
         return f"\n{NOT_MEASURED}\n"
@@ -350,7 +350,7 @@ def seeds_table(name: str, _: str) -> str:
 
 
 def example_rows(_: str, text: str) -> str:
-    """A table whose rows have the example's file in their second cell: its third and fourth are written."""
+    """Rewrites the third and fourth cells of table rows whose second cell is an example's file."""
     lines = text.splitlines()
     for index, row in enumerate(lines):
         files = re.findall(r"([\w/]+)\.yaml", row.split("|")[2]) if row.count("|") > 4 else []
@@ -365,7 +365,7 @@ def example_rows(_: str, text: str) -> str:
 
 
 def lag_table(_: str, __: str) -> str:
-    """A row for each loss, lag and learning rate of benchmarks/lag/runs.jsonl."""
+    """Makes a row for each loss, lag and learning rate of benchmarks/lag/runs.jsonl."""
     records = lag.read_records(ROOT / "benchmarks" / "lag" / "runs.jsonl")
     order = {name: index for index, name in enumerate(lag.LOSSES)}
     settings = sorted({key[:3] for key in records}, key=lambda key: (key[2], key[1], order[key[0]]))
@@ -386,7 +386,7 @@ def lag_table(_: str, __: str) -> str:
 
 
 def warnings_table(_: str, __: str) -> str:
-    """A row for each loss of benchmarks/lag/runs.jsonl, for seeds of the choice and held-out ones, and for all."""
+    """Makes rows for each loss of benchmarks/lag/runs.jsonl: seeds that chose the rule, held-out ones, and all."""
     records = lag.read_records(ROOT / "benchmarks" / "lag" / "runs.jsonl")
     heads = {
         "runs": "runs",
@@ -408,7 +408,7 @@ def warnings_table(_: str, __: str) -> str:
 
 
 def loss_name(loss: str) -> str:
-    """As in YAML, from its name in `lag.LOSSES`."""
+    """Returns the loss's name in YAML for its name in `lag.LOSSES`."""
     kind, arguments = lag.LOSSES[loss]
 
     def in_yaml(value: Any) -> Any:

@@ -1,16 +1,16 @@
-"""Ranks and launchers that are killed at random moments: what is lost, and whether the losses stay the same.
+"""Kills ranks and launchers at random moments: measures what is lost, and whether the losses stay the same.
 
     python -m benchmarks.recovery [--kills 10] [--ranks 2]
 
 `lightrl launch` starts the quickstart's task, made small, with `recover: {retries: …}` and a checkpoint after each
-iteration. After two iterations and a random part of the next two, one of its processes gets kill -9: a rank, after
-which the launcher ends the other ranks and starts again by itself, or the launcher, after which the same command is
-given again with `--ckpt_path last`. A second run, which nothing disturbs, is the reference: on-policy all losses must
-equal its own to the last bit. Columns:
+iteration. After two iterations and a random part of the next two, one of its processes is killed with kill -9: either a
+rank, after which the launcher ends the other ranks and restarts them, or the launcher, after which the same command
+runs again with `--ckpt_path last`. An undisturbed run is the reference: on-policy, all losses must equal its losses
+to the last bit. Columns:
 
-    ended_s              from the kill until no rank of that attempt is left
-    lost_iterations      trained before the kill, and again after it: at most the one that the checkpoint had not yet
-    equal_losses         of all iterations of the disturbed run, the repeated ones included
+    ended_s              seconds from the kill until no rank of that attempt is left
+    lost_iterations      iterations trained again after the kill: at most the one that the checkpoint did not contain
+    equal_losses         whether the losses of all iterations of the disturbed run are equal, repeated ones included
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _TICK_S = 0.05
 
 
 class Losses(RLCallback):
-    """Notes each rank's process, and on rank 0 the losses of each iteration once it is trained.
+    """Records each rank's process, and on rank 0 the losses of each iteration once it is trained.
 
     Args:
-        folder: where the notes are.
+        folder: the folder of the records.
     """
 
     def __init__(self, folder: str) -> None:
@@ -66,7 +66,7 @@ class Losses(RLCallback):
 
 
 def settings(folder: Path, ranks: int, iterations: int, retries: int) -> dict[str, Any]:
-    """On top of the quickstart's."""
+    """Returns settings that override the quickstart's."""
     checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 1, "save_last": True}}
     losses = {"class_path": "benchmarks.recovery.Losses", "init_args": {"folder": str(folder)}}
     return {
@@ -82,7 +82,7 @@ def settings(folder: Path, ranks: int, iterations: int, retries: int) -> dict[st
 
 
 class LaunchedRun:
-    """A run by `lightrl launch` in a folder of its own."""
+    """A run by `lightrl launch` in its own folder."""
 
     def __init__(self, folder: Path, *, ranks: int, iterations: int, retries: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ class LaunchedRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """What is left ends with the launcher."""
+        """Kills the launcher, with which everything left ends."""
         self.launcher.kill()
         self.launcher.wait()
 
@@ -111,7 +111,7 @@ class LaunchedRun:
         return subprocess.Popen(command, **options)
 
     def processes(self) -> dict[str, int]:
-        """The launcher's process and those of the present ranks."""
+        """The processes of the launcher and the current ranks."""
         files = {f"rank {rank}": self.folder / f"rank-{rank}" for rank in range(self.ranks)}
         ranks = {name: int(file.read_text() or 0) for name, file in files.items() if file.exists()}
         return {"launcher": self.launcher.pid, **{name: process for name, process in ranks.items() if process}}
@@ -121,7 +121,7 @@ class LaunchedRun:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def wait_for(self, num: int) -> None:
-        """Until so many iterations are noted."""
+        """Waits until this number of iterations is recorded."""
         deadline = time.monotonic() + LONGEST_S
         while len(self.losses()) < num:
             if self.launcher.poll() is not None or time.monotonic() > deadline:
@@ -129,7 +129,7 @@ class LaunchedRun:
             time.sleep(_TICK_S)
 
     def kill(self, victim: str) -> dict[str, Any]:
-        """Kills a process; returns once all ranks of this attempt have ended, with what the kill cost."""
+        """Kills a process, waits until all ranks of this attempt have ended, and returns what the kill cost."""
         processes = self.processes()
         ranks = [process for name, process in processes.items() if name != "launcher"]
         began, num_before = time.monotonic(), len(self.losses())
@@ -155,14 +155,14 @@ class LaunchedRun:
 
 
 def _runs(process: int) -> bool:
-    """A zombie does not: its guard has not looked yet."""
+    """Whether a process runs; a zombie, which its guard has not reaped yet, does not."""
     with suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
     return False
 
 
 def all_equal(disturbed: LaunchedRun, reference: LaunchedRun) -> bool:
-    """Whether each iteration has the reference's losses, as often as it was trained, and none is missing."""
+    """Whether each iteration has the reference's losses every time it was trained, and none is missing."""
     expected = {line["iteration"]: line["losses"] for line in reference.losses()}
     found = disturbed.losses()
     return {line["iteration"] for line in found} == expected.keys() and all(

@@ -1,4 +1,4 @@
-"""Report: what every benchmark prints: a line for the machine, a JSON line per measurement, a table at the end.
+"""Report: prints the output of every benchmark: a line for the machine, a JSON line per measurement, a final table.
 
     report = Report("local_engine")
     for setting in settings:
@@ -49,7 +49,7 @@ class Report:
         return row
 
     def table(self, columns: Sequence[str] | None = None) -> str:
-        """The measurements as Markdown; by default with all columns, in the order of first appearance."""
+        """Returns the measurements as a Markdown table, by default with all columns, in order of first appearance."""
         columns = columns or list(dict.fromkeys(name for row in self.rows for name in row))
         cells = [list(columns), *([_cell(row.get(name)) for name in columns] for row in self.rows)]
         widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
@@ -71,10 +71,10 @@ class Report:
 
 
 class PeakMemory:
-    """Largest resident memory of this process while the block runs, in MiB.
+    """Measures the largest resident memory of this process while the block runs, in MiB.
 
-    Linux can reset the earlier peak; if that fails (`is_since_start`), the peak is that of the process since its start,
-    and each measurement needs its own process.
+    Linux can reset the earlier peak. If that fails (`is_since_start`), the peak is since the process started, and each
+    measurement needs its own process.
     """
 
     def __init__(self) -> None:
@@ -97,13 +97,13 @@ class PeakMemory:
         self.peak_rss_mib = peak_rss_mib()
 
     def values(self) -> dict[str, float]:
-        """For `Report.add`."""
+        """Returns the measurement for `Report.add`."""
         name = "peak_rss_since_start_mib" if self.is_since_start else "peak_rss_mib"
         return {"start_rss_mib": round(self.start_rss_mib, 1), name: round(self.peak_rss_mib, 1)}
 
 
 def peak_rss_mib() -> float:
-    """Largest resident memory of this process since its start, or since the last PeakMemory, in MiB."""
+    """Returns the largest resident memory of this process since its start or the last PeakMemory, in MiB."""
     peak_mib = _proc_status_mib("VmHWM")
     if peak_mib is not None:
         return peak_mib
@@ -112,13 +112,13 @@ def peak_rss_mib() -> float:
 
 
 def rss_mib() -> float:
-    """Resident memory of this process now, in MiB; its peak if the system does not report it."""
+    """Returns the resident memory of this process now, in MiB, or its peak if the system does not report it."""
     now_mib = _proc_status_mib("VmRSS")
     return peak_rss_mib() if now_mib is None else now_mib
 
 
 def machine() -> dict[str, Any]:
-    """What a comparison needs: processor, cores, memory, versions, thread settings, load."""
+    """Describes the machine for comparisons: processor, cores, memory, versions, thread settings, load."""
     import torch
 
     return {
@@ -137,7 +137,7 @@ def machine() -> dict[str, Any]:
 def interleaved(contenders: Mapping[str, Callable[[], float]], *, repeats: int) -> dict[str, list[float]]:
     """Calls each contender in turn for `repeats` rounds, in reverse order every other round.
 
-    So drift of the machine's speed favors nobody.
+    This way changes in the machine's speed favor no contender.
 
     Returns:
         Their results (seconds, or anything to compare) by name, in order of rounds.
@@ -151,7 +151,7 @@ def interleaved(contenders: Mapping[str, Callable[[], float]], *, repeats: int) 
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
-    """The median, lowest and highest ratio of measurements made pair by pair."""
+    """Returns the median, lowest and highest ratio of measurements made pair by pair."""
     ratios = [above / below for above, below in zip(numerators, denominators, strict=True)]
     return {
         "ratio": round(statistics.median(ratios), 3),

@@ -1,12 +1,13 @@
-"""What an update should take on a GPU, part by part, and its MFU: the real update on tensors without memory.
+"""Estimates the time of each part of an update on a GPU, and its MFU, from the real update on fake tensors.
 
     python -m benchmarks.roofline [--quick] [--models qwen3-0.6b,qwen3-1.7b] [--tokens 16384] [--eager] [--shared]
 
-SingleModel runs as gpu_update's `pure` does, in bfloat16; a dispatch mode adds up what its operations read, write and
-multiply. On an H100 a product takes the longer of its bytes over 2.7 TB/s and its FLOPs over what its shape reaches of
-700 TFLOP/s. As compiled, the operations between two products are one kernel: it reads what others made and writes what
-others read, and a backward makes what it needs of the forward again. With --eager each operation is a kernel. With
---shared a group's prompt goes through the model once; the MFU still counts it for each trajectory.
+SingleModel runs like `pure` in gpu_update, in bfloat16; a dispatch mode adds up what its operations read, write and
+multiply. A matrix product on an H100 takes the longer of two times: its bytes over 2.7 TB/s, and its FLOPs over the
+part of 700 TFLOP/s that its shape can reach. When compiled, the operations between two products are one kernel, which
+reads what other kernels made and writes what they read; a backward recomputes what it needs from the forward. With
+--eager each operation is a kernel. With --shared a group's prompt is computed once; the MFU still counts it for each
+trajectory.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ VIEWS = {
 
 
 class Meter(TorchDispatchMode):
-    """Seconds of each part."""
+    """Adds up the seconds of each part."""
 
     def __init__(self, attention_flops: float, *, is_fused: bool) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ class Meter(TorchDispatchMode):
         return outputs
 
     def bytes_to_read(self, value: Tensor) -> int:
-        """Of a fused kernel: what it has neither made nor read yet."""
+        """Returns the bytes that a fused kernel still has to read: inputs that it has neither made nor read yet."""
         key = StorageWeakRef(value.untyped_storage())
         maker = self.made.get(key)
         if maker == self.kernel or (key, self.kernel) in self.known:
@@ -102,7 +103,7 @@ class Meter(TorchDispatchMode):
 
 
 def num_bytes(value: Tensor) -> int:
-    """Expanded tensors are read once."""
+    """Returns a tensor's bytes; expanded dimensions count once."""
     numbers = 1
     for size, stride in zip(value.shape, value.stride(), strict=True):
         numbers *= size if stride else 1
@@ -110,13 +111,13 @@ def num_bytes(value: Tensor) -> int:
 
 
 def rate_of(m: int, n: int, k: int) -> float:
-    """FLOP/s of a product in bfloat16: less for few tiles, which do not fill 132 processors, and for a short k."""
+    """Returns the FLOP/s of a bfloat16 product: less for few tiles, which do not fill 132 SMs, and for a short k."""
     waves = -(-m // 128) * -(-n // 256) * (max(1, k // 2048) if m * n < 132 * 128 * 256 else 1) / 132
     return max(700e12 * k / (k + 180) * waves / -(-waves // 1), 20e12)
 
 
 def predict(name: str, given: argparse.Namespace) -> dict[str, Any]:
-    """The row of one model."""
+    """Returns the row of one model."""
     config = make_config(name)
     experience = make_parts(given.tokens, given.longest, config.vocab_size)
     lengths, is_fused = experience.lengths.tolist(), not given.eager

@@ -1,18 +1,18 @@
-"""Which server a request goes to, by ServerFleet and by SGLang's gateway (smg): prompt tokens computed, and load.
+"""Compares the routing of ServerFleet and of SGLang's gateway (smg): computed prompt tokens and load of servers.
 
     pip install smg && python -m benchmarks.routing [--servers 4] [--groups 24]
 
 SGLangEngine sends the requests, once with its own routing and once with `router: smg`.
 
-Servers are small HTTP programs with a prefix cache in pages, as SGLang's; each computes `SLOTS` requests at a time, at
-a fixed pace per prompt token that is not cached and per token written. All samples of the groups start at once: a
-group's samples have one prompt, all prompts begin with the same instruction, and each sample takes several turns, whose
-prompt is everything before and a reply. Columns:
+Servers are small HTTP programs with a paged prefix cache, like SGLang's; each computes `SLOTS` requests at a time, at a
+fixed pace per uncached prompt token and per generated token. All samples of the groups start together: a group's
+samples share a prompt, all prompts begin with the same instruction, and each sample has several turns, whose prompt is
+everything before plus a reply. Columns:
 
     computed_fraction    prompt tokens computed ÷ prompt tokens: 1 without a cache
-    lower_bound          the same of one server, with all samples one after the other
+    lower_bound          the same for one server with all samples one after another
     imbalance            busiest server ÷ mean, by seconds of computation
-    wall_s               until the last sample is done; the gateway adds a hop of HTTP
+    wall_s               seconds until the last sample is done; the gateway adds an HTTP hop
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class CachedServer:
         return web.json_response(facts | {"weight_version": self.weight_version})
 
     def compute(self, tokens: Sequence[int]) -> int:
-        """Tokens that were not cached; they are now."""
+        """Caches a prompt's pages; returns the number of tokens that were not cached."""
         pages = set(page_names(tokens))
         missing = pages - self.pages
         self.pages |= pages
@@ -105,7 +105,7 @@ class CachedServer:
 
 
 def page_names(tokens: Sequence[int]) -> list[int]:
-    """A name for each whole page, which depends on all before it."""
+    """Returns a name for each whole page, which depends on all pages before it."""
     names, name = [], 0
     for start in range(0, len(tokens) - PAGE + 1, PAGE):
         name = hash((name, *tokens[start : start + PAGE]))
@@ -132,7 +132,7 @@ async def sample(post: Post, group: int, number: int, seen: list[list[int]]) -> 
 
 @asynccontextmanager
 async def engine_on(servers: Sequence[CachedServer], router: str | None) -> AsyncIterator[Post]:
-    """Requests of an engine that has loaded its first version."""
+    """Yields a function that sends requests to an engine, which has loaded its first version."""
     urls = [server.url for server in servers]
     engine = SGLangEngine(urls=urls, router=router)
     engine.should_verify = False

@@ -1,14 +1,15 @@
-"""One update of GRPO by TRL's GRPOTrainer and by lightrl, from the same completions: how far apart are the weights?
+"""Compares one GRPO update of TRL's GRPOTrainer and of lightrl on the same completions: how far apart are the weights?
 
     python -m benchmarks.same_update [--model FOLDER]
 
-Needs TRL: `pip install -c constraints.txt -e ".[bench]"`. Without --model, the quickstart's model with random weights.
+Needs TRL: `pip install -c constraints.txt -e ".[bench]"`. Without --model, it uses the quickstart's model with random
+weights.
 
 Both load one folder in float32 and get the same groups: prompts, random completions of unequal lengths, some cut off,
 and random rewards. Each then computes advantages, the clipped loss and its gradient with its own code, clips the
-gradient's norm to 1, and takes one step of SGD at a learning rate of 1: what changes in the weights is the clipped
-gradient. The behavior logprobs are those of transformers' forward. `difference` is the norm of the difference of both
-changes over that of TRL's.
+gradient's norm to 1, and takes one step of SGD at a learning rate of 1, so that the weights change by the clipped
+gradient. The behavior logprobs come from transformers' forward. `difference` is the norm of the difference of the two
+changes over the norm of TRL's.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def load(folder: Path) -> PreTrainedModel:
 
 
 def make_groups(folder: Path) -> list[list[Trajectory]]:
-    """Groups of completions that no model wrote."""
+    """Makes groups of random completions."""
     model, tokenizer = load(folder), AutoTokenizer.from_pretrained(folder)
     drawn, end = random.Random(0), int(tokenizer.eos_token_id)
     words = [index for index in range(len(tokenizer)) if index not in tokenizer.all_special_ids]

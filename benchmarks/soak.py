@@ -1,17 +1,17 @@
-"""A long run with faults: do memory, threads, files and checkpoints stay as they are?
+"""Tests a long run with faults: do memory, threads, files and checkpoints stay constant?
 
     python -m benchmarks.soak [--iterations 10000] [--staleness 0,2] [--max-minutes 55] [--plot benchmarks/soak.png]
 
-A tiny policy, two fake servers that the run starts, reward workers, and every callback that keeps state. Five in a
-hundred rewards fail: most raise, some hang until their worker is killed; one of the servers is killed every 500
-iterations. A row for each max_staleness has the slopes of a line through the samples after the first tenth, with the
-standard errors of the three for memory: what is resident, how many blocks Python's allocator has given out, and how
-much glibc's has, which show what is kept before it shows in pages. The metrics' CSV is read at the end: numbers that
-are not finite are counted.
+The run has a tiny policy, two fake servers that it starts, reward workers, and every callback that keeps state. Five in
+a hundred rewards fail: most raise, some hang until their worker is killed; one of the servers is killed every 500
+iterations. A row for each max_staleness contains the slopes of a line through the samples after the first tenth. The
+three slopes for memory have standard errors: resident memory, blocks allocated by Python's allocator, and bytes
+allocated by glibc's; the last two show leaks before resident pages do. At the end, numbers in the metrics' CSV that are
+not finite are counted.
 
-The program starts itself anew with `MALLOC` for glibc's allocator: one arena, which threads keep no free blocks of, and
-large blocks apart. By default there are eight arenas a core, and the holes between long-lived blocks grow slowly in
-each of them: what is resident then says more about glibc than about the run.
+The program restarts itself with `MALLOC` for glibc's allocator: one arena, no per-thread caches, and separate mappings
+for large blocks. By default there are eight arenas per core, and the holes between long-lived blocks grow slowly in
+each of them, so that resident memory says more about glibc than about the run.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ class Letters(PromptDataModule):
 
 
 class Watch(RLCallback):
-    """Kills a server now and then, and samples what the process holds.
+    """Kills a server at intervals, and samples the resources of the process.
 
     Args:
-        folder: of the run, where samples and checkpoints are written.
-        iterations: of the run.
-        kill_every: iterations.
-        ends_at: on the monotonic clock, in seconds; the run ends there if it has not before.
+        folder: the run's folder, to which samples and checkpoints are written.
+        iterations: number of iterations.
+        kill_every: iterations between two kills.
+        ends_at: time on the monotonic clock, in seconds, at which the run ends at the latest.
     """
 
     def __init__(self, folder: Path, iterations: int, kill_every: int, ends_at: float) -> None:
@@ -141,14 +141,14 @@ class Watch(RLCallback):
 
 
 class MallInfo(ctypes.Structure):
-    """What glibc's `mallinfo2` returns, in bytes and numbers."""
+    """The result of glibc's `mallinfo2`: bytes and counts."""
 
     _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
     _fields_ = tuple((name, ctypes.c_size_t) for name in _names)
 
 
 def glibc_kib() -> int:
-    """What the program holds of glibc's allocator; 0 with another one."""
+    """Returns the KiB that glibc's allocator has given out; 0 with another allocator."""
     try:
         mallinfo2 = ctypes.CDLL(None).mallinfo2
     except AttributeError:
@@ -159,10 +159,10 @@ def glibc_kib() -> int:
 
 
 def touch_free_places() -> None:
-    """Writes once to the places that Python's allocator has reserved and not used yet.
+    """Writes once to the memory that Python's allocator has reserved and not used yet.
 
-    A page counts as resident from its first use on, so a place that is used late looks like growth. What this maps
-    besides is returned at once.
+    A page counts as resident from its first use, so memory that is first used late looks like growth. Other memory that
+    this maps is freed immediately.
     """
     for size in range(0, 480, 16):
         _ = [bytes(size) for _ in range(20_000)]
@@ -174,7 +174,7 @@ def _num_entries(folder: Path) -> int:
 
 
 def _num_children() -> int:
-    """Of this process, zombies too."""
+    """Counts this process's children, including zombies."""
     num = 0
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
@@ -183,11 +183,11 @@ def _num_children() -> int:
 
 
 def fill_bounded_tables() -> None:
-    """Makes tables of libraries, whose size has a bound, reach it now and not amid the run.
+    """Fills libraries' tables of bounded size now, so that they do not grow during the run.
 
-    CPython's table of interned strings grows once, by 4 MB, when enough strings have come and gone, though it holds no
-    more of them than before. yarl, of aiohttp, keeps what it parsed of the last 128 addresses: each restart of a server
-    brings new ones.
+    CPython's table of interned strings grows once, by 4 MB, after enough strings have come and gone, even if it holds
+    no more of them than before. yarl, used by aiohttp, caches the last 128 parsed addresses: each restart of a server
+    adds new ones.
     """
     for number in range(STRINGS):
         sys.intern(f"string {number}")
@@ -197,7 +197,7 @@ def fill_bounded_tables() -> None:
 
 
 def play(folder: Path, max_staleness: int, iterations: int, kill_every: int, ends_at: float) -> None:
-    """The run; its samples are in the folder."""
+    """Runs the training; writes its samples to the folder."""
     fill_bounded_tables()
     module = GRPO(
         tiny_policy(), group_size=4, sampling=Sampling(max_new_tokens=2), lr=1e-5, max_failed_fraction=1.0,
@@ -220,17 +220,17 @@ def play(folder: Path, max_staleness: int, iterations: int, kill_every: int, end
 
 
 def read_samples(folder: Path) -> dict[str, np.ndarray]:
-    """The columns of a run's samples; NaN where there is none."""
+    """Returns the columns of a run's samples; NaN for missing values."""
     with (folder / SAMPLES).open() as file:
         rows = list(csv.DictReader(file))
     return {name: np.array([float(row[name] or "nan") for row in rows]) for name in COLUMNS}
 
 
 def slope(iterations: np.ndarray, values: np.ndarray) -> tuple[float, float]:
-    """Of the line of least squares, per iteration, and its standard error.
+    """Returns the slope per iteration of the least-squares line, and its standard error.
 
-    What is left after the line comes in steps: neighbors are alike, and count as fewer samples. The error is that of
-    independent ones times sqrt((1 + r) / (1 - r)), r their correlation with the one before.
+    The residuals are correlated, so neighboring samples count as fewer. The error is that of independent samples times
+    sqrt((1 + r) / (1 - r)), where r is their correlation with the previous sample.
     """
     x, y = iterations - iterations.mean(), values - values.mean()
     found = float((x * y).sum() / (x * x).sum())
@@ -242,7 +242,7 @@ def slope(iterations: np.ndarray, values: np.ndarray) -> tuple[float, float]:
 
 
 def num_not_finite(folder: Path) -> tuple[int, int]:
-    """Numbers in the metrics' CSV, and how many of them are not finite."""
+    """Counts the numbers in the metrics' CSV, and those that are not finite."""
     num = bad = 0
     for path in folder.rglob("metrics.csv"):
         with path.open() as file:
@@ -254,7 +254,7 @@ def num_not_finite(folder: Path) -> tuple[int, int]:
 
 
 def summary(folder: Path, max_staleness: int) -> dict[str, Any]:
-    """The row of a run that has ended."""
+    """Returns the row of a finished run."""
     samples = read_samples(folder)
     last = int(samples["iteration"][-1])
     counts = samples["iteration"] > WARM_FRACTION * last
@@ -281,7 +281,7 @@ def summary(folder: Path, max_staleness: int) -> dict[str, Any]:
 
 
 def draw(folders: dict[int, Path], picture: Path) -> None:
-    """Memory, threads and files over the iterations, a line for each max_staleness."""
+    """Plots memory, threads and files over the iterations, with a line for each max_staleness."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

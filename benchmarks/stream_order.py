@@ -1,18 +1,19 @@
-"""Which trajectories are trained on if a few take 30 times as long: distance of their lengths from those sampled.
+"""Measures how the trained lengths differ from the sampled ones if a few trajectories take 30 times as long.
 
-Part of `python -m benchmarks.async_overlap`. Time is a number: an update takes 1, a group as long as the longest of its
-completions, and GroupScheduler, which decides for the controller, decides here. So a run of 10,000 trajectories takes a
+Part of `python -m benchmarks.async_overlap`. Time is simulated: an update takes 1, a group as long as the longest of
+its completions, and GroupScheduler decides, as it does for the controller. So a run of 10,000 trajectories takes a
 second, and its numbers are the same on every machine.
 
-Lengths are lognormal (sigma 0.8, in units of the median), cut off at 30; 5 % of the completions do not end before.
+Lengths are lognormal (sigma 0.8, in units of the median), capped at 30; 5 % of the completions reach the cap.
 
 Orders:
-    windowed      the default: stream order, slow groups are waited for
-    over-sample   `DynamicSampling(oversample_fraction=0.25)`: what would hold a batch back is given up
-    discard       not ours: any P finished groups; what is too old when it is done is discarded, its prompt requeued
+    windowed      the default: stream order, which waits for slow groups
+    over-sample   `DynamicSampling(oversample_fraction=0.25)`: drops what would delay a batch
+    discard       not in lightrl: any P finished groups; groups that finish too old are discarded, their prompts
+    requeued
 
-`ks_distance` is Kolmogorov-Smirnov's, between the trained lengths and the distribution from which all are drawn. The
-lengths of 10,000 independent draws are 0.009 away on average, and above 0.0195 once in a thousand runs.
+`ks_distance` is the Kolmogorov-Smirnov distance between the trained lengths and the distribution from which all are
+drawn. For 10,000 independent draws it is 0.009 on average, and above 0.0195 once in a thousand runs.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ PROMPTS, GROUP_SIZE = 16, 8
 
 
 def fraction_below(length: float) -> float:
-    """The fraction of drawn lengths that are shorter."""
+    """Returns the fraction of drawn lengths that are shorter."""
     return (1 - ENDLESS_FRACTION) * statistics.NormalDist(sigma=SIGMA).cdf(math.log(length))
 
 
 def fraction_up_to(length: float) -> float:
-    """The fraction of drawn lengths that are at most this long; at the cap it jumps to 1."""
+    """Returns the fraction of drawn lengths that are at most this long; it jumps to 1 at the cap."""
     return 1.0 if length >= LONGEST else fraction_below(length)
 
 
 def draw_lengths(position: int, draw: int) -> list[float]:
-    """Of a group's completions; another draw of the same prompt has others."""
+    """Draws the lengths of a group's completions; another draw of the same prompt gives different ones."""
     source = random.Random(f"{position}/{draw}")
     return [
         LONGEST if source.random() < ENDLESS_FRACTION else min(LONGEST, math.exp(source.gauss(0, SIGMA)))
@@ -62,7 +63,7 @@ def ks_distance(
     up_to: Callable[[float], float] = fraction_up_to,
     below: Callable[[float], float] = fraction_below,
 ) -> float:
-    """The largest difference between the fraction of these lengths and of all drawn ones that are at most x, over x."""
+    """Returns the largest difference over x between the fractions of `lengths` and of all drawn ones at most x."""
     ordered, num = sorted(lengths), len(lengths)
     return max(
         max(
@@ -74,26 +75,26 @@ def ks_distance(
 
 
 class Order(Protocol):
-    """What decides which groups start and which are trained on."""
+    """Decides which groups start and which are trained on."""
 
     max_staleness: int
     num_discarded: int
 
     def start(self, version: int) -> list[int]:
-        """Starts what may start; returns the positions."""
+        """Starts the groups that may start; returns their positions."""
         ...
 
     def finish(self, position: int) -> None: ...
 
     def take(self, version: int) -> list[int]:
-        """The positions to train on, or none yet."""
+        """Returns the positions to train on, or none yet."""
         ...
 
     def is_running(self, position: int) -> bool: ...
 
 
 class OrderOfScheduler:
-    """The decisions of GroupScheduler, in the controller's sequence."""
+    """Makes the decisions of GroupScheduler, in the controller's sequence."""
 
     def __init__(self, **settings: Any) -> None:
         self.scheduler = GroupScheduler(RolloutSettings(**{"groups_per_iteration": PROMPTS, **settings}))
@@ -137,7 +138,7 @@ class OrderOfScheduler:
 
 
 class DiscardAndRequeue:
-    """As many groups in flight as with ours, but any P finished ones make a batch, first come, first served."""
+    """Keeps as many groups in flight as lightrl, but makes a batch of any P finished ones, first come, first served."""
 
     def __init__(self, max_staleness: int) -> None:
         self.max_staleness = max_staleness
@@ -179,11 +180,11 @@ class DiscardAndRequeue:
 
 @dataclass
 class SimulatedRun:
-    """A trainer whose update takes 1 and a server that takes as long as a group's longest completion, at any load.
+    """Simulates a trainer whose update takes 1 and a server on which a group takes as long as its longest completion.
 
     Args:
-        order: decides.
-        median: time that a completion of median length takes.
+        order: decides which groups start and train.
+        median: time of a completion of median length.
     """
 
     order: Order
@@ -219,13 +220,13 @@ class SimulatedRun:
         return self
 
     def idle_fraction(self, warm_up: int) -> float:
-        """Waiting over waiting and updating, without the iterations that fill the window."""
+        """The waiting time over the total, without the iterations that fill the window."""
         waited = self.waited[warm_up:]
         return sum(waited) / (sum(waited) + len(waited))
 
 
 def measure(stalenesses: Sequence[int], paces: Sequence[float], num_trajectories: int) -> None:
-    """Prints a row for each order, staleness and pace: the longest completion takes this many updates."""
+    """Prints a row for each order, staleness and pace, the number of updates that the longest completion takes."""
     report = Report("async_overlap", clock="simulated", prompts=PROMPTS, group_size=GROUP_SIZE)
     for pace in paces:
         for staleness in stalenesses:

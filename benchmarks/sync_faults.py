@@ -1,18 +1,18 @@
-"""Silent faults of a weight sync: what notices each, and after how many iterations; healthy syncs that are reported.
+"""Provokes silent faults of a weight sync: which check detects each, and when; and counts false alarms.
 
     python -m benchmarks.sync_faults [--quick] [--faults WORDS,WORDS] [--syncs 1000] [--write benchmarks/faults.md]
 
 Each fault is a GRPO run of a tiny policy with SGLangEngine and one or two fake servers, at a learning rate of 1e-6 in
-bfloat16. One server answers success to the sync of version 2, or to a request after it, and does something else; it
-counts the values that it then holds and was not sent. *Iterations* are the rollouts begun with wrong weights when the
-first warning or error came: 0 is the sync itself, before a token was sampled.
+bfloat16. One server reports success for the sync of version 2, or for a request after it, but does something else; it
+counts the values that it then holds but was not sent. *Iterations* are the rollouts that had begun with wrong weights
+when the first warning or error came: 0 is the sync itself, before a token was sampled.
 
-The policy's values lie near the border between two bfloat16 values more often than in a model of billions, so that a
+The policy's values are near the border between two bfloat16 values more often than in a model of billions, so that a
 step of 1e-6 changes some value of each of its small tensors.
 
-Healthy syncs are those of runs without a fault, with each transport, in both dtypes, with LoRA, with rollouts in the
+Healthy syncs come from runs without a fault, with each transport, in both dtypes, with LoRA, with rollouts in the
 background, with servers that compute in bfloat16, and with adapters served in three dtypes at three learning rates.
-Each warning, error or lost server is a false alarm. `--write` replaces the table between two markers of a Markdown
+Any warning, error or lost server there is a false alarm. `--write` replaces the table between two markers of a Markdown
 file.
 """
 
@@ -95,7 +95,7 @@ def _load(name: str, kind: str, *, names: str = "", versions_back: int = 1, **ru
 
 
 def _adapter(name: str, kind: str, **run: Any) -> SyncFault:
-    """A fault of adapters that are served beside their base."""
+    """Makes a fault of adapters that are served next to their base."""
     return SyncFault(
         name, {"kind": kind, "path": "/load_lora_adapter_from_tensors"}, dtype="float32", has_lora=True,
         adapters="served", models=("model", "adapters, float32"), **run,
@@ -178,7 +178,7 @@ OUTCOMES = {
 
 
 class Scored(GRPO):
-    """Every completion has another reward, so each iteration has a gradient."""
+    """Gives every completion a different reward, so that each iteration has a gradient."""
 
     def reward(self, trajectory: Trajectory) -> float:
         return sum((position + 1) * token % 13 for position, token in enumerate(trajectory.completion_ids)) / 13
@@ -188,8 +188,8 @@ class Watch(RLCallback):
     """Arms a fault; keeps warnings and errors, each with the number of rollouts begun since the wrong version.
 
     Args:
-        arm: is called when the rollout with version `armed_at` starts; not at all if that is None.
-        before: is called when the rollout before that one starts.
+        arm: called when the rollout with version `armed_at` starts; never if that is None.
+        before: called when the previous rollout starts.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class _Warnings(logging.Handler):
 
 @dataclass
 class Result:
-    """What became of a run."""
+    """The outcome of a run."""
 
     notices: list[tuple[int, str]]
     error: str  # that ended it; empty if it ran to its end
@@ -238,7 +238,7 @@ class Result:
 
     @property
     def noticed_by(self) -> str | None:
-        """The first check that noticed, or the words of a message that no check is known to write."""
+        """The first check that noticed the fault, or the message if it is of no known check."""
         if not self.notices:
             return None
         text = self.notices[0][1]
@@ -250,7 +250,7 @@ class Result:
 
     @property
     def outcome(self) -> str:
-        """What the run did in the end."""
+        """How the run ended."""
         if self.error:
             return "the run ended"
         return next((what for pattern, what in OUTCOMES.items() if self.has(pattern)), "the run continued")
@@ -261,7 +261,7 @@ class Result:
 
 
 def on_borders(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Every sixteenth value (in a vector every one) within 4e-6 of the border between two bfloat16 values."""
+    """Moves every sixteenth value (every one of a vector) to within 4e-6 of the border between two bfloat16 values."""
     bits = tensor.view(torch.int32) & -0x10000 | 0x8000
     near = bits.view(torch.float32) + (torch.rand(tensor.shape, generator=generator) * 8 - 4) * LR
     chosen = torch.zeros(tensor.numel(), dtype=torch.bool)
@@ -289,9 +289,9 @@ ELSEWHERE = ("tied", "untied")  # servers of other hosts: the run cannot read wh
 
 
 def write_models(root: Path) -> None:
-    """The starts of runs and servers; the last three have one function, and differ in what their head is.
+    """Writes the initial models of runs and servers; the last three share all weights but the head.
 
-    `tied`: the embedding. `twin`: a parameter that equals it but in one value. `untied`: one that equals it, bfloat16.
+    `tied`: the embedding. `twin`: a parameter that differs from it in one value. `untied`: an equal one, in bfloat16.
     """
     generator = torch.Generator().manual_seed(0)
     for name in ("model", "tied", "twin", "untied"):
@@ -322,7 +322,7 @@ DAMAGES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 
 class DeltaReceiver:
-    """A weight receiver, whose files can be damaged behind its back."""
+    """A weight receiver whose files can be damaged without its knowledge."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -335,11 +335,11 @@ class DeltaReceiver:
         self._old: dict[str, bytes] = {}
 
     def keep(self) -> None:
-        """Copies the version that it has, for `old`."""
+        """Copies the receiver's current version, for `old`."""
         self._old = {file.name: file.read_bytes() for file in self._files()}
 
     def damage(self, name: str) -> int:
-        """Changes its files in place; how many bfloat16 values are wrong then."""
+        """Changes the receiver's files in place; returns how many bfloat16 values are then wrong."""
         num_wrong = 0
         for file in self._files():
             right, old = file.read_bytes(), self._old[file.name]
@@ -361,7 +361,7 @@ class DeltaReceiver:
 
 
 class Servers:
-    """Fake servers that runs share: those of one of MODELS, started when they are first needed."""
+    """Fake servers that runs share, of one of MODELS each; they start when they are first needed."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -372,7 +372,7 @@ class Servers:
         return self.root / MODELS[model][0]
 
     def take(self, model: str, num: int, dtype: str = "bfloat16") -> list[FakeServerProcess]:
-        """`num` servers without faults, in this dtype if the model names none."""
+        """Returns `num` servers without faults, in this dtype if the model names none."""
         processes = self._processes.setdefault((model, dtype), [])
         while len(processes) < num:
             folder = self.root / f"served-{model}-{dtype}"
@@ -400,7 +400,7 @@ class Servers:
 
 @contextlib.contextmanager
 def fake_servers() -> Iterator[Servers]:
-    """Their models are in a temporary folder."""
+    """Yields Servers whose models are in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="lightrl-faults-") as folder:
         write_models(Path(folder))
         servers = Servers(Path(folder))
@@ -424,7 +424,7 @@ def fit(
     max_staleness: int = 0,
     num_iterations: int = WRONG_VERSION + MORE_ITERATIONS,
 ) -> Result:
-    """One run, with its warnings and its error."""
+    """Runs a fit; returns a Result with its warnings and its error."""
     start = time.perf_counter()
     os.environ[RECEIVER_VARIABLE] = ",".join(receivers or [])
     os.environ[TOKEN_VARIABLE] = token or ""
@@ -459,7 +459,7 @@ def fit(
 
 
 def delta_settings(receiver: DeltaReceiver | None) -> dict[str, Any]:
-    """Arguments of `fit`."""
+    """Returns arguments of `fit` for the transport delta."""
     return {} if receiver is None else {"receivers": [receiver.url], "token": TOKEN}
 
 
@@ -511,7 +511,7 @@ HEALTHY: tuple[Healthy, ...] = (
 
 
 def run_healthy(num_syncs: int, servers: Servers, kinds: Sequence[Healthy] = HEALTHY) -> dict[str, Any]:
-    """At least `num_syncs` syncs without a fault, and what was reported all the same."""
+    """Runs at least `num_syncs` syncs without a fault, and collects false alarms."""
     results = []
     for settings, model, num_servers in kinds:
         settings = dict(settings)
@@ -538,7 +538,7 @@ def row(fault: SyncFault, num_servers: int, result: Result) -> dict[str, Any]:
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], healthy: Mapping[str, Any]) -> str:
-    """The table of benchmarks/faults.md: a line for each fault, with one server and with two."""
+    """Returns the table of benchmarks/faults.md: a line for each fault, with one server and with two."""
     lines = [
         "| fault | dtype | wrong values | noticed with one server by | iterations | with two by | iterations |",
         "|---|---|--:|---|--:|---|--:|",
@@ -561,7 +561,7 @@ def markdown(rows: Sequence[Mapping[str, Any]], healthy: Mapping[str, Any]) -> s
 
 
 def write_table(file: Path, table: str, markers: tuple[str, str] = MARKERS) -> None:
-    """Replaces what is between the two markers."""
+    """Replaces the text between the two markers."""
     before, _, rest = file.read_text().partition(markers[0])
     _, _, after = rest.partition(markers[1])
     if not after:

@@ -1,6 +1,6 @@
-"""Random trajectories that benchmarks share, a loss on them, and the padded update that they compare with.
+"""Random trajectories that benchmarks share, a loss on them, and a padded update as a baseline.
 
-The padded form is that of TRL: all rows as wide as the longest, an attention mask, and logits of every position.
+The update is padded as in TRL: all rows as wide as the longest, an attention mask, and logits of every position.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def make_experience(prompt_tokens: int, lengths: Sequence[int], vocab_size: int)
 
 
 def make_trajectories(prompt_tokens: int, lengths: Sequence[int], vocab_size: int) -> list[Trajectory]:
-    """Groups of GROUP_SIZE random completions of these lengths; a group has one prompt."""
+    """Makes groups of GROUP_SIZE random completions of these lengths; a group shares a prompt."""
     generator = random.Random(0)
     trajectories = []
     for row, length in enumerate(lengths):
@@ -50,7 +50,7 @@ def make_trajectories(prompt_tokens: int, lengths: Sequence[int], vocab_size: in
 
 
 def weighted_sum(experience: Experience, logprobs: Tensor) -> Tensor:
-    """A loss with a different gradient for every trajectory."""
+    """Returns a loss with a different gradient for every trajectory."""
     return -(logprobs * experience.loss_mask * experience.rewards[:, None]).sum()
 
 

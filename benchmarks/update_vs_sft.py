@@ -1,21 +1,21 @@
-"""An RL update against supervised fine-tuning of the same tokens on the same path, and against padded Hugging Face.
+"""Compares an RL update with supervised fine-tuning of the same tokens on the same path, and with padded Hugging Face.
 
     python -m benchmarks.update_vs_sft [--quick] [--models 1M,27M] [--processes 1,4] [--workloads short,skewed]
 
 The RL side is the whole update phase of GRPO as lightrl.Trainer runs it, with hooks, callbacks and metrics, on recorded
-trajectories, so that nothing is generated. After each of its updates the same process takes a turn of the others:
+trajectories, so that nothing is generated. After each of its updates the same process runs the other sides:
 
-    sft      fine-tuning with nothing around it: cross-entropy of the same loss tokens through the same ParallelModel,
-             in the same microbatches, clipped, with a fused AdamW of its own
-    padded   one process only: the same in plain Hugging Face, all rows as wide as the longest, in microbatches of the
-             number of rows that was fastest
+    sft      plain fine-tuning: cross-entropy of the same loss tokens through the same ParallelModel, in the same
+             microbatches, clipped, with its own fused AdamW
+    padded   only with one process: the same in plain Hugging Face, all rows as wide as the longest, in microbatches of
+             the number of rows that was fastest
 
 The learning rates are 0, so that all sides do the same work each time. `ratio` is the time of `sft` over that of the
-update, turn by turn, so above 1 the update is faster; `cpu_ratio` that of processor time. With several processes all
-of them are FSDP2 ranks, and rank 0 measures. Each row also has the load of the machine when it was measured.
+update, turn by turn, so above 1 the update is faster; `cpu_ratio` is the same for processor time. Several processes are
+FSDP2 ranks, of which rank 0 measures. Each row also contains the load of the machine when it was measured.
 
-Workloads, groups of 8 trajectories: `short` has prompts of 5 tokens and completions of 2 to 4, `skewed` prompts of 32
-and completions of lengths.py up to 128, `prompts` prompts of 128 and completions of 8 to 24.
+Workloads are groups of 8 trajectories: `short` has prompts of 5 tokens and completions of 2 to 4, `skewed` prompts of
+32 and completions of lengths.py up to 128, `prompts` prompts of 128 and completions of 8 to 24.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CLIP = 1.0
 
 
 def workload_of(name: str, count: int, cap: int) -> tuple[int, list[int]]:
-    """Prompt tokens, and the length of each completion."""
+    """Returns the prompt tokens, and the length of each completion."""
     return {
         "short": (5, [2 + row % 3 for row in range(count)]),
         "skewed": (32, skewed_lengths(count, cap)),
@@ -91,7 +91,7 @@ def since(started: tuple[float, float]) -> tuple[float, float]:
 
 
 class OtherTurns(lightrl.RLCallback):
-    """After each iteration: an update of the other sides, on the minibatch of the RL update."""
+    """Runs an update of the other sides after each iteration, on the minibatch of the RL update."""
 
     def __init__(self, times: UpdateTimes, padded_model: str | None) -> None:
         self.times = times
@@ -116,7 +116,7 @@ class OtherTurns(lightrl.RLCallback):
 
 
 def fine_tuning(module: Any, minibatch: ShardedExperience) -> Callable[[], None]:
-    """An update that maximizes the logprob of each loss token, with the module's own model and microbatches."""
+    """Returns an update that maximizes the logprob of each loss token, with the module's model and microbatches."""
     ranks, model = ranks_of(module.trainer.strategy), module.parallel_models["policy"]
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=True)
@@ -139,7 +139,7 @@ def fine_tuning(module: Any, minibatch: ShardedExperience) -> Callable[[], None]
 
 
 def padded(name: str, minibatch: Experience) -> Callable[[], None]:
-    """The same with a model of plain Hugging Face."""
+    """Returns the same update with a plain Hugging Face model."""
     model = make_model(name).to(minibatch.token_ids.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
     experience = minibatch.with_tensors({"rewards": torch.full((len(minibatch),), 1 / minibatch.num_loss_tokens)})
@@ -161,7 +161,7 @@ def padded(name: str, minibatch: Experience) -> Callable[[], None]:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """One model and workload, in this process or as one of its ranks; rank 0 writes the times into the folder."""
+    """Measures one model and workload, as this process or one of the ranks; rank 0 writes the times into the folder."""
     folder = Path(arguments.folder)
     config = make_config(arguments.models)
     torch.set_num_threads(arguments.threads)

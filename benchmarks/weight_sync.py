@@ -1,11 +1,12 @@
-"""Weights from 2 trainer processes to 1 receiver: MiB/s of each transport, next to a memory copy and a file copy.
+"""Measures MiB/s of each transport from 2 trainer processes to 1 receiver, next to a memory copy and a file copy.
 
     python -m benchmarks.weight_sync [--quick] [--mib 400] [--bucket-mib 64] [--repeats 3]
 
-The model is synthetic, bfloat16, with each parameter sharded over the two trainers as by FSDP2 (a DTensor). Rank 0
+The model is synthetic, in bfloat16, with each parameter sharded over the two trainers as by FSDP2 (a DTensor). Rank 0
 gathers bucket by bucket, while the receiver, another process, copies each bucket into its own parameters. A transfer
-ends when the receiver has everything, and the content is compared. Each transport runs in new processes, so memory left
-behind by one does not help another. Extra memory is rank 0's peak above its size before, including the first transfer.
+ends when the receiver has everything; the content is then compared. Each transport runs in new processes, so memory
+left over from one does not help another. Extra memory is rank 0's peak above its previous size, including the first
+transfer.
 
     gather        no transport: the upper bound for the others
     in_process    copied into other tensors of rank 0
@@ -13,7 +14,7 @@ behind by one does not help another. Extra memory is rank 0's peak above its siz
     gloo          broadcast in a process group
     shm_folder    safetensors below /dev/shm
     disk          safetensors on the disk, flushed
-    delta         whole syncs of what changed, see benchmarks/delta_sync.py
+    delta         whole syncs of changed values, see benchmarks/delta_sync.py
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ PLAIN_COPY = {"disk": "plain_file_copy"}  # that a transport is compared with; t
 
 
 def shapes_of(mib: int) -> dict[str, tuple[int, int]]:
-    """Matrices of 4 MiB in bfloat16."""
+    """Returns the shapes of matrices of 4 MiB in bfloat16."""
     return {f"layers.{index}.weight": (1024, 2048) for index in range(max(2, mib // 4))}
 
 
 def receive(port: int, mib: int, questions: Any, answers: Any) -> None:
-    """The receiver: loads what each message announces, and answers `sum` with the sum of its parameters."""
+    """Runs the receiver: loads what each message announces, and answers `sum` with the sum of its parameters."""
     torch.set_num_threads(1)
     held = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes_of(mib).items()}
     group = BroadcastGroup("127.0.0.1", port, rank=1, world_size=2, name="benchmark", timeout_s=120)
@@ -85,17 +86,17 @@ def receive(port: int, mib: int, questions: Any, answers: Any) -> None:
 
 
 def gathered(shards: dict[str, Any], is_main: bool) -> Iterator[tuple[str, Tensor]]:
-    """Whole parameters, one at a time; collective."""
+    """Yields whole parameters, one at a time; collective."""
     for name, shard in shards.items():
         yield name, shard.full_tensor() if is_main else shard.full_tensor()[:0]
 
 
 class Sender:
-    """Rank 0: gathers buckets and sends them to the receiver by one transport.
+    """Runs on rank 0: gathers buckets and sends them to the receiver by one transport.
 
     Args:
         buckets: makes the buckets of a transfer; collective over the trainers.
-        port: of the group with the receiver.
+        port: port of the process group with the receiver.
         questions, answers: queues to and from the receiver.
     """
 
@@ -150,7 +151,7 @@ class Sender:
             self.answers.get(timeout=300)
 
     def measure(self, way: str, repeats: int) -> tuple[list[float], float]:
-        """Seconds of each transfer, and extra MiB."""
+        """Returns seconds of each transfer, and extra MiB."""
         seconds, extra = [], 0.0
         for _ in range(repeats):
             dist.barrier()
@@ -170,7 +171,7 @@ class Sender:
 def train(
     rank: int, ports: Sequence[int], way: str, options: argparse.Namespace, questions: Any, answers: Any, results: Any
 ) -> None:
-    """A trainer process, which measures one transport on rank 0."""
+    """Runs a trainer process, which measures one transport on rank 0."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[0]}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
@@ -202,7 +203,7 @@ def train(
 
 
 def measured(sender: Sender, way: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The rows of one transport, and after the last one those of plain copies."""
+    """Returns the rows of one transport, and after the last one those of plain copies."""
     num_mib = 4 * len(shapes_of(options.mib))
     expected = 0.0
     dist.barrier()
@@ -219,7 +220,7 @@ def measured(sender: Sender, way: str, options: argparse.Namespace) -> Iterator[
 
 
 def plain_copies(tensors: dict[str, Tensor], folder: Path, repeats: int) -> dict[str, list[float]]:
-    """Seconds to copy as many bytes: memory to memory, and memory to a flushed file."""
+    """Returns the seconds to copy as many bytes from memory to memory, and from memory to a flushed file."""
     seconds: dict[str, list[float]] = {"plain_memory_copy": [], "plain_file_copy": []}
     target = {name: torch.ones_like(tensor) for name, tensor in tensors.items()}
     for _ in range(repeats):
@@ -274,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def transferred(name: str, options: argparse.Namespace, num_rows: int) -> list[dict[str, Any]]:
-    """Rank 0's measurements of one transport, in new processes."""
+    """Returns rank 0's measurements of one transport, in new processes."""
     context = mp.get_context("forkserver")  # a spawned process imports for seconds
     context.set_forkserver_preload(["lightrl.weights", "torch.distributed.tensor", "transformers"])
     held = [HeldPort("127.0.0.1"), HeldPort("127.0.0.1")]

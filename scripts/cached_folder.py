@@ -1,7 +1,7 @@
-"""CachedFolder: a folder below ~/.cache/lightrl that a script of the folders beside this file fills once.
+"""CachedFolder: a folder below ~/.cache/lightrl that a script in a folder next to this file fills once.
 
-Its name ends with the hash of its recipe, so a change of that builds anew. It counts only once its READY file is there,
-written last; one without is removed and built again. Of several builders one builds and the others wait. Standard
+Its name ends with the hash of its recipe, so a changed recipe gets a new folder. The last file written is READY; a
+folder without it is removed and built again. If several processes build it, one builds and the others wait. Standard
 library only.
 """
 
@@ -28,15 +28,15 @@ PYTHON_VERSION = sys.version.split()[0].encode()
 
 @dataclass(frozen=True)
 class CachedFolder:
-    """One folder.
+    """A folder that is built once.
 
     Args:
-        name: what comes before the hash, such as `sglang-cpu`.
-        recipe: what its content follows from.
+        name: the folder's name before the hash, such as `sglang-cpu`.
+        recipe: everything that determines the folder's content.
         variable: the environment variable that names another folder than ~/.cache/lightrl.
-        cost: space and time of a build, for people.
+        cost: space and time of a build, as text.
         ready: name of the READY file.
-        result: path below it that is printed.
+        result: path below the folder that is printed.
     """
 
     name: str
@@ -47,17 +47,17 @@ class CachedFolder:
     result: str = "bin/python"
 
     def path(self) -> Path:
-        """Where it is, or would be."""
+        """Returns the path of the folder, whether it is built or not."""
         cache = Path(os.environ.get(self.variable) or "~/.cache/lightrl").expanduser()
         return cache / f"{self.name}-{hashlib.sha256(self.recipe).hexdigest()[:12]}"
 
     def find(self) -> Path | None:
-        """The result; None if it is not built, or only half."""
+        """Returns the result; None if it is not built, or only partly."""
         folder = self.path()
         return folder / self.result if (folder / self.ready).is_file() else None
 
     def build(self, fill: Callable[[Path], object], *, has_link: bool = False) -> Path:
-        """The result, which `fill` makes if it is not built; with `has_link`, `name` beside the folder points to it."""
+        """Returns the result, after `fill` if it is not built; with `has_link`, also links `name` to the folder."""
         folder = self.path()
         folder.parent.mkdir(parents=True, exist_ok=True)
         with (folder.parent / f"{self.name}.lock").open("w") as lock:
@@ -80,7 +80,7 @@ class CachedFolder:
         sys.stderr.write(f"{self.name}: {text}\n")
 
     def main(self, build: Callable[[], Path], *, only_find: bool) -> int:
-        """Prints the result; returns the exit code of the script."""
+        """Builds or finds the folder and prints the result; returns the script's exit code."""
         try:
             result = self.find() if only_find else build()
         except subprocess.CalledProcessError as error:
@@ -103,15 +103,15 @@ class CachedFolder:
 
 
 def argument_parser(description: str) -> argparse.ArgumentParser:
-    """The parser of a build script, with --check."""
+    """Returns the parser of a build script, with --check."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--check", action="store_true", help="only find it; exit code 1 if it is not built")
     return parser
 
 
 def new_environment(folder: Path) -> Path:
-    """Makes a Python environment; returns its python."""
-    venv.create(folder, with_pip=True, symlinks=True)  # a copy of python would hide whose libraries it needs
+    """Creates a Python environment and returns its python."""
+    venv.create(folder, with_pip=True, symlinks=True)  # a copied python may not find its shared libraries
     return folder / "bin" / "python"
 
 
@@ -123,7 +123,7 @@ def pip_install(python: Path | str, *arguments: str, timeout_s: float = 3600.0) 
 def run(
     command: Sequence[str], *, timeout_s: float, cwd: Path | None = None, environment: dict[str, str] | None = None
 ) -> None:
-    """Runs a command whose output is for people; raises CalledProcessError, or kills all and raises TimeoutExpired."""
+    """Runs a command with its output on stderr; raises CalledProcessError, or kills it and raises TimeoutExpired."""
     with subprocess.Popen(
         list(command),
         stdin=subprocess.DEVNULL,
@@ -134,7 +134,7 @@ def run(
     ) as process:
         try:
             status = process.wait(timeout_s)
-        except BaseException:  # Ctrl-C does not reach another session
+        except BaseException:  # Ctrl-C does not reach the command's session
             os.killpg(process.pid, signal.SIGKILL)
             raise
     if status != 0:

@@ -1,4 +1,4 @@
-"""What gpu_check.sh runs: packs wheels, installs those that are missing, runs sections, keeps one report."""
+"""Run by gpu_check.sh: packs wheels, installs missing ones, runs sections and writes one report."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ WHEELS = ROOT / ".gpu_wheels"
 LIMIT_S = 580  # of a section
 IS_CPU = os.environ.get("LIGHTRL_GPU_DEVICE") == "cpu"
 
-# What a machine with CUDA's torch, transformers and lightning lacks, or has in an older release (the second half);
-# versions are those of constraints.txt.
+# Packages that a machine with CUDA's torch, transformers and lightning lacks, or has in an older release (second half);
+# constraints.txt has the versions.
 PACKAGES = (
     "datasets", "dill", "docstring-parser", "jsonargparse", "jsonschema",
     "jsonschema-specifications", "multiprocess", "referencing", "rpds-py",
@@ -37,7 +37,7 @@ PACKAGES = (
 PLATFORMS = [f"manylinux_2_{number}_x86_64" for number in (5, 12, 17, 24, 27, 28, 31, 34)]
 PLATFORMS += ["manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64"]
 
-# Name → (what it shows, command on a GPU, in the short form on a CPU).
+# name → (what it shows, command on a GPU, short command on a CPU)
 _TESTS = ["-m", "pytest", "-p", "no:cacheprovider", "--timeout", "240"]
 SECTIONS: dict[str, tuple[str, list[str], list[str]]] = {
     "tests": (
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def pack(more: Sequence[str]) -> None:
-    """Downloads the wheels, each for Python 3.12 and x86-64."""
+    """Downloads the wheels for Python 3.12 and x86-64."""
     WHEELS.mkdir(exist_ok=True)
     (WHEELS / ".gitignore").write_text("*\n")
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.M))
@@ -99,7 +99,7 @@ def pack(more: Sequence[str]) -> None:
 
 
 def install_missing(folder: Path) -> list[str]:
-    """Installs the carried wheels whose package is absent or older here; gives their names."""
+    """Installs the carried wheels whose packages are missing or older here; returns their names."""
     missing = []
     for wheel in sorted(WHEELS.glob("*.whl")) if WHEELS.is_dir() else []:
         name, version = wheel.name.split("-")[:2]
@@ -117,7 +117,7 @@ def install_missing(folder: Path) -> list[str]:
 def environment(folder: Path) -> dict[str, str]:
     paths = [str(ROOT), str(folder), os.environ.get("PYTHONPATH", "")]
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    one_machine = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # which may have no other network
+    one_machine = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # the machine may have no network
     return {**one_machine, **os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **quiet}
 
 
@@ -138,7 +138,7 @@ print(json.dumps({
 
 
 def machine(env: dict[str, str]) -> dict[str, Any]:
-    """What the report is about; fails if lightrl cannot be imported, with the error."""
+    """Describes the machine and its versions; exits with the error if lightrl cannot be imported."""
     done = subprocess.run([sys.executable, "-c", _MACHINE], env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(
@@ -151,7 +151,7 @@ def machine(env: dict[str, str]) -> dict[str, Any]:
 
 
 def source_digest() -> str:
-    """Of the package's files, which names the code where there is no git."""
+    """Returns a digest of the package's files, which identifies the code without git."""
     digest = hashlib.sha256()
     for file in sorted((ROOT / "lightrl").rglob("*.py")):
         digest.update(file.read_bytes())
@@ -169,7 +169,7 @@ def run(names: Sequence[str], *, only_check: bool) -> None:
         name = re.sub(r"\W+", "-", about["gpu"] or f"cpu-{platform.machine()}").strip("-").lower()
         path = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "gpu") / f"{name}.json"
         report = json.loads(path.read_text()) if path.exists() else {}
-        if report.get("machine") != about:  # other code or another machine: nothing of it is kept
+        if report.get("machine") != about:  # other code or another machine: the old report is dropped
             report = {"machine": about, "sections": {}}
         for name in names:
             report["sections"][name] = section(name, env)
@@ -181,7 +181,7 @@ def run(names: Sequence[str], *, only_check: bool) -> None:
 
 
 def section(name: str, env: dict[str, str]) -> dict[str, Any]:
-    """Runs a section; its exit code, its JSON lines and, if it failed, the end of what it printed."""
+    """Runs a section; returns its exit code, its JSON lines and, if it failed, the end of its output."""
     text, command, short = SECTIONS[name]
     command = (short or command) if IS_CPU else command
     print(f"== {name}: {text}", flush=True)

@@ -1,7 +1,7 @@
-"""What a warm iteration of the quickstart enters, over all threads (measure D): `python scripts/iteration.py`.
+"""Measures the code that a warm iteration of the quickstart runs (measure D): `python scripts/iteration.py`.
 
-Prints the number of the package's functions (with lambdas and comprehensions), their lines and files; then the files
-in the order in which the iteration enters them, each with its lines and named functions.
+Prints how many of the package's functions (with lambdas and comprehensions), lines and files all threads enter; then
+the files in the order in which the iteration enters them, each with its lines and named functions.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))  # for the quickstart's task
 PACKAGE = str(REPOSITORY / "lightrl")
 START = "RolloutLoop.run"  # the function that an iteration begins with
-WARM = 4  # the iteration that is traced, from 1; those before it have filled every cache
+WARM = 4  # the traced iteration, from 1; earlier ones have filled every cache
 
 
 class Tracer:
-    """Notes each function of the package that any thread enters from one start of an iteration to the next."""
+    """Records each function of the package that any thread enters during one iteration."""
 
     def __init__(self) -> None:
         self.entered: dict[CodeType, None] = {}
@@ -40,7 +40,7 @@ class Tracer:
 
 
 def lines_of(code: CodeType) -> set[int]:
-    """The lines of a function, from its first decorator on, with those of the functions in it."""
+    """Returns the lines of a function, from its first decorator, with those of nested functions."""
     lines = {line for *_, line in code.co_lines() if line is not None} | {code.co_firstlineno}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,7 +1,7 @@
-"""The rings of the package, and what is measured of them: `python scripts/rings.py` prints the figures.
+"""Assigns the package's files to rings and measures them: `python scripts/rings.py` prints the figures.
 
-Ring 1, the core: what an iteration needs whatever a run chooses. Ring 2, options woven into it. Ring 3, leaves: what
-`class_path`, a command or an extra chooses. A file that stands in neither table is of the core.
+Ring 1 is the core, which every run needs. Ring 2 is options that the core calls. Ring 3 is leaves, which a
+`class_path`, a command or an extra selects. A file in neither table belongs to the core.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Leaf(NamedTuple):
     """A capability that nothing in the core imports."""
 
     max_lines: int
-    entry: str  # a public class or function, a command, or a name of checks/entry_points.py
+    entry: str  # a public class or function, a command, or a name in checks/entry_points.py
     tests: str
     page: str
     files: str
@@ -77,8 +77,8 @@ OPTIONS = """columns/supports.py columns/routes.py functional/supports.py functi
     models/routes.py models/hybrids.py callbacks/dynamic_sampling.py data/curriculum.py data/mixture.py data/streamed.py
     callbacks/trace.py concurrency/listener.py trace"""
 
-# What travels with tokens, or what an adapter changes -> how a file names it. The verb `supports`, and routes of HTTP
-# or of a network, are not the columns, which count by the names that code has for them.
+# Columns that travel with tokens, and what adapters change -> a pattern of the names that code uses for them. The
+# patterns leave out the verb `supports`, and routes of HTTP or of a network.
 NAMED = {
     "supports": r"""SUPPORTS|Supports\b|the(ir)? supports|support_\w|\w_supports\b|\bsupports(?=[\].,:=)'"`])""",
     "routes": r"""ROUTES|Routes\b|RouteLayout|\w_routes\b(?!\()|routed_experts|\broutes(?=[\].,=)'"`])""",
@@ -88,7 +88,7 @@ NAMED = {
 
 
 def files_of(names: str) -> set[Path]:
-    """The Python files that these files and folders of the package have; each must exist."""
+    """Returns the Python files in these files and folders of the package, each of which must exist."""
     paths = [PACKAGE / name for name in names.split()]
     assert all(path.exists() for path in paths), [str(path) for path in paths if not path.exists()]
     return {file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))}
@@ -108,7 +108,7 @@ def num_lines(files: set[Path] | list[Path]) -> int:
 
 @cache
 def imports_of(file: Path) -> frozenset[Path]:
-    """The files of the package that a file imports, for types and in functions too; packages' doors are followed."""
+    """Returns the package's files that a file imports, even for types or in functions, looking through `__init__`s."""
     found: set[Path] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lightrl":
@@ -122,7 +122,7 @@ def imports_of(file: Path) -> frozenset[Path]:
 
 
 def _home(module: str, name: str) -> Iterator[Path]:
-    """The file that defines a name: the module's own, or where its package's `__init__` has it from."""
+    """Yields the file that defines a name: the module itself, or the one that its package's `__init__` imports from."""
     folder = PACKAGE.joinpath(*module.split(".")[1:])
     if (folder / f"{name}.py").is_file():
         yield folder / f"{name}.py"
@@ -138,7 +138,7 @@ def _home(module: str, name: str) -> Iterator[Path]:
 
 
 def back_doors() -> list[str]:
-    """Imports from the core into a leaf, but for those of a package's `__init__`, which is the door."""
+    """Lists imports from the core into a leaf, except those in a package's `__init__`."""
     leaves = leaf_files()
     return sorted(
         f"{file.relative_to(PACKAGE)} -> {leaves[target]}"
@@ -149,7 +149,7 @@ def back_doors() -> list[str]:
 
 
 def circles() -> list[list[str]]:
-    """Groups of files that import each other, by Tarjan's algorithm."""
+    """Returns groups of files that import each other, by Tarjan's algorithm."""
     order: dict[Path, int] = {}
     low: dict[Path, int] = {}
     stack: list[Path] = []

@@ -18,7 +18,7 @@ from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.callbacks.run_files import contents
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.files import write_problem
-from lightrl.strategies.checkpoints.atomic_write import write_whole
+from lightrl.strategies.checkpoint.atomic_write import write_whole
 
 if TYPE_CHECKING:
     import lightning as L

@@ -20,7 +20,7 @@ from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.files import STATUS_FILE
 from lightrl.checks.printable import count_text
 from lightrl.engines import RolloutEngine
-from lightrl.strategies.checkpoints.atomic_write import write_whole
+from lightrl.strategies.checkpoint.atomic_write import write_whole
 
 if TYPE_CHECKING:
     import lightning as L

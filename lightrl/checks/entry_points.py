@@ -1,7 +1,7 @@
-"""Entry points: leaves that the core finds by name, where neither a `class_path` nor a command names them.
+"""Entry points: optional parts ("leaves") that the core loads by name, other than by `class_path` or as a command.
 
-Nothing in the core imports a leaf; it asks `entry_point` for one when it needs it. Commands have a table of their own,
-in commands/main.py.
+Nothing in the core imports a leaf; it calls `entry_point` when it needs one. Commands have their own table, in
+commands/main.py.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 ENTRY_POINTS = {
     "launch section": "lightrl.launch.Launch",  # the section `launch` of a configuration
-    "memory estimate": "lightrl.plan.planned_run.use_estimate",  # what a GPU's memory decides in `lightrl fit`
-    "gateway": "lightrl.engines.servers.gateway.Gateway",  # what `router` of an engine of servers names
-    "fast decoder": "lightrl.engines.local.fast.decoder.fast_decoder",  # LocalEngine's, for models that it takes
+    "memory estimate": "lightrl.plan.planned_run.use_estimate",  # sets what depends on a GPU's memory in a fit
+    "gateway": "lightrl.engines.servers.gateway.Gateway",  # for the setting `router` of a server engine
+    "fast decoder": "lightrl.engines.local.fast.decoder.fast_decoder",  # LocalEngine's, for the models that it supports
 }
 
 
 def entry_point(name: str) -> Any:
-    """The class or function under this name; imports its module."""
+    """Imports and returns the class or function under this name."""
     module, _, attribute = ENTRY_POINTS[name].rpartition(".")
     return getattr(importlib.import_module(module), attribute)

@@ -1,17 +1,17 @@
 """The `lightrl` command.
 
 Reading order:
-    main.py           `lightrl <command>`: help, version, and which module a command is
+    main.py           `lightrl <command>`: help, version, and the table of commands
     cli.py            fit, validate, test, predict: LightningCLI with our defaults; help of a setting
-    config_layers.py  where a setting comes from; config_errors.py: explains a wrong one, with path, file and line
+    config_layers.py  settings and their origins; config_errors.py: explains a wrong one, with path, file and line
     console.py        log lines and errors on stderr, exit codes
-    plan.py           shows what an iteration computes, from what and where; batch sizes, memory, what makes it fit
+    plan.py           shows the calls of an iteration, batch sizes and memory, and what to change if it does not fit
     doctor/           checks a run before it starts, its data and its reward
     serve.py          starts SGLang or vLLM servers in the foreground
     launch.py         starts ranks and servers on one machine or many
-    status.py         shows what a run and its launch do
+    status.py         shows what a run and its launch are doing
     inspect.py        shows runs in the browser, or exports them as one file
     export.py         turns a checkpoint into a Hugging Face folder; pushes it to a hub, with a model card
 
-May import: everything. To add a command: a module with `run(args) -> exit code`, and its line in main.py.
+May import: everything. To add a command: write a module with `run(args) -> exit code` and add it to main.py.
 """

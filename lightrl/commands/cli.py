@@ -1,7 +1,7 @@
 """lightrl fit | validate | test | predict: LightningCLI with lightrl's Trainer, short class names and short errors.
 
-`model` and `data` take any LightningModule and LightningDataModule, by `class_path`: lightrl's own and Lightning's
-classes by their short name, a user's by a dotted path that starts in the working folder.
+`model` and `data` accept any LightningModule and LightningDataModule as a `class_path`: a short name for classes of
+lightrl and Lightning, and a dotted path for a user's classes, which may be in the working folder.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ from lightrl.trajectory import Group, encode_json
 log = logging.getLogger(__name__)
 
 _Level = Literal["debug", "info", "warning", "error"]
-# What makes an experiment: two runs that differ here continue from each other by mistake only.
+# Settings that identify an experiment: a run must not continue from one that differs in them.
 _SAME = ("seed_everything", "model.class_path", "model.policy", "data.class_path", "data.train")
 FROM_START = "The run starts from the beginning."
 
 
 class ConfigParser(LightningArgumentParser):
-    """Takes the settings of config files from `files`, by the name on the command line, and reads no file again."""
+    """Looks up config files in `files`, by their name on the command line, instead of reading them again."""
 
     files: Mapping[str, ConfigText] = {}
 
@@ -92,8 +92,8 @@ class LightRLCLI(LightningCLI):
     """LightningCLI for lightrl; the constructor parses, builds and runs, as LightningCLI's does.
 
     Args:
-        args: of the command line, the command first; `sys.argv[1:]` if None.
-        callbacks: added to those of the config.
+        args: the command line, starting with the command; `sys.argv[1:]` if None.
+        callbacks: added to the config's callbacks.
         descriptions: a line about each command, for its help.
     """
 
@@ -107,7 +107,7 @@ class LightRLCLI(LightningCLI):
         callbacks: Sequence[L.Callback] = (),
         descriptions: Mapping[str, str] | None = None,
     ) -> None:
-        for name in lightrl.__all__:  # short names in a config only find imported classes
+        for name in lightrl.__all__:  # only imported classes have short names in a config
             getattr(lightrl, name)
         strict: dict[str, object] = {"exit_on_error": False, "allow_abbrev": False}
         commands = {
@@ -135,19 +135,19 @@ class LightRLCLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         commands = LightningCLI.subcommands()
-        commands["predict"].add("return_predictions")  # they go to a file
+        commands["predict"].add("return_predictions")  # predictions go to a file
         return commands
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_optimizer_args((torch.optim.Optimizer,))
         parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
-        levels = "levels of loggers, one for each package, such as {lightrl.rollout: debug, lightrl.engines: warning}"
+        levels = "the log level of each package, such as {lightrl.rollout: debug, lightrl.engines: warning}"
         parser.add_argument("--logging", type=dict[str, _Level], default={}, help=levels)
         section = entry_point("launch section") | None
         parser.add_argument("--launch", type=section, default=None, help="where `lightrl launch` starts the run")
 
     def config_text(self) -> str:
-        """All settings as YAML, from which the command does the same."""
+        """All settings as YAML; the command does the same with it as its only config file."""
         settings = self.config[self.config.subcommand].clone()
         settings.pop("config", None)
         return str(self._subcommand_parsers[self.config.subcommand].dump(settings, skip_none=False))
@@ -175,16 +175,16 @@ class LightRLCLI(LightningCLI):
             raise UsageError(f"seed_everything must be between 0 and {2**32 - 1}, got {seed}{origin}.")
 
     def _parse_ckpt_path(self) -> None:
-        """Not Lightning's, which sets `model` from a checkpoint's hyper-parameters: any class, any reward function."""
+        """Does nothing: Lightning's would set `model` to any class that a checkpoint's hyper-parameters name."""
 
     def before_instantiate_classes(self) -> None:
         for name, level in self.config[self.config.subcommand].logging.items():
             if name.partition(".")[0] == "lightrl" and importlib.util.find_spec(name) is None:
-                raise UsageError(f"logging{self._user_settings.origin('logging')}: there is no {name} in lightrl.")
+                raise UsageError(f"logging{self._user_settings.origin('logging')}: there is no module {name}.")
             logging.getLogger(name).setLevel(level.upper())
 
     def instantiate_classes(self) -> None:
-        """Builds trainer, model and data; raises UsageError with path, file and line of a setting that they refuse."""
+        """Builds trainer, model and data; if one refuses a setting, raises UsageError with its path, file and line."""
         try:
             self.config = settings_to_parse(self.config)
             super().instantiate_classes()
@@ -205,20 +205,20 @@ class LightRLCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer = cast(Trainer, super().instantiate_trainer(**kwargs))
         pipes = [name for name in self._user_settings.files if not Path(name).expanduser().is_file()]
-        if pipes and trainer.strategy.launcher is not None:  # it starts the others with the same command line
+        if pipes and trainer.strategy.launcher is not None:  # it repeats the command line in other processes
             raise UsageError(
-                f"--config {pipes[0]} can be read once, by the first of {trainer.num_devices} processes. Write it to a "
-                "file."
+                f"--config {pipes[0]} can be read only once, but {trainer.num_devices} processes need it. Write it to "
+                "a file."
             )
         logger = self.config[self.config.subcommand].trainer.logger
-        # fast_dev_run and barebones leave another logger than Lightning's default
+        # with fast_dev_run and barebones the logger is not Lightning's default
         if logger in (None, True) and [type(logger) for logger in trainer.loggers] == [TensorBoardLogger]:
-            metrics = CSVLogger(trainer.default_root_dir)  # both in one folder, lightning_logs/version_<n>
+            metrics = CSVLogger(trainer.default_root_dir)  # both write to lightning_logs/version_<n>
             trainer.loggers = [metrics, TensorBoardLogger(trainer.default_root_dir, version=metrics.version)]
         return trainer
 
     def after_instantiate_classes(self) -> None:
-        """Uses the sections `optimizer` and `lr_scheduler` once the model has parameters, late for an RLModule."""
+        """Defers the sections `optimizer` and `lr_scheduler` until the model has parameters, late for an RLModule."""
         settings = self.config_init[self.config.subcommand]
         optimizer, scheduler = settings.get("optimizer"), settings.get("lr_scheduler")
         if optimizer is None:
@@ -244,7 +244,7 @@ class LightRLCLI(LightningCLI):
                 raise UsageError(f"{setting} has no effect with {section}. Remove it, or set it there.")
 
     def before_fit(self) -> None:
-        """Resolves `ckpt_path: last` to this experiment's newest one: each run has a folder of its own."""
+        """Resolves `ckpt_path: last` to this experiment's newest checkpoint: each run has its own folder."""
         settings = self.config_init[self.config.subcommand]
         ckpt_path = settings.get("ckpt_path")
         if ckpt_path is None:
@@ -257,11 +257,11 @@ class LightRLCLI(LightningCLI):
                     if not last_files and self.config.subcommand == "fit":
                         log.warning("ckpt_path=last: %s has no last*.ckpt. %s", item.dirpath, FROM_START)
                         settings["ckpt_path"] = None
-                    return  # one folder for all runs, where Lightning looks itself
+                    return  # all runs share this folder, where Lightning looks
             folder, own = run_folder(self.trainer), _plain(self.config[self.config.subcommand].as_dict())
             newest = last_checkpoint(folder, own, is_fit=self.config.subcommand == "fit")
             if newest is not None:
-                log.info("ckpt_path=last is %s. This run writes to a folder of its own.", newest)
+                log.info("ckpt_path=last is %s. This run writes to its own folder.", newest)
                 settings["ckpt_path"] = str(newest)
             elif self.config.subcommand == "fit":
                 settings["ckpt_path"] = None if folder is not None else "last"  # without a folder Lightning looks
@@ -278,7 +278,7 @@ class LightRLCLI(LightningCLI):
     before_validate = before_test = before_predict = before_fit
 
     def fit(self, **kwargs: Any) -> None:
-        """Trains, on a GPU with what its memory allows."""
+        """Trains; on a GPU, first chooses the settings that its memory decides."""
         if (device := self.trainer.strategy.root_device).type == "cuda":
             memory = torch.cuda.get_device_properties(device).total_memory
             use_estimate = entry_point("memory estimate")
@@ -304,20 +304,20 @@ class LightRLCLI(LightningCLI):
 
 
 class SaveRunConfig(SaveConfigCallback):
-    """Saves the configuration as config.yaml in the run's folder, but never over a file it was read from.
+    """Saves the configuration as config.yaml in the run's folder, but never overwrites a file it was read from.
 
-    Every logger gets it as hyper-parameters, CSVLogger as hparams.yaml.
+    Every logger gets it as hyper-parameters; CSVLogger writes hparams.yaml.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         public = without_secrets(self.config)
         for name, value in self.config.items():
             if public.get(name) != value:
-                log.info("Secrets in %s are not saved in config.yaml. A command that reads it needs them again.", name)
+                log.info("Secrets in %s are not saved in config.yaml. Pass them again to whatever reads it.", name)
         cast(Trainer, trainer).settings = settings = _plain(public.as_dict())
         if not trainer.loggers or (folder := trainer.log_dir) is None or not trainer.is_global_zero:
             return
-        text = self.parser.dump(self.config, skip_none=False)  # valid with its secrets only
+        text = self.parser.dump(self.config, skip_none=False)  # invalid without its secrets
         head = "".join(re.findall(r"^#.*\n", text, re.MULTILINE))
         text = head + yaml_of(without_secrets(yaml.safe_load(text)))
         target = (Path(folder) / self.config_filename).absolute()
@@ -329,7 +329,7 @@ class SaveRunConfig(SaveConfigCallback):
 
 
 def _plain(value: Any) -> Any:
-    """A setting as JSON and YAML have it: loggers write a path or an object as its text."""
+    """Returns a setting as JSON types; a path or another object becomes its text, as loggers write it."""
     if isinstance(value, Mapping):
         return {str(name): _plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -370,7 +370,7 @@ def _configured_optimizers(module: L.LightningModule, optimizer: Any, scheduler:
     made_scheduler = instantiate_class(made, scheduler)
     if len(set(rates)) > 1 and rates != [group.get("initial_lr", group["lr"]) for group in made.param_groups]:
         name = scheduler["class_path"]
-        raise ValueError(f"lr_scheduler {name} sets one learning rate, but roles have {rates}. Use another one.")
+        raise ValueError(f"lr_scheduler {name} sets one learning rate, but roles have {rates}. Use another scheduler.")
     if isinstance(module, RLModule) and not hasattr(made_scheduler, "monitor"):
         # an iteration is the unit of an RL run; Lightning's default is the epoch
         return {"optimizer": made, "lr_scheduler": {"scheduler": made_scheduler, "interval": "step"}}
@@ -383,11 +383,11 @@ def run(args: Sequence[str], descriptions: Mapping[str, str] | None = None) -> i
 
 
 def last_checkpoint(folder: Path | None, settings: Mapping[str, object], *, is_fit: bool = True) -> Path | None:
-    """The newest last checkpoint in this run folder and its neighbors, of the same experiment; logs why there is none.
+    """Returns the newest last.ckpt of the same experiment, in this run folder or its neighbors; logs why there is none.
 
     Args:
         settings: this run's, as in a config.yaml.
-        is_fit: whether seed and data must be the same too: another split or file can be validated on.
+        is_fit: whether seed and data must match too; validation may use another split or file.
     """
     if folder is None:
         return None
@@ -413,7 +413,7 @@ def last_checkpoint(folder: Path | None, settings: Mapping[str, object], *, is_f
 
 
 def check_links(checkpoints: Sequence[Path]) -> None:
-    """Raises UsageError if there are last checkpoints, but all are links to files that are gone."""
+    """Raises UsageError if there are last checkpoints, but all of them are links to missing files."""
     if checkpoints and not any(path.exists() for path in checkpoints):
         raise UsageError(
             f"ckpt_path=last: {checkpoints[0]} is a link to {checkpoints[0].readlink()}, which does not exist. Pass "
@@ -422,7 +422,7 @@ def check_links(checkpoints: Sequence[Path]) -> None:
 
 
 def _difference(config: Path, settings: Mapping[str, object], *, is_fit: bool) -> str | None:
-    """Says what makes a run another experiment; None for the same one, and if its settings are unknown."""
+    """Describes the first setting that makes a saved run another experiment; None if none does or it has no config."""
     try:
         saved = yaml.safe_load(config.read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -430,7 +430,7 @@ def _difference(config: Path, settings: Mapping[str, object], *, is_fit: bool) -
     if not isinstance(saved, Mapping):
         return None
     then, now = by_path(saved), by_path(settings)
-    if isinstance(then.get("seed_everything"), bool) or isinstance(now.get("seed_everything"), bool):  # any seed
+    if isinstance(then.get("seed_everything"), bool) or isinstance(now.get("seed_everything"), bool):  # a random seed
         then["seed_everything"] = now["seed_everything"] = None
     for section in _SAME if is_fit else [name for name in _SAME if name.startswith("model")]:
         for name in dict.fromkeys([*then, *now]):
@@ -439,23 +439,23 @@ def _difference(config: Path, settings: Mapping[str, object], *, is_fit: bool) -
     return None
 
 
-# Titles of the sections of a command's help, and what lightrl does otherwise than Lightning's help says.
+# Titles of the sections of a command's help, and texts where lightrl differs from Lightning's help.
 _TITLES = {
-    "trainer": "Lightning's Trainer, whose training batch is one iteration of an RLModule",
-    "model": "What is trained, such as GRPO, whose settings --model.help GRPO shows",
-    "data": "What it is trained on, such as PromptDataModule",
-    "optimizer": "An optimizer in place of the model's own",
-    "lr_scheduler": "The learning rate's schedule, with `optimizer` only",
+    "trainer": "Lightning's Trainer; a training batch is one iteration of an RLModule",
+    "model": "What to train, such as GRPO; --model.help GRPO shows its settings",
+    "data": "What to train on, such as PromptDataModule",
+    "optimizer": "An optimizer that replaces the model's own",
+    "lr_scheduler": "The learning rate's schedule; needs `optimizer`",
 }
 _HELP_OF = {
-    "trainer.default_root_dir": "the folder of the runs, on this machine or mounted; the working folder if null",
-    "trainer.logger": "where metrics go; null or true is a CSVLogger and a TensorBoardLogger, false is none",
+    "trainer.default_root_dir": "the folder of the runs, local or mounted; the working folder if null",
+    "trainer.logger": "where metrics go; null or true means CSVLogger and TensorBoardLogger, false means nowhere",
     "trainer.precision": "as in Lightning; null is bf16-mixed on a CUDA GPU, otherwise 32-true",
 }
 
 
 def asked_help(parser: ArgumentParser, command: str, args: Sequence[str], user_settings: UserSettings) -> str | None:
-    """The help that `--help`, or a flag such as `--model.policy.help ModelSpec`, asks for; None without such a flag."""
+    """Returns the help for `--help` or a flag like `--model.policy.help ModelSpec`; None without such a flag."""
     if {"-h", "--help"} & set(args):
         for group in parser._action_groups:
             first = group._group_actions[0].dest.split(".")[0] if group._group_actions else ""
@@ -472,22 +472,22 @@ def asked_help(parser: ArgumentParser, command: str, args: Sequence[str], user_s
 
 
 def _classes(path: str, name: str | None, keys: Keys, settings: object) -> list[type]:
-    """The classes that a setting takes, or the one of this name; the setting's own classes are those of the config."""
+    """Returns the classes that a setting accepts, or the one called `name`; `settings` says what is above it."""
     kinds = classes_in(type_of_setting(path, keys, settings))
     if name is not None:
         return [resolve(name, kinds, path, "")]
     if not kinds or not all(map(dataclasses.is_dataclass, kinds)):
         names, above = ", ".join(sorted(importable_classes(kinds))), "".join(path.rpartition(".")[:2])
         raise UsageError(
-            f"Add a class to --{path}.help: {names}." if names else f"{path} takes no class; --{above}help shows it."
+            f"Add a class to --{path}.help: {names}." if names else f"{path} is not a class; --{above}help shows it."
         )
     return kinds
 
 
 def flags_for_strings(parser: ArgumentParser, user_settings: UserSettings) -> list[str]:
-    """Flags for strings that the parser would drop, as `train: rows.jsonl` for --data.train.max_rows 8.
+    """Returns flags for strings that the parser would drop, like `train: rows.jsonl` next to --data.train.max_rows 8.
 
-    The string is the first field of the data class that has the added settings: `--data.train.source=rows.jsonl`.
+    The string becomes the first field of the data class that has the added settings: `--data.train.source=rows.jsonl`.
     """
     names = [path.replace(".init_args", "").split(".") for path in user_settings.origins if "[" not in path]
     flags = []
@@ -498,7 +498,7 @@ def flags_for_strings(parser: ArgumentParser, user_settings: UserSettings) -> li
         texts = [value for value in (named, *values) if isinstance(value, str)]
         if not texts or not added or not isinstance(named, ClassOrText | None):
             continue
-        with contextlib.suppress(UsageError):  # it takes no data class
+        with contextlib.suppress(UsageError):  # the setting accepts no data class
             kinds = _classes(path, None, Keys.of_parser(parser), user_settings.settings)
             while texts[0] not in importable_classes(kinds):
                 kind = max(kinds, key=lambda kind: len(added.keys() & Keys.of_class(kind).types.keys()))
@@ -527,7 +527,7 @@ def _class_help(kind: type, path: str, command: str) -> str:
 
 
 def _text(parser: ArgumentParser) -> str:
-    """The help without Sphinx's roles and Python's names of classes."""
+    """Returns the parser's help without Sphinx roles and `<class '...'>`."""
     for action in parser._actions:
         action.help = re.sub(r":[a-z]+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", action.help or "").replace("``", "`") or None
     for group in parser._action_groups:

@@ -1,4 +1,4 @@
-"""Explains settings that the parser refused: one message with path, value, file and line, and what is allowed there.
+"""Explains settings that the parser refused: one message with path, value, file, line and the allowed values.
 
 jsonargparse stops at the first layer that refuses and quotes whole subtrees. `explain` instead walks the merged layers
 along the classes that they configure until it finds the setting at fault. It runs only after the parser has refused, or
@@ -42,7 +42,7 @@ _TYPE_WORDS: dict[object, str] = {
 
 
 def explain(error: ArgumentError, parser: ArgumentParser, user_settings: UserSettings) -> str:
-    """The message for a user of an error that the subcommand's parser raised."""
+    """Turns an error of the subcommand's parser into a message for the user."""
     try:
         _Walk(user_settings).group(user_settings.settings, Keys.of_parser(parser), "", "lightrl")
     except UsageError as usage_error:
@@ -59,7 +59,7 @@ def explain(error: ArgumentError, parser: ArgumentParser, user_settings: UserSet
 
 
 def check_empty_sections(user_settings: UserSettings, parser: ArgumentParser) -> None:
-    """Raises UsageError for an empty section of an unknown name, `trianer: {}`, which the parser ignores."""
+    """Raises UsageError for an empty section with an unknown name, like `trianer: {}`, which the parser ignores."""
     empty = user_settings.empty_sections()
     if not empty:
         return
@@ -72,7 +72,7 @@ def check_empty_sections(user_settings: UserSettings, parser: ArgumentParser) ->
 
 @dataclasses.dataclass
 class Keys:
-    """The settings allowed at one place: the name → its type, or the names below it."""
+    """The settings allowed at one place: their types, and groups of settings, by name."""
 
     types: dict[str, object]
     groups: dict[str, Keys]
@@ -96,7 +96,7 @@ class Keys:
     def _add(self, path: list[str], action: Action) -> None:
         name, *rest = path
         if rest:
-            self.types.pop(name, None)  # a group's own flag takes a file
+            self.types.pop(name, None)  # the flag for the whole group accepts a file
             self.groups.setdefault(name, Keys({}, {}, []))._add(rest, action)
         elif name not in self.groups:
             self.types[name] = getattr(action, "_typehint", Any)
@@ -110,11 +110,11 @@ class Keys:
         return sorted([*self.types, *self.groups])
 
 
-_DEFAULT_CLASSES = {"model": "GRPO", "data": "PromptDataModule"}  # shown where no class is named
+_DEFAULT_CLASSES = {"model": "GRPO", "data": "PromptDataModule"}  # assumed if no class is named
 
 
 def type_of_setting(path: str, keys: Keys, settings: object, above: str = "") -> object:
-    """The type of a setting, of the class that the config names above it; raises UsageError if there is none."""
+    """Returns a setting's type, given the classes that the config names above it; raises UsageError if unknown."""
     first, _, below = path.partition(".")
     place = f"{above}{first}"
     if first not in keys:
@@ -126,11 +126,11 @@ def type_of_setting(path: str, keys: Keys, settings: object, above: str = "") ->
     kinds, below = classes_in(hint), below.removeprefix("init_args.")
     if not below:
         return hint
-    if not kinds and _takes_mapping(hint):  # a key of it
+    if not kinds and _takes_mapping(hint):  # `below` is a key of the mapping
         options = typing.get_args(hint) if _is_union(hint) else [hint]
         return next((typing.get_args(option)[1] for option in options if len(typing.get_args(option)) == 2), Any)
     named = here.get("class_path") if isinstance(here, dict) else here
-    is_shorthand = all(map(dataclasses.is_dataclass, kinds))  # the text is what the data class has first
+    is_shorthand = all(map(dataclasses.is_dataclass, kinds))  # the string is the data class's first field
     named = named if isinstance(named, str) and not is_shorthand else _DEFAULT_CLASSES.get(place)
     candidates = [*kinds, *importable_classes(kinds).values()]
     candidates = candidates if named is None else [resolve(named, kinds, place, "")]
@@ -142,12 +142,12 @@ def type_of_setting(path: str, keys: Keys, settings: object, above: str = "") ->
 
 
 def read_texts(parser: ArgumentParser, user_settings: UserSettings) -> None:
-    """A flag whose setting takes texts, by its type, is what was typed: YAML would make a list or mapping of `[a]`."""
+    """Keeps flags as typed if their setting's type is a string: YAML would turn `[a]` into a list."""
     values_of_texts.clear()
     for path, typed in user_settings.flags:
         if _is_scalar(typed):
             continue
-        with contextlib.suppress(UsageError):  # which the parser raises too
+        with contextlib.suppress(UsageError):  # the parser raises it too
             hint = type_of_setting(path.removesuffix("+"), Keys.of_parser(parser), user_settings.settings)
             value = value_of_text(typed, hint, is_item=path.endswith("+"))
             if value is not None:
@@ -157,7 +157,7 @@ def read_texts(parser: ArgumentParser, user_settings: UserSettings) -> None:
 
 
 def _is_scalar(typed: str) -> bool:
-    """Whether YAML reads one text or number, which the parser takes for a text as it was typed."""
+    """Whether YAML reads a single string or number, which the parser keeps as typed if the setting is a string."""
     try:
         return isinstance(get_loader("yaml")(typed), str | int | float | None)
     except yaml.YAMLError:
@@ -165,7 +165,7 @@ def _is_scalar(typed: str) -> bool:
 
 
 def value_of_text(typed: str, hint: object, *, is_item: bool) -> object:
-    """`typed` as a text, or as a list or mapping of texts; None if this type takes anything else."""
+    """Returns `typed` as a string, or as a list or mapping of strings; None if the type accepts anything else."""
     kinds = set(typing.get_args(hint) if _is_union(hint) else [hint]) - {type(None)}
     texts = {str, Path}
     lists = {kind for kind in kinds if typing.get_origin(kind) in _LISTS and typing.get_args(kind)[0] is str}
@@ -174,7 +174,7 @@ def value_of_text(typed: str, hint: object, *, is_item: bool) -> object:
         return None
     loaded: object = None
     with contextlib.suppress(yaml.YAMLError, RecursionError):
-        loaded = yaml.load(typed, yaml.BaseLoader)  # every scalar is a text
+        loaded = yaml.load(typed, yaml.BaseLoader)  # every scalar is a string
     if (lists and isinstance(loaded, list)) or (mappings and isinstance(loaded, dict)):
         return loaded
     return typed if kinds & texts or (lists and is_item) else None
@@ -184,7 +184,7 @@ _LISTS = (list, Sequence, collections.abc.Sequence)
 
 
 class _Walk:
-    """Walks down settings and the classes that they configure; raises UsageError at the first that is not allowed."""
+    """Walks down settings and the classes that they configure; raises UsageError for the first invalid setting."""
 
     def __init__(self, user_settings: UserSettings) -> None:
         self._from = user_settings.origin
@@ -192,7 +192,7 @@ class _Walk:
     def group(
         self, settings: Mapping[str, object], keys: Keys, prefix: str, owner: str, kind: type | None = None
     ) -> None:
-        """Settings by name, of the class `kind` or of the command itself."""
+        """Checks named settings of the class `kind`, or of the command itself."""
         for name in settings:
             if name not in keys:
                 raise UsageError(self._unknown(name, settings, keys, prefix, owner))
@@ -208,7 +208,7 @@ class _Walk:
                 self.value(value, keys.types[name], path)
 
     def value(self, value: object, hint: object, path: str) -> None:
-        """One setting: a plain value, a class with its arguments, or a list of these."""
+        """Checks one setting: a plain value, a class with its arguments, or a list of these."""
         kinds = classes_in(hint)
         if isinstance(value, Mapping) and kinds and not _takes_mapping(hint):
             self._class(value, kinds, path, _num_given(hint))
@@ -225,7 +225,7 @@ class _Walk:
             raise UsageError(self._wrong(path, value, _describe(hint)))
 
     def _class(self, settings: Mapping[str, Any], kinds: Sequence[type], path: str, num_given: int) -> None:
-        """A class with its arguments, of which the caller gives the first `num_given`."""
+        """Checks a class with its arguments; lightrl's own code passes the first `num_given`."""
         if "class_path" in settings:
             class_path = settings["class_path"]
             if not isinstance(class_path, str):
@@ -245,7 +245,7 @@ class _Walk:
         arguments = settings.get("init_args") or {}
         if "init_args" in settings and isinstance(arguments, Mapping):
             self.group(arguments, keys, f"{path}.init_args.", owner, kind)
-        # Next to class_path are only its own keys; arguments given as flags, --model.lr 1e-3, need no init_args.
+        # Flags such as --model.lr 1e-3 put arguments next to class_path, not below init_args.
         direct = {key: value for key, value in settings.items() if key not in _CLASS_KEYS}
         self.group(direct, keys, f"{path}.", owner, kind)
         present = {**arguments, **direct, **(settings.get("dict_kwargs") or {})}
@@ -255,13 +255,13 @@ class _Walk:
             raise UsageError(f"{owner} needs {' and '.join(missing)}{self._from(path)}.")
 
     def _nearest(self, settings: Mapping[str, object], kinds: Sequence[type], path: str) -> type:
-        """The data class that has most of these settings; raises UsageError for a role's mixed with its model's."""
+        """Returns the data class with most of these settings; raises UsageError if a Role's and a ModelSpec's mix."""
         names = {kind: [name for name in settings if name in Keys.of_class(kind)] for kind in kinds}
         if set(kinds) == {ModelSpec, Role} and all(names.values()):
             inner, outer = (", ".join(f"{name}: ..." for name in names[kind]) for kind in (ModelSpec, Role))
             fix = f"Write {path.rpartition('.')[2]}: {{model: {{{inner}}}, {outer}}}."
             if "model" in names[Role]:
-                fix = f"To replace the model by a role, write {{class_path: Role, init_args: {{{outer}}}}}."
+                fix = f"To replace the model with a role, write {{class_path: Role, init_args: {{{outer}}}}}."
             raise UsageError(
                 f"{path} mixes settings of the model ({', '.join(names[ModelSpec])}) with those of its role "
                 f"({', '.join(names[Role])}){self._from(path)}. {fix}"
@@ -293,19 +293,19 @@ class _Walk:
 
 
 def classes_in(hint: object) -> list[type]:
-    """The classes within a type that a `class_path` could name, and data classes."""
+    """Returns the classes within a type that a `class_path` could name, and data classes."""
     if inspect.isclass(hint) and typing.get_origin(hint) is None:
         plain = hint.__module__ in ("builtins", "types", "pathlib", "datetime", "enum") or issubclass(hint, Path)
         return [] if plain or hint in (collections.abc.Callable, typing.Any) else [hint]
     if typing.get_origin(hint) in (typing.Literal, type):
         return []
-    if typing.get_origin(hint) is collections.abc.Callable:  # a class whose first arguments the caller gives
+    if typing.get_origin(hint) is collections.abc.Callable:  # a class to which lightrl passes the first arguments
         return classes_in(typing.get_args(hint)[-1])
     return list(dict.fromkeys(kind for inner in typing.get_args(hint) for kind in classes_in(inner)))
 
 
 def _num_given(hint: object) -> int:
-    """How many arguments a class gets from its caller, where a function of so many may stand."""
+    """Returns how many arguments lightrl passes to a class, for a setting that could also be a function of as many."""
     inner = typing.get_args(hint)
     if typing.get_origin(hint) is collections.abc.Callable:
         return len(inner[0]) if isinstance(inner[0], list) else 0
@@ -313,7 +313,7 @@ def _num_given(hint: object) -> int:
 
 
 def _takes_mapping(hint: object) -> bool:
-    """Whether a mapping can be a value of its own, as for a `dict`."""
+    """Whether the setting's value may be a plain mapping, as for a `dict`."""
     if _is_union(hint):
         return any(_takes_mapping(inner) for inner in typing.get_args(hint))
     kind = typing.get_origin(hint) or hint
@@ -325,7 +325,7 @@ def _is_union(hint: object) -> bool:
 
 
 def importable_classes(kinds: Sequence[type]) -> dict[str, type]:
-    """Maps short names to these classes and all their imported subclasses, without abstract ones."""
+    """Maps short names to these classes and all their imported subclasses, except abstract ones."""
     classes: dict[str, type] = {}
     waiting = list(kinds)
     while waiting:
@@ -338,7 +338,7 @@ def importable_classes(kinds: Sequence[type]) -> dict[str, type]:
 
 
 def _class_of(setting: object) -> type | None:
-    """The class that a `model:` section names, if there is one."""
+    """Returns the class that a `model:` section names, or None."""
     class_path = setting.get("class_path") if isinstance(setting, Mapping) else setting
     if not isinstance(class_path, str):
         return None
@@ -348,7 +348,7 @@ def _class_of(setting: object) -> type | None:
 
 
 def resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> type:
-    """The class behind a short name or dotted path; raises UsageError if there is none, or it is of another kind."""
+    """Returns the class for a short name or dotted path; raises UsageError if there is none, or not of `kinds`."""
     classes = importable_classes(kinds)
     setting = f"{path}={class_path}{origin}"
     if "." not in class_path:
@@ -408,7 +408,7 @@ def _accepts(value: object, hint: object) -> bool:
 
 
 def _describe(hint: object) -> str:
-    """A type as users call it: `a number`, `one of 'token', 'sequence', 'fixed'`."""
+    """Describes a type in a user's words: `a number`, `one of 'token', 'sequence', 'fixed'`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if _is_union(hint):
         return " or ".join(_describe(item) for item in inner)
@@ -424,7 +424,7 @@ def _describe(hint: object) -> str:
 
 
 def _name(kind: type) -> str:
-    """`lightrl.GRPO` if that is its public name, else the dotted path."""
+    """Returns the public name, like `lightrl.GRPO`, or otherwise the dotted path."""
     if kind.__name__ in lightrl.__all__ and kind.__module__.startswith("lightrl."):
         return f"lightrl.{kind.__name__}"
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,8 +1,8 @@
-"""Settings of config files and flags, with their places: settings merged in order, each with its file and line.
+"""Merges the settings of config files and flags in order, and records the file and line of each.
 
-The parser keeps neither lines nor what it skips. Every command reads and parses its files here, once, and the parser
-takes the settings from here: so a pipe can be a config file, a key that stands twice, an empty section of another name
-and a file that unfolds without end are refused, and what a constructor refuses is named with its place.
+The parser keeps no line numbers and drops what it skips. So every command reads and parses its files here, once, and
+the parser gets the settings from here. That way a pipe can be a config file; duplicate keys, misspelled empty sections
+and endless YAML aliases are refused; and an error of a constructor names the setting's file and line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jsonargparse.typing import register_type
 
 from lightrl.trajectory import JsonMapping, JsonObject
 
-_MAX_NODES = 20_000  # nodes of a file, aliases unfolded: ten lines of YAML can name a billion, one an endless depth
+_MAX_NODES = 20_000  # with aliases expanded: ten lines of YAML can make a billion nodes, one an endless depth
 _MAX_DEPTH = 50
 
 
@@ -32,28 +32,28 @@ class UsageError(Exception):
 
 
 class Flag(str):
-    """A value from the command line, as typed."""
+    """A command-line value as the user typed it."""
 
 
 class ClassOrText(str):
-    """A string to which a later layer added settings: the name of a class, or what a data class has first."""
+    """A string to which a later layer added settings: a class's name, or the first field of a data class."""
 
 
 class SettingText(str):
-    """A text within settings that were read: the parser must not read it again, where a setting takes any type."""
+    """A string in settings that are already parsed; the parser must keep it even if a setting accepts any type."""
 
     def __deepcopy__(self, memo: object) -> SettingText:
         return self
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (str(self),)  # other processes get the text
+        return str, (str(self),)  # other processes get a plain string
 
 
 class ConfigText(str):
     """The text of a config file, with its settings and their places."""
 
     settings: JsonObject
-    origins: dict[str, str]  # path such as `trainer.callbacks[0].init_args` → ` (run.yaml:22)`
+    origins: dict[str, str]  # path, e.g. `trainer.callbacks[0].init_args` → ` (run.yaml:22)`
 
 
 @dataclasses.dataclass
@@ -63,7 +63,7 @@ class UserSettings:
     settings: JsonObject = dataclasses.field(default_factory=dict)
     origins: dict[str, str] = dataclasses.field(default_factory=dict)  # path → ` (run.yaml:22)`
     files: dict[str, ConfigText] = dataclasses.field(default_factory=dict)  # name on the command line → text
-    flags: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # paths and what was typed for them
+    flags: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # path and the value as typed
 
     @classmethod
     def read(cls, args: Sequence[str]) -> UserSettings:
@@ -76,7 +76,7 @@ class UserSettings:
         return user_settings
 
     def _layers(self, args: Sequence[str]) -> Iterator[tuple[JsonObject, dict[str, str]]]:
-        """Settings of each config file and flag, in order; and for their paths where they are, ` (run.yaml:22)`."""
+        """Yields the settings of each config file and flag in order, and each path's origin, like ` (run.yaml:22)`."""
         position = 0
         while position < len(args):
             name, equals, value = args[position].partition("=")
@@ -89,7 +89,7 @@ class UserSettings:
                 value = args[position]
                 position += 1
             if name in ("-c", "--config"):
-                if "://" not in value and not value.lstrip().startswith("{"):  # these only the parser can read
+                if "://" not in value and not value.lstrip().startswith("{"):  # the parser reads URLs and inline YAML
                     file = self.files[value] = self.files.get(value) or _read_config(value)
                     yield file.settings, file.origins
             elif name.startswith("--") and name != "--print_config" and not name.endswith(".help"):
@@ -107,7 +107,7 @@ class UserSettings:
         _merge(self.settings, _nested(path, Flag(value) if isinstance(value, str) else value))
 
     def values_at(self, path: str) -> list[object]:
-        """Values that flags and config files give a setting, without the `init_args` above it in its path."""
+        """Returns the values that flags and config files give a setting; `path` omits the `init_args`."""
         values: list[object] = [self.settings]
         for name in path.split("."):
             sections = [value for value in values if isinstance(value, Mapping)]
@@ -116,13 +116,13 @@ class UserSettings:
         return values
 
     def origin(self, path: str) -> str:
-        """` (run.yaml:22)`: where this path comes from, or else the nearest one above it."""
+        """Returns where this path, or its nearest parent with a known origin, comes from: ` (run.yaml:22)`."""
         while path and path not in self.origins:
             path = re.sub(r"(\[\d+\]|\.?[^.\[]+)$", "", path)
         return self.origins.get(path, "")
 
     def section(self, path: str) -> JsonMapping:
-        """The settings below a path; none if it is missing, or a class's name; raises UsageError for anything else."""
+        """Returns the settings below a path, {} if it is missing or a class's name; otherwise raises UsageError."""
         section: JsonMapping = self.settings
         so_far = []
         for name in path.split("."):
@@ -137,7 +137,7 @@ class UserSettings:
         return section
 
     def empty_sections(self) -> list[str]:
-        """Paths of sections without content, which the parser ignores whatever their name."""
+        """Returns the paths of empty sections, which the parser ignores whatever their name."""
 
         def below(value: object, path: str) -> Iterator[str]:
             if value == {} and path:
@@ -153,9 +153,9 @@ class UserSettings:
         return list(below(self.settings, ""))
 
     def place_of(self, error: BaseException) -> str:
-        """`model.init_args.lr (run.yaml:7)`: the setting that a constructor refused; empty if it is unknown.
+        """Returns the setting that a constructor refused, `model.init_args.lr (run.yaml:7)`; empty if it is unknown.
 
-        It is the first one in the message that belongs to a class whose constructor was running.
+        It is the first setting in the message that belongs to a class whose constructor was running.
         """
         words = re.findall(r"[A-Za-z_]\w*", str(error))
         for owner in _constructed(error):
@@ -174,7 +174,7 @@ class UserSettings:
         return ""
 
     def _section(self, owner: type) -> str:
-        """The only section that configures this class."""
+        """Returns the section that configures this class; empty if several do, or none."""
         key = ".class_path"
         paths = [path.removesuffix(key) for path in self.origins if path.endswith(key)]
         paths += [path for path in ("model", "data") if path in self.origins]
@@ -193,7 +193,7 @@ class UserSettings:
 
 
 def _constructed(error: BaseException) -> list[type]:
-    """The classes whose constructors the error left, the innermost first; also those of the errors that caused it."""
+    """Returns the classes whose constructors raised the error or its causes, the innermost first."""
     classes: list[type] = []
     link: BaseException | None = error
     while link is not None:
@@ -208,7 +208,7 @@ def _constructed(error: BaseException) -> list[type]:
 
 
 def nearest_files(path: Path, *suffixes: str) -> str:
-    """A sentence with the files nearest to a missing one, else those with a suffix, or the first missing folder."""
+    """Returns a sentence that names files similar to a missing one, or files with a suffix, or the missing folder."""
     folder = path.parent
     if not folder.is_dir():
         missing = next(parent for parent in [*reversed(path.parents), folder] if not parent.is_dir())
@@ -222,7 +222,7 @@ def nearest_files(path: Path, *suffixes: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Reads 1e-3 as a number and a date as text, as the parser does."""
+    """Reads 1e-3 as a number and a date as a string, as the parser does."""
 
     yaml_implicit_resolvers: ClassVar = {
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
@@ -236,7 +236,7 @@ _parse_text = get_loader("yaml")
 _NULLS = ("", "~", "null", "Null", "NULL")
 
 
-# What was typed for settings of texts → its value, which the parser asks for without the setting's name.
+# Flag as typed → its value, for settings of strings; the parser asks for the value without the setting's name.
 values_of_texts: dict[str, object] = {}
 
 
@@ -249,7 +249,7 @@ def _settings_in(text: str) -> object:
         loaded = _parse_text(text)
     except RecursionError:
         return text
-    if loaded is None and text.strip() not in _NULLS:  # `# a` and `&a` are texts
+    if loaded is None and text.strip() not in _NULLS:  # `# a` and `&a` are strings
         return text
     if isinstance(text, SettingText) and not isinstance(loaded, bool | int | float):  # `lr: "1e-5"` is a number
         return text
@@ -257,7 +257,7 @@ def _settings_in(text: str) -> object:
 
 
 def _as_read(text: str) -> str:
-    """A text of settings, marked if YAML would make something else of it."""
+    """Marks a string as SettingText if YAML would read it as something else."""
     try:
         return text if isinstance(_parse_text(text), str) else SettingText(text)
     except (yaml.YAMLError, RecursionError):
@@ -265,7 +265,7 @@ def _as_read(text: str) -> str:
 
 
 def _with_texts(value: object, kind: Callable[[str], str]) -> Any:
-    """A copy of the settings with each text in them made one of this kind."""
+    """Copies the settings with `kind` applied to each string."""
     if isinstance(value, Namespace):
         return Namespace(**{name: _with_texts(item, kind) for name, item in vars(value).items()})
     if isinstance(value, dict):
@@ -276,17 +276,17 @@ def _with_texts(value: object, kind: Callable[[str], str]) -> Any:
 
 
 def parsed_settings(settings: Namespace) -> Namespace:
-    """What the parser made of the settings, with plain texts."""
+    """Turns the marked strings of parsed settings into plain ones."""
     return cast(Namespace, _with_texts(settings, str))
 
 
 def settings_to_parse(settings: Namespace) -> Namespace:
-    """Parsed settings whose texts the parser does not read again; it does when it makes objects of them."""
+    """Marks strings of parsed settings, so that the parser does not parse them again when it builds objects."""
     return cast(Namespace, _with_texts(settings, _as_read))
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Quotes a text such as 1e5, which would be read as a number."""
+    """Quotes a string such as 1e5, which would be read as a number."""
 
 
 _Dumper.add_representer(SettingText, yaml.SafeDumper.represent_str)
@@ -294,13 +294,13 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123
 
 
 def yaml_of(settings: object) -> str:
-    """Settings as YAML that reads back as they are."""
+    """Dumps settings as YAML that reads back unchanged."""
     return str(yaml.dump(settings, Dumper=_Dumper, default_flow_style=False, sort_keys=False, allow_unicode=True))
 
 
 register_type(SettingText, serializer=SettingText, deserializer=SettingText)
 set_loader("yaml", _settings_in, (yaml.YAMLError,))
-set_dumper("yaml", yaml_of)  # the parser reads back what it has dumped of a class
+set_dumper("yaml", yaml_of)  # the parser dumps a class's settings and reads them back
 
 
 def _read_config(path: str) -> ConfigText:
@@ -313,7 +313,7 @@ def _read_config(path: str) -> ConfigText:
         text = ConfigText(file.read_text(encoding="utf-8"))
         loader = _Loader(text)
         tree = loader.get_single_node()
-        lines = _lines(tree, path)  # before `<<:` puts the keys of a mapping into others
+        lines = _lines(tree, path)  # before `<<:` is merged
         settings = None if tree is None else loader.construct_document(tree)
     except OSError as error:
         raise UsageError(f"--config {path} could not be read: {error.strerror}.") from error
@@ -329,22 +329,22 @@ def _read_config(path: str) -> ConfigText:
 
 
 def _lines(tree: yaml.Node, path: str) -> dict[str, int]:
-    """The line of each key and list item of a file; raises UsageError if one is there twice, or there are too many."""
+    """Returns the line of each key and list item of a file; raises UsageError for duplicate keys or too many nodes."""
     lines: dict[str, int] = {}
     for place, line in _line_numbers(tree, ""):
         if place in lines:
-            raise UsageError(f"{place} stands twice in {path}, in lines {lines[place]} and {line}. Keep one of them.")
+            raise UsageError(f"{place} is set twice in {path}, in lines {lines[place]} and {line}. Keep one of them.")
         lines[place] = line
         if len(lines) > _MAX_NODES or place.count(".") + place.count("[") > _MAX_DEPTH:
             raise UsageError(
                 f"--config {path} has more than {_MAX_NODES} settings, or more than {_MAX_DEPTH} levels (line {line}). "
-                "Write out what its aliases stand for, and keep data in files of their own."
+                "Replace its YAML aliases by their values, and keep data in separate files."
             )
     return lines
 
 
 def _line_numbers(node: yaml.Node, path: str) -> Iterator[tuple[str, int]]:
-    """Path and line of each key and list item below a YAML node."""
+    """Yields path and line of each key and list item below a YAML node."""
     below: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         below = [(f"{path}.{key.value}" if path else str(key.value), key, value) for key, value in node.value]

@@ -27,12 +27,12 @@ from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
 from lightrl.errors import EngineUnreachable, LightRLError, OtherRankFailed
 from lightrl.strategies import is_on_all_ranks
 
-# A user can fix these; during the run only if lightrl itself raised them.
+# Errors that a user can fix; during the run only if lightrl itself raised them.
 FIXABLE = (ValueError, TypeError, OSError, ImportError, MisconfigurationException)
 
 
 class _RunWatch(L.Callback):
-    """Knows whether the run has started, and its folder, for the error message."""
+    """Records whether the run has started, and its folder, for the error message."""
 
     def __init__(self) -> None:
         self.has_started = False
@@ -48,16 +48,16 @@ class _RunWatch(L.Callback):
 
 
 def run_folder(trainer: L.Trainer) -> Path | None:
-    """The loggers' folder; None without a logger or with `fast_dev_run`."""
+    """Returns the loggers' folder; None without a logger or with `fast_dev_run`."""
     if not trainer.loggers or getattr(trainer, "fast_dev_run", False) or trainer.log_dir is None:
         return None
     return Path(trainer.log_dir)
 
 
 def reported(command: Callable[[Sequence[L.Callback]], int]) -> int:
-    """Runs a command with the callbacks that its trainer needs; returns its exit code; an error becomes one message."""
+    """Runs a command with the callbacks that its trainer needs; returns its exit code; prints an error in brief."""
     folder = str(Path.cwd())
-    if folder not in sys.path[:1]:  # the console script's import path lacks it, where a user's `my_rewards.py` is
+    if folder not in sys.path[:1]:  # the console script's import path lacks it; a user's `my_rewards.py` is there
         sys.path.insert(0, folder)
     configure_logging()
     silence_irrelevant()
@@ -72,7 +72,7 @@ def reported(command: Callable[[Sequence[L.Callback]], int]) -> int:
     except OtherRankFailed as error:
         if debug:
             raise
-        # Not into the run's folder, where the failed rank may write its own; and the cause comes last.
+        # not in the run's folder, where the failed rank may write its own; the cause comes last
         here = error.__cause__
         return _fail(f"{type(here).__name__}: {here}\n{keep_traceback(None)}\n{error}", code=1)
     except (LightRLError, *FIXABLE) as error:
@@ -93,7 +93,7 @@ def _fail(message: str, *, code: int) -> int:
 
 
 def chain(error: BaseException) -> str:
-    """The message and those of its causes that it does not quote; for foreign errors also type and place."""
+    """Joins the messages of an error and its causes without repeats; errors from outside lightrl get type and place."""
     lines: list[str] = []
     link: BaseException | None = error
     while link is not None:
@@ -105,16 +105,16 @@ def chain(error: BaseException) -> str:
             if not (is_ours or lines) and is_disk_full(link):
                 line += ". Free disk space, or set trainer.default_root_dir to another disk."
             lines.append(f"  caused by {line}" if lines else line)
-        link = None if isinstance(link, EngineUnreachable) else link.__cause__  # its message has the client's error
+        link = None if isinstance(link, EngineUnreachable) else link.__cause__  # its message quotes the client's error
     return "\n".join(lines)
 
 
 def unwrapped(error: BaseException) -> BaseException:
-    """The error of a constructor, without those of the types that jsonargparse tried it for."""
+    """Returns the error of a constructor, without the errors that jsonargparse raised when it tried other types."""
     if not _raised_in(error, jsonargparse):
         return error
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    cause = error.__cause__ or error.__context__  # jsonargparse gives only the first error of a union
+    cause = error.__cause__ or error.__context__  # jsonargparse chains only the first error of a union
     of_types: list[BaseException] = frame.f_locals.get("exceptions") or ([] if cause is None else [cause])
     errors = [unwrapped(one) for one in of_types]
     return next((one for one in errors if not _raised_in(one, jsonargparse)), errors[0] if errors else error)
@@ -125,7 +125,7 @@ def _raised_in(error: BaseException, package: ModuleType) -> bool:
 
 
 def _place(error: BaseException) -> tuple[str, int]:
-    """File and line that raised."""
+    """Returns the file and line that raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     return (frames[-1].filename, frames[-1].lineno or 0) if frames else ("", 0)
 
@@ -140,11 +140,11 @@ def keep_traceback(folder: Path | None) -> str:
             path = place / "traceback.txt"
             path.write_text(text, encoding="utf-8", errors="backslashreplace")
             return f"Full traceback: {path}"
-    return text  # no disk to write to: better long than lost
+    return text  # it cannot be written to any disk
 
 
 class _AboveProgressBar:
-    """A stream to stderr, above any progress bar there."""
+    """A stream that writes to stderr above any progress bar."""
 
     def write(self, text: str) -> None:
         from tqdm import tqdm
@@ -169,7 +169,7 @@ class _MarkedFormatter(logging.Formatter):
 
 
 def configure_logging() -> None:
-    """Sends log lines of lightrl, from INFO up, and of Lightning to stderr above the progress bar; idempotent."""
+    """Sends log lines of lightrl (INFO and above) and Lightning to stderr above the progress bar; idempotent."""
     logger = logging.getLogger("lightrl")
     logger.setLevel(logging.INFO)
     if not any(isinstance(handler.formatter, _MarkedFormatter) for handler in logger.handlers):
@@ -179,40 +179,40 @@ def configure_logging() -> None:
         logger.propagate = False
     for name in ("lightning.pytorch", "lightning.fabric"):
         for lightning_handler in logging.getLogger(name).handlers:
-            if type(lightning_handler) is logging.StreamHandler:  # its own, not one that writes elsewhere
+            if type(lightning_handler) is logging.StreamHandler:  # Lightning's handler, not one that writes elsewhere
                 lightning_handler.setStream(_AboveProgressBar())
 
 
-# Lightning 2.6.6 at every start: its cloud, and devices, which lightrl prints with the engine's.
+# Lightning 2.6.6 advertises its cloud at every start, and lists devices, which lightrl prints with the engine's.
 _NOTICES = ("Tip: For seamless cloud", "GPU available: ", "TPU available: ", "HPU available: ")
 
 
 def _is_of_interest(record: logging.LogRecord) -> bool:
     text = record.getMessage()
-    if " was raised with message: " in text:  # "An KeyboardInterrupt …", with 12 blanks in it
+    if " was raised with message: " in text:  # "An KeyboardInterrupt …", which contains 12 blanks
         path = text.partition("saved checkpoint to ")[2]
-        if "://" not in path and not Path(path).exists():  # an error has said why
+        if "://" not in path and not Path(path).exists():  # an earlier error says why
             return False
         record.msg = f"Saved {path}; --ckpt_path last continues from it."
     return not text.lstrip("💡 ").startswith(_NOTICES)
 
 
 def silence_irrelevant() -> None:
-    """Silences what no user can act on, each for its reason."""
+    """Silences warnings that a user cannot act on."""
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_of_interest)
-    # A release of ours adapts to what a library will change; a user cannot.
+    # lightrl adapts to announced changes of libraries; a user cannot
     libraries = r"(lightning|torch|transformers|datasets|huggingface_hub|jsonargparse|peft)(\.|$)"
     for kind in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=kind, module=libraries)
-    # each run has a new folder, also one that resumes: its best checkpoints are its own
+    # every run, resumed or not, has a new folder and its own best checkpoints
     warnings.filterwarnings("ignore", r"The dirpath has changed from", UserWarning)
-    # Lightning 2.6.6 calls jsonargparse by names that its version 4.49 renamed
+    # Lightning 2.6.6 uses names that jsonargparse 4.49 renamed
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    # MLflow has one for each table that it appends to
+    # MLflow shows a progress bar for each table that it appends to
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    # lines about a hub that is not reached: the error at the end says it in one line
+    # retries of an unreachable hub: the final error says it in one line
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
-    # a progress bar for each load of a model's weights, some of milliseconds
+    # a progress bar for each load of weights, even if it takes milliseconds
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""lightrl export: turns a checkpoint into a Hugging Face folder, without the run's data or a GPU; can push it."""
+"""lightrl export: turns a checkpoint into a Hugging Face folder without the run's data or a GPU, and can upload it."""
 
 from __future__ import annotations
 
@@ -55,22 +55,22 @@ def export_checkpoint(
 ) -> None:
     """Writes a role's model as a Hugging Face folder that `from_pretrained` loads bit-equal.
 
-    A LoRA model becomes a folder with adapters only, in peft's format, or with `merged` the whole model. A critic that
-    is a head on the policy's body is written with the body, as a model of its own.
+    A LoRA model becomes a folder with only adapters, in peft's format, or with `merged` the whole model. A critic that
+    is a head on the policy's body is written with the body, as a separate model.
 
     Args:
-        checkpoint: a file, or the folder of a sharded one, from any number of processes.
+        checkpoint: a file, or the folder of a sharded checkpoint, saved by any number of processes.
         to: the folder; an earlier export there is replaced, anything else is refused.
         role: the model to export.
-        tokenizer: a hub name, a folder, or the dotted path of a function; None takes the checkpoint's.
-        merged: merge LoRA adapters into their base model, which is loaded for that.
-        run_code_of_checkpoint: import and run what the checkpoint names beyond transformers' own classes: a model
-            class, a tokenizer function, a base model's remote code.
-        push: a repository of the hub that the folder is uploaded to, with a model card of the run.
+        tokenizer: a hub name, a folder, or the dotted path of a function; None uses the checkpoint's.
+        merged: load the base model and merge the LoRA adapters into it.
+        run_code_of_checkpoint: import and run code that the checkpoint names, other than transformers' own classes: a
+            model class, a tokenizer function, a base model's remote code.
+        push: a repository on the hub to upload the folder to, with a model card of the run.
 
     Raises:
-        ValueError: if it is not a checkpoint of lightrl, lacks the role, names code to run, `to` has other files, or
-            the hub refuses.
+        ValueError: if the checkpoint is not lightrl's, lacks the role or names code to run; if `to` has other files; or
+            if the hub refuses.
     """
     check_model_folder(to, asked_by="lightrl export")
     meta, state = _read(checkpoint)
@@ -113,7 +113,7 @@ def export_checkpoint(
 
 
 def _read(checkpoint: Path) -> tuple[JsonObject, Callable[[str], dict[str, Tensor]]]:
-    """Everything but the weights, and a function from a prefix to the weights below it, named without it."""
+    """Returns all but the weights, and a function that returns the weights below a prefix, named without the prefix."""
     if not checkpoint.exists():
         raise ValueError(f"Checkpoint {str(checkpoint)!r} does not exist.")
     if checkpoint.is_dir():
@@ -126,10 +126,10 @@ def _read(checkpoint: Path) -> tuple[JsonObject, Callable[[str], dict[str, Tenso
 
 
 class Hub:
-    """A model repository, which is made, private, if it is not there.
+    """A model repository on the hub; the constructor creates it, private, if it does not exist.
 
     Raises:
-        ValueError: if the hub does not answer or refuses; it is asked before anything is exported.
+        ValueError: if the hub does not answer or refuses; the export makes a Hub before it writes anything.
     """
 
     def __init__(self, repo: str) -> None:
@@ -141,7 +141,7 @@ class Hub:
             self._api.create_repo(repo, private=True, exist_ok=True)
 
     def upload(self, folder: Path, message: str) -> None:
-        """Replaces the repository's files of the same names by those of a folder, and removes an older model's."""
+        """Uploads the files of a folder, overwriting files with the same names, and removes files of an older model."""
         with user_code(self._refusal):
             self._api.upload_folder(
                 repo_id=self.repo, folder_path=folder, commit_message=message, delete_patterns=_MODEL_FILES
@@ -161,11 +161,11 @@ class Hub:
             reason = error.server_message or error.response.reason_phrase
             login = " Log in with a token that may write there: hf auth login, or HF_TOKEN." * (status in (401, 403))
             return ValueError(f"{hub} refused to write {self.repo} with HTTP status {status}: {reason}.{login}")
-        return ValueError(f"{hub} does not answer, so {self.repo} is not pushed: {error!r}. Check HF_ENDPOINT.")
+        return ValueError(f"{hub} does not answer, so {self.repo} was not pushed: {error!r}. Check HF_ENDPOINT.")
 
 
 def run_of(checkpoint: Path) -> Run | None:
-    """The run that wrote a checkpoint: the nearest folder above it that has settings; None if it was moved."""
+    """Returns the run that wrote a checkpoint: the nearest folder above it with a config.yaml; None if it was moved."""
     for folder in list(checkpoint.absolute().parents)[:3]:
         if (folder / "config.yaml").is_file():
             return Run(folder, folder.name)
@@ -173,7 +173,7 @@ def run_of(checkpoint: Path) -> Run | None:
 
 
 def write_card(folder: Path, *, repo: str, checkpoint: Path, role: str, base: str | None) -> None:
-    """Writes `README.md`, and copies the run's curve, if there is one, into an exported folder."""
+    """Writes `README.md` into an exported folder, and copies the image of the run's learning curve if there is one."""
     run = run_of(checkpoint)
     settings = {} if run is None else run.settings()
     data = {name: value for name, value in settings.items() if _DATA.match(name)}
@@ -193,7 +193,7 @@ def write_card(folder: Path, *, repo: str, checkpoint: Path, role: str, base: st
 
 
 def _curve_lines(run: Path, folder: Path) -> list[str]:
-    """The run's first, best and last values of what it learned, and its image, which is copied."""
+    """Returns lines with the curve's first, best and last values, and with its image, which is copied."""
     curves: dict[str, list[tuple[int, float]]] = {name: [] for name in _CURVE}
     if (run / "metrics.csv").is_file():
         with (run / "metrics.csv").open(encoding="utf-8", newline="") as file:
@@ -228,7 +228,7 @@ def run(args: Sequence[str]) -> int:
     parser.add_argument("checkpoint", type=Path, help="a .ckpt file, or the folder of a sharded checkpoint")
     parser.add_argument("--to", type=Path, required=True, help="the folder; an earlier export there is replaced")
     parser.add_argument("--role", default="policy", help="policy (default), critic, reward_model, ...")
-    parser.add_argument("--push", metavar="REPO", help="upload it to the hub too, with a model card; needs a token")
+    parser.add_argument("--push", metavar="REPO", help="also upload it to the hub, with a model card; needs a token")
     parser.add_argument("--merged", action="store_true", help="merge LoRA adapters into their base model")
     parser.add_argument("--tokenizer", help="a hub name, a folder, or package.function; default: the checkpoint's")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""lightrl inspect: a run as a page in the browser, or as one file that asks nothing of any server.
+"""lightrl inspect: shows runs as a page in the browser, or writes them as one file that needs no server.
 
 Imports neither torch nor Lightning.
 """
@@ -20,18 +20,18 @@ from lightrl.inspect.run_folder import Json, find_runs
 from lightrl.inspect.server import PAGE, PageServer
 
 _DESCRIPTION = """\
-Shows runs on a page of this machine: curves, trajectories token by token, timelines, problems, settings. It works while
-a run goes on and sends nothing anywhere. RUN is a run's folder, or one with runs in it, such as
-trainer.default_root_dir. From another machine: ssh -L PORT:127.0.0.1:PORT that-machine, and --port PORT here.
+Shows runs on a local page: curves, trajectories token by token, timelines, problems, settings. Works during a run too,
+and sends nothing anywhere. RUN is a run's folder, or a folder with runs, such as trainer.default_root_dir. To see the
+page on another machine, run ssh -L PORT:127.0.0.1:PORT this-machine there, and pass --port PORT here.
 """
 
 
 def run(args: Sequence[str]) -> int:
-    """`lightrl inspect RUN ...`; returns 0, or 2 for a wrong call."""
+    """Runs `lightrl inspect RUN ...`; returns 0, or 2 if the call is wrong."""
     parser = argparse.ArgumentParser(prog="lightrl inspect", description=_DESCRIPTION)
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path)
-    parser.add_argument("--port", type=int, default=0, help="on 127.0.0.1; a free one if 0")
-    parser.add_argument("--export", type=Path, metavar="PAGE.html", help="write one file instead, to send to somebody")
+    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0 picks a free one")
+    parser.add_argument("--export", type=Path, metavar="PAGE.html", help="write a single file to share instead")
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
     options = parser.parse_args(list(args))
     try:
@@ -59,15 +59,15 @@ def run(args: Sequence[str]) -> int:
     return 0
 
 
-NUM_TRAJECTORIES = 200  # per run, as many of each iteration
-NUM_ITERATIONS = 5  # per run, the last traced ones
+NUM_TRAJECTORIES = 200  # per run, the same number from each iteration
+NUM_ITERATIONS = 5  # per run, the last that have a trace
 MAX_BYTES = 64 * 2**20  # all trajectories of a run
 
 
 def export(answers: Answers, path: Path) -> tuple[int, int]:
-    """Writes the page with all answers; returns how many trajectories it has, and how many the runs have."""
+    """Writes the page with all answers; returns the number of trajectories in it and in the runs."""
     script, style = ((PAGE / name).read_text(encoding="utf-8") for name in ("inspect.js", "inspect.css"))
-    # `<` would end the element early: a completion may have `</script>`.
+    # a completion may contain `</script>`, which would end the element early
     saved = dict(_answers(answers))
     data = json.dumps(saved).replace("<", "\\u003c")
     policy = (
@@ -91,7 +91,7 @@ def export(answers: Answers, path: Path) -> tuple[int, int]:
 
 
 def _answers(answers: Answers) -> Iterator[tuple[str, Json]]:
-    """The page's questions, as it asks them, each with its answer."""
+    """Yields each request that the page makes, with its answer."""
     runs = answers.answer("runs", {})
     for number, one in enumerate(answers.runs):
         one.index.update()

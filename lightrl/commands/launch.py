@@ -1,4 +1,4 @@
-"""lightrl launch: plans where the ranks and servers of a run are, and starts them there or submits them as a job."""
+"""lightrl launch: places the ranks and servers of a run, and starts them or submits them as a job."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from lightrl.trajectory import JsonMapping, JsonObject
 _HELP = """\
 usage: lightrl launch --config run.yaml [--setting value ...] [--dry-run] [--wait]
 
-Starts a run on one machine or many, as its section `launch:` says: trainer ranks, servers, or both. Takes the
+Starts a run on one machine or many, as its section `launch:` says: trainer ranks, servers, or both. Accepts the
 settings of lightrl fit; lightrl fit --launch.help shows those of the launch, such as --launch.nodes.
 
   --dry-run   print the plan as a drawing of the hosts and a table, and the files that would be submitted
   --wait      with Slurm: stay until the job ends, show the output of rank 0, and end the job on Ctrl-C
 
-lightrl status FOLDER shows how the run is; docs/clusters.md has an example for each launcher.
+lightrl status FOLDER shows the state of the run; docs/clusters.md has an example for each launcher.
 """
 NO_GPU = "trainer.accelerator is auto and this machine has no GPU: CPUs are assumed. Set it to gpu to plan for GPUs."
-PORT, NUM_PORTS = 29500, 64  # where the launch does not say; see Launch.port
-_FIRST, _LAST = 20000, 32000  # below those that systems assign to outgoing connections
+PORT, NUM_PORTS = 29500, 64  # defaults; see Launch.port
+_FIRST, _LAST = 20000, 32000  # below the ports that systems assign to outgoing connections
 _LAUNCHERS: dict[str, Callable[..., Launcher]] = {
     "local": LocalLauncher,
     "torchrun": TorchrunLauncher,
@@ -59,18 +59,18 @@ class UnstartedCLI(LightRLCLI):
         return TrainerSettings.of(self.config_init[self.config.subcommand].trainer)
 
     def before_fit(self) -> None:
-        """Needs no checkpoint, and after the fit no run folder."""
+        """Skips what a fit does here: a plan needs no checkpoint and has no run folder."""
 
     after_fit = before_fit
 
 
 class LaunchedCLI(UnstartedCLI):
-    """Builds the run as its section `launch:` lays it out: ranks, servers and strategy are the plan's."""
+    """Builds the run with the ranks, servers and strategy that its section `launch:` leads to."""
 
     launched: Plan | None = None
 
     def before_instantiate_classes(self) -> None:
-        """Ignores what does not fit a GPU: no reason to stop here."""
+        """Replaces the settings by those of the plan, without a check of GPU memory, which the caller reports later."""
         settings = self.config[self.config.subcommand]
         if settings.get("launch") is None:
             return
@@ -84,7 +84,7 @@ class LaunchedCLI(UnstartedCLI):
         """Starts nothing."""
 
     def memory_facts(self) -> JsonObject:
-        """The fields of RunFacts, which the planner needs to check memory."""
+        """Returns the fields of RunFacts that the planner needs to check memory."""
         try:
             return {"planned": planned(self.model, self.trainer, self.datamodule)}
         except UnknownMemory as error:
@@ -92,11 +92,11 @@ class LaunchedCLI(UnstartedCLI):
 
 
 def plan_of(settings: JsonMapping, *, folder: str, is_shown: bool = False, memory: JsonMapping | None = None) -> Plan:
-    """The plan of a parsed configuration; raises ValueError if it does not fit.
+    """Plans a parsed configuration; raises ValueError if it does not fit.
 
     Args:
-        memory: fields of RunFacts, to check it.
-        is_shown: hosts that a job has yet to get are `node1` and so on, not what its scripts call them.
+        memory: the fields of RunFacts with which memory is checked.
+        is_shown: name the hosts that a job has not got yet `node1` and so on, for people, not as its scripts do.
     """
     launch = Launch.of(settings["launch"])
     facts = replace(facts_of(settings), **(memory or {}))
@@ -104,7 +104,7 @@ def plan_of(settings: JsonMapping, *, folder: str, is_shown: bool = False, memor
     own = {"local": ["127.0.0.1"], "slurm": later, "ray": later}
     is_local = launch.launcher == "local"
     num_gpus = torch.cuda.device_count() if is_local and not facts.on_cpu else None
-    if num_gpus == 0 and facts.assumed:  # so does Lightning's accelerator: auto
+    if num_gpus == 0 and facts.assumed:  # as Lightning's `accelerator: auto` does
         facts = replace(facts, on_cpu=True, assumed=NO_GPU)
     elif num_gpus is not None:
         if not is_shown and num_gpus < (launch.gpus_per_node or 1):
@@ -129,11 +129,11 @@ def launch(args: Sequence[str]) -> int:
     words = [word for word in args if word not in ("--dry-run", "--wait")]
     cli = LaunchedCLI(["fit", *words])
     if cli.launched is None:
-        raise UsageError("lightrl launch needs a section `launch:` in the YAML, or --launch.servers 1 and such.")
+        raise UsageError("lightrl launch needs a `launch:` section in the YAML, or flags such as --launch.servers 1.")
     make = functools.partial(plan_of, cli.given, memory=cli.memory_facts())
     root = cli.launched.facts.root
     is_dry = "--dry-run" in args
-    plan = make(folder=str(Path(root).absolute() / "launch-N"))  # refused before a folder is made
+    plan = make(folder=str(Path(root).absolute() / "launch-N"))  # raises before a folder is made
     if not is_dry:
         plan = make(folder=str(make_folder(root)))
     launcher = _LAUNCHERS[plan.launch.launcher](plan)
@@ -151,13 +151,13 @@ def launch(args: Sequence[str]) -> int:
         launcher.start()
         is_watched = plan.launch.launcher in ("local", "ray") or "--wait" in args
         return launcher.wait() if is_watched else 0
-    except BaseException:  # whatever ends the launcher ends what it started; re-raised
+    except BaseException:  # whatever ends the launcher must end what it started
         launcher.end()
         raise
 
 
 def run(args: Sequence[str]) -> int:
-    """`lightrl launch ARGS`; returns the run's exit code, 130 if Ctrl-C or SIGTERM ended it, 2 for a wrong call."""
+    """Runs `lightrl launch ARGS`; returns the run's exit code, 130 after Ctrl-C or SIGTERM, 2 if the call is wrong."""
     if not args or any(word in ("-h", "--help") for word in args):
         sys.stdout.write(_HELP)
         return 0
@@ -166,19 +166,19 @@ def run(args: Sequence[str]) -> int:
         try:
             return launch(args)
         except KeyboardInterrupt:
-            sys.stderr.write("The launch is ended.\n")
+            sys.stderr.write("The launch was ended.\n")
             return 130
 
     return reported(command)
 
 
 def free_ports(number: int) -> int:
-    """The first of `number` ports in a row that nothing listens on now."""
+    """Returns the first of `number` consecutive ports that are free now."""
     for _ in range(100):
         first = random.SystemRandom().randrange(_FIRST, _LAST - number)
         if all(_is_free(port) for port in range(first, first + number)):
             return first
-    raise OSError(f"There are no {number} free ports in a row from {_FIRST} to {_LAST}. Set launch.port.")
+    raise OSError(f"There are no {number} consecutive free ports from {_FIRST} to {_LAST}. Set launch.port.")
 
 
 def _is_free(port: int) -> bool:

@@ -17,16 +17,16 @@ COMMANDS = {
     "test": "evaluate a policy on the test prompts and print the metrics",
     "predict": "write the policy's trajectories on the test prompts, with rewards, to a file",
     "export": "turn a checkpoint into a Hugging Face folder",
-    "plan": "show what an iteration of a config computes and takes: models, calls, memory, batch sizes",
-    "convert": "turn a configuration of AReaL into ours, and list what has no counterpart",
-    "doctor": "check a run before it starts, or its failures: doctor run, doctor data, doctor reward, doctor replay",
+    "plan": "show what an iteration of a config computes and needs: models, calls, memory, batch sizes",
+    "convert": "turn an AReaL configuration into one of lightrl, and list what has no counterpart",
+    "doctor": "check a run before it starts, or its failed rewards: doctor run, data, reward or replay",
     "launch": "plan a run on one machine or many, and start its ranks and servers there",
-    "status": "show what a run and its launch do: phase, iteration, servers, last error",
+    "status": "show what a run and its launch are doing: phase, iteration, servers, last error",
     "inspect": "show runs in the browser: curves, trajectories token by token, timelines, problems, settings",
     "serve": "start SGLang or vLLM servers in the foreground and print how a run uses them",
 }
 
-# The commands that Lightning does not have: each is `run(args) -> exit code` of its module.
+# Commands that Lightning does not have; each module has `run(args) -> exit code`.
 _OWN_MODULES = {
     name: f"lightrl.commands.{name}" for name in ("export", "plan", "doctor", "launch", "status", "inspect", "serve")
 } | {"convert": "lightrl.migration.convert"}
@@ -39,7 +39,7 @@ commands:
 
 lightrl <command> --help             all settings of a command
 lightrl fit --model.help GRPO        all settings of a class
-lightrl fit --model.sampling.help    what one setting takes
+lightrl fit --model.sampling.help    what one setting accepts
 lightrl fit --config run.yaml --print_config
                                      the whole configuration of a run, without running it
 lightrl --version                    {__version__}
@@ -76,7 +76,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _imported(name: str) -> Any:
-    """Freezes what imports have made: to look for garbage in it takes a third of a command's start."""
+    """Imports a module and exempts it from garbage collection, which would take a third of a command's startup."""
     if name not in sys.modules:
         gc.disable()
         importlib.import_module(name)

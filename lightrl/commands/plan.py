@@ -1,5 +1,5 @@
-"""lightrl plan: what an iteration of a configuration computes from what, as text and as a Mermaid drawing, and what it
-takes: memory of each rank and server, messages, batch sizes.
+"""lightrl plan: shows the calls of an iteration with their inputs and outputs, as text and as a Mermaid drawing, and
+what it needs: the memory of each rank and server, communication, batch sizes.
 
 It parses and builds the configuration as `fit` does, but loads no weights and starts nothing.
 """
@@ -41,11 +41,11 @@ from lightrl.plan.planned_run import planned
 _HELP = """\
 usage: lightrl plan --config run.yaml [--gpu_memory_gb N] [--setting value ...]
 
-Shows what an iteration computes from what: models, calls, keys and devices, as text and as a Mermaid drawing; and, on
-paper, all batch sizes, the memory of each rank and server by cause, and which setting makes fit what does not. A
-section `launch:` says how many ranks and servers there are, and the plan where they are. N is a GPU's memory in 1e9
-bytes; without it, launch.gpu_memory_gb or that of the trainer's GPU. Takes the settings of lightrl fit (lightrl fit
---help), but loads no weights and starts nothing.
+Shows the calls of an iteration with their inputs and outputs, models and devices, as text and as a Mermaid drawing.
+Estimates all batch sizes and the memory of each rank and server by cause, and says what to change if it does not fit.
+If the config has a `launch:` section, the plan also says where its ranks and servers are. N is a GPU's memory in 1e9
+bytes; the default is launch.gpu_memory_gb or the memory of the trainer's GPU. Accepts the settings of lightrl fit
+(lightrl fit --help), but loads no weights and starts nothing.
 """
 
 _DRAWING = "drawing: paste this into https://mermaid.live, or on GitHub into a ```mermaid block"
@@ -54,7 +54,7 @@ _WIDTH, _MAX_COLUMNS = 100, 4  # a table's line in characters; its columns of nu
 
 
 class PlanCLI(LaunchedCLI):
-    """Prints the plan of the run that `fit` would make of the same arguments."""
+    """Prints the plan of the run that `fit` would start with the same arguments."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
@@ -90,7 +90,7 @@ class PlanCLI(LaunchedCLI):
         sys.stdout.write("\n\n".join([text, *mermaid, where, costs]) + "\n")
 
     def _device_bytes(self) -> float | None:
-        """The memory of each GPU; None if there is none, and none is given."""
+        """Returns the memory of each GPU in bytes; None if no setting gives it and there is no GPU."""
         settings = self.config_init[self.config.subcommand]
         given = settings.get("gpu_memory_gb") or getattr(settings.get("launch"), "gpu_memory_gb", None)
         if given is not None:
@@ -100,7 +100,7 @@ class PlanCLI(LaunchedCLI):
 
 
 def plan_text(module: RLModule, graph: DataFlowGraph) -> str:
-    """The roles with their models, and the calls in an order in which they can run."""
+    """Lists the roles with their models, and the calls in an order in which they can run."""
     lines = [f"{type(module).__name__}: {count_text(len(graph.calls), 'call')} per iteration", ""]
     lines += role_lines(module.models(), dict.fromkeys(module.trained_roles(), module.lr), module.saved_roles())
     rows = [("call", "on", "role", "needs", "gives")]
@@ -117,7 +117,7 @@ def plan_text(module: RLModule, graph: DataFlowGraph) -> str:
 
 
 def role_lines(roles: Mapping[str, Role], trained: Mapping[str, float], saved: Collection[str] = ()) -> list[str]:
-    """A line per model; `trained` has the learning rates of those that are."""
+    """Describes each model in a line; `trained` maps the trained roles to their learning rates."""
     lines = ["roles"]
     for name, role in roles.items():
         spec = role.spec
@@ -132,7 +132,7 @@ def role_lines(roles: Mapping[str, Role], trained: Mapping[str, float], saved: C
 
 
 def plan_mermaid(graph: DataFlowGraph) -> str:
-    """The graph as a Mermaid flowchart, for a README or https://mermaid.live; edges are labeled with keys."""
+    """Draws the graph as a Mermaid flowchart, for a README or https://mermaid.live; edges are labeled with keys."""
     lines = ["flowchart LR"]
     for call in graph.calls:
         lines.append(f'  {call.name}["{call.name}<br/>{call.role or "no model"} on {where(call)}"]')
@@ -166,7 +166,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def costs_text(run: PlannedRun, device_bytes: float | None) -> str:
-    """All tables; what does not fit is at the end."""
+    """Renders all tables, then what does not fit."""
     batches = _titled("batch sizes", (batch_rows if run.batches_per_update is None else data_rows)(run), right=(1,))
     parts = [batches, _roles_text(run), _memory_text(run), _engine_text(run), _fit_text(run, device_bytes)]
     return "\n\n".join(part for part in parts if part)
@@ -193,7 +193,7 @@ def _memory_text(run: PlannedRun) -> str:
         rows += [(cause, *(bytes_text(parts.get(cause, 0.0)) for parts in used)) for cause in causes]
         rows.append(("total", *(bytes_text(sum(parts.values())) for parts in used)))
         columns = range(1, len(memories) + 1)
-        if len(memories) > _MAX_COLUMNS:  # the ranks in the middle are left out
+        if len(memories) > _MAX_COLUMNS:  # leaves out the last ranks
             rows = [(*row[:_MAX_COLUMNS], "" if index else "…") for index, row in enumerate(rows)]
         blocks.append(_titled(f"{name}, on paper", rows, right=columns))
     return "\n\n".join(blocks)
@@ -205,20 +205,20 @@ def _engine_text(run: PlannedRun) -> str:
         return ""
     weights, key_values = engine_memory(run, engine)
     num = rows_of(run, engine)
-    device_texts = {"rank 0": "on rank 0's device", "elsewhere": "on a device of its own"}
+    device_texts = {"rank 0": "on rank 0's device", "elsewhere": "on a separate device"}
     where = device_texts.get(engine.place, f"servers: {engine.servers}, tp {engine.tp}")
     rows = [
         ("weights", bytes_text(weights), f"{run.roles[0].parameters:,} parameters of {engine.width} bytes"),
-        ("key-values", bytes_text(key_values), f"of {num:,} trajectories of {run.longest:,} tokens at once"),
+        ("key-values", bytes_text(key_values), f"{num:,} concurrent trajectories of {run.longest:,} tokens"),
         ("one trajectory", bytes_text(engine_memory(run, engine, rows=1)[1]), f"of {run.longest:,} tokens"),
-        ("sent per iteration", bytes_text(weights * engine.tp * engine.servers), "weights, to all, as whole ones"),
+        ("sent per iteration", bytes_text(weights * engine.tp * engine.servers), "whole weights, to all servers"),
     ]
     return _titled(f"engine: {engine.name}, {where}; each device", rows, right=(1,))
 
 
 def _fit_text(run: PlannedRun, device_bytes: float | None) -> str:
     if device_bytes is None:
-        return "does it fit? Pass --gpu_memory_gb, in 1e9 bytes, to see what does not and what would change it."
+        return "does it fit? Pass --gpu_memory_gb, in 1e9 bytes, to see what does not fit and what to change."
     lines = [
         line
         for misfit in misfits(run, device_bytes)
@@ -229,7 +229,7 @@ def _fit_text(run: PlannedRun, device_bytes: float | None) -> str:
 
 
 def _titled(title: str, rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> str:
-    """Rows in columns; the last one is wrapped where the line ends."""
+    """Formats rows as columns; the last column is wrapped at the line's end."""
     last = len(rows[0]) - 1
     widths = [max(len(row[column]) for row in rows) for column in range(last + 1)]
     lines = [title]
@@ -245,7 +245,7 @@ def _titled(title: str, rows: Sequence[Sequence[str]], *, right: Sequence[int]) 
 
 
 def data_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
-    """Makes the rows of `batch_rows` for a run that trains on data."""
+    """Returns rows like those of `batch_rows`, for a run that trains on data."""
     rows, dp = run.trajectories, run.roles[0].dp
     name = "pairs" if run.group_size == 2 else "chats"
     numbers = [
@@ -259,7 +259,7 @@ def data_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
 
 
 def batch_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
-    """Name, number and origin of each batch size; those of a rank are of the policy's."""
+    """Returns name, number and origin of each batch size; per-rank sizes are for ranks of the policy."""
     prompts, total = run.prompts or 1, run.trajectories
     dp = run.roles[0].dp if run.roles else run.world
     update = math.ceil(total / run.num_minibatches)

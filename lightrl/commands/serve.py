@@ -1,4 +1,4 @@
-"""lightrl serve: servers in the foreground, for runs that start elsewhere or one after the other."""
+"""lightrl serve: runs servers in the foreground, for runs that start elsewhere or one after another."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ examples:
   lightrl serve --model Qwen/Qwen3-0.6B --port 30000 --server_args.mem_fraction_static 0.7
   lightrl serve --model Qwen/Qwen3-0.6B --engine vllm
 
-Then, where the run starts: LIGHTRL_SERVER_ADDRS, LIGHTRL_SERVER_TOKEN and `--trainer.engine` as printed. The run loads
-its weights into the servers before its first request.
+Start the run with LIGHTRL_SERVER_ADDRS, LIGHTRL_SERVER_TOKEN and `--trainer.engine` as printed. It loads its weights
+into the servers before its first request.
 """
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):  # type: ignore[misc]
-    """Keeps the lines of the examples."""
+    """Keeps the line breaks of the examples."""
 
 
 def serve(
@@ -85,32 +85,32 @@ def serve(
     until: threading.Event | None = None,
     write: Callable[[str], object] = sys.stdout.write,
 ) -> None:
-    """Starts servers and their weight receiver, prints their addresses, restarts and, on Ctrl-C, ends them.
+    """Starts servers and their weight receiver, prints their addresses, restarts failed ones and ends all on Ctrl-C.
 
     Args:
         model: with a path, serves its weights; with a config, or quantized here, random ones until a run loads its own.
         engine: the kind of servers, `sglang` or `vllm`.
         servers: number of servers.
         tp: GPUs of each server.
-        devices: GPUs to use, such as `0,1,2,3`; `tp` for each server in turn.
+        devices: GPUs to use, such as `0,1,2,3`; each server gets the next `tp` of them.
         host: address to listen on; the default only lets this machine connect.
-        port: port of the first server; the next ones count up, the weight receiver is last. Free ones if not set.
-        token: that requests must carry; LIGHTRL_SERVER_TOKEN if not set, else a random one, printed.
+        port: port of the first server; the others follow, the weight receiver last. Free ports if not set.
+        token: the token that requests must carry; if not set, LIGHTRL_SERVER_TOKEN, or a random one, which is printed.
         sglang_python: the python of an environment with SGLang.
         vllm_python: the python of an environment with vLLM.
-        server_args: the server's own arguments by their names, one by one as `--server_args.NAME VALUE`.
+        server_args: the server program's own arguments by name, each as `--server_args.NAME VALUE`.
         seed: seed of the servers' random numbers.
-        startup_timeout_s: deadline for a server to get ready.
-        log_folder: folder of the servers' logs; a temporary one, printed, if not set.
+        startup_timeout_s: seconds that a server may take to get ready.
+        log_folder: folder for the servers' logs; if not set, a temporary one, which is printed.
         register: a folder in which the servers announce themselves; a run whose only server address is `file://FOLDER`
             finds them there.
-        leave_s: time for such a run to move its requests elsewhere, before the servers end.
-        until: ends the servers; None leaves that to Ctrl-C and SIGTERM.
-        write: gets what is printed.
+        leave_s: seconds that such a run has to move its requests elsewhere before the servers end.
+        until: an event that ends the servers; if None, only Ctrl-C and SIGTERM do.
+        write: called with the printed text.
 
     Raises:
-        ValueError: if there is no such program, no such model, or fewer devices than needed.
-        EngineError: if a server does not get ready, or is given up later.
+        ValueError: if the program or the model does not exist, or there are too few devices.
+        EngineError: if a server does not get ready, or fails too often later.
     """
     token = usable_token(token or os.environ.get(TOKEN_VARIABLE))
     receivers, gpus = Receivers(), devices.split(",") if isinstance(devices, str) and devices else devices
@@ -138,13 +138,13 @@ def serve(
                 asyncio.run(_keep_all(processes, receiver, until or threading.Event()))
             finally:
                 if announcement is not None and not announcement.leave(leave_s):
-                    log.warning("No run has let go of these servers; they end all the same.")
+                    log.warning("The runs did not release these servers in time; they end anyway.")
         finally:
             call_all(lambda: end_all(processes), receivers.stop)
 
 
 async def _keep_all(servers: Sequence[ServerProcess], receiver: ServerProcess, ended: threading.Event) -> None:
-    """Restarts what ends or hangs, until `ended`; raises EngineError if a server is given up."""
+    """Restarts processes that end or hang, until `ended` is set; raises EngineError if a server fails too often."""
     keeping = [asyncio.ensure_future(keep(process)) for process in (*servers, receiver)]
     while not ended.is_set():
         given_up, _ = await asyncio.wait(keeping[:-1], timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
@@ -153,7 +153,7 @@ async def _keep_all(servers: Sequence[ServerProcess], receiver: ServerProcess, e
 
 
 def entries(servers: Sequence[ServerProcess], receivers: Receivers, host: str) -> list[ServerEntry]:
-    """Describes the servers as the registry knows them."""
+    """Describes the servers as registry entries."""
     name = socket.gethostname() if host in _ANY else host
     (receiver,) = (f"http://{name}:{urlsplit(url).port}" for url in receivers.urls)
     return [ServerEntry(f"http://{name}:{server.port}", receiver) for server in servers]
@@ -162,7 +162,7 @@ def entries(servers: Sequence[ServerProcess], receivers: Receivers, host: str) -
 def usage(
     servers: Sequence[ServerProcess], receivers: Receivers, token: str, host: str, register: Path | None, kind: Kind
 ) -> str:
-    """Lists the servers' addresses, and what to type to use them."""
+    """Lists the servers' addresses, and the commands that use them."""
     announced = entries(servers, receivers, host)
     urls, receiver = [entry.url for entry in announced], str(announced[0].receiver)
     addresses = ",".join(url.removeprefix("http://") for url in urls)
@@ -183,7 +183,7 @@ def usage(
 
 
 def served_folder(model: ModelSpec, config: PretrainedConfig, folder: Path) -> Path:
-    """A model folder for servers: no end tokens in its config, and weights if `model` has a path."""
+    """Makes a model folder for servers: without end tokens in its config, and with weights if `model` has a path."""
     if model.path is None:
         return write_model_folder(config, folder)
     source = Path(model.path)
@@ -204,7 +204,7 @@ def served_folder(model: ModelSpec, config: PretrainedConfig, folder: Path) -> P
 
 
 def settings_of(configs: Sequence[str], engine_flag: str | None = None) -> tuple[Any, dict[str, Any]]:
-    """The policy and the engine's settings of run configurations; later ones win, and the command line's engine."""
+    """Returns policy and engine settings of run configs; later configs win, and `engine_flag` selects the engine."""
     policy: Any = None
     settings: dict[str, Any] = {}
     server_args: dict[str, dict[str, Any]] = {}  # engine's kind → its arguments
@@ -237,7 +237,7 @@ def settings_of(configs: Sequence[str], engine_flag: str | None = None) -> tuple
 
 
 def model_of(policy: Any) -> ModelSpec:
-    """Reads a spec from a path, or from the mapping of a config."""
+    """Makes a spec from a path, or from a config's mapping."""
     if not isinstance(policy, dict):
         return ModelSpec.of(policy)
     values = policy.get("init_args", policy) if "class_path" in policy else policy
@@ -252,7 +252,7 @@ def model_of(policy: Any) -> ModelSpec:
 
 
 def parse(args: Sequence[str]) -> dict[str, Any]:
-    """The arguments of `serve` from a command line and its configurations; the command line wins."""
+    """Returns the arguments of `serve` from a command line and its configs; the command line wins."""
     reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     reader.add_argument("--config", action="append", default=[])
     reader.add_argument("--engine")
@@ -261,10 +261,10 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
     rest += [] if options.engine is None else [f"--engine={options.engine}"]
 
     parser = ArgumentParser(prog="lightrl serve", exit_on_error=False, epilog=_EPILOG, formatter_class=_HelpFormatter)
-    parser.add_argument("--config", help="a run's YAML, for its policy and its engine of servers; may be repeated")
+    parser.add_argument("--config", help="a run's YAML, from which policy and engine are read; may be repeated")
     parser.add_argument("--model", help="a hub name or a folder with weights, instead of the config's policy")
     parser.add_argument(
-        "--token_file", type=Path | None, help="file with the token; else LIGHTRL_SERVER_TOKEN, or a random one"
+        "--token_file", type=Path | None, help="file with the token; default: LIGHTRL_SERVER_TOKEN, or a random one"
     )
     parser.add_function_arguments(serve, skip={"model", "until", "write", "token"})
     parser.set_defaults(settings)
@@ -291,13 +291,13 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
 
 
 def _with_value(arg: str, following: str) -> str:
-    """`--server_args.enable_metrics` alone means true."""
+    """Turns `--server_args.enable_metrics` without a value into true."""
     is_bare = arg.startswith(_SERVER_ARG) and "=" not in arg and following.startswith("--")
     return f"{arg}=true" if is_bare else arg
 
 
 def run(args: Sequence[str]) -> int:
-    """`lightrl serve ARGS`; returns 0 ended by Ctrl-C or SIGTERM, 1 a server failed, 2 the call has an error."""
+    """Runs `lightrl serve ARGS`; returns 0 after Ctrl-C or SIGTERM, 1 if a server failed, 2 if the call is wrong."""
 
     def command(callbacks: Sequence[object]) -> int:
         settings = parse(args)

@@ -1,6 +1,6 @@
-"""lightrl status: what a run and its launch do at the moment, from the files in their folders; it asks no process.
+"""lightrl status: shows what a run and its launch are doing, from the files in their folders; it asks no process.
 
-Imports neither torch nor Lightning, so that it answers at once.
+Imports neither torch nor Lightning, so that it answers quickly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOLDER is a run's root (trainer.default_root_dir), a run in it (lightning_logs/v
 Shows the newest run's phase and iteration, each server's weight version and queue, the last error, and the processes
 of the newest launch with their logs.
 """
-_SILENT_S = 60.0  # a running process writes more often, except in a long phase
+_SILENT_S = 60.0  # a running process writes more often, unless a phase takes long
 
 
 def status_text(folder: Path) -> str:
@@ -63,7 +63,7 @@ def _run_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _freshness(status: JsonMapping, now: float) -> str:
-    """How old this is, and whether its process still runs, where that can be seen from here."""
+    """Says how old the status is, and whether its process still runs if it is on this host."""
     age = f"written {duration_text(now - status['at'])} ago"
     is_here = status["host"] == socket.gethostname()
     if is_here and not Path(f"/proc/{status['pid']}").exists() and Path("/proc/self").exists():
@@ -89,12 +89,12 @@ def _launch_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _text_of(path: Path) -> str:
-    """The text of a file that a job's script writes; "" without one."""
+    """Returns the text of a file that a job's script writes; "" if it does not exist."""
     return path.read_text().strip() if path.exists() else ""
 
 
 def run(args: Sequence[str]) -> int:
-    """`lightrl status FOLDER`; returns 0, or 2 for a wrong call."""
+    """Runs `lightrl status FOLDER`; returns 0, or 2 if the call is wrong."""
     if len(args) != 1 or args[0] in ("-h", "--help"):
         sys.stdout.write(_HELP)
         return 0 if args and args[0] in ("-h", "--help") else 2

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -20,7 +17,3 @@ class PlannedEngine:
     width: int = 2  # bytes of a parameter and of a key or value
     max_rows: int | None = None  # rows that decode together; None: all in flight
     is_block_fp8: bool = False  # one byte per parameter, except embedding and head
-
-    def key_value_share(self, config: PretrainedConfig) -> int:
-        """Returns the number of GPUs that split a token's key-values."""
-        return min(self.tp, int(config.num_key_value_heads))

@@ -1,10 +1,10 @@
-"""Launcher: what starts a plan's processes, watches them and ends them; and the folder of a launch, one place to look.
+"""Launcher: the protocol of classes that start, watch and end a plan's processes; and the folder of a launch.
 
-FOLDER/config.yaml                the run's settings, also tokens; only this user can read it
-FOLDER/layout.yaml                what the plan changes of them
+FOLDER/config.yaml                the run's settings, including tokens; only this user can read it
+FOLDER/layout.yaml                the plan's changes to them
 FOLDER/launch.json                the processes and their states, for `lightrl status`
-FOLDER/token                      of the servers; only this user can read it
-FOLDER/HOST/trainer-0.log, …      what each process writes
+FOLDER/token                      the servers' token; only this user can read it
+FOLDER/HOST/trainer-0.log, …      the output of each process
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightrl.checks.files import STATE_FILE, with_hosts
 from lightrl.concurrency.streams import LineBuffer
 from lightrl.engines.servers.addresses import TOKEN_VARIABLE
 from lightrl.launch.plan import CONFIG, LAYOUT, Plan, Process
-from lightrl.strategies.checkpoints.atomic_write import write_whole
+from lightrl.strategies.checkpoint.atomic_write import write_whole
 from lightrl.trajectory import JsonObject
 
 TOKEN_FILE = "token"
@@ -33,26 +33,26 @@ _READ_BYTES = 1 << 20
 
 
 class Launcher(Protocol):
-    """Starts a plan's processes where the plan says, watches them, and ends them in order: the trainer first."""
+    """Starts a plan's processes on their hosts, watches them, and ends them in order: the trainer first."""
 
     def files(self) -> Mapping[str, str]:
-        """File in the launch's folder → what it submits or prints; `--dry-run` shows them. None here."""
+        """Returns the launcher's files, as name in the launch's folder → text; `--dry-run` shows them. None here."""
         return {}
 
     def start(self) -> None:
-        """Starts or submits the processes; returns at once."""
+        """Starts or submits the processes; returns immediately."""
         ...
 
     def wait(self) -> int:
-        """Returns the run's exit code when it has ended; 0 at once where another program watches, as here."""
+        """Waits for the run and returns its exit code; here returns 0 immediately, since another program watches it."""
         return 0
 
     def end(self) -> None:
-        """Ends what runs: asks the trainer to save its checkpoint, waits for that, ends the servers."""
+        """Ends the run: asks the trainer to save its checkpoint, waits for that, ends the servers."""
 
 
 def make_folder(root: str | Path) -> Path:
-    """A new folder `launch-N` below the run's root folder."""
+    """Creates and returns a new folder `launch-N` in the run's root folder."""
     root = Path(root)
     root.mkdir(parents=True, exist_ok=True)
     number = 1 + max((int(one.name[7:]) for one in root.glob("launch-*") if one.name[7:].isdecimal()), default=-1)
@@ -67,7 +67,7 @@ def make_folder(root: str | Path) -> Path:
 
 
 def write_files(plan: Plan, config: str, files: Mapping[str, str]) -> None:
-    """Writes the launch's folder; the hosts' own folders too, where their names are known."""
+    """Writes the settings, the token and the launcher's files to the launch's folder."""
     folder = Path(plan.folder)
     contents = {CONFIG: config, LAYOUT: yaml.safe_dump(dict(plan.settings), sort_keys=False), **files}
     private = {CONFIG: contents.pop(CONFIG), TOKEN_FILE: os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)}
@@ -79,7 +79,7 @@ def write_files(plan: Plan, config: str, files: Mapping[str, str]) -> None:
 
 
 class LaunchState:
-    """`launch.json`: what `lightrl status` reads of a launch.
+    """`launch.json`, from which `lightrl status` reads the state of a launch.
 
     Args:
         facts: about the launch as a whole, such as the job's number.
@@ -92,7 +92,7 @@ class LaunchState:
         self.set({}, state="starting")
 
     def set(self, of_processes: Mapping[str, str], **facts: object) -> None:
-        """Notes states of processes by name, and facts about the launch."""
+        """Records the states of processes by name, and facts about the launch."""
         for name, state in of_processes.items():
             self._content["processes"][name]["state"] = state
         self._content |= facts | {"at": time.time()}
@@ -100,7 +100,7 @@ class LaunchState:
 
 
 def script_head(plan: Plan, environment: Mapping[str, str], *, before: Sequence[str] = ()) -> list[str]:
-    """The token of the servers, the environment, and the user's setup lines, after the lines `before`."""
+    """Returns shell lines: `before`, the servers' token, the environment, and the user's setup."""
     return [
         "#!/bin/bash",
         "set -e",
@@ -112,18 +112,18 @@ def script_head(plan: Plan, environment: Mapping[str, str], *, before: Sequence[
 
 
 def quoted(word: str) -> str:
-    """Quoted for the shell, which still expands variables."""
+    """Quotes a word for the shell, which still expands variables."""
     return f'"{word}"' if "$" in word else shlex.quote(word)
 
 
 def inside(plan: Plan, command: Sequence[str]) -> str:
-    """A command inside the launch's container, as text."""
+    """Returns a shell command that runs `command` inside the launch's container."""
     words = [] if plan.launch.launcher == "kubernetes" else shlex.split(plan.launch.container or "")
     return " ".join(quoted(word) for word in [*words, *command])
 
 
 def placed(plan: Plan, addresses_and_gpus: Sequence[tuple[str, Sequence[str]]]) -> Plan:
-    """The plan with each host's address, and the names of the GPUs there in place of their numbers."""
+    """Returns the plan with each host's address, and with the names of its GPUs instead of their numbers."""
     hosts = [host for host, _ in addresses_and_gpus]
 
     def on_host(process: Process) -> Process:
@@ -144,7 +144,7 @@ def placed(plan: Plan, addresses_and_gpus: Sequence[tuple[str, Sequence[str]]]) 
 
 
 class FollowedLog:
-    """A growing log file, which need not exist yet: shows its lines from now on, or `from_start`, after a prefix."""
+    """Shows the lines that a log file gains from now on, or `from_start`, with a prefix; it need not exist yet."""
 
     def __init__(self, path: Path, prefix: str, write: Callable[[str], object], *, from_start: bool = False) -> None:
         self._path, self._prefix, self._write = path, prefix, write
@@ -152,7 +152,7 @@ class FollowedLog:
         self._buffer = LineBuffer()
 
     def follow(self) -> None:
-        """Shows the lines that are complete by now."""
+        """Shows the lines that were completed since the last call."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:

@@ -1,10 +1,10 @@
 """LocalLauncher: all ranks and servers of a run on this machine, each with its share of the GPUs.
 
 Between the launcher and each process is a guard (concurrency/parent_guard.py), which ends the process and everything it
-started when the launcher ends, also by `kill -9`. On several hosts each has its own (ray.py).
+started when the launcher ends, even by `kill -9`.
 
-    start ─► all run ── one fails ──► the others end ─► retries left? start again from the newest checkpoint
-                   ├─── servers fail ──► retries left? they alone start again, and get the run's weights
+    start ─► all run ── one fails ──► the others end ─► retries left? restart all from the newest checkpoint
+                   ├─── servers fail ──► retries left? restart only them; they get the run's weights
                    └─── the trainer is done, or Ctrl-C ──► trainer ends, then servers
 """
 
@@ -24,15 +24,15 @@ from lightrl.launch.launcher import TOKEN_FILE, FollowedLog, Launcher, LaunchSta
 from lightrl.launch.plan import Plan, Process
 
 _TICK_S = 0.2
-_FAILED_GRACE_S = 10.0  # for the others after one has failed: they cannot continue, and may hang
+_FAILED_GRACE_S = 10.0  # for the others after one failed: they cannot continue, and may hang
 _SERVERS_GRACE_S = 15.0
 _TAIL_LINES, _TAIL_BYTES = 15, 16384
-LOST = -1  # in place of an exit code: the process's host is gone
+LOST = -1  # stands for an exit code if the process's host is lost
 RESUME = ("--ckpt_path", "last")
 
 
 class GuardedProcesses:
-    """Commands on this host, by name; all end with this process.
+    """Starts and ends commands on this host, by name; all of them end with this process.
 
     No method waits, so that a launcher can also call them on another host.
     """
@@ -51,12 +51,12 @@ class GuardedProcesses:
         grace_s: float,
         folder: str,
     ) -> None:
-        """Starts a command, in place of the one that had this name and has ended.
+        """Starts a command; it replaces an ended one of the same name.
 
         Args:
             environment: variables to add to this process's.
-            secret_files: variable → the file that holds its value.
-            log_file: its output is appended there.
+            secret_files: variable → the file that contains its value.
+            log_file: the command's output is appended to it.
             grace_s, folder: see ChildProcess.
         """
         secrets = {variable: Path(file).read_text().strip() for variable, file in secret_files.items()}
@@ -68,11 +68,11 @@ class GuardedProcesses:
             )
 
     def codes(self) -> dict[str, int | None]:
-        """The exit code of each command; see `ChildProcess.code`."""
+        """Returns the exit code of each command; see `ChildProcess.code`."""
         return {name: child.code for name, child in self.children.items()}
 
     def ask_to_end(self, names: Collection[str], grace_s: float) -> None:
-        """Asks those of these commands that are here."""
+        """Asks these commands to end, except those that this object did not start."""
         for child in (self.children[name] for name in names if name in self.children):
             child.ask_to_end(grace_s)
 
@@ -82,7 +82,7 @@ class GuardedProcesses:
 
 
 class LocalLauncher(Launcher):
-    """Starts a plan's processes as children of this one; `write` gets their output, each line after its process."""
+    """Starts a plan's processes as children of this one; `write` gets the output of rank 0 and messages."""
 
     def __init__(self, plan: Plan, *, write: Callable[[str], object] = sys.stderr.write) -> None:
         self.plan = plan
@@ -93,16 +93,16 @@ class LocalLauncher(Launcher):
         self._num_restarts = 0
 
     def start(self) -> None:
-        """Starts the servers and the ranks at once; the ranks wait for the servers."""
+        """Starts the servers and the ranks together; the ranks wait for the servers."""
         if self._state is None:
             self._state = LaunchState(self.plan, pid=os.getpid())
         self._place()
-        for process in sorted(self.plan.processes, key=lambda one: one.role):  # servers need longer
+        for process in sorted(self.plan.processes, key=lambda one: one.role):  # servers first: they need longer
             self._start(process)
         self._note(state="running", restarts=self._num_restarts)
 
     def wait(self) -> int:
-        """The exit code of the first process that failed, else 0; restarts as `recover` says."""
+        """Returns the exit code of the first process that failed, or 0; restarts as `recover` says."""
         while True:
             failed = self._watch()
             if failed is None:
@@ -115,7 +115,7 @@ class LocalLauncher(Launcher):
             self._write(f"{failure}. The end of {self._log_file(name)}:\n{self._tail(name)}\n")
             retries = self.plan.launch.recover.retries
             has_retry = self._num_restarts < retries
-            # servers that the ranks can do without for a while, and that find their GPUs free again
+            # the ranks can wait for separate servers, whose GPUs are free again
             is_separate = self._process(name).role == "servers" and self.plan.layout.placement == "separate"
             is_alone = is_separate and self._ranks_run()
             if not (has_retry and is_alone):
@@ -134,16 +134,16 @@ class LocalLauncher(Launcher):
             self._note(restarts=self._num_restarts)
 
     def end(self) -> None:
-        """Ends ranks, which may save a checkpoint for `warning_s`, then servers. May be called twice."""
+        """Ends the ranks, which have `warning_s` to save a checkpoint, then the servers. May be called twice."""
         self._stop([one.name for one in self.plan.of("trainer")], self.plan.launch.warning_s)
         self._stop([one.name for one in self.plan.of("servers")], _SERVERS_GRACE_S)
         self._note(state="ended")
 
     def _place(self, *, while_ranks_run: bool = False) -> None:
-        """Makes `hosts` those on which the plan's processes can start; need not, if the ranks end meanwhile."""
+        """Sets `hosts` to hosts that can start the plan's processes; `while_ranks_run`, gives up if the ranks end."""
 
     def _watch(self) -> tuple[str, int] | None:
-        """Returns when all ranks are done, or with the name and exit code of a process that failed."""
+        """Waits until all ranks are done, or returns name and exit code of a process that failed."""
         trainers = {one.name for one in self.plan.of("trainer")}
         while True:
             for log in self._logs:
@@ -152,12 +152,12 @@ class LocalLauncher(Launcher):
             if all(codes[name] == 0 for name in trainers):
                 return None
             if failed := [name for name, code in codes.items() if code]:
-                # not one that only failed because another rank had failed first
+                # skip ranks that failed only because another rank had failed first
                 causes = (name for name in failed if "because another rank failed first" not in self._tail(name))
                 first = next(causes, failed[0])
                 return first, int(codes[first] or 1)
             if ended := [name for name, code in codes.items() if code == 0 and name not in trainers]:
-                return ended[0], 1  # servers that end while there are ranks
+                return ended[0], 1  # servers must not end before the ranks
             time.sleep(_TICK_S)
 
     def _ranks_run(self) -> bool:
@@ -180,7 +180,7 @@ class LocalLauncher(Launcher):
         )
 
     def _stop(self, names: Collection[str], grace_s: float) -> None:
-        """Asks these processes to end, all at once, and waits; after the grace their guards kill them."""
+        """Asks these processes to end and waits; after `grace_s` their guards kill them."""
         for host in self.hosts:
             host.ask_to_end(names, grace_s)
         deadline = time.monotonic() + grace_s + KILL_WAIT_S
@@ -214,7 +214,7 @@ class LocalLauncher(Launcher):
 
 
 def shell_command(plan: Plan, command: list[str]) -> list[str]:
-    """A process's command after the launch's setup lines and inside its container."""
+    """Returns a process's command, preceded by the launch's setup lines and inside its container."""
     inside = [*shlex.split(plan.launch.container or ""), *command]
     if not plan.launch.setup:
         return inside

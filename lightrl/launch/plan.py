@@ -1,7 +1,7 @@
 """The plan of a launch: which process runs on which host and GPUs, with which command, environment and addresses.
 
-Pure: it starts nothing and looks at no machine. Trainer ranks come first, so that rank 0 is on the first host
-(Lightning under Slurm takes the main address from there), servers fill the GPUs that are left:
+Planning starts nothing and inspects no machine. Trainer ranks come first, so that rank 0 is on the first host
+(Lightning under Slurm takes the main address from there); servers use the remaining GPUs:
 
     nodes 2 × 4 GPUs, 4 ranks, 2 servers with tp 2      node 1: ranks 0 1 2 3      node 2: server 0 0, server 1 1
 """
@@ -24,39 +24,39 @@ from lightrl.strategies.tensor_plans import check_sizes
 from lightrl.trajectory import JsonMapping, JsonObject
 
 _GPUS_ASSUMED = "trainer.accelerator is auto: the hosts are assumed to have GPUs. Set it to cpu if they have none."
-_MAX_HOSTS = 16  # shown; of more the first and the last
+_MAX_HOSTS = 16  # at most as many are shown: the first ones and the last
 SERVER_OFFSET = 1  # ports of servers, after the trainer's store
-# In the launch's folder: the run's settings, what the plan changes, and where servers say that they are ready.
+# names in the launch's folder: the run's settings, the plan's changes to them, the folder in which servers register
 CONFIG, LAYOUT, REGISTRY = "config.yaml", "layout.yaml", "servers"
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run's own settings of ranks, servers and models."""
+    """A run's settings for ranks, servers and models."""
 
     ranks: int = 1  # trainer.devices · trainer.num_nodes
-    servers: int = 0  # its engine starts them
+    servers: int = 0  # that its engine starts
     tp: int = 1  # each server's
     strategy: str | None = None  # class name; None if the YAML leaves it to the trainer
     trainer_pp: int = 1
     trainer_tp: int = 1
     on_cpu: bool = False
-    assumed: str = ""  # what that is if the accelerator is auto, for the plan's notes
+    assumed: str = ""  # a note on `on_cpu` if the accelerator is auto
     engine: str | None = None  # class name
-    has_urls: bool = False  # the servers run already
+    has_urls: bool = False  # the servers are already running
     transport: str = "disk"
     weight_folder: str | None = None
     meshes: Mapping[str, RoleMesh] = field(default_factory=dict)  # role → mesh
     root: str = "."  # trainer.default_root_dir
-    planned: PlannedRun | None = None  # sizes of its models, from which memory follows; None if they are not known
-    unknown: str = ""  # why not
+    planned: PlannedRun | None = None  # the models' sizes, to estimate memory; None if unknown
+    unknown: str = ""  # why they are unknown
 
 
 def facts_of(settings: JsonMapping) -> RunFacts:
     """Reads the settings of `lightrl fit` as the parser gives them.
 
     Raises:
-        ValueError: if the trainer's devices are not a number that is known before the run.
+        ValueError: if the number of the trainer's devices is not known before the run.
     """
     trainer = settings["trainer"]
     kind, strategy = _class(trainer.get("strategy"))
@@ -84,14 +84,14 @@ def facts_of(settings: JsonMapping) -> RunFacts:
 
 
 def _class(value: object) -> tuple[str | None, JsonMapping]:
-    """Class name and arguments of `{class_path: …, init_args: …}` or of a bare name."""
+    """Returns class name and arguments of `{class_path: …, init_args: …}` or of a bare name."""
     if not isinstance(value, Mapping):
         return (None if value is None else str(value).rpartition(".")[2]), {}
     return str(value.get("class_path", "")).rpartition(".")[2], value.get("init_args") or {}
 
 
 def _fields(value: object) -> JsonMapping:
-    """A role's or a model's, which may be given as a class with its arguments."""
+    """Returns the fields of a role or model, which may be given as a class with its arguments."""
     if not isinstance(value, Mapping):
         return {}
     return value.get("init_args") or {} if "class_path" in value else value
@@ -104,34 +104,34 @@ class Process:
     name: str  # such as trainer-3
     role: Literal["trainer", "servers"]
     host: int  # index into Plan.hosts
-    gpus: tuple[int, ...]  # GPUs of its host that it uses
+    gpus: tuple[int, ...]  # GPUs that it uses on its host
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)  # added to the launcher's
-    rank_environment: Mapping[str, str] = field(default_factory=dict)  # what torchrun sets; Slurm has its own
-    ports: tuple[int, ...] = ()  # ports of the servers that it starts
+    rank_environment: Mapping[str, str] = field(default_factory=dict)  # what torchrun sets; Slurm sets its own
+    ports: tuple[int, ...] = ()  # of the servers that it starts
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch's processes."""
+    """The processes of a launch, with their hosts and settings."""
 
     launch: Launch
     layout: Layout
-    folder: str  # logs and files, which all hosts see
+    folder: str  # for logs and files; all hosts see it
     hosts: tuple[str, ...]
     port: int  # the trainer's store listens here
     gpus_per_host: int
     on_cpu: bool
     processes: tuple[Process, ...]
-    settings: JsonMapping  # override the run's own
-    facts: RunFacts = field(default_factory=RunFacts)  # the run's, as planned
+    settings: JsonMapping  # override the run's settings
+    facts: RunFacts = field(default_factory=RunFacts)  # of the run, before the launch
     notes: tuple[str, ...] = ()
 
     def of(self, role: str) -> list[Process]:
         return [process for process in self.processes if process.role == role]
 
     def of_memory(self, run: PlannedRun) -> PlannedRun:
-        """The facts of this run as the launch lays it out."""
+        """Returns the run's sizes with the ranks and servers of this launch."""
         return _launched(run, self.layout, _trainer_split(self.layout, self.facts))
 
     @property
@@ -143,7 +143,7 @@ class Plan:
         return len({process.host for process in self.of("trainer")})
 
     def log_file(self, process: Process) -> str:
-        """`HOST/NAME.log` below the folder."""
+        """Returns the path of `HOST/NAME.log` in the folder."""
         return f"{self.folder}/{self.hosts[process.host]}/{process.name}.log"
 
 
@@ -160,11 +160,11 @@ def make_plan(
     """Places the ranks and servers of a run; raises ValueError if something does not fit, before anything is started.
 
     Args:
-        folder: of the launch; all hosts must see it.
-        port: of the trainer's store on the first host; those above are the servers'.
-        hosts: names or addresses; else `node1`, `node2` and so on.
-        gpus_per_host: that there are if the launch does not say.
-        python: on the hosts.
+        folder: the launch's folder; all hosts must see it.
+        port: of the trainer's store on the first host; servers use the ports above it.
+        hosts: names or addresses; by default `node1`, `node2` and so on.
+        gpus_per_host: used if the launch does not set it.
+        python: the interpreter on the hosts.
     """
     layout = layout_of(launch, ranks=facts.ranks, servers=facts.servers, tp=facts.tp)
     served = layout.servers * layout.tp if layout.placement == "separate" else 0
@@ -200,12 +200,12 @@ Placed = dict[int, list[tuple[int, ...]]]  # host → the GPUs of each rank or s
 
 
 def place(layout: Layout, nodes: int, gpus: int, trainer_tp: int = 1) -> tuple[Placed, Placed]:
-    """The GPUs of each rank and of each server, by host; raises ValueError if they do not fit."""
+    """Returns the GPUs of each rank and of each server, by host; raises ValueError if they do not fit."""
     have = f"launch.nodes={nodes} with gpus_per_node={gpus}"
     if layout.ranks > nodes * gpus:
         ranks_text, need = count_text(layout.ranks, "trainer rank"), "needs" if layout.ranks == 1 else "need"
         needed = count_text(layout.ranks, "GPU")
-        raise ValueError(f"{ranks_text} {need} {needed}, but {have} are {nodes * gpus}.")
+        raise ValueError(f"{ranks_text} {need} {needed}, but {have} has {nodes * gpus}.")
     per_host = max(size for size in range(1, gpus + 1) if layout.ranks % size == 0)
     if layout.ranks // per_host > nodes:
         raise ValueError(
@@ -246,13 +246,13 @@ def place(layout: Layout, nodes: int, gpus: int, trainer_tp: int = 1) -> tuple[P
 
 
 def _trainer_split(layout: Layout, facts: RunFacts) -> tuple[int, int]:
-    """(pp, tp) of the trainer."""
+    """Returns (pp, tp) of the trainer."""
     pp = facts.trainer_pp if layout.trainer_pp is None else layout.trainer_pp
     return pp, facts.trainer_tp if layout.trainer_tp is None else layout.trainer_tp
 
 
 def _settings(layout: Layout, facts: RunFacts) -> tuple[JsonObject, list[str]]:
-    """The settings of the run for this layout, and messages about them."""
+    """Returns the settings that this layout changes, and notes about them."""
     trainer: JsonObject = {}
     notes: list[str] = []
     own = (facts.trainer_pp, facts.trainer_tp)
@@ -260,7 +260,7 @@ def _settings(layout: Layout, facts: RunFacts) -> tuple[JsonObject, list[str]]:
     if facts.strategy not in (None, "FSDP2Strategy", "Parallel3DStrategy") and layout.ranks > 1:
         raise ValueError(f"trainer.strategy={facts.strategy} cannot train on several ranks. Use FSDP2Strategy.")
     if facts.strategy == "FSDP2Strategy" and pp * tp > 1:
-        raise ValueError(f"The allocation has p={pp} and t={tp}, but FSDP2Strategy splits by data only. Remove it.")
+        raise ValueError(f"The allocation has p={pp} and t={tp}, but FSDP2Strategy splits only by data. Remove it.")
     if facts.strategy == "Parallel3DStrategy" and own != (pp, tp):
         raise ValueError(f"The allocation has p={pp} and t={tp}, but trainer.strategy has pp={own[0]} and tp={own[1]}.")
     if facts.strategy is None and layout.ranks > 1:
@@ -270,9 +270,7 @@ def _settings(layout: Layout, facts: RunFacts) -> tuple[JsonObject, list[str]]:
         notes.append(f"trainer.strategy is {name}, since several ranks share the model.")
     if layout.servers:
         if facts.has_urls:
-            raise ValueError(
-                "trainer.engine has urls of servers that run already. Remove urls, or set launch.servers: 0."
-            )
+            raise ValueError("trainer.engine has urls of running servers. Remove urls, or set launch.servers: 0.")
         if facts.engine not in (None, "SGLangEngine", "VLLMEngine"):
             raise ValueError(
                 f"launch.servers={layout.servers} needs an engine with servers, but trainer.engine is {facts.engine}. "
@@ -280,7 +278,7 @@ def _settings(layout: Layout, facts: RunFacts) -> tuple[JsonObject, list[str]]:
             )
         if facts.engine == "VLLMEngine" and layout.placement == "colocated":
             raise ValueError("launch.placement=colocated needs SGLangEngine: vLLM keeps its memory. Use separate.")
-        # the servers are started by the launch and found in its registry
+        # the launch starts the servers; the engine finds them in its registry
         arguments = {"servers": None, "tp": 1, "placement": layout.placement}
         trainer["engine"] = {"class_path": facts.engine or "SGLangEngine", "init_args": arguments}
     return {"trainer": trainer}, notes
@@ -312,9 +310,9 @@ def _servers(
     folder: str,
     command: Sequence[str],
 ) -> list[Process]:
-    """One `lightrl serve` per host with servers; its weight receiver has the port after its last server's.
+    """Returns one `lightrl serve` per host with servers; its weight receiver has the port after its last server's.
 
-    They end after the trainer, so they wait for no run to leave them.
+    They end after the trainer, so they need not wait for a run to release them.
     """
     processes: list[Process] = []
     for number, (host, groups) in enumerate(placed.items()):
@@ -356,7 +354,7 @@ def check_model(layout: Layout, facts: RunFacts, split: tuple[int, int]) -> None
 
 
 def _launched(run: PlannedRun, layout: Layout, split: tuple[int, int]) -> PlannedRun:
-    """The facts of a run as this launch lays it out."""
+    """Returns the run's sizes with the ranks and servers of this layout."""
     run = run if layout.ranks == run.world else run.over(layout.ranks, *split)
     if run.engine is None or not layout.servers:
         return run
@@ -364,7 +362,7 @@ def _launched(run: PlannedRun, layout: Layout, split: tuple[int, int]) -> Planne
 
 
 def check_memory(layout: Layout, facts: RunFacts, split: tuple[int, int], gpu_memory_gb: float | None) -> list[str]:
-    """A line on the memory that ranks and servers need; raises ValueError if a GPU cannot have it."""
+    """Returns a line on the memory that ranks and servers need; raises ValueError if a GPU has less."""
     if facts.planned is None:
         return [facts.unknown] if facts.unknown else []
     run = _launched(facts.planned, layout, split)
@@ -375,7 +373,7 @@ def check_memory(layout: Layout, facts: RunFacts, split: tuple[int, int], gpu_me
 
 
 def drawing(plan: Plan) -> str:
-    """One line per host, one cell per GPU.
+    """Draws one line per host with one cell per GPU.
 
     node1 | rank 0 | rank 1 | server 0 | server 0
     """
@@ -394,7 +392,7 @@ def drawing(plan: Plan) -> str:
 
 
 def table(plan: Plan) -> str:
-    """One line per process: where it is, on which GPUs, and its log."""
+    """Lists each process with its host, GPUs, port and log."""
     rows = [["process", "host", "CPU" if plan.on_cpu else "GPUs", "listens on", "log"]]
     for process in plan.processes:
         ports = [process.environment["MASTER_PORT"]] if process.rank_environment.get("RANK") == "0" else process.ports

@@ -1,13 +1,13 @@
-"""RayLauncher: a run on a Ray cluster: one placement group, a bundle and an actor for each host of the plan.
+"""RayLauncher: runs a plan on a Ray cluster, with one placement group, and a bundle and an actor for each host.
 
     launcher, Ray's driver ── actor on host 1 ── guard ── rank 0, rank 1
                            └─ actor on host 2 ── guard ── lightrl serve
 
-An actor holds the CPUs and GPUs of its host's processes, and starts, watches and ends them as `local` does its own. Ray
-ends the actors with the launcher, and each guard its process with the actor. When a host is lost, Ray places its bundle
-on another one; then the launcher starts again what ran there, and with ranks all of the run (local.py has the rules).
+An actor reserves the CPUs and GPUs of its host's processes, and starts, watches and ends them as local.py does. When
+the launcher ends, Ray ends the actors, and the guards then end their processes. When a host is lost, Ray places its
+bundle on another host; the launcher then restarts the host's servers or, if it had ranks, the whole run (see local.py).
 
-Ray Train would run the training in a thread, where Lightning gets no signal to save a checkpoint.
+Ray Train would run the training in a thread, where Lightning receives no signal to save a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from lightrl.launch.plan import Plan
 
 _REACH_S = 10.0
 _SAY_EVERY_S = 30.0
-_ATTEMPTS = 3  # to place a host
+_ATTEMPTS = 3  # to place an actor
 
 
 class RayHost(GuardedProcesses):
-    """A host's processes, behind its actor; those of a lost host have failed."""
+    """The processes of a host, reached through its actor; if the host is lost, they count as failed."""
 
     def __init__(self, actor: Any) -> None:
         super().__init__()
@@ -58,14 +58,14 @@ class RayHost(GuardedProcesses):
         self._call("kill", name)
 
     def give_up(self) -> None:
-        """Takes back the request for its actor."""
+        """Kills the actor, or withdraws the request for it."""
         import ray
 
         self.is_lost = True
         ray.kill(self._actor)
 
     def _call(self, method: str, *arguments: object, **settings: object) -> Any:
-        """The answer; None from a host that is lost, which Ray finds out in about a minute where it is silent."""
+        """Returns the actor's answer, or None if the host is lost; Ray notices a silent host after about a minute."""
         import ray
 
         if self.is_lost:
@@ -78,7 +78,7 @@ class RayHost(GuardedProcesses):
 
 
 class RayLauncher(LocalLauncher):
-    """Starts a plan's processes on the hosts of a Ray cluster that runs already."""
+    """Starts a plan's processes on the hosts of a running Ray cluster."""
 
     def __init__(self, plan: Plan, *, write: Callable[[str], object] = sys.stderr.write) -> None:
         if unknown := sorted(plan.launch.options.keys() - {"address"}):
@@ -87,15 +87,15 @@ class RayLauncher(LocalLauncher):
         self.hosts = []
         self._unplaced = plan
         self._group: Any = None
-        self._actors: dict[int, RayHost] = {}  # host of the plan → its actor
-        self._places: dict[int, tuple[str, list[str]]] = {}  # the host's address, and its GPUs
+        self._actors: dict[int, RayHost] = {}  # plan's host → its actor
+        self._places: dict[int, tuple[str, list[str]]] = {}  # plan's host → address and GPUs
 
     def files(self) -> Mapping[str, str]:
-        """The resources that it asks Ray for."""
+        """Returns the placement group that is requested from Ray."""
         return {"placement_group.yaml": yaml.safe_dump({"strategy": "STRICT_SPREAD", "bundles": self.bundles()})}
 
     def bundles(self) -> list[dict[str, int]]:
-        """The resources of each host of the plan: a CPU per process, and the GPUs up to the last one in use."""
+        """Returns the resources of each host of the plan: a CPU per process, and the GPUs up to the last one in use."""
         bundles = []
         for host in range(1 + max(one.host for one in self._unplaced.processes)):
             here = [one for one in self._unplaced.processes if one.host == host]
@@ -104,7 +104,7 @@ class RayLauncher(LocalLauncher):
         return bundles
 
     def start(self) -> None:
-        """Waits for the cluster's hosts; then as on this machine."""
+        """Waits for the cluster's hosts, then starts the processes on them."""
         if self._group is None:
             self._connect()
             from ray.util.placement_group import placement_group
@@ -129,7 +129,7 @@ class RayLauncher(LocalLauncher):
         try:
             address = self.plan.launch.options.get("address") or os.environ.get("RAY_ADDRESS", "auto")
             host, _, port = address.rpartition(":")
-            if host and "/" not in host:  # ray.init would try for minutes
+            if host and "/" not in host:  # ray.init would retry for minutes
                 socket.create_connection((host, int(port)), _REACH_S).close()
             ray.init(address=address, log_to_driver=False, logging_level="WARNING")
         except OSError as error:
@@ -139,10 +139,10 @@ class RayLauncher(LocalLauncher):
                 "launch.options.address."
             ) from error
         finally:
-            signal.signal(signal.SIGTERM, handler)  # ray.init sets its own
+            signal.signal(signal.SIGTERM, handler)  # ray.init replaces it
 
     def _place(self, *, while_ranks_run: bool = False) -> None:
-        """An actor on each host that has none; waits until Ray has resources for all of them."""
+        """Creates an actor on each host that has none; waits until Ray has resources for all of them."""
         import ray
 
         for attempt in range(_ATTEMPTS):
@@ -151,7 +151,7 @@ class RayLauncher(LocalLauncher):
                 waiting := ray.wait([*answers.values()], num_returns=len(answers), timeout=_SAY_EVERY_S)[1]
             ):
                 nodes = [{name: node["Resources"].get(name, 0) for name in ("CPU", "GPU")} for node in ray.nodes()]
-                request = f"{len(waiting)} of these on hosts apart: {self.bundles()}"
+                request = f"{len(waiting)} of these on separate hosts: {self.bundles()}"
                 self._write(f"Ray has no resources yet for {request}. It has {nodes}.\n")
                 if while_ranks_run and not self._ranks_run():
                     for index in answers:
@@ -163,7 +163,7 @@ class RayLauncher(LocalLauncher):
                 except ray.exceptions.RayError as error:
                     if attempt == _ATTEMPTS - 1 or not isinstance(error, ray.exceptions.RayActorError):
                         raise LightRLError(f"Ray could not start the launch on a host: {error}") from error
-                    self._actors[index].give_up()  # it was placed on a host that was lost already
+                    self._actors[index].give_up()  # it was placed on a host that was already lost
             if not any(host.is_lost for host in self._actors.values()):
                 break
         self.hosts = list(self._actors.values())
@@ -172,7 +172,7 @@ class RayLauncher(LocalLauncher):
         (Path(self.plan.folder) / "hosts").write_text("\n".join(host for host, _ in addresses_and_gpus))
 
     def _ask(self) -> dict[int, Any]:
-        """An actor for each host of the plan that has none; by host the answer where it is, once Ray has placed it."""
+        """Creates an actor for each host that has none; returns each one's pending answer where Ray placed it."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

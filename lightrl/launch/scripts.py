@@ -1,13 +1,13 @@
-"""TorchrunLauncher and KubernetesLauncher: files for another program; they start nothing.
+"""TorchrunLauncher and KubernetesLauncher: write files for another program; they start nothing.
 
-TorchrunLauncher writes a script per host for whatever can start a command there: torchrun starts the host's ranks, and
-servers are scripts of their own, a second job.
+TorchrunLauncher writes scripts that a user or another program starts on each host: one whose torchrun starts the host's
+ranks, and a separate one for its servers.
 
 KubernetesLauncher writes manifests: a TrainJob (Kubeflow Trainer 2.2) for ranks, a LeaderWorkerSet for servers. The
-launch's folder is on a volume that all pods have at the same path: the claim `options.claim`, mounted at the run's
-root. Each server is a pod of its own, which announces its address in the launch's folder. Sources:
+launch's folder is on a volume that all pods mount at the same path: the claim `options.claim`, mounted at the run's
+root. Each server has its own pod and announces its address in the launch's folder. Sources:
 https://github.com/kubeflow/trainer/blob/master/pkg/apis/trainer/v1alpha1/trainjob_types.go,
-https://github.com/kubernetes-sigs/lws/blob/main/docs/examples/sglang/lws.yaml. It was not run on a cluster.
+https://github.com/kubernetes-sigs/lws/blob/main/docs/examples/sglang/lws.yaml. Not tested on a cluster.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from lightrl.trajectory import JsonMapping, JsonObject
 
 
 class TorchrunLauncher(Launcher):
-    """Writes a plan's scripts."""
+    """Writes a plan's scripts for torchrun."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
     def files(self) -> Mapping[str, str]:
-        """`trainer-HOST.sh` and `servers-HOST.sh`; further arguments of the former are those of `lightrl fit`."""
+        """Returns `trainer-HOST.sh` and `servers-HOST.sh`; arguments of the former are passed to `lightrl fit`."""
         return {name: self._script(process) for name, process in self._scripts().items()}
 
     def start(self) -> None:
-        """Prints what to start where."""
+        """Prints which script to start on which host."""
         LaunchState(self.plan).set({}, state="written")
         lines = [
             f"  on {self.plan.hosts[process.host]}:  bash {shlex.quote(f'{self.plan.folder}/{name}')}"
             for name, process in self._scripts().items()
         ]
         text = "\n".join(lines)
-        sys.stdout.write(f"\nStart these, all at once; each writes its log below {self.plan.folder}:\n{text}\n")
-        sys.stdout.write("After a failure start all again, the trainer's with `--ckpt_path last`.\n")
+        sys.stdout.write(f"\nStart all of these now; each writes its log below {self.plan.folder}:\n{text}\n")
+        sys.stdout.write("After a failure, restart all of them, the trainer's with `--ckpt_path last`.\n")
 
     def _scripts(self) -> dict[str, Process]:
-        """One for each host and role; the first rank of a host stands for all of them."""
+        """Returns a script's name and process for each host and role; a host's first rank stands for all its ranks."""
         scripts: dict[str, Process] = {}
         for process in self.plan.processes:
             scripts.setdefault(f"{process.role}-{self.plan.hosts[process.host]}.sh", process)
@@ -64,7 +64,7 @@ class TorchrunLauncher(Launcher):
             main = {"nnodes": plan.trainer_hosts, "nproc-per-node": plan.ranks_per_host, "node-rank": process.host}
             words = [f"--{key}={value}" for key, value in main.items()]
             words += [f"--master-addr={plan.hosts[0]}", f"--master-port={plan.port}"]
-            # A rank must not outlive its torchrun, not even one that is killed.
+            # a rank must not outlive its torchrun, even if torchrun is killed
             guard = ["-m", parent_guard.__name__, "0", str(plan.launch.warning_s), ""]
             command = [command[0], "-m", "torch.distributed.run", *words, "--no-python", command[0], *guard, *command]
         end = ' "$@" < /dev/null' if process.role == "trainer" else ""
@@ -76,7 +76,7 @@ _TRAINER = "node"  # the replicated job, and its container, of Kubeflow's runtim
 
 
 class KubernetesLauncher(Launcher):
-    """Writes a plan's manifests."""
+    """Writes a plan's manifests for Kubernetes."""
 
     def __init__(self, plan: Plan) -> None:
         options = plan.launch.options
@@ -90,14 +90,14 @@ class KubernetesLauncher(Launcher):
         self.name = options.get("name", "lightrl")
 
     def files(self) -> Mapping[str, str]:
-        """The manifests, and the scripts that the pods start."""
+        """Returns the manifests, and the scripts that the pods start."""
         files = {"trainer.yaml": _dump(self.train_job()), "trainer.sh": self._trainer()}
         if self.plan.layout.servers:
             files |= {"servers.yaml": _dump(self.leader_worker_set()), "servers.sh": self._servers()}
         return files
 
     def start(self) -> None:
-        """Prints what to apply."""
+        """Prints which manifests to apply and delete."""
         LaunchState(self.plan).set({}, state="written")
         names = " ".join(f"-f {self.plan.folder}/{name}" for name in self.files() if name.endswith(".yaml"))
         sys.stdout.write(f"\nThe claim must hold {self.plan.folder}. Then:\n  kubectl apply {names}\n")
@@ -105,7 +105,7 @@ class KubernetesLauncher(Launcher):
         sys.stdout.write(f"  kubectl delete {names}\n")
 
     def train_job(self) -> JsonObject:
-        """The trainer: as many nodes as it has hosts."""
+        """Returns the manifest of the trainer, with a node for each of its hosts."""
         plan = self.plan
         trainer: JsonObject = {
             "image": plan.launch.container,
@@ -123,7 +123,7 @@ class KubernetesLauncher(Launcher):
         return self._object("trainer.kubeflow.org/v1alpha1", "TrainJob", self.name, spec)
 
     def leader_worker_set(self) -> JsonObject:
-        """The servers: one pod each, which Kubernetes replaces when it ends."""
+        """Returns the manifest of the servers, with a pod for each; Kubernetes replaces a pod that ends."""
         plan = self.plan
         container: JsonObject = {
             "name": "server",
@@ -149,11 +149,11 @@ class KubernetesLauncher(Launcher):
         return self._object("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", f"{self.name}-servers", spec)
 
     def _trainer(self) -> str:
-        ours = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")  # the runtime's, and a pod's own GPUs
+        ours = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")  # the runtime and Kubernetes set them in a pod
         first = self.plan.of("trainer")[0]
         environment = {name: value for name, value in first.environment.items() if name not in ours}
         python, *fit = first.command
-        command = inside(self.plan, [python, "-m", "torch.distributed.run", *fit])  # PET_* have the rest
+        command = inside(self.plan, [python, "-m", "torch.distributed.run", *fit])  # PET_* variables set the rest
         head = script_head(self.plan, environment, before=self._log("trainer-$PET_NODE_RANK"))
         return "\n".join([*head, command]) + "\n"
 

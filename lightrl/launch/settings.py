@@ -1,22 +1,22 @@
-"""Launch: the section `launch:` of a run's YAML, which says on how many hosts and GPUs it runs, and who starts it.
+"""Launch: the section `launch:` of a run's YAML, which sets its launcher and its numbers of hosts and GPUs.
 
-`launch.allocation` takes AReaL's strings, such as `sglang.d4t2+d2p2t1`: who gets how many GPUs, and how a model is
-split over them. The forms that AReaL has documented: on its reference page
-(https://inclusionai.github.io/AReaL/en/reference/alloc_mode.html), on the page before backends became mandatory
-(`docs/reference/alloc_mode.md` in the repository's history), and in the grammar of `areal/api/alloc_mode.py`. `+eval`
-and `+cpu` are from memory: no page that was found shows them.
+`launch.allocation` accepts AReaL's strings, such as `sglang.d4t2+d2p2t1`, which say how many GPUs each part gets and
+how a model is split over them. The supported forms are documented on AReaL's reference page
+(https://inclusionai.github.io/AReaL/en/reference/alloc_mode.html), on that page before backends became mandatory
+(`docs/reference/alloc_mode.md` in the repository's history), and in the grammar of `areal/api/alloc_mode.py`. No
+source was found for `+eval` and `+cpu`.
 
     sglang:d4t2                            one part: a backend and its sizes
-    sglang:d4t2 + fsdp:d8                  `+`: each part has GPUs of its own
-    sglang.d4p1m1+d2p2m1                   AReaL Core: m is t
-    sglang.d4t2p1+d2p2t1                   older: a dot, and no backend for training: fsdp, or megatron with p or e
-    sglang:d4+eval, sglang:d4+cpu          older: servers alone, and an evaluation without GPUs
+    sglang:d4t2 + fsdp:d8                  `+`: parts on separate GPUs
+    sglang.d4p1m1+d2p2m1                   AReaL Core: m means t
+    sglang.d4t2p1+d2p2t1                   older: a dot, and no training backend: fsdp, or megatron with p or e
+    sglang:d4+eval, sglang:d4+cpu          older: only servers, and an evaluation without GPUs
     sglang[rollout]:d2+fsdp[actor]:d4      parts with names; also fsdp(actor):d4 and [actor]:d4
-    fsdp[actor]:d4|fsdp[critic]:d4         `|`, which binds tighter than `+`: the same GPUs
-    megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)  experts split otherwise; the parentheses or the backend may be missing
+    fsdp[actor]:d4|fsdp[critic]:d4         `|`, which binds tighter than `+`: parts on the same GPUs
+    megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)  a different split of experts; parentheses or backend may be omitted
 
-Sizes: d data parallel (of servers: how many), t tensor, p pipeline, c context, e expert parallel. A part needs
-d · t · p · c GPUs; e divides these once more.
+Sizes: d data parallel (for servers their number), t tensor, p pipeline, c context, e expert parallel. A part needs
+d · t · p · c GPUs; e subdivides them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Recover:
     """Recovery from a failed process of the run.
 
     Args:
-        retries: how often everything is ended and started again, from the newest checkpoint.
+        retries: how often the run is restarted, from the newest checkpoint.
     """
 
     retries: int = 0
@@ -48,31 +48,31 @@ class Recover:
 
 @dataclass(frozen=True)
 class Launch:
-    """The places of a run's trainer and servers; `lightrl launch` reads it, `lightrl fit` leaves it alone.
+    """Where a run's trainer and servers run; `lightrl launch` reads it, `lightrl fit` ignores it.
 
     Args:
-        launcher: who starts the processes.
-        nodes: hosts.
-        gpus_per_node: GPUs of each host, or with `accelerator: cpu` how many ranks and servers it takes. None is what
-            this machine has, or what the run needs on one host.
+        launcher: the program that starts the processes.
+        nodes: number of hosts.
+        gpus_per_node: GPUs of each host, or with `accelerator: cpu` how many ranks and servers it runs. None uses those
+            of this machine, or as many as the run needs on one host.
         allocation: AReaL's string instead of `ranks`, `servers` and `tp`, such as `sglang.d4t2+d2p2t1`.
-        ranks: of the trainer; None is `trainer.devices` times `trainer.num_nodes`.
-        servers: of the run's engine, SGLangEngine or VLLMEngine; None is what it starts by itself.
-        tp: GPUs of each server; None is the engine's.
+        ranks: ranks of the trainer; None is `trainer.devices` times `trainer.num_nodes`.
+        servers: servers of the run's engine, SGLangEngine or VLLMEngine; None is as many as the engine would start.
+        tp: GPUs of each server; None uses the engine's `tp`.
         placement: servers `separate` from the trainer's GPUs, or `colocated` on them.
-        gpu_memory_gb: of each GPU, in 1e9 bytes; a model that cannot fit is then refused. None checks nothing.
-        hosts: their names or addresses, for torchrun; the others name their own.
-        port: of the trainer's store; servers and weight receivers use the 64 above. None chooses one.
+        gpu_memory_gb: memory of each GPU, in 1e9 bytes; a model that cannot fit is refused. None skips this check.
+        hosts: names or addresses of the hosts, for torchrun; other launchers find them.
+        port: port of the trainer's store; servers and weight receivers use the 64 above. None chooses one.
         time_limit: of a job, as Slurm writes it: minutes, `hours:minutes:seconds` or `days-hours:minutes:seconds`.
-        warning_s: how long before the time limit the run is asked to save its checkpoint and end.
-        setup: shell lines before each process, such as `module load cuda`.
-        container: the image for Kubernetes; for the others the command before each process, such as
+        warning_s: seconds before the time limit at which the run is asked to save its checkpoint and end.
+        setup: shell lines to run before each process, such as `module load cuda`.
+        container: the image for Kubernetes; for other launchers a command to prefix to each process, such as
             `apptainer exec --nv run.sif`.
-        options: further ones of the launcher: sbatch's by name, such as `{partition: gpu}`, Kubernetes' `namespace`
+        options: other options of the launcher: sbatch's by name, such as `{partition: gpu}`, Kubernetes' `namespace`
             and `runtime`, or Ray's `address`.
-        server_options: with Slurm, sbatch's for the hosts that have servers alone, where these differ from the ranks';
-            the job is then a heterogeneous one.
-        recover: what happens when a process fails.
+        server_options: with Slurm, sbatch options that differ for hosts with only servers; the job is then
+            heterogeneous.
+        recover: how often to restart after a process fails.
     """
 
     launcher: LauncherName = "local"
@@ -104,14 +104,14 @@ class Launch:
         check_bounds(0, servers=self.servers, warning_s=self.warning_s)
         check_bounds(1024, 65535 - 64, **{"launch.port": self.port})
         if self.allocation is not None and (self.ranks, self.servers, self.tp) != (None, None, None):
-            raise ValueError("Set launch.allocation, or launch.ranks, servers and tp, not both.")
+            raise ValueError("Set either launch.allocation, or launch.ranks, servers and tp.")
         if self.launcher == "local" and self.nodes > 1:
             raise ValueError(
                 f"launch.nodes={self.nodes} needs a launcher that reaches other hosts: slurm, ray, torchrun or "
                 "kubernetes. local only starts processes on this machine."
             )
         if self.server_options and self.launcher != "slurm":
-            raise ValueError(f"launch.server_options are Slurm's, but launch.launcher is {self.launcher}.")
+            raise ValueError(f"launch.server_options needs launcher: slurm, but launch.launcher is {self.launcher}.")
         if self.hosts and len(self.hosts) != self.nodes:
             raise ValueError(f"launch.hosts must name all {self.nodes} nodes, got {len(self.hosts)}.")
         if self.launcher == "kubernetes" and self.container is None:
@@ -120,7 +120,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks and servers, and how the model is split."""
+    """The numbers of ranks and servers, and how the model is split."""
 
     ranks: int
     servers: int = 0
@@ -131,7 +131,7 @@ class Layout:
 
 
 def layout_of(launch: Launch, *, ranks: int, servers: int = 0, tp: int = 1) -> Layout:
-    """The launch's layout; `ranks`, `servers` and `tp` are the run's own, which it uses where the launch says nothing.
+    """Returns the launch's layout; `ranks`, `servers` and `tp` are the run's, used if the launch does not set them.
 
     Raises:
         ValueError: if the allocation string cannot be read, or has parts that lightrl cannot train or serve.
@@ -154,7 +154,7 @@ def _layout_of_parts(text: str, groups: Sequence[Sequence[Part]]) -> Layout:
     served = [part for part in parts if part.is_served]
     trained = [part for part in parts if part.num_gpus and not part.is_served]
     if not trained:
-        raise refused("nothing in it trains. Use lightrl serve for servers alone, lightrl test for an evaluation")
+        raise refused("nothing in it trains. Use lightrl serve for only servers, lightrl test for an evaluation")
     if len(served) > 1:
         raise refused("lightrl has one group of servers")
     if (
@@ -162,13 +162,13 @@ def _layout_of_parts(text: str, groups: Sequence[Sequence[Part]]) -> Layout:
         or sum(any(part in trained for part in group) for group in groups) > 1
     ):
         raise refused(
-            "its trained models are on different GPUs. Give one part for all of them here, and in the model's section "
-            "`mesh: {first_rank: …, num_ranks: …}` to each role that has ranks of its own"
+            "its trained models are on different GPUs. Use one part for all of them, and in the model's section set "
+            "`mesh: {first_rank: …, num_ranks: …}` for each role with separate ranks"
         )
     model = trained[0]
     if {part.backend for part in served} - {"sglang"} or any(part.pp > 1 for part in served):
         raise refused(
-            "lightrl makes SGLang servers of it, with d and t. For VLLMEngine set launch.ranks, servers and tp"
+            "lightrl supports only SGLang servers in it, with d and t. For VLLMEngine set launch.ranks, servers and tp"
         )
     for letter, size in (("c", model.cp), ("e", model.ep * model.expert_tp)):
         if size > 1:
@@ -195,7 +195,7 @@ _FORMS = "Such strings look like sglang:d4t2+fsdp:d8 or sglang.d4t2+d2p2t1; see 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of an allocation: a backend, and its sizes."""
+    """One part of an allocation: a backend and its sizes."""
 
     backend: str  # sglang or vllm for servers; fsdp, megatron or archon for training; `eval` has no GPUs
     name: str | None = None
@@ -216,26 +216,26 @@ class Part:
 
 
 def parse_allocation(text: str) -> list[list[Part]]:
-    """The parts of an allocation string; those of an inner list share their GPUs.
+    """Parses an allocation string; the parts of an inner list share their GPUs.
 
     Raises:
-        ValueError: if it has none of the forms above, or sizes that do not fit.
+        ValueError: if the string has none of the forms above, or inconsistent sizes.
     """
     words = re.sub(r"\s", "", text)
     if words in ("manual", "heuristic", "search") or re.search(r"[,=*]", words):
-        raise _wrong(text, "AReaL Core's manual, heuristic and key-value modes place each model by itself, give sizes")
+        raise _wrong(text, "AReaL Core's manual, heuristic and key-value modes place models separately: give sizes")
     groups = [_group(word, text) for word in _split(words, "+")]
     parts = [part for group in groups for part in group]
     names = [part.name for part in parts if part.name is not None]
     if len(names) != len(set(names)):
-        raise _wrong(text, f"it has two parts of the same name among {', '.join(names)}")
+        raise _wrong(text, f"two parts have the same name among {', '.join(names)}")
     if len(parts) > 2 and len(names) < len(parts):
-        raise _wrong(text, "with more than two parts each needs a name, as in fsdp[actor]:d4")
+        raise _wrong(text, "with more than two parts, each needs a name, as in fsdp[actor]:d4")
     return groups
 
 
 def _group(word: str, text: str) -> list[Part]:
-    """Parts on the same GPUs."""
+    """Parses parts that share GPUs."""
     parts = [_part(one, text) for one in _split(word, "|")]
     sizes = {part.num_gpus for part in parts}
     if len(sizes) > 1:
@@ -265,7 +265,7 @@ def _part(word: str, text: str) -> Part:
 
 
 def _with_experts(part: Part, attn: str, ffn: str, text: str) -> Part:
-    """`attn` sizes the whole model; `ffn` says how the experts' layers are split over the same GPUs."""
+    """Applies `attn`, the sizes of the whole model, and `ffn`, the split of its experts over the same GPUs."""
     if part.backend not in _TRAINERS:
         raise _wrong(text, f"{part.backend!r} is not a training backend: {', '.join(_TRAINERS)}")
     model = replace(part, **_sizes(attn, "dtpc", text))
@@ -284,7 +284,7 @@ def _sizes(word: str, allowed: str, text: str) -> JsonObject:
     word = word if "t" in word else word.replace("m", "t")  # AReaL Core's letter
     pairs = re.findall(r"([a-z])([1-9]\d*)", word)
     if not pairs or "".join(letter + size for letter, size in pairs) != word:
-        raise _wrong(text, f"{word!r} must be letters with a size each, such as d4t2")
+        raise _wrong(text, f"{word!r} must be letters, each with a size, such as d4t2")
     letters = [letter for letter, _ in pairs]
     if len(set(letters)) < len(letters) or not set(letters) <= set(allowed):
         raise _wrong(text, f"{word!r} may have each of {', '.join(allowed)} once")
@@ -292,7 +292,7 @@ def _sizes(word: str, allowed: str, text: str) -> JsonObject:
 
 
 def _split(word: str, mark: str) -> list[str]:
-    """Splits at `mark`, but not within parentheses, nor between the two halves of `attn:…|ffn:…`."""
+    """Splits at `mark`, except within parentheses and between the two halves of `attn:…|ffn:…`."""
     return re.split(rf"\{mark}(?![^(]*\))(?!ffn:)", word)
 
 

@@ -1,14 +1,14 @@
-"""SlurmLauncher: a run as one Slurm job of two steps, the trainer's and the servers', which run at the same time.
+"""SlurmLauncher: runs the trainer and the servers as two concurrent steps of one Slurm job.
 
-The job's first hosts are the trainer's. Lightning reads ranks from Slurm's variables; the main address is set here,
-since Lightning would take the job's first host, even one without ranks. With `server_options` the job has two parts,
-each with options of its own.
+The trainer gets the job's first hosts. Lightning reads ranks from Slurm's variables; the main address is set here,
+since Lightning would use the job's first host even if that has no ranks. With `server_options` the job has two
+components with separate options.
 
     job.sh ── srun trainer.sh    one task per rank          warning before the time limit, or scancel of the job:
            └─ srun servers.sh    one task per host          the trainer saves its checkpoint and ends, the job is
                                  with servers               requeued if `recover` allows it
 
-Slurm itself requeues a job whose host is lost. A job that starts again continues from the newest checkpoint.
+Slurm itself requeues a job whose host is lost. A requeued job continues from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NOT_ENDED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "RE
 _JOB = """\
 #!/bin/bash
 {directives}
-if [ -n "$SLURM_ARRAY_JOB_ID" ]; then echo "A run cannot be a job array: submit each by itself." >&2; exit 2; fi
+if [ -n "$SLURM_ARRAY_JOB_ID" ]; then echo "A run cannot be a job array: submit each job separately." >&2; exit 2; fi
 folder={folder}
 hosts=($({hosts}))
 for host in "${{hosts[@]}}"; do mkdir -p "$folder/$host"; done
@@ -46,7 +46,7 @@ if [ "$restarts" -gt 0 ]; then export LIGHTRL_RESUME="{resume}"; fi
 if [ "$restarts" -gt {retries} ]; then echo "Ended: recover.retries={retries}, and Slurm requeued it again."; exit 1; fi
 
 signal_step() {{ [ -f "$folder/$2.step" ] && scancel --signal="$1" "$(cat "$folder/$2.step")"; }}
-# Not to srun, which kills its tasks on SIGTERM.
+# not to srun, which kills its tasks on SIGTERM
 trap 'is_late=yes; echo "The time limit is near: the run saves its checkpoint."; signal_step TERM trainer' USR1
 trap 'is_canceled=yes; signal_step TERM trainer' TERM
 finish() {{ while kill -0 "$1" 2>/dev/null; do wait "$1"; done; wait "$1"; }}  # wait also returns for a trapped signal
@@ -67,24 +67,24 @@ exit $code
 
 
 class SlurmLauncher(Launcher):
-    """Submits a plan with sbatch; the followed output of rank 0 goes to stderr."""
+    """Submits a plan with sbatch; `wait` copies the output of rank 0 to stderr."""
 
     def __init__(self, plan: Plan) -> None:
         for name in [*plan.launch.options, *plan.launch.server_options]:
             if name in _OURS:
                 why = "; a run cannot be a job array" if name == "array" else ", which the launch sets"
                 raise ValueError(f"launch.options has {name}{why}. Remove it.")
-        self._is_apart = bool(plan.launch.server_options)  # servers, in a part of the job of their own
+        self._is_apart = bool(plan.launch.server_options)  # servers are a separate component of the job
         if self._is_apart and {one.host for one in plan.of("servers")} != {*range(plan.trainer_hosts, len(plan.hosts))}:
             raise ValueError(
-                "launch.server_options need servers on all hosts after those of the ranks, and on no other. Change "
-                "launch.nodes, ranks or servers, or remove them."
+                "launch.server_options needs servers on exactly the hosts without ranks. Change launch.nodes, ranks or "
+                "servers, or remove it."
             )
         self.plan = plan
         self.job: str | None = None
 
     def files(self) -> Mapping[str, str]:
-        """The job's script, and those of its steps."""
+        """Returns the scripts of the job and of its steps."""
         servers = self.plan.of("servers")
         files = {"job.sh": self._job(), "trainer.sh": self._trainer()}
         return {**files, "servers.sh": self._servers(servers)} if servers else files
@@ -96,7 +96,7 @@ class SlurmLauncher(Launcher):
         sys.stderr.write(f"Submitted job {self.job}. squeue --job {self.job} shows it, scancel {self.job} ends it.\n")
 
     def wait(self) -> int:
-        """Follows the job until it has ended, over its restarts; 0 if it completed."""
+        """Follows the job through its restarts until it ends; returns 0 if it completed."""
         log: FollowedLog | None = None
         shown = ""
         while True:
@@ -115,10 +115,10 @@ class SlurmLauncher(Launcher):
             time.sleep(_TICK_S)
 
     def end(self) -> None:
-        """Asks the trainer to save its checkpoint and end; then the job ends by itself."""
+        """Asks the trainer to save its checkpoint and end; the job then ends."""
         if self.job is not None:
             _call("scancel", "--batch", "--signal=TERM", self.job)
-            sys.stderr.write(f"Job {self.job} is asked to end. scancel {self.job} ends it at once.\n")
+            sys.stderr.write(f"Asked job {self.job} to end. scancel {self.job} ends it immediately.\n")
 
     def _job(self) -> str:
         plan, launch = self.plan, self.plan.launch
@@ -138,7 +138,7 @@ class SlurmLauncher(Launcher):
         directives = _directives(named)
         if self._is_apart:
             apart = {**named, "nodes": str(launch.nodes - plan.trainer_hosts), **launch.server_options}
-            apart.pop("signal", None)  # the script is in the first part
+            apart.pop("signal", None)  # the script runs in the first component
             directives = f"{directives}\n#SBATCH hetjob\n{_directives(apart)}"
         ranks, servers = len(plan.of("trainer")), plan.of("servers")
         groups = [f"--het-group={number} " if self._is_apart else "" for number in range(2)]
@@ -172,7 +172,7 @@ class SlurmLauncher(Launcher):
         return "\n".join([*lines, "esac"]) + "\n"
 
     def _head(self, step: str, process: Process) -> list[str]:
-        """The command of a step's script; it writes down the step's number, by which it gets signals."""
+        """Returns the first lines of a step's script; they record the step's id, to which the job sends signals."""
         file = f"{shlex.quote(self.plan.folder)}/{step}.step"
         part = "_HET_GROUP_1" if self._is_apart and step == "servers" else ""  # scancel ignores 7+1.0
         note = f'[ "$SLURM_PROCID" != 0 ] || echo "$SLURM_JOB_ID{part}.$SLURM_STEP_ID" > {file}'
@@ -196,11 +196,11 @@ def _step(name: str, processes: list[Process], tasks: int, plan: Plan, group: st
 
 
 def _call(*words: str) -> str:
-    """The output of one of Slurm's commands."""
+    """Runs one of Slurm's commands and returns its output."""
     try:
         done = subprocess.run(words, capture_output=True, errors="replace", timeout=_CALL_TIMEOUT_S, check=False)
     except FileNotFoundError as error:
-        raise ValueError(f"launcher: slurm needs the program {words[0]}, which is not here.") from error
+        raise ValueError(f"launcher: slurm needs the program {words[0]}, which is not installed here.") from error
     except subprocess.TimeoutExpired as error:
         raise LightRLError(f"{' '.join(words)} did not answer within {_CALL_TIMEOUT_S:g} s.") from error
     if done.returncode:

@@ -25,7 +25,7 @@ from lightrl.errors import LightRLError
 from lightrl.loops.update import GradientGuard
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import FSDP2Strategy, is_on_all_ranks, mark_as_on_all_ranks, ranks_of
-from lightrl.strategies.checkpoints.one_file import explained_mismatch, load_optimizers
+from lightrl.strategies.checkpoint.one_file import explained_mismatch, load_optimizers
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,9 @@
-"""Costs of a strategy on paper: a rank's memory, bytes sent and microbatches, from a model's config.
+"""Estimates a strategy's costs from a model's config: a rank's memory, bytes sent and microbatches.
 
-`lightrl plan`, `launch` and `doctor run` have their memory from here (lightrl/plan/memory.py adds a run's roles), and
-`python -m benchmarks.plan` compares layouts; training does not use it. Bytes are those of one rank in one update,
-tokens those of one update over all ranks. What autograd keeps is counted layer by layer and compared with a real
-update on tensors without memory in tests/plan/test_costs.py; what is sent is a rough estimate.
+`lightrl plan`, `launch` and `doctor run` use these formulas (lightrl/plan/memory.py adds a run's roles), and
+`python -m benchmarks.plan` compares layouts; training does not use them. Bytes are for one rank in one update, tokens
+for one update over all ranks. What autograd keeps is counted layer by layer, and tests/plan/test_costs.py compares it
+with a real update on fake tensors; the bytes sent are a rough estimate.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lightrl.strategies.tensor_plans import check_sizes, head_size, layer_parame
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-USABLE_FRACTION = 0.9  # a process may use this part of a GPU's memory
-SERVED_BYTES = 2  # a server has its parameters in bfloat16
-TRAJECTORY_BYTES = 8  # per token of a trajectory, which rank 0 has as long as the iteration
+USABLE_FRACTION = 0.9  # of a GPU's memory; the rest is not for tensors
+SERVED_BYTES = 2  # servers keep parameters in bfloat16
+TRAJECTORY_BYTES = 8  # per token of a trajectory; rank 0 keeps them for the whole iteration
 
 _WHOLE_BYTES = 8  # a gathered parameter and its gradient
 _FLOAT = 4  # bytes of a float32
@@ -29,16 +29,16 @@ _FLOAT = 4  # bytes of a float32
 
 @dataclass(frozen=True)
 class Work:
-    """One update; the defaults are those of bf16-mixed."""
+    """One update; the defaults are for bf16-mixed."""
 
-    tokens: int  # all ranks'
+    tokens: int  # of all ranks
     microbatch_tokens: int = 16384
     checkpoint_activations: bool = True
-    parameter_bytes: int = 4  # also of its gradient, of Adam's moments, and of a hidden state between layers
-    compute_bytes: int = 2  # a number in a layer's products, and in a parameter that FSDP2 gathers
-    copies_weights: bool = False  # autocast does, for the backward too; FSDP2 gathers them as they are computed with
+    parameter_bytes: int = 4  # also for gradients, Adam's moments, and hidden states between layers
+    compute_bytes: int = 2  # a number in a layer's matrix products, and in parameters that FSDP2 gathers
+    copies_weights: bool = False  # autocast copies them until the backward; FSDP2 gathers them in the compute dtype
     cp: int = 1  # ranks that share the tokens of a microbatch
-    is_compiled: bool = False  # torch.compile has the decoder layers
+    is_compiled: bool = False  # torch.compile compiles the decoder layers
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Cost:
     pp: int
     dp: int
     tp: int
-    num_microbatches: int  # a dp rank's
+    num_microbatches: int  # of each dp rank
     state_bytes: float  # parameters, gradients, moments
-    gathered_bytes: float  # parameters while they are whole, and their gradients
-    activation_bytes: float  # the layers'
-    logit_bytes: float  # the head's, at the start of the backward
+    gathered_bytes: float  # unsharded parameters and their gradients
+    activation_bytes: float  # of the layers
+    logit_bytes: float  # of the head, at the start of the backward
     sent_dp: float  # to ranks with other trajectories
     sent_tp: float = 0.0  # within layers, between the ranks that share them or their tokens
     sent_pp: float = 0.0  # between stages
@@ -69,23 +69,23 @@ class Cost:
 
 
 def num_parameters(config: PretrainedConfig) -> int:
-    """Parameters of a language model, without norms and biases."""
+    """Counts the parameters of a language model, except norms and biases."""
     ends = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     return int(ends + config.num_hidden_layers * layer_parameters(config))
 
 
 def key_value_bytes(config: PretrainedConfig, width: int = SERVED_BYTES) -> int:
-    """Bytes of one token in a decoder's cache, in numbers of `width` bytes."""
+    """Returns the bytes of one token in a decoder's cache, whose numbers have `width` bytes."""
     return 2 * int(config.num_hidden_layers * config.num_key_value_heads * head_size(config)) * width
 
 
 def experience_bytes(num_scores: int) -> int:
-    """Bytes of one token, with so many float32 scores, in an iteration's ShardedExperience."""
+    """Returns the bytes of one token with `num_scores` float32 scores in an iteration's ShardedExperience."""
     return TOKEN_BYTES + _FLOAT * num_scores
 
 
 def layer_bytes(config: PretrainedConfig, work: Work) -> int:
-    """Bytes that autograd keeps of one token in one decoder layer of Hugging Face's code with flash attention."""
+    """Returns the bytes that autograd keeps per token and decoder layer of Hugging Face's code with flash attention."""
     is_gemma = config.model_type.startswith("gemma")  # its norms multiply by their weights in float32
     num_norms = 4 if is_gemma and config.model_type != "gemma" else 2
     parameter, compute = work.parameter_bytes, work.compute_bytes
@@ -95,27 +95,27 @@ def layer_bytes(config: PretrainedConfig, work: Work) -> int:
     # Attention: queries, keys and values (after rope, which keeps only its angles), log-sum-exp, and the output, which
     # is the output projection's input. 1 / rms of each norm.
     saved = compute * (2 * query + 2 * key) + _FLOAT * (heads + num_norms + normalizes_keys * (heads + kv_heads))
-    if work.cp > 1:  # the output before its exchange too; keys and values as often as their heads are repeated
+    if work.cp > 1:  # also the output before its exchange, and the repeated heads of keys and values
         saved += compute * (query + 2 * head_size(config) * (math.lcm(kv_heads, work.cp) - kv_heads))
     if work.is_compiled:
-        # The layer's input; what goes into products and comes out of them: the rest is computed again in the backward.
+        # The layer's input, and inputs and outputs of matrix products; the backward recomputes the rest.
         saved += parameter * hidden + compute * (2 + num_norms // 2) * hidden
         return int(saved + compute * (normalizes_keys * (query + key) + 3 * config.intermediate_size))
-    # A norm keeps its input in float32 (which is the input itself, if that is float32 already), and the normalized
-    # input, for the gradient of its weight.
+    # A norm keeps its input in float32 (no copy if it is float32 already), and the normalized input for the gradient
+    # of its weight.
     saved += num_norms * (_FLOAT + (_FLOAT if is_gemma else parameter)) * hidden
     saved += normalizes_keys * (_FLOAT + (_FLOAT if is_gemma else compute)) * (query + key)
-    # The input of q, k and v, and that of gate and up; autocast copies it for each of the five.
+    # The input of q, k and v, and the input of gate and up; autocast makes a copy for each of the five.
     saved += compute * hidden * (2 if compute == parameter else 5)
     # MLP: gate, its activation, up, and their product, the down projection's input.
     return int(saved + compute * 4 * config.intermediate_size)
 
 
 def activation_bytes(config: PretrainedConfig, tokens: int, num_layers: float, work: Work) -> float:
-    """Bytes that autograd keeps of a microbatch from the embedding to the last norm, after the forward.
+    """Returns the bytes that autograd keeps of a microbatch after the forward, from the embedding to the last norm.
 
-    A checkpointed layer keeps its input, and what `layer_bytes` counts is there for one layer at a time, in the
-    backward. `peak_bytes` adds that.
+    A checkpointed layer keeps only its input. In the backward, one layer at a time also needs `layer_bytes`, which
+    `peak_bytes` adds.
     """
     last_norm = (_FLOAT + work.parameter_bytes) * config.hidden_size
     angles = 2 * work.parameter_bytes * head_size(config)
@@ -125,23 +125,23 @@ def activation_bytes(config: PretrainedConfig, tokens: int, num_layers: float, w
 
 
 def logit_bytes(config: PretrainedConfig, tokens: int, work: Work) -> tuple[float, float]:
-    """Bytes of the output head: what autograd keeps, and what the backward allocates for a chunk."""
+    """Returns bytes of the output head: what autograd keeps, and what the backward allocates for a chunk."""
     vocabulary, compute = config.vocab_size, work.compute_bytes
     weights = vocabulary * config.hidden_size
     saved = compute * config.hidden_size * tokens  # the states that predict
     saved += compute * weights if compute != work.parameter_bytes else 0  # the head's copy under autocast
-    if are_few_logits(tokens, vocabulary):  # their probabilities are kept
+    if are_few_logits(tokens, vocabulary):  # autograd keeps their probabilities
         logits = tokens * vocabulary
         return float(saved + _FLOAT * logits), float((compute + 2 * _FLOAT) * logits)
-    # Logits and their gradient in the head's dtype; what lies between stays within a kernel.
+    # Logits and their gradient in the head's dtype; intermediate results stay within a kernel.
     chunk = min(tokens, tokens_per_chunk(tokens, vocabulary, "fused")) * vocabulary * 2 * compute
     return float(saved), float(chunk + _FLOAT * weights + compute * config.hidden_size * tokens)
 
 
 def peak_bytes(config: PretrainedConfig, tokens: int, num_layers: float, work: Work) -> tuple[float, float]:
-    """Bytes of a microbatch at its peak: layers, and logits.
+    """Returns the bytes of layers and logits at a microbatch's peak.
 
-    That is the start of the backward, or, if layers are checkpointed, that of the last layer, after the head's.
+    The peak is at the start of the backward or, if layers are checkpointed, of the last layer's backward.
     """
     saved, working = logit_bytes(config, tokens, work)
     layers = activation_bytes(config, tokens, num_layers, work)
@@ -150,7 +150,7 @@ def peak_bytes(config: PretrainedConfig, tokens: int, num_layers: float, work: W
 
 
 def fsdp2_cost(config: PretrainedConfig, gpus: int, work: Work, *, reduce_every_microbatch: bool = False) -> Cost:
-    """FSDP2Strategy gathers layers for each microbatch, forward and backward.
+    """Estimates FSDP2Strategy, which gathers layers for each microbatch, forward and backward.
 
     It keeps whole gradients until the last microbatch, or reduces them after each with `reduce_every_microbatch`.
     """
@@ -158,7 +158,7 @@ def fsdp2_cost(config: PretrainedConfig, gpus: int, work: Work, *, reduce_every_
     num = _num_microbatches(work, gpus / work.cp)
     ends = total - config.num_hidden_layers * layer_parameters(config)
     others = (gpus - 1) / gpus
-    gathers = work.compute_bytes * 2 * total * num * others  # two gathers of each microbatch
+    gathers = work.compute_bytes * 2 * total * num * others  # two gathers per microbatch
     sent = gathers + work.parameter_bytes * total * others * (num if reduce_every_microbatch else 1)
     tokens = math.ceil(min(work.microbatch_tokens, math.ceil(work.tokens * work.cp / gpus)) / work.cp)
     heads = config.num_attention_heads + math.lcm(config.num_key_value_heads, work.cp)
@@ -173,7 +173,7 @@ def fsdp2_cost(config: PretrainedConfig, gpus: int, work: Work, *, reduce_every_
         tp=1,
         num_microbatches=num,
         state_bytes=4 * work.parameter_bytes * total / gpus,
-        # Embedding and head are the root's, gathered as they are; of the layers one computes and one is on its way.
+        # The root gathers embedding and head in their own dtype. Of the layers, one computes and one is in transit.
         gathered_bytes=work.compute_bytes * 2 * layer_parameters(config) + work.parameter_bytes * ends + waiting,
         activation_bytes=layers,
         logit_bytes=logits,
@@ -184,9 +184,9 @@ def fsdp2_cost(config: PretrainedConfig, gpus: int, work: Work, *, reduce_every_
 
 
 def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: Work) -> Cost:
-    """Parallel3DStrategy with 1F1B: tp communicates in every layer.
+    """Estimates Parallel3DStrategy with 1F1B; tp communicates in every layer.
 
-    Over dp, a pipeline keeps its parameters whole within an update. Without a pipeline, layers are freed after each
+    A pipeline keeps its parameters gathered over dp within an update. Without a pipeline, layers are freed after each
     forward, gathered again for the backward and kept for the next forward.
     Raises ValueError if the model cannot be split this way.
     """
@@ -210,7 +210,7 @@ def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: 
     hidden = work.compute_bytes * tokens * config.hidden_size
     sent_tp = 8 * hidden * (tp - 1) / tp * max(layers) * num
     sent_pp = 2 * hidden / tp * num if pp > 1 else 0.0
-    in_flight = min(pp, num)  # microbatches of the first stage
+    in_flight = min(pp, num)  # microbatches in the first stage
     activations, logits = peak_bytes(config, tokens, in_flight * max(layers), work)
     return Cost(
         strategy="3D",

@@ -1,7 +1,7 @@
-"""Memory of a run's ranks and servers, on paper: each model's costs (plan/costs.py) and who shares a rank.
+"""Estimates the memory of a run's ranks and servers from each model's costs (plan/costs.py) and ranks.
 
-`lightrl plan`, `launch` and `doctor run` have their numbers from `rank_memories` and `engine_memory`, of a PlannedRun
-that planned_run.py reads from the run's classes; `misfits` looks for settings that fit.
+`lightrl plan`, `launch` and `doctor run` get their numbers from `rank_memories` and `engine_memory`, for a PlannedRun
+that planned_run.py reads from the run's classes; `misfits` looks for settings with which the run fits.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _STATE = ("weights", "gradients", "moments")
-_SERVER_FRACTION = 0.1  # share of a GPU for what a server has besides weights and key-values: CUDA graphs, activations
-_MAX_RANKS = 4096  # no more are tried
+_SERVER_FRACTION = 0.1  # share of a GPU for a server's CUDA graphs and activations, besides weights and key-values
+_MAX_RANKS = 4096  # at most as many are tried
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 class UnknownMemory(ValueError):
-    """A model's configuration cannot be read here, or lacks what the formulas need."""
+    """A model's configuration cannot be read here, or lacks sizes that the formulas need."""
 
     def __init__(self, reason: object) -> None:
         super().__init__(f"Memory was not checked: {' '.join(str(reason).split())}")
@@ -48,7 +48,7 @@ class UnknownMemory(ValueError):
 
 @dataclass(frozen=True)
 class PlannedRole:
-    """A model and the ranks that have it."""
+    """A model and the ranks that hold it."""
 
     name: str
     config: PretrainedConfig  # the text model's
@@ -62,7 +62,7 @@ class PlannedRole:
     width: int = 4  # bytes of a parameter
     waits_on_host: bool = False
     expert_parameters: int = 0  # parameters of a mixture's experts
-    is_compiled: bool = False  # torch.compile has the decoder layers
+    is_compiled: bool = False  # torch.compile compiles the decoder layers
 
     @property
     def dp(self) -> int:
@@ -76,24 +76,24 @@ class PlannedRun:
     roles: tuple[PlannedRole, ...]  # the policy first
     world: int
     layout: Literal["whole", "FSDP2", "3D"]
-    prompts: int | None  # P; None if the data does not say
+    prompts: int | None  # P; None if the data does not state it
     group_size: int
     num_minibatches: int
     update_epochs: int
     microbatch_tokens: int
-    prompt_tokens: int  # the longest prompt's
+    prompt_tokens: int  # of the longest prompt
     new_tokens: int
-    longest: int  # trajectory, in tokens
+    longest: int  # tokens of the longest trajectory
     prompt_source: str = "data.max_prompt_tokens"
     max_staleness: int = 0
-    num_scores: int = 0  # float32 numbers per token, besides those of the rollout
+    num_scores: int = 0  # float32 numbers per token, besides the rollout's
     is_mixed: bool = False  # bfloat16 or float16 under autocast
     checkpoint_activations: bool = False
     reduce_every_microbatch: bool = False
     keeps_gathered: bool = False  # parameters, between forward and backward
     num_replicas: int = 1
     ep: int = 1  # ranks over which each layer's experts are divided
-    offloads: Sequence[Offloadable] = ()  # what waits on the host
+    offloads: Sequence[Offloadable] = ()  # what is kept on the host
     engine: PlannedEngine | None = None
     batches_per_update: int | None = None  # batches of data; None if trajectories are rolled out
 
@@ -103,16 +103,16 @@ class PlannedRun:
 
     @property
     def update_tokens(self) -> int:
-        """The most tokens of one minibatch."""
+        """The largest number of tokens in a minibatch."""
         return math.ceil(self.trajectories / self.num_minibatches) * self.longest
 
     @property
     def microbatch(self) -> int:
-        """Tokens of the largest microbatch: it has at least one trajectory."""
+        """Tokens of the largest microbatch, which contains at least one trajectory."""
         return max(self.microbatch_tokens, self.longest)
 
     def over(self, world: int, pp: int = 1, tp: int = 1) -> PlannedRun:
-        """The run on so many ranks; raises ValueError if a role's mesh does not fit them."""
+        """Returns the run on `world` ranks; raises ValueError if a role's mesh does not fit them."""
         layout: Literal["whole", "FSDP2", "3D"] = "3D" if pp * tp > 1 else self.layout
         roles = tuple(
             replace(role, ranks=range(world), pp=pp, tp=tp)
@@ -125,7 +125,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class RoleCost:
-    """Bytes on one rank of a role; for a pipeline, on the stage that has most parameters."""
+    """Bytes on one rank of a role; for a pipeline, on the stage with the most parameters."""
 
     weights: float
     gradients: float
@@ -134,20 +134,20 @@ class RoleCost:
     activations: float
     logits: float
     sent: float  # in one update
-    offloaded: float = 0.0  # activations that wait on the host, each counted once
+    offloaded: float = 0.0  # activations on the host, each counted once
 
     @property
     def working(self) -> float:
-        """The memory that is free again when another role works."""
+        """The memory that is freed before another role works."""
         return self.gathered + self.activations + self.logits
 
 
 def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
-    """Raises ValueError if the model cannot be split this way."""
+    """Estimates a role's bytes; raises ValueError if the model cannot be split this way."""
     config, is_trained = role.config, role.trained > 0
     tokens = max(run.update_tokens, role.dp * run.longest)
     compute = 2 if run.is_mixed else role.width
-    # A frozen model keeps nothing, but each of its layers takes what one that is checkpointed takes again.
+    # A frozen model keeps nothing, but each layer needs as much in its forward as a checkpointed layer recomputes.
     keeps = is_trained and "activations" not in run.offloads
     checkpoints = run.checkpoint_activations or not keeps
     copies = run.layout == "whole" and compute != role.width and not checkpoints
@@ -167,8 +167,8 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
             for each in (run.reduce_every_microbatch, True)
         )
         share = 1 / shards
-        gatherable = role.parameters - role.expert_parameters * (1 - 1 / run.ep)  # a rank gathers its own experts only
-        # The costs count one dense feed-forward layer in place of a mixture's experts.
+        gatherable = role.parameters - role.expert_parameters * (1 - 1 / run.ep)  # a rank gathers only its experts
+        # the costs count one dense feed-forward layer instead of a mixture's experts
         uncounted = max(0.0, gatherable - num_parameters(config)) if role.expert_parameters else 0.0
         waiting = own_cost.gathered_bytes - reduced_cost.gathered_bytes  # whole gradients
         waiting += role.width * uncounted if waiting else 0.0
@@ -192,7 +192,7 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of each of these ranks, by cause; roles that share a rank work in turn, and the largest counts."""
+    """Bytes of each of these ranks, by cause; roles that share a rank work one after another, so the largest counts."""
 
     ranks: range
     device: dict[str, float]
@@ -204,7 +204,7 @@ class RankMemory:
 
 
 def rank_memories(run: PlannedRun) -> list[RankMemory]:
-    """The estimate for ranks that have the same roles."""
+    """Estimates the memory of each range of ranks that have the same roles."""
     costs = {role.name: role_cost(run, role) for role in run.roles}
     cuts = {0, run.world, *(edge for role in run.roles for edge in (role.ranks.start, role.ranks.stop))}
     cuts |= {1} if run.engine is not None and run.engine.place == "rank 0" else set()
@@ -216,7 +216,7 @@ def _memory(run: PlannedRun, ranks: range, costs: dict[str, RoleCost]) -> RankMe
     resting = [role for role in here if not role.waits_on_host]
     state = {name: sum(getattr(costs[role.name], name) for role in resting) for name in _STATE}
     working = [costs[role.name] for role in resting]
-    for role in here:  # the weights of one that waits on the host are only here while it works
+    for role in here:  # weights that wait on the host are on the device only while the role works
         cost = costs[role.name]
         working += [replace(cost, gathered=cost.gathered + cost.weights)] if role.waits_on_host else []
     device, host = dict(state), dict[str, float]()
@@ -229,40 +229,40 @@ def _memory(run: PlannedRun, ranks: range, costs: dict[str, RoleCost]) -> RankMe
             host["activations"] = max(cost.offloaded for cost in working)
         if "optimizer" in run.offloads and "moments" in device:
             host["moments"] = device["moments"]
-            device["moments"] = max(0.0, host["moments"] - most.activations - most.logits)  # free when it steps
+            device["moments"] = max(0.0, host["moments"] - most.activations - most.logits)  # free at the update
     if ranks.start == 0 and run.engine is not None and run.engine.place == "rank 0":
         weights, key_values = engine_memory(run, run.engine)
         device |= {"engine weights": weights, "key-values": key_values}
     tokens = run.trajectories * run.longest
     if run.batches_per_update is None:
         host["experience"] = experience_bytes(run.num_scores) * tokens / min((role.dp for role in here), default=1)
-        host |= {"trajectories, rank 0 alone": float(TRAJECTORY_BYTES * tokens)} if ranks.start == 0 else {}
+        host |= {"trajectories, only on rank 0": float(TRAJECTORY_BYTES * tokens)} if ranks.start == 0 else {}
     if run.max_staleness and any(role.name == "policy" for role in here):  # WeightSync.verify
         host["weights of older versions, to check answers"] = (run.max_staleness + 1) * costs["policy"].gradients
     return RankMemory(ranks, device, host)
 
 
 def rows_of(run: PlannedRun, engine: PlannedEngine) -> int:
-    """Trajectories that decode together in each server."""
+    """Returns the number of trajectories that decode together in each server."""
     rows = math.ceil(run.trajectories * (run.max_staleness + 1) / engine.servers)
     return rows if engine.max_rows is None else min(engine.max_rows, rows)
 
 
 def engine_memory(run: PlannedRun, engine: PlannedEngine, rows: int | None = None) -> tuple[float, float]:
-    """Bytes of weights and of key-values, on each GPU of a server; of all its trajectories if `rows` is None."""
+    """Returns bytes of weights and of key-values on each GPU of a server; `rows` defaults to all its trajectories."""
     policy = run.roles[0]
-    tokens = run.longest * (rows_of(run, engine) if rows is None else rows)
-    key_values = key_value_bytes(policy.config, engine.width) * tokens / engine.key_value_share(policy.config)
     config = policy.config
+    tokens = run.longest * (rows_of(run, engine) if rows is None else rows)
+    key_values = key_value_bytes(config, engine.width) * tokens / min(engine.tp, int(config.num_key_value_heads))
     ends = config.vocab_size * config.hidden_size * (1 if getattr(config, "tie_word_embeddings", False) else 2)
     layer_width = 1 if engine.is_block_fp8 else engine.width
     return (layer_width * (policy.parameters - ends) + engine.width * ends) / engine.tp, key_values
 
 
 def suited(run: PlannedRun, device_bytes: float, *, may_checkpoint: bool, may_cut: bool) -> PlannedRun:
-    """The run with activation checkpointing, then with smaller microbatches, if its ranks do not fit without.
+    """Adds activation checkpointing, then reduces microbatches, if the run's ranks do not fit otherwise.
 
-    Key-values on rank 0 count with at most a quarter of what is usable: more rows than that wait for each other.
+    Key-values on rank 0 count for at most a quarter of the usable memory: further rows wait.
     """
     usable = USABLE_FRACTION * device_bytes
 
@@ -280,19 +280,19 @@ def suited(run: PlannedRun, device_bytes: float, *, may_checkpoint: bool, may_cu
 
 
 def key_value_capacity(run: PlannedRun, device_bytes: float) -> float:
-    """Bytes of rank 0's GPU that are left for an engine's key-values there."""
+    """Returns the bytes of rank 0's GPU that are left for an engine's key-values."""
     memory = rank_memories(run)[0]
     return max(0.0, USABLE_FRACTION * device_bytes - memory.total + memory.device.get("key-values", 0.0))
 
 
 def served_fraction(run: PlannedRun, device_bytes: float) -> float:
-    """SGLang's `mem_fraction_static` on the ranks' GPUs, which keep weights and gradients while servers generate."""
+    """Returns `mem_fraction_static` for SGLang on the ranks' GPUs, which keep weights and gradients in the rollout."""
     state_bytes = max(sum(memory.device.get(name, 0.0) for name in _STATE[:2]) for memory in rank_memories(run))
     return max(0.1, math.floor(100 * (USABLE_FRACTION - _SERVER_FRACTION - state_bytes / device_bytes)) / 100)
 
 
 def memory_line(run: PlannedRun) -> str:
-    """The memory of the rank that needs most, and of each GPU of a server."""
+    """Describes the memory of the rank that needs most, and of each GPU of a server."""
     line = f"Memory of a rank, on paper: {bytes_text(max(memory.total for memory in rank_memories(run)))}"
     if run.engine is None or run.engine.place != "servers":
         return f"{line}."
@@ -301,12 +301,12 @@ def memory_line(run: PlannedRun) -> str:
 
 @dataclass(frozen=True)
 class Misfit:
-    """Says what needs more memory than there is, and which setting would change it."""
+    """Ranks or a server that need more memory than there is, and a setting that helps."""
 
     where: str
     device: dict[str, float]  # bytes by cause
     usable: float
-    given: float  # the device's
+    given: float  # of the device
     fix: str
 
     @property
@@ -323,7 +323,7 @@ class Misfit:
 
 
 def misfits(run: PlannedRun, device_bytes: float) -> Iterator[Misfit]:
-    """Ranks and servers that need more than what is usable of a GPU's memory."""
+    """Yields ranks and servers that need more than the usable part of a GPU's memory."""
     usable = USABLE_FRACTION * device_bytes
     for index, memory in enumerate(rank_memories(run)):
         if memory.total > usable:
@@ -344,7 +344,7 @@ def misfits(run: PlannedRun, device_bytes: float) -> Iterator[Misfit]:
 
 
 def _fix(run: PlannedRun, index: int, usable: float) -> str:
-    """The first of these changes after which the ranks of `rank_memories(run)[index]` fit."""
+    """Returns the first change of settings with which the ranks of `rank_memories(run)[index]` fit."""
     rank = rank_memories(run)[index].ranks.start
 
     def fits(changed: PlannedRun) -> bool:
@@ -384,7 +384,7 @@ def _changes(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
 
 
 def _sizes(run: PlannedRun) -> Iterator[tuple[str, int, Callable[[int], PlannedRun]]]:
-    """Settings that are numbers, the largest that changes something, and the run with another one."""
+    """Yields numeric settings, the largest value that changes something, and a function that changes the run."""
     engine = run.engine
     if engine is not None and engine.place == "rank 0":
         rows = rows_of(run, engine)
@@ -402,7 +402,7 @@ def _sizes(run: PlannedRun) -> Iterator[tuple[str, int, Callable[[int], PlannedR
 
 
 def _largest(most: int, resized: Callable[[int], PlannedRun], fits: Callable[[PlannedRun], bool]) -> int:
-    """The largest size below `most`, which does not fit, that fits; 0 if there is none."""
+    """Returns the largest size below `most` that fits, or 0; `most` itself does not fit."""
     return bisect.bisect_left(range(1, most), True, key=lambda size: not fits(resized(size)))
 
 
@@ -418,7 +418,7 @@ def bytes_text(number: float) -> str:
 
 
 def num_devices(devices: object) -> int:
-    """Ranks per host; `auto` is one, since the launch says how many there are."""
+    """Returns the ranks per host; `auto` is one, since the launch sets the number of ranks."""
     if devices in (None, "auto"):
         return 1
     text = str(devices).strip("[] ")

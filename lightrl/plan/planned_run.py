@@ -1,7 +1,7 @@
-"""Reads a PlannedRun from a run's classes, with a Trainer or without one; `plan`, `launch` and `doctor` do.
+"""Reads a PlannedRun from a run's classes, with or without a Trainer, for `plan`, `launch` and `doctor`.
 
-`fit` takes from it what a GPU's memory decides. Models are built without memory to count their parameters, and no
-device is asked for anything.
+`fit` uses it to choose the settings that depend on a GPU's memory. Models are built without memory to count their
+parameters, and no device is used.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from lightrl.strategies.layouts.probes import may_be_compiled
 
 log = logging.getLogger(__name__)
 
-_ASSUMED_TOKENS = 1024  # where the data has no bound
+_ASSUMED_TOKENS = 1024  # if the data has no bound
 _SIZES = (  # fields of a config
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
-_PER_TRAJECTORY = ("bootstrap_values",)  # outputs that are no numbers per token
+_PER_TRAJECTORY = ("bootstrap_values",)  # outputs that are not per token
 
 
 @dataclass
 class TrainerSettings:
-    """The fields of a Trainer that a plan needs; a Trainer itself can only be built where its GPUs are."""
+    """The fields of a Trainer that a plan needs; a Trainer itself can be built only on a machine with its GPUs."""
 
     strategy: Any
     engine: RolloutEngine | None
@@ -49,11 +49,11 @@ class TrainerSettings:
     num_devices: int
     num_nodes: int
     accumulate_grad_batches: int
-    fit: None = field(default=None, repr=False)  # Lightning's CLI asks for it
+    fit: None = field(default=None, repr=False)  # Lightning's CLI reads it
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> TrainerSettings:
-        """Reads the section `trainer` with its classes built."""
+        """Reads the section `trainer`, whose classes are already built."""
         accelerator = section.get("accelerator") or "auto"
         is_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
         count = section.get("devices")
@@ -78,13 +78,13 @@ class TrainerSettings:
 
 
 def planned(module: Any, trainer: Any, data: Any) -> PlannedRun | None:
-    """The plan of a run; None for a module of another kind.
+    """Plans a run; returns None if the module is neither an RLModule nor a SupervisedModule.
 
     Args:
         trainer: a Trainer, or TrainerSettings.
 
     Raises:
-        UnknownMemory: if a model's configuration cannot be read here, or has no sizes.
+        UnknownMemory: if a model's configuration cannot be read here, or lacks sizes.
         ValueError: if the models do not fit the ranks.
     """
     if isinstance(module, RLModule):
@@ -93,7 +93,7 @@ def planned(module: Any, trainer: Any, data: Any) -> PlannedRun | None:
 
 
 def use_estimate(module: Any, trainer: Any, data: Any, device_bytes: float, given: Collection[str]) -> None:
-    """Sets what a GPU's memory decides, unless it is among the paths that the user has `given`, and prints it."""
+    """Sets and logs what a GPU's memory decides, except settings whose paths the user has `given`."""
     strategy, engine = trainer.strategy, trainer.engine
     names = {path.rpartition(".")[2] for path in given}
     chosen: list[str] = []
@@ -101,7 +101,7 @@ def use_estimate(module: Any, trainer: Any, data: Any, device_bytes: float, give
     may_cut = hasattr(module, "microbatch_tokens") and "microbatch_tokens" not in names
     try:
         run = planned(module, trainer, data)
-    except ValueError as error:  # a model whose sizes are not known
+    except ValueError as error:  # a model's sizes are not known
         log.info("%s", error)
         return
     if run is None:
@@ -156,7 +156,7 @@ def planned_run(module: RLModule, trainer: Any, data: Any) -> PlannedRun:
 
 
 def planned_training(module: SupervisedModule, trainer: Any, data: Any) -> PlannedRun:
-    """Plans a module that is trained on data: each batch is one microbatch, padded to its longest row."""
+    """Plans a module that trains on data: each batch is one microbatch, padded to its longest row."""
     settings = _of_trainer(trainer, module.planned_roles(), [module.trained_role])
     longest, source = _bound(data, "max_tokens", module)
     rows, size = (2 if module.batch_type is PairBatch else 1), getattr(data, "batch_size", None)
@@ -179,7 +179,7 @@ def planned_training(module: SupervisedModule, trainer: Any, data: Any) -> Plann
 def _of_trainer(
     trainer: Any, models: Mapping[str, Role], trained: Collection[str], averages: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Describes the strategy and the models' sizes; `averages` of weights stay in float32."""
+    """Returns the fields of a PlannedRun for the strategy and the models; `averages` of weights stay in float32."""
     strategy, precision = trainer.strategy, str(trainer.precision)
     is_split, is_3d = isinstance(strategy, FSDP2Strategy), isinstance(strategy, Parallel3DStrategy)
     world = trainer.num_devices * trainer.num_nodes
@@ -220,7 +220,7 @@ def _planned_role(name: str, role: Role, world: int, strategy: Any, *, is_traine
     split = (strategy.pp, strategy.tp, 1) if is_3d else (1, 1, strategy.cp if is_split else 1)
     pp, tp, cp = split if role.mesh is None else (role.mesh.pp, role.mesh.tp, 1)
     compiles = strategy.compile_layers if is_split else None
-    if compiles is None:  # torch.compile is taken to work; `use_estimate` asks the GPU
+    if compiles is None:  # assumes that torch.compile works; `use_estimate` asks the GPU
         compiles = strategy.root_device.type == "cuda" and not is_3d and may_be_compiled(model)
     return PlannedRole(
         name=name,
@@ -240,7 +240,7 @@ def _planned_role(name: str, role: Role, world: int, strategy: Any, *, is_traine
 
 
 def _bound(data: Any, setting: str, module: RLModule | SupervisedModule) -> tuple[int, str]:
-    """Tokens of the longest prompt or row, and where the number comes from."""
+    """Returns the tokens of the longest prompt or row, and where the number comes from."""
     given = getattr(data, setting, None)
     tokens, source = (_ASSUMED_TOKENS, f"assumed; set data.{setting}") if given is None else (given, f"data.{setting}")
     limit = module.max_prompt_tokens
@@ -248,7 +248,7 @@ def _bound(data: Any, setting: str, module: RLModule | SupervisedModule) -> tupl
 
 
 def _num_scores(module: RLModule) -> int:
-    """The most bytes: advantages that are one number per trajectory take none per token."""
+    """Returns an upper bound of the numbers per token; advantages of one number per trajectory need none."""
     outputs = {key for call in module.model_calls() for key in call.outputs} - set(_PER_TRAJECTORY)
     topk = int(getattr(module, "teacher_topk", None) or 0)
     listed = {"teacher_topk_ids": 2 * topk, "teacher_topk_logprobs": topk}  # ids are int64

@@ -54,7 +54,9 @@ def test_a_config_may_come_from_a_pipe_and_errors_name_its_lines(settings, confi
 def test_a_pipe_is_refused_where_several_processes_would_read_it(settings, config, capsys):
     name = pipe("pipe", Path(config(settings)).read_text())
     assert main(["fit", "--config", name, "--trainer.devices=2"]) == 2
-    assert "--config pipe can be read once, by the first of 2 processes. Write it to a file." in capsys.readouterr().err
+    assert (
+        "--config pipe can be read only once, but 2 processes need it. Write it to a file." in capsys.readouterr().err
+    )
 
 
 def test_servers_take_a_config_from_a_pipe(config):

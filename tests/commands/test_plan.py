@@ -112,7 +112,7 @@ def test_ranks_servers_and_strategy_come_from_the_launch(printed_plan: Printed) 
     assert "trainer.strategy is FSDP2Strategy" in out
     assert "  policy     789,632  789,632  ranks 0 to 3  1 · 4 · 1" in out
     assert "engine: SGLangEngine, servers: 2, tp 2; each device" in out
-    assert "of 256 trajectories of 64 tokens at once" in out  # 512 over two servers
+    assert "256 concurrent trajectories of 64 tokens" in out  # 512 over two servers
     split = printed_plan(*settings, "--launch.allocation=sglang.d1t2+d2p2t1")
     assert "1 servers" not in split
     assert "ranks 0 to 3  2 · 2 · 1" in split

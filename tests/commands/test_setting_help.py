@@ -48,7 +48,7 @@ def test_every_setting_has_a_text(capsys, name):
 def test_the_help_of_a_command_has_no_markup_of_other_documents(capsys):
     said = help_of(capsys, "--help")
     assert not re.search(r":[a-z]+:\s*`|``|<class 'lightning|__main__", said)
-    assert "\nWhat it is trained on, such as PromptDataModule:\n" in said
+    assert "\nWhat to train on, such as PromptDataModule:\n" in said
     assert "s3://" not in said
 
 
@@ -57,8 +57,8 @@ def test_the_help_of_a_command_has_no_markup_of_other_documents(capsys):
     [
         ("--model.samplng.help", "model has no setting samplng"),
         ("--modl.help", "modl is not a setting"),
-        ("--trainer.max_steps.help", "trainer.max_steps takes no class"),
-        ("--trainer.engine.timeouts.help", "trainer.engine.timeouts takes no class; --trainer.engine.help shows it"),
+        ("--trainer.max_steps.help", "trainer.max_steps is not a class"),
+        ("--trainer.engine.timeouts.help", "trainer.engine.timeouts is not a class; --trainer.engine.help shows it"),
         ("--trainer.engine.help", "Add a class to --trainer.engine.help: "),
         ("--model.policy.help=Polcy", "no class has this name"),
     ],

@@ -94,7 +94,7 @@ def test_an_image_that_is_not_there_is_said_before_the_run(tmp_path: Path, row, 
 
 
 def test_a_policy_without_images_refuses_them_before_the_run(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"Row 1 of .*takes token ids only"):
+    with pytest.raises(ValueError, match=r"Row 1 of .*accepts only token ids"):
         prompts_of([{"image": RED, "question": "1"}], tmp_path, image_column="image", sees=False)
 
 

@@ -158,7 +158,7 @@ REFUSED = {
         {"gpus_per_node": 4, "ranks": 4}, {"meshes": {"critic": RoleMesh(4, 2)}}, "model.critic.mesh does not fit",
     ),
     "another strategy": ({"ranks": 2}, {"strategy": "DDPStrategy"}, "trainer.strategy=DDPStrategy"),
-    "a strategy that differs": ({"allocation": "t2"}, {"strategy": "FSDP2Strategy"}, "splits by data only"),
+    "a strategy that differs": ({"allocation": "t2"}, {"strategy": "FSDP2Strategy"}, "splits only by data"),
     "another engine": ({"servers": 1}, {"engine": "LocalEngine"}, "trainer.engine is LocalEngine"),
     "vLLM next to a rank on its GPU": (
         {"gpus_per_node": 2, "ranks": 2, "servers": 1, "placement": "colocated"}, {"engine": "VLLMEngine"}, "separate",
@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(case):
 
 
 WRONG = {
-    "both": ({"allocation": "d2", "ranks": 2}, "not both"),
+    "both": ({"allocation": "d2", "ranks": 2}, "Set either launch.allocation"),
     "local over hosts": ({"launcher": "local", "nodes": 2}, "needs a launcher that reaches other hosts"),
     "hosts": ({"nodes": 2, "hosts": ["a"]}, "must name all 2"),
     "an image": ({"launcher": "kubernetes"}, "needs launch.container"),

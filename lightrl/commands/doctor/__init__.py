@@ -1,19 +1,19 @@
-"""lightrl doctor: checks a run before it starts, and computes rewards again that failed in it.
+"""lightrl doctor: checks a run before it starts, and recomputes rewards that failed in it.
 
     lightrl doctor run --config run.yaml                                     everything, with two iterations of the run
     lightrl doctor data --config run.yaml                                    every row that a run may read
-    lightrl doctor reward --config run.yaml --n 16                           the policy writes, with the run's engine
-    lightrl doctor reward --config run.yaml --completions reference          the data's own answers
-    lightrl doctor replay failed_rewards.jsonl --config run.yaml             failed rewards of a run, again
+    lightrl doctor reward --config run.yaml --n 16                           rewards of completions from the policy
+    lightrl doctor reward --config run.yaml --completions reference          rewards of the data's own answers
+    lightrl doctor replay failed_rewards.jsonl --config run.yaml             failed rewards of a run, recomputed
 
 Nothing is kept: what a run would write goes to a temporary folder.
 
 Reading order:
     command.py  the command line; doctor reward and doctor replay; rewards.py: completions with their rewards
     data.py     doctor data
-    run.py      doctor run: machine, model and data, then what two iterations show; hours and bytes of the run
+    run.py      doctor run: machine, model and data, then two iterations; duration and disk space of the run
 
-May import: what commands/ may. To add a check: a function that returns findings, called in run.py.
+May import: what commands/ may. To add a check: write a function that returns findings, and call it in run.py.
 """
 
 from lightrl.commands.doctor.command import run

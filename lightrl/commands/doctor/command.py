@@ -1,4 +1,4 @@
-"""The command line of `lightrl doctor`, and its commands that compute rewards: reward and replay."""
+"""The command line of `lightrl doctor`, and the two commands that compute rewards: reward and replay."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ from lightrl.workflows import SingleTurn
 
 
 def run(args: Sequence[str]) -> int:
-    """Runs `lightrl doctor` with these arguments; errors become one message on stderr.
+    """Runs `lightrl doctor` with these arguments; prints an error as one message on stderr.
 
     Returns:
-        0 if every reward was given, every row is good and no check fails; 1 if not; 2 if the command line or config is
-        wrong.
+        0 if no reward, row or check failed; 1 if one did; 2 if the command line or config is wrong.
     """
     options, rest = _parser().parse_known_args(list(args))
     return reported(lambda callbacks: _run(options, rest, callbacks))
@@ -41,11 +40,11 @@ def _run(options: argparse.Namespace, rest: Sequence[str], callbacks: Sequence[L
         raise UsageError(f"{options.file} does not exist. Pass the failed_rewards.jsonl of a run's folder.")
     if options.command == "replay" and options.reward is not None:
         if rest:
-            raise UsageError(f"doctor replay takes --reward or a config, got both --reward and {rest[0]}.")
+            raise UsageError(f"doctor replay accepts --reward or a config, got both --reward and {rest[0]}.")
         paths = [str(Path.cwd())]
         rows = replay(options.file, options.reward, num=options.n, repeats=options.repeats, search_paths=paths)
         return show_rewards(rows, options)
-    for name in ("lightning.pytorch", "lightning.fabric"):  # their lines about devices and stages mean nothing here
+    for name in ("lightning.pytorch", "lightning.fabric"):  # their messages about devices and stages do not apply here
         logging.getLogger(name).setLevel(logging.WARNING)
     return check_run(rest, callbacks) if options.command == "run" else _DoctorCLI(options, rest, callbacks).exit_code
 
@@ -53,7 +52,7 @@ def _run(options: argparse.Namespace, rest: Sequence[str], callbacks: Sequence[L
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightrl doctor",
-        description="Checks a run before it starts, or computes rewards again that failed in it. Nothing is kept.",
+        description="Checks a run before it starts, or recomputes rewards that failed in it. Nothing is kept.",
         epilog="example: lightrl doctor run --config run.yaml",
         allow_abbrev=False,
     )
@@ -65,17 +64,17 @@ def _parser() -> argparse.ArgumentParser:
         text = f"{what[0].upper()}{what[1:]}."
         return commands.add_parser(name, usage=usage, help=what, description=text, epilog=others, allow_abbrev=False)
 
-    add("run", "checks everything that a run needs, in two iterations of it, before it starts", "fit")
+    add("run", "checks everything that a run needs, with two iterations, before it starts", "fit")
     add("data", "reads every row of the train and validation data, as a run would")
     reward = add("reward", "tries the reward on the first prompts of a run, before the run")
-    reward.add_argument("--n", type=_count, default=16, help="number of prompts, with a completion each (default 16)")
+    reward.add_argument("--n", type=_count, default=16, help="number of prompts, with one completion each (default 16)")
     reward.add_argument(
         "--completions",
         default="policy",
         choices=("policy", "reference"),
-        help="their source: the policy as the run begins, or the data's answer_column (default policy)",
+        help="where completions come from: the initial policy, or the data's answer_column (default policy)",
     )
-    replay = add("replay", "computes the rewards of a run's failed_rewards.jsonl or of its trajectory log again")
+    replay = add("replay", "recomputes the rewards in a run's failed_rewards.jsonl or trajectory log")
     replay.add_argument("file", help="the JSONL file")
     replay.add_argument("--reward", help="dotted path of the reward function, instead of --config")
     replay.add_argument("--n", type=_count, default=None, help="only this many, from the start (default: all)")
@@ -91,7 +90,7 @@ def _count(text: str) -> int:
 
 
 class _DoctorCLI(LightRLCLI):
-    """`lightrl predict` that reads the data, or computes some rewards several times, instead."""
+    """`lightrl predict`, except that it reads the data, or computes some rewards several times."""
 
     def __init__(self, options: argparse.Namespace, args: Sequence[str], callbacks: Sequence[L.Callback]) -> None:
         self.options = options
@@ -116,7 +115,7 @@ class _DoctorCLI(LightRLCLI):
         return _references(prompts, getattr(datamodule, "answer_column", None) or "answer", module)
 
     def _generated(self, module: RLModule, prompts: list[Prompt], **kwargs: Any) -> list[Trajectory]:
-        """One completion per prompt, sampled as in training; no reward is called."""
+        """Samples one completion per prompt, as in training, without calling the reward."""
         trainer = self.trainer
         trainer.loggers = []
         trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, ProgressBar)]
@@ -133,12 +132,12 @@ class _DoctorCLI(LightRLCLI):
 
 
 def no_reward(trajectory: Trajectory) -> JsonObject:
-    """Stands in for the reward while the policy generates; keeps the rewards of an environment."""
+    """Replaces the reward while the policy generates; keeps the rewards of an environment."""
     return {"reward": 0.0} if trajectory.rewards is None else {"rewards": trajectory.rewards}
 
 
 def _references(prompts: Sequence[Prompt], column: str, module: RLModule) -> list[Trajectory]:
-    """Trajectories as if the policy had generated the answers in this column and its end token."""
+    """Makes trajectories as if the policy had generated the answers in this column and an end token."""
     renderer, workflow = ChatRenderer(module.tokenizer), SingleTurn(module.tokenizer)
     trajectories = []
     for prompt in prompts:
@@ -147,7 +146,7 @@ def _references(prompts: Sequence[Prompt], column: str, module: RLModule) -> lis
                 f"Prompt {prompt.id!r} has no column {column!r}, only {', '.join(prompt.fields) or 'none at all'}. Set "
                 "data.answer_column."
             )
-        value = chat_as_text(prompt.fields[column])  # or a list of accepted ones
+        value = chat_as_text(prompt.fields[column])  # or a list of accepted answers
         answer = {"role": "assistant", "content": str(value[0] if isinstance(value, list) and value else value)}
         token_ids, _ = renderer.completion_ids(None, [answer])
         zeros = [0] * len(token_ids)

@@ -1,4 +1,4 @@
-"""A run's prompts: the first ones, and every train and validation row as a run reads it, each bad one noted."""
+"""A run's prompts: the first ones, and reports on all train and validation rows, with every bad row."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lightrl.data import PromptDataModule, PromptStream, wrap_train_loader
 from lightrl.module import RLModule
 from lightrl.trajectory import Prompt
 
-_MAX_PROBLEMS = 20  # shown of a split
+_MAX_PROBLEMS = 20  # shown per split
 
 
 @dataclass
 class SplitReport:
-    """The prompts, or rows of data, of a split."""
+    """Counts and problems of a split's prompts, or rows of data."""
 
     name: str
     num_tokens: list[int] = field(default_factory=list)  # each prompt's; with its completion, if the data has it
@@ -35,7 +35,7 @@ class SplitReport:
     times_seen: Counter[int] = field(default_factory=Counter)  # hash of the prompt's tokens → times
 
     def add(self, made: Sequence[Prompt | ValueError | None]) -> None:
-        """Counts some rows: of each its prompt, None for a dropped row, ValueError for a bad one."""
+        """Counts some rows: a prompt for a good one, None for a dropped one, ValueError for a bad one."""
         prompts = [item for item in made if isinstance(item, Prompt)]
         self.problems += [str(item) for item in made if isinstance(item, ValueError)]
         self.num_dropped += sum(item is None for item in made)
@@ -62,7 +62,7 @@ def repeats(train: SplitReport, validation: SplitReport) -> list[str]:
 
 
 def attach(module: L.LightningModule, datamodule: L.LightningDataModule | None) -> None:
-    """Raises UsageError if the config has no data."""
+    """Prepares the data with the module's tokenizer; raises UsageError if the config has none."""
     if datamodule is None:
         raise UsageError("lightrl doctor needs prompts. Add a `data:` section to the config.")
     if hasattr(datamodule, "attach"):
@@ -72,7 +72,7 @@ def attach(module: L.LightningModule, datamodule: L.LightningDataModule | None) 
 
 
 def first_prompts(module: RLModule, datamodule: L.LightningDataModule, num: int) -> list[Prompt]:
-    """The first prompts that a run trains on, `num` or as many as there are."""
+    """Returns the first `num` prompts that a run trains on, or all if there are fewer."""
     attach(module, datamodule)
     datamodule.setup("fit")
     stream: PromptStream | None = getattr(datamodule, "prompt_stream", None)
@@ -88,7 +88,7 @@ def first_prompts(module: RLModule, datamodule: L.LightningDataModule, num: int)
 def read_split(
     datamodule: PromptDataModule, split: Literal["train", "validation"], max_rows: int | None = None
 ) -> SplitReport:
-    """Reads at most about `max_rows` rows. A subclass's own prompts are taken as made."""
+    """Reads about `max_rows` rows at most; if a subclass makes its own prompts, counts those."""
     report, num_read = SplitReport(split), 0
     if not datamodule.makes_prompts_of_rows:
         if split in datamodule.prompts:
@@ -105,12 +105,12 @@ def read_split(
                 num_read += len(made)
                 bar.update(len(made))
         except ValueError as error:
-            report.problems.append(str(error))  # a stream that cannot be read on
+            report.problems.append(str(error))  # a stream that cannot be read further
     return report
 
 
 def check_data(module: L.LightningModule, datamodule: L.LightningDataModule) -> int:
-    """Prints what every train and validation row gives, and every bad one; returns 1 if there is one."""
+    """Prints counts of the train and validation rows, and the bad rows; returns 1 if there are any."""
     attach(module, datamodule)
     if not isinstance(datamodule, PromptDataModule) or not datamodule.makes_prompts_of_rows:
         name = type(datamodule).__name__

@@ -1,4 +1,4 @@
-"""Rewards computed again, a block for each trajectory, and what looks wrong in them."""
+"""Recomputes rewards, and prints a block for each trajectory and a summary with what looks wrong."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightrl.checks.printable import count_text, escape_unprintable
 from lightrl.module import RLModule
 from lightrl.rewards import ReplayRow, replay
 
-_SHOWN_COLUMNS = 600  # the most of a text
+_SHOWN_COLUMNS = 600  # at most, of each text
 
 
 def recompute_rewards(source: Any, module: RLModule, repeats: int, **settings: Any) -> list[ReplayRow]:
-    """Compute the module's reward of each trajectory `repeats` times; `source` and settings as in `replay`."""
+    """Computes the module's reward of each trajectory `repeats` times; `source` and settings are those of `replay`."""
     return replay(
         source,
         module.reward_source if module.reward_source is not None else module.reward,
@@ -32,13 +32,13 @@ def recompute_rewards(source: Any, module: RLModule, repeats: int, **settings: A
 
 
 def show_rewards(rows: list[ReplayRow], options: argparse.Namespace) -> int:
-    """Prints them; returns 1 if a reward failed."""
+    """Prints the rows and a summary; returns 1 if a reward failed."""
     sys.stdout.write(printable_on_stdout(f"{format_blocks(rows)}\n\n{_summary(rows, options)}\n"))
     return int(any(row.reason is not None for row in rows))
 
 
 def format_blocks(rows: Sequence[ReplayRow]) -> str:
-    """A block for each completion; a long text loses its middle, where answers are rare."""
+    """Formats a block for each completion; long texts are cut in the middle, where answers are rare."""
     blocks = []
     for number, row in enumerate(rows, start=1):
         values = "  ".join(f"{name}={value:.3g}" for name, value in row.metrics.items())
@@ -59,7 +59,7 @@ def format_blocks(rows: Sequence[ReplayRow]) -> str:
 
 
 def _summary(rows: Sequence[ReplayRow], options: argparse.Namespace) -> str:
-    """Totals and means of the rows, and what looks wrong in them."""
+    """Returns totals and means of the rows, and what looks wrong in them."""
     rewards = [row.reward for row in rows if row.reward is not None]
     failed = Counter(row.reason for row in rows if row.reason is not None)
     reasons = f" ({', '.join(f'{reason} {num}' for reason, num in sorted(failed.items()))})" if failed else ""

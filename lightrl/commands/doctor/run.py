@@ -1,4 +1,4 @@
-"""lightrl doctor run: everything that a run needs, checked in a minute, with two iterations in a temporary folder."""
+"""lightrl doctor run: checks all that a run needs in a minute, with two iterations in a temporary folder."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ from lightrl.trace.spans import child_bytes, host_bytes
 from lightrl.trainer import Trainer
 from lightrl.trajectory import Group, Trajectory
 
-_MAX_ROWS = 20_000  # a minute reads as many of a split
-_LEAST_FREE = 0.1  # with less of the host's memory, the run's start may already fail
+_MAX_ROWS = 20_000  # of a split; about a minute of reading
+_LEAST_FREE = 0.1  # of the host's memory; with less, even the start of the run may fail
 _LEAST_DISK_BYTES = 2**30
 _SHOWN_CHARS = 60  # the end of a prompt
 _SHOWN_PROBLEMS = 3
@@ -64,14 +64,14 @@ Status = Literal["ok", "warning", "fails"]
 _NUM_ITERATIONS = 2
 _NUM_REPLAYED = 8
 _ALMOST_ALL = 0.9
-_ANSWER_S = 10.0  # time for a server that runs already
+_ANSWER_S = 10.0  # deadline of a server that is already running
 _PROBE = "sync/probe_abs_dlogp_nats"
 _MISMATCH = "sync/mismatch_present_abs_dlogp_nats"
 
-# What decides how a run samples, and writes nothing but into the run's folder, which is a temporary one here.
+# Callbacks that affect how a run samples and write only to the run's folder, here a temporary one.
 _KEPT = (StalenessControl, WeightSync, RolloutMetrics, DynamicSampling, PromptCurriculum, TrajectoryLog)
 
-# Trainer overrides for the trial: one validation batch, no output. Trial ends it.
+# Trainer overrides for the trial: one validation batch, no output; the callback Trial ends the run
 _SHORTENED: dict[str, object] = {
     **dict.fromkeys(("max_time", "min_steps", "min_epochs", "profiler")),
     **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
@@ -89,7 +89,7 @@ def check_run(args: Sequence[str], callbacks: Sequence[L.Callback]) -> int:
 
 
 class _RunCheck(LightRLCLI):
-    """`lightrl fit` for two iterations, without what it would write, between checks."""
+    """`lightrl fit` for two iterations between checks, without its output."""
 
     def __init__(self, folder: Path, args: Sequence[str], callbacks: Sequence[L.Callback]) -> None:
         self.folder = folder
@@ -109,17 +109,17 @@ class _RunCheck(LightRLCLI):
             trainer[name] = value
         engine = trainer.get("engine")
         given = (engine.get("init_args") if isinstance(engine, Namespace) else None) or Namespace()
-        if given.get("urls"):  # servers run already
+        if given.get("urls"):  # the servers are already running
             given.timeouts.startup_s = min(given.timeouts.startup_s, _ANSWER_S)
         folder = given.get("weight_folder")
-        if folder is not None:  # servers elsewhere see it too; what other runs have there stays
+        if folder is not None:  # servers on other hosts need it too; other runs may use it
             Path(folder).mkdir(parents=True, exist_ok=True)
             prefix = own_prefix("lightrl-doctor-", Path(folder))
             self._weights = tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True)
             given.weight_folder = self._weights.name
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Leaves out the callbacks that write, and the user's own."""
+        """Leaves out callbacks that write outside the run's folder, and the user's own."""
         settings = self.config_init[self.config.subcommand].trainer
         items = settings.callbacks or []
         self.items = items if isinstance(items, list) else [items]
@@ -131,12 +131,12 @@ class _RunCheck(LightRLCLI):
         return super().instantiate_trainer(**kwargs)
 
     def before_fit(self) -> None:
-        """Needs no checkpoint, and has no run folder."""
+        """Does nothing: the trial needs no checkpoint and reports no run folder."""
 
     after_fit = before_fit
 
     def fit(self, **kwargs: Any) -> None:
-        """Checks instead of training."""
+        """Runs the checks and the trial."""
         module, datamodule = self.model, self.datamodule
         if not isinstance(module, RLModule):
             raise UsageError(
@@ -189,13 +189,13 @@ class _RunCheck(LightRLCLI):
 
 
 def _is_kept(callback: object) -> bool:
-    """Also a callback that changes how the run samples."""
+    """Whether the trial keeps a callback: one of `_KEPT`, or one that changes how the run samples."""
     hook = "configure_rollout"
     return isinstance(callback, _KEPT) or getattr(type(callback), hook, None) not in (None, getattr(RLCallback, hook))
 
 
 def _num_batches(datamodule: Any, limit: Any) -> int:
-    """Batches of a whole validation."""
+    """Returns the number of batches in a whole validation."""
     prompts = getattr(datamodule, "prompts", {}).get("validation") or []
     total = math.ceil(len(prompts) / getattr(datamodule, "validation_batch_size", 1))
     return math.ceil(limit * total) if isinstance(limit, float) else min(total, total if limit is None else limit)
@@ -203,7 +203,7 @@ def _num_batches(datamodule: Any, limit: Any) -> int:
 
 @dataclass(eq=False)
 class Trial(RLCallback):
-    """Ends the run after two iterations, and measures them; last of all callbacks, so it reads what the others log."""
+    """Ends the run after two iterations and measures them; it is the last callback, so it sees what the others log."""
 
     checkpoints: Sequence[ModelCheckpoint] = ()  # the run's; the trial has none
     length: tuple[float, float, float] = (0, 0, 0)  # see `run_length`
@@ -214,9 +214,9 @@ class Trial(RLCallback):
     validation_batch_s: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)  # the last value of each
     checkpoint_bytes: int = 0
-    host_bytes: int = 0  # at most, with the processes that it started
+    host_bytes: int = 0  # peak, with the processes that the trainer started
     rounding: Rounding | None = None  # the trainer's and the engine's
-    since_s: float = 0.0  # when the iteration or the validation began
+    since_s: float = 0.0  # start of the iteration or validation
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.length = run_length(trainer, self.checkpoints)
@@ -251,7 +251,7 @@ class Trial(RLCallback):
 
 
 def _state_bytes(module: RLModule, optimizers: list[torch.optim.Optimizer]) -> int:
-    """Bytes of a checkpoint: weights of the roles that it saves, and the optimizer's state, over all ranks."""
+    """Returns the bytes of a checkpoint over all ranks: weights of the saved roles, and the optimizers' state."""
     models = (getattr(module, name, None) for name in module.saved_roles())
     trained = [model for model in models if isinstance(model, torch.nn.Module)]
     tensors: list[torch.Tensor] = [parameter for model in trained for parameter in model.parameters()]
@@ -265,14 +265,14 @@ def _findings(measured: Trial, module: RLModule) -> Iterator[Finding]:
     yield _logprobs(measured)
     yield from _completions(measured, module)
     yield from _rewards(measured, module)
-    if not measured.host_bytes:  # it did not end
+    if not measured.host_bytes:  # the trial failed
         return
     used = [("the host", measured.host_bytes, host_memory()[1])]
     if torch.cuda.is_available():
         used.append(("rank 0's GPU", torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]))
     fix = "Lower model.microbatch_tokens or data.batch_size, or set activation_checkpointing."
     for name, num, total in used:
-        text = f"The trial took up to {bytes_text(num)} of the {bytes_text(total)} of {name}."
+        text = f"The trial used up to {bytes_text(num)} of the {bytes_text(total)} of {name}."
         yield check("memory", text, "warning", fix, is_wrong=num > _ALMOST_ALL * total)
 
 
@@ -288,12 +288,12 @@ def _logprobs(measured: Trial) -> Finding:
     bound = mismatch_bound_nats(measured.rounding, values.get("policy/entropy_nats", 0.0))
     explained = f"rounding in {' and '.join(measured.rounding.dtypes)} explains up to {bound:.2g}"
     text = f"Engine and trainer differ by {' and '.join(texts)}; {explained}."
-    fix = "The engine has other weights, another precision or other sampling settings: look at its log and arguments."
+    fix = "The engine's weights, precision or sampling settings differ: look at its log and arguments."
     return check("logprobs", text, "fails", fix, is_wrong=not values.get(_MISMATCH, 0.0) <= bound)
 
 
 def _completions(measured: Trial, module: RLModule) -> Iterator[Finding]:
-    sources: dict[str, list[str]] = {}  # stop tokens → where they are from
+    sources: dict[str, list[str]] = {}  # stop tokens → where they come from
     for name, ids in module.stop_token_ids().items():
         sources.setdefault(f"{module.tokenizer.decode(ids)} {ids}", []).append(name)
     stops = "; ".join(f"{tokens} ({', '.join(names)})" for tokens, names in sources.items())
@@ -323,7 +323,7 @@ def _rewards(measured: Trial, module: RLModule) -> Iterator[Finding]:
     flat = measured.metrics.get("rollout/zero_variance_fraction")
     text = f"{len(rewards)} rewards from {min(rewards):.3g} to {max(rewards):.3g}, mean {statistics.fmean(rewards):.3g}"
     text += f"; in {flat:.0%} of the last iteration's groups all are equal, which teaches nothing" if flat else ""
-    fix = "Begin with a stronger model (SFT first), easier prompts, a larger group_size, or a reward with more levels."
+    fix = "Use a stronger model (SFT first), easier prompts, a larger group_size, or a reward with more levels."
     yield check("reward", text, "warning", fix, is_wrong=flat == 1)
     rows = recompute_rewards(measured.trajectories[:_NUM_REPLAYED], module, 2)
     num_differing = sum(not row.is_deterministic for row in rows)
@@ -336,7 +336,7 @@ def _rewards(measured: Trial, module: RLModule) -> Iterator[Finding]:
 
 
 def run_length(trainer: L.Trainer, checkpoints: Sequence[ModelCheckpoint]) -> tuple[float, float, float]:
-    """Iterations of the whole run, infinite if nothing ends it; its validations; checkpoints on the disk at its end."""
+    """Returns the run's iterations, infinite if nothing ends it; its validations; checkpoints on disk at its end."""
     iterations, epoch = float(trainer.estimated_stepping_batches), trainer.num_training_batches
     interval = (trainer.val_check_batch or math.inf) * (trainer.check_val_every_n_epoch or 1)
     files = 0.0
@@ -347,7 +347,7 @@ def run_length(trainer: L.Trainer, checkpoints: Sequence[ModelCheckpoint]) -> tu
 
 
 def forecast(measured: Trial, root: str, *, logged_bytes: float, validation_batches: int) -> Iterator[Finding]:
-    """Seconds of each phase; hours and bytes of the run, as if each iteration were like the last one of the trial."""
+    """Reports seconds of each phase; extrapolates the run's duration and bytes from the trial's last iteration."""
     phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in measured.phases_s.items())
     first, last = measured.iterations_s[0], measured.iterations_s[-1]
     yield Finding("time", f"The first iteration took {first:.2f} s, the last {last:.2f} s: {phases}.")
@@ -361,8 +361,8 @@ def forecast(measured: Trial, root: str, *, logged_bytes: float, validation_batc
     text = (
         f"{iterations:.0f} iterations take about {duration_text(iterations * last + validation_s)} "
         f"(validation {duration_text(validation_s)} of it) and write {bytes_text(checkpoints)} of checkpoints (each "
-        f"{bytes_text(measured.checkpoint_bytes)}) and {bytes_text(logs)} of trajectories, if all are like the last of "
-        "these. Completions that become longer take longer."
+        f"{bytes_text(measured.checkpoint_bytes)}) and {bytes_text(logs)} of trajectories, if all are like the last "
+        "one. Longer completions take longer."
     )
     yield Finding("run", text)
     yield disk_finding(root, checkpoints + logs)
@@ -373,12 +373,12 @@ class Finding:
     """One paragraph of the report."""
 
     area: str  # such as `disk`
-    text: str  # what was seen
+    text: str  # the observation
     status: Status = "ok"
-    fix: str = ""  # what to do about it, unless all is well
+    fix: str = ""  # what to do about it; empty if ok
 
     def __str__(self) -> str:
-        """Status, area and text, and the fix below."""
+        """Formats status, area and text, with the fix below."""
         width = max(shutil.get_terminal_size((120, 0)).columns, 60)
         start = f"{self.status:<8} {self.area:<12} "
         indent = " " * len(start)
@@ -388,12 +388,12 @@ class Finding:
 
 
 def check(area: str, text: str, status: Status, fix: str, *, is_wrong: bool) -> Finding:
-    """Makes a finding with this status and fix if something is wrong, otherwise ok."""
+    """Returns a finding with this status and fix if `is_wrong`, otherwise one that is ok."""
     return Finding(area, text, status, fix) if is_wrong else Finding(area, text)
 
 
 def device_findings(trainer: L.Trainer) -> Iterator[Finding]:
-    """Versions, the trainer's devices, and the memory that is free on them and on the host."""
+    """Reports versions, the trainer's devices, and the free memory of devices and host."""
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "lightning", "transformers"))
     yield Finding("environment", f"lightrl {lightrl.__version__}, Python {platform.python_version()}, {versions}")
     kind = trainer.strategy.root_device.type
@@ -428,7 +428,7 @@ def memory_on_paper(module: RLModule, trainer: L.Trainer, data: object) -> Itera
 
 
 def host_memory() -> tuple[int, int]:
-    """Available and total bytes of the host's memory."""
+    """Returns available and total bytes of the host's memory."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:  # not Linux
@@ -439,7 +439,7 @@ def host_memory() -> tuple[int, int]:
 
 
 def disk_finding(root: str, needed_bytes: float = 0) -> Finding:
-    """Whether the run's folder can be written, and has space for `needed_bytes`."""
+    """Checks that the run's folder can be written and has space for `needed_bytes`."""
     folder = nearest_folder(Path(root))
     if not os.access(folder, os.W_OK):
         fix = "Set trainer.default_root_dir to another folder."
@@ -453,7 +453,7 @@ def disk_finding(root: str, needed_bytes: float = 0) -> Finding:
 
 
 def model_findings(module: RLModule) -> Iterator[Finding]:
-    """Configuration, tokenizer and context of each model that is loaded here."""
+    """Reports configuration and context of each model, and checks the tokenizer's size."""
     for name, role in module.models().items():
         if role.spec.url is not None:
             yield Finding("model", f"{name}: served at {role.spec.url}")
@@ -468,7 +468,7 @@ def model_findings(module: RLModule) -> Iterator[Finding]:
 
 
 def data_findings(module: RLModule, datamodule: L.LightningDataModule) -> Iterator[Finding]:
-    """How the first prompt ends, where the policy begins to write; rows, lengths, what train and validation share."""
+    """Reports how the first prompt ends, rows and lengths of the data, and prompts shared by train and validation."""
     for prompt in first_prompts(module, datamodule, 1):
         end = str(module.tokenizer.decode(prompt.token_ids or []))[-_SHOWN_CHARS:]
         is_plain = module.tokenizer.chat_template is None
@@ -487,4 +487,4 @@ def data_findings(module: RLModule, datamodule: L.LightningDataModule) -> Iterat
         fix = "Fix these; lightrl doctor data lists all."
         yield check("data", text, "fails", fix, is_wrong=bool(report.problems))
     for text in repeats(*reports):
-        yield Finding("data", f"{text[0].upper()}{text[1:]}.", "warning", "Remove the copies, unless they are meant.")
+        yield Finding("data", f"{text[0].upper()}{text[1:]}.", "warning", "Remove unintended copies.")

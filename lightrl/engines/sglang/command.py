@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -16,14 +16,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _RESERVED_TOKENS = 8
-
-
-def dtype_of_auto(config: PretrainedConfig | None) -> torch.dtype:
-    """Returns what `auto` means in SGLang 0.5.23: the config's dtype, or for float32, float16 (bfloat16 for Gemma)."""
-    dtype = getattr(config, "dtype", None) or torch.float32
-    if dtype != torch.float32:
-        return cast(torch.dtype, dtype)
-    return torch.bfloat16 if getattr(config, "model_type", "").startswith("gemma") else torch.float16
 
 
 def _fp8_kernels() -> dict[str, Any]:

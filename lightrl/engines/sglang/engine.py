@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from lightrl.engines.servers.engine import ServerEngine
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.command import SGLangProcess, dtype_of_auto
+from lightrl.engines.sglang.command import SGLangProcess
 from lightrl.engines.sglang.generation import RETURNED
 
 
@@ -59,4 +59,8 @@ class SGLangEngine(ServerEngine):
         return args if self.served_form is None else args | self.served_form.server_args
 
     def dtype_of_auto(self, config: PretrainedConfig | None) -> torch.dtype:
-        return dtype_of_auto(config)
+        """Returns what `auto` means in SGLang 0.5.23: the config's, but for float32 float16, or bfloat16 for Gemma."""
+        dtype = super().dtype_of_auto(config)
+        if dtype != torch.float32:
+            return dtype
+        return torch.bfloat16 if getattr(config, "model_type", "").startswith("gemma") else torch.float16

@@ -1,4 +1,4 @@
-// The page of `lightrl inspect`. Whatever a run wrote is data: it reaches the page as text nodes and numbers only.
+// The page of `lightrl inspect`. What a run wrote is data: the page shows it only as text nodes and numbers.
 "use strict";
 
 const COLORS = ["#2f6db3", "#d9541e", "#3d8f5f", "#8b5bb0", "#b8860b", "#c2417a", "#3a9aa8", "#6b6b6b"];
@@ -13,8 +13,8 @@ const COLUMNS = [
   ["finish", 0], ["prompt_text", 0], ["excerpt", 0],
 ];
 const HEADS = { prompt_text: "prompt", excerpt: "completion" };
-const LIMIT = 100; // rows of the table at once
-const NAMED_VALUES = 4; // curves of more runs have a legend instead of their values in a row
+const LIMIT = 100; // rows of the table per page
+const NAMED_VALUES = 4; // with more runs, curves have a legend instead of values in a row
 const REFRESH_MS = 3000;
 
 const state = {
@@ -25,7 +25,7 @@ const main = document.getElementById("main");
 const embedded = document.getElementById("answers");
 const saved = embedded ? JSON.parse(embedded.textContent) : null;
 
-// An element; children are elements or texts, never markup.
+// Creates an element; children are elements or texts, never markup.
 function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -59,10 +59,10 @@ async function ask(question, values = {}) {
 
 function savedAnswer(address) {
   if (address in saved) return saved[address];
-  throw new Error("This file does not have it: it was exported with a sample of the trajectories and iterations.");
+  throw new Error("This is not in the file: it contains only a sample of the trajectories and iterations.");
 }
 
-// In an exported file the table is sorted and searched here, as the server does it.
+// In an exported file the page sorts and searches the table, as the server does otherwise.
 function savedTable({ run, query = "", sort, order, offset = 0, limit = 100 }) {
   const notes = [];
   const columns = COLUMNS.map(([name]) => name).slice(0, -2);
@@ -72,7 +72,7 @@ function savedTable({ run, query = "", sort, order, offset = 0, limit = 100 }) {
     if (match && !columns.includes(match[1])) notes.push(`${word} is searched as text. There is no column ${match[1]}. Columns: ${columns.join(", ")}.`);
     if (!columns.includes(match?.[1])) return (row) => `${row.prompt}\n${row.prompt_text}\n${row.excerpt}`.toLowerCase().includes(word.toLowerCase());
     const [, name, sign, text] = match;
-    if (!text) return () => true; // is still being typed
+    if (!text) return () => true; // the user is still typing
     if (name === "finish") return (row) => row.finish.startsWith(text) === (sign === "=");
     const wanted = Number(text);
     const tests = { "<": (a) => a < wanted, ">": (a) => a > wanted, "<=": (a) => a <= wanted, ">=": (a) => a >= wanted,
@@ -86,7 +86,7 @@ function savedTable({ run, query = "", sort, order, offset = 0, limit = 100 }) {
   return { total: rows.length, rows: rows.slice(offset, Number(offset) + Number(limit)), notes, missing_files: 0, num_saved: all.length, sampled_from };
 }
 
-// ---------------------------------------------------------------- where we are: the part of the address after #
+// ---------------------------------------------------------------- the current view: the part of the address after #
 
 function go(view, values = {}) {
   location.hash = view + (Object.keys(values).length ? "?" + new URLSearchParams(values) : "");
@@ -97,8 +97,8 @@ function place() {
   return [view || "curves", Object.fromEntries(new URLSearchParams(values || ""))];
 }
 
-let afterwards = null; // draws the canvases of a view once they are in the page and have a size
-let drawn = 0; // counts what was begun to be drawn, so that a late answer does not replace a newer view
+let afterwards = null; // draws a view's canvases once they are in the page and have a size
+let drawn = 0; // counts calls of show(), so that a late answer does not replace a newer view
 
 async function show() {
   const [view, values] = place();
@@ -122,13 +122,13 @@ function header(view) {
   document.getElementById("views").replaceChildren(...VIEWS.map((name) => h("a", {
     href: `#${name}?run=${state.run}`, "aria-current": (name === view || (view === "trajectory" && name === "trajectories")) && "page",
   }, name)));
-  const many = ["curves", "settings"].includes(view); // shown beside each other there; elsewhere one at a time
+  const many = ["curves", "settings"].includes(view); // these views show runs side by side; the others show one
   const runs = document.getElementById("runs");
   runs.dataset.shown = state.runs.length < 2 ? "single" : many ? "many" : "one";
   if (state.runs.length < 2) document.getElementById("views").after(runs);
   const isAnyHidden = state.hidden.size > 0;
   const all = h("button", { type: "button", class: "chip", onclick: () => { state.hidden = new Set(isAnyHidden ? [] : state.runs.map((run) => run.number)); show(); } }, isAnyHidden ? "show all" : "hide all");
-  runs.replaceChildren(state.runs.length > 1 ? h("span", { class: "soft" }, many ? "runs:" : "of run:") : "", many && state.runs.length > NAMED_VALUES ? all : "", ...state.runs.map((run) => {
+  runs.replaceChildren(state.runs.length > 1 ? h("span", { class: "soft" }, many ? "runs:" : "run:") : "", many && state.runs.length > NAMED_VALUES ? all : "", ...state.runs.map((run) => {
     const { phase, iteration, max_steps: steps } = run.status;
     const where = phase ? `${phase} · ${number(iteration)}${steps > 0 ? " / " + number(steps) : ""}` : "";
     return h("button", {
@@ -142,7 +142,7 @@ function header(view) {
   }));
 }
 
-// Of any number of runs: after the palette, hues that lie far apart.
+// A color for each run: the palette's, then hues that are far apart.
 const colorOf = ({ number }) => COLORS[number] ?? `hsl(${(number * 137.5) % 360} 55% 52%)`;
 
 function dot(color) {
@@ -188,7 +188,7 @@ const rank = (name) => { const place = ORDER.indexOf(packageOf(name)); return pl
 const inOrder = (a, b) => rank(a) - rank(b) || first(a) - first(b) || (a < b ? -1 : 1);
 const first = (name) => ["rollout/reward", "rollout/accuracy_fraction", "rollout/length_tokens"].indexOf(name) + 1 || 9;
 
-// Key → the values that have it, in their order.
+// Maps each key to the values that have it, in order.
 function grouped(values, keyOf) {
   const groups = new Map();
   for (const value of values) groups.set(keyOf(value), [...(groups.get(keyOf(value)) || []), value]);
@@ -276,7 +276,7 @@ function chart(name, lines, resize) {
 function path(context, xs, ys, px, py, color, alpha, width) {
   context.globalAlpha = alpha; context.strokeStyle = context.fillStyle = color; context.lineWidth = width;
   context.beginPath();
-  const points = xs.map((x, index) => [px(x), py(ys[index])]).filter(([, y]) => Number.isFinite(y)); // no log of 0
+  const points = xs.map((x, index) => [px(x), py(ys[index])]).filter(([, y]) => Number.isFinite(y)); // log(0) is not finite
   points.forEach(([x, y]) => context.lineTo(x, y));
   context.stroke();
   if (points.length < 30) points.forEach(([x, y]) => { context.beginPath(); context.arc(x, y, 2, 0, 7); context.fill(); });
@@ -298,7 +298,7 @@ function fit(canvas, height = canvas.clientHeight) {
 
 // ---------------------------------------------------------------- the table of trajectories
 
-// Rows of the table from an offset on, in the order and of the query that were chosen.
+// Reads rows of the table from an offset, with the current order and query.
 async function readTable(offset = state.offset) {
   const { run, query, sort, order } = state;
   const page = await ask("table", { run, query, sort, order, offset, limit: LIMIT });
@@ -318,12 +318,12 @@ async function trajectories(now) {
   const turn = (by) => () => { state.offset += by; show(); };
   const last = Math.min(state.offset + LIMIT, page.total);
   const missing = page.missing_files ? ` · reading ${count(page.missing_files, "more iteration")}` : "";
-  const part = page.num_saved < page.sampled_from ? ` · this file has ${number(page.num_saved)} of ${count(page.sampled_from, "trajectory")}` : "";
+  const part = page.num_saved < page.sampled_from ? ` · this file contains ${number(page.num_saved)} of ${count(page.sampled_from, "trajectory")}` : "";
   const bar = h("div", { class: "bar" }, search,
     ...arrows("page", state.offset > 0 && turn(-LIMIT), last < page.total && turn(LIMIT)),
     h("span", { class: "soft", id: "count" }, `${page.total ? `${number(state.offset + 1)} to ${number(last)} of ${number(page.total)}` : "none"}${missing}${part}`),
     page.notes.map((note) => h("span", { class: "note", role: "status" }, note)));
-  if (!page.total && !state.query && !page.missing_files) return [bar, empty("No trajectories. Add the callback TrajectoryLog to the run: it writes those of every n-th iteration.")];
+  if (!page.total && !state.query && !page.missing_files) return [bar, empty("No trajectories. Add the callback TrajectoryLog to the run: it writes them every n iterations.")];
   const heads = COLUMNS.map(([name, isNumber]) => h("th", { class: isNumber ? "number" : HEADS[name], "aria-sort": state.sort === name ? (state.order === "desc" ? "descending" : "ascending") : null },
     h("button", { type: "button", onclick: () => { state.order = state.sort === name && state.order === "desc" ? "asc" : "desc"; state.sort = name; state.offset = 0; show(); } },
       HEADS[name] || name, state.sort === name ? (state.order === "desc" ? " ↓" : " ↑") : "")));
@@ -336,21 +336,21 @@ async function trajectories(now) {
       if (next && event.currentTarget[next]) { event.preventDefault(); event.currentTarget[next].focus(); }
     },
   }, COLUMNS.map(([name, isNumber]) => {
-    const value = name === "prompt_text" ? row.prompt_text ?? row.prompt : row[name]; // earlier releases logged no text of the prompt
+    const value = name === "prompt_text" ? row.prompt_text ?? row.prompt : row[name]; // earlier releases did not log the prompt's text
     if (!(name in HEADS)) return h("td", { class: isNumber && "number" }, isNumber ? number(value) : value);
     return h("td", { class: `text ${HEADS[name]}`, title: value?.slice(0, 600) }, aroundMatch(value ?? ""));
   })));
   return [bar, h("table", { class: "trajectories" }, h("thead", {}, h("tr", {}, heads)), h("tbody", {}, body)), page.total ? null : empty("No trajectory matches.")].filter(Boolean);
 }
 
-// A text from shortly before the first word of the query that lies far behind its beginning.
+// Cuts a text to start shortly before the first match of the query, if that is far from the beginning.
 function aroundMatch(text) {
   const places = state.query.toLowerCase().split(/\s+/).filter(Boolean).map((word) => text.toLowerCase().indexOf(word)).filter((place) => place >= 0);
   const start = Math.min(...places) - 30;
   return Number.isFinite(start) && start > 20 ? `…${text.slice(start)}` : text;
 }
 
-// Two buttons and their keys; each action is false where there is nothing more.
+// Two buttons with keys; an action is false if there is no further page or item.
 const arrows = (name, before, after) => [["ArrowLeft", `Previous ${name}`, "←", before], ["ArrowRight", `Next ${name}`, "→", after]].map(([key, label, text, action]) =>
   h("button", { type: "button", "data-key": key, "aria-label": label, title: `${label} (key ${text})`, disabled: !action, onclick: action || null }, text));
 
@@ -400,7 +400,7 @@ async function trajectory(now) {
   ];
 }
 
-// A bar to go on through the table, or through the group of a trajectory that the table does not show.
+// A bar to step through the table, or through the group of a trajectory that is not in the table.
 async function neighborsOf(one) {
   const isHere = (row) => row.id === state.id;
   if (state.page?.run !== state.run || !state.page.rows.some(isHere)) await readTable();
@@ -408,7 +408,7 @@ async function neighborsOf(one) {
   const { rows, offset, total } = isInTable ? state.page : { rows: one.group_rows, offset: 0, total: one.group_rows.length };
   const place = offset + rows.findIndex(isHere);
   const to = (by) => async () => {
-    const isDropped = (row) => row.group === null; // has no tokens to show
+    const isDropped = (row) => row.group === null; // there are no tokens to show
     let next = rows.findIndex(isHere) + by;
     while (rows[next] && isDropped(rows[next])) next += by;
     let row = rows[next];
@@ -430,7 +430,7 @@ function legend(tokens) {
   return `${count(num, "weight version")}; gray: not generated by the policy`;
 }
 
-// The conversations of a tree, each after the one that it leaves; gray: tokens that rows above have too.
+// The conversations of a tree, each below the one that it branches from; gray: tokens shared with rows above.
 function rows(one) {
   if (one.rows.length < 2) return [];
   const owner = new Map(), depths = [];
@@ -523,7 +523,7 @@ async function timeline(now) {
   if (now !== drawn) return null;
   const place = run.traced.indexOf(state.iteration);
   const to = (index) => () => { state.iteration = run.traced[index]; go("timeline", { run: state.run, iteration: state.iteration }); };
-  const status = h("div", { class: "status", role: "status" }, "Point at a block. Wheel: zoom; drag: move; double click: all.");
+  const status = h("div", { class: "status", role: "status" }, "Point at a block. Wheel: zoom; drag: move; double-click: show all.");
   const canvas = h("canvas", { role: "img", "aria-label": `timeline of iteration ${state.iteration}` });
   afterwards = () => drawTimeline(canvas, line, status);
   return [
@@ -547,7 +547,7 @@ function whereTheTimeWent(time) {
     return element;
   }));
   const gain = time.gain[time.look_first_at];
-  return [h("h2", {}, `where the time went: ${number(time.total_s)} s an iteration, the mean of ${number(time.iterations)}`), bar,
+  return [h("h2", {}, `where the time went: ${number(time.total_s)} s per iteration, mean of ${number(time.iterations)}`), bar,
     h("p", {}, `Look first at ${time.look_first_at}: without it an iteration would be ${gain.toFixed(2)}× as fast.`),
     h("div", { class: "two" }, h("section", {}, h("h2", {}, "peak of each phase, rank 0, MiB"), pairs(time.memory_peak_mib || {})),
       h("section", {}, h("h2", {}, "memory of each role, rank 0, MiB"), pairs(time.memory_of_roles_mib || {})))];
@@ -555,7 +555,7 @@ function whereTheTimeWent(time) {
 
 function drawTimeline(canvas, line, status) {
   const LABEL = 210;
-  const tracks = []; // neighbors of one track share a label and are thin
+  const tracks = []; // adjacent rows of one track are thin and share a label
   line.rows.forEach((row, index) => {
     const name = row.track.replace(/ \d+$/, "");
     const before = tracks.at(-1);
@@ -643,7 +643,7 @@ function drawTimeline(canvas, line, status) {
   draw();
 }
 
-// How deep each event lies within others of its row, and the deepest of each row.
+// Returns how deeply each event is nested in others of its row, and the maximum of each row.
 function depths(events) {
   const [open, of, most] = [{}, [], {}];
   events.forEach(([row, , , start, duration], index) => {
@@ -667,7 +667,7 @@ async function problems(now) {
   if (now !== drawn) return null;
   if (!found.length) return empty("No problems: no warning, no error, no dropped trajectory, no lost server.");
   const kinds = grouped(found, (one) => `${one.source}: ${one.kind}`);
-  const alike = grouped(found, (one) => `${one.source}: ${one.kind}: ${one.message.replace(/\d+/g, "#")}`); // messages that differ in numbers only
+  const alike = grouped(found, (one) => `${one.source}: ${one.kind}: ${one.message.replace(/\d+/g, "#")}`); // messages that differ only in numbers
   const cells = (one, num, iterations, ranks) => [
     h("td", {}, one.at ? new Date(one.at * 1000).toLocaleString() : ""), h("td", { class: "number" }, num), h("td", { class: "number" }, iterations), h("td", { class: "number" }, ranks),
     h("td", {}, one.source), h("td", {}, one.kind), h("td", { class: "wrap" }, one.message)];
@@ -704,7 +704,7 @@ async function settings(now) {
   };
   fill();
   const search = h("input", { type: "search", id: "setting", placeholder: "settings: lr, sampling …", "aria-label": "Filter settings", value: state.setting, oninput: (event) => { state.setting = event.target.value; fill(); } });
-  const box = h("label", {}, h("input", { type: "checkbox", id: "differences", checked: state.differences, onchange: (event) => { state.differences = event.target.checked; fill(); } }), " differences only");
+  const box = h("label", {}, h("input", { type: "checkbox", id: "differences", checked: state.differences, onchange: (event) => { state.differences = event.target.checked; fill(); } }), " only differences");
   return [
     h("div", { class: "bar" }, search, shown.length > 1 ? box : null, h("span", { class: "soft" }, shown.length > 1 ? `${number(different.size)} of ${count(names.length, "setting")} differ` : count(names.length, "setting"))),
     h("table", { class: "settings" }, h("thead", {}, h("tr", {}, h("th", {}, "setting"), shown.map((run) => h("th", {}, dot(colorOf(run)), ` ${run.name}`)))), body),
@@ -715,7 +715,7 @@ async function settings(now) {
 
 function theme(value) {
   document.documentElement.dataset.theme = value;
-  try { localStorage.setItem("lightrl-theme", value); } catch { /* a file opened from disk may have no storage */ }
+  try { localStorage.setItem("lightrl-theme", value); } catch { /* a file opened from disk may lack storage */ }
 }
 
 async function begin() {
@@ -736,11 +736,11 @@ async function begin() {
   if (!saved) setInterval(refresh, REFRESH_MS);
 }
 
-// A run goes on: what is drawn follows it, unless somebody is busy with it.
+// Updates the view during a run, unless the user is interacting with it.
 async function refresh() {
   if (document.hidden) return;
   const before = JSON.stringify(state.runs);
-  try { state.runs = await ask("runs"); } catch { return; } // lightrl inspect has ended; the page stays
+  try { state.runs = await ask("runs"); } catch { return; } // lightrl inspect has ended; keep the page
   const [view] = place();
   header(view);
   const isBusy = main.contains(document.activeElement) || view === "trajectory" || view === "timeline";
