@@ -235,9 +235,9 @@ class DropCounter:
                 f"(max_failed_fraction={max_fraction:g}). Last failure: {self.last.reason}: {self.last.message}"
             )
 
-    def count_given_up(self, reason: str) -> None:
+    def count_given_up(self) -> None:
         """Counts an over-sampled group that was dropped, which is no failure."""
-        self._group_drops[reason] += 1
+        self._group_drops["oversampled"] += 1
 
     def count_dropped(self, reason: str, message: str) -> None:
         """Counts a dropped group, which another prompt replaces; raises RolloutError if too many were dropped."""
@@ -322,7 +322,7 @@ class GroupScheduler:
         return sum(sizes.get(group_id, 0) for group_id in ids)
 
     def _stream(self) -> list[int]:
-        """All that is in flight or finished, in the order of the prompt stream."""
+        """Returns all groups in flight or finished, in the order of the prompt stream."""
         return sorted([*self.running, *self.finished, *self._queued, *self._again])
 
     def may_start(self, weight_version: int) -> bool:
@@ -469,7 +469,7 @@ class GroupScheduler:
         for group_id in batch.gives_up:
             self._drop(group_id, "oversampled", f"Group {group_id} was over-sampled and the iteration did not need it.")
             self._num_resamples.pop(group_id, None)
-            self.counter.count_given_up("oversampled")
+            self.counter.count_given_up()
         self.counter.begin_iteration()
         return batch
 
