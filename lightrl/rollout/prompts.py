@@ -43,6 +43,7 @@ class Prompts(Protocol):
 
     def prepare(self, first: int, num: int) -> None:
         """Makes the prompts of these positions; called in a thread."""
+        return None
 
     def state_dict(self, position: int) -> State | None:
         """Return what helps a resumed run to read from this position on; None if nothing does."""
@@ -50,6 +51,7 @@ class Prompts(Protocol):
 
     def load_state_dict(self, state: State) -> None:
         """Restores that state."""
+        return None
 
 
 class Curriculum(Protocol):
