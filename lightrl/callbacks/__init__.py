@@ -9,8 +9,8 @@ Reading order:
       answer_check.py   compares sampled tokens with the trainer under the weights that sampled them
     staleness.py        how far behind a trajectory may be
     dynamic_sampling.py which groups are dropped and replaced; which prompts are run, by past success
-    rollout_metrics.py  what is logged in each iteration; monitors.py: callbacks that wait for an unknown metric
-    progress.py         the two-line progress bar, and a line per iteration; what is trained
+    rollout_metrics.py  the numbers logged in each iteration; monitors.py: callbacks that wait for an unknown metric
+    progress.py         the two-line progress bar, and a line per iteration; which models train
     trace.py            what each process did when, and where the time went
     trajectory_log.py   trajectories as JSONL, and periodically as a table
     learning_curve.py   the run's curve as a plot

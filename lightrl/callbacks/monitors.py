@@ -45,14 +45,11 @@ def warn_of_monitors(trainer: L.Trainer) -> None:
 
 
 def check_monitors(trainer: L.Trainer, *prefixes: str, coming: Collection[str] = ()) -> None:
-    """Finds a mistyped name before much work is lost.
+    """Raises ValueError if a callback or scheduler waits for a metric with one of these prefixes that is not logged.
 
     Args:
         prefixes: of the metrics that have been logged, for example `val/`.
         coming: metrics that will be logged.
-
-    Raises:
-        ValueError: if a callback or a scheduler waits for a metric with one of these prefixes that is not logged.
     """
     logged = {*trainer.callback_metrics, *coming}
     for name, monitor in _monitors(trainer):

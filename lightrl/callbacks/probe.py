@@ -69,8 +69,7 @@ class Probe:
     def compare(self, trainer: RLTrainer, module: RLModule, scores: list[list[float]] | None) -> dict[str, float]:
         """Compares the logprobs after the load; returns the metrics of this sync.
 
-        Raises:
-            WeightSyncError: on every rank, if a replica has other weights, or cannot score.
+        Raises WeightSyncError on every rank if a replica has other weights, or cannot score.
         """
         ranks = ranks_of(trainer.strategy)
         result: JsonObject = {"metrics": {}, "problem": None, "rounding": None}
@@ -90,12 +89,7 @@ class Probe:
     def check_mismatch(self, metrics: dict[str, float], least_tokens: int) -> None:
         """Checks the sampled tokens of an iteration's first minibatch, whose two logprobs have the same weights.
 
-        Args:
-            metrics: of the minibatch, over all ranks.
-            least_tokens: skips the check if there are fewer.
-
-        Raises:
-            WeightSyncError: on every rank, if they differ by more than rounding.
+        Raises WeightSyncError on every rank if they differ by more than rounding; skips fewer than `least_tokens`.
         """
         num_tokens = int(metrics.get("sync/num_present_tokens", 0))
         if self.rounding is not None and num_tokens >= least_tokens:
@@ -180,8 +174,7 @@ def trainer_scores(
 ) -> list[list[float]]:
     """Returns the logprobs of each token given those before, 0 for the first; collective.
 
-    Args:
-        is_scaled: score at the training temperature instead of 1.
+    With `is_scaled`, they are at the training temperature instead of 1.
     """
     ranks = ranks_of(trainer.strategy)
     holders = ranks.of_role("policy")

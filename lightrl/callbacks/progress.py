@@ -1,4 +1,4 @@
-"""RolloutProgressBar: a bar for the run, one for its phase, and lines that stay; ModelLines: what is trained."""
+"""RolloutProgressBar: a bar for the run, one for its phase, and permanent lines; ModelLines: which models train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RolloutMetrics: numbers per iteration that show whether a run learns and how fast.
+"""RolloutMetrics: numbers per iteration that show whether and how fast a run learns.
 
 Shapes: B trajectories, T tokens. Every name ends in its unit; `_fraction` is 0 to 1, of trajectories unless stated
 otherwise. The metrics come from one iteration's groups, which every rank has, so nothing is reduced.
@@ -242,11 +242,7 @@ class MeansSince:
 
 
 def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
-    """Returns the metrics of one iteration's rewards, by name; every trajectory must have a reward.
-
-    Raises:
-        ValueError: if there is no trajectory.
-    """
+    """Returns the metrics of one iteration's rewards, by name; raises ValueError if there is no trajectory."""
     groups = [group for group in groups if group.trajectories]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
@@ -267,11 +263,7 @@ def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
 
 
 def experience_metrics(experience: Experience, weight_version: int) -> dict[str, float]:
-    """Returns lengths, truncation, mixed versions and staleness at the time of use, by metric name.
-
-    Args:
-        weight_version: of the policy that learns from it.
-    """
+    """Returns lengths, truncation, mixed versions and staleness, by metric name; the policy is at `weight_version`."""
     num_generated = experience.generated_token_counts
     oldest, newest = experience.version_bounds
     is_mixed = (num_generated > 0) & (oldest < newest)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.profilers import Profiler
 
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
@@ -213,13 +214,7 @@ class _WatchedProfiler:
         self._on_stop(action_name)
         self._profiler.stop(action_name)
 
-    @contextlib.contextmanager
-    def profile(self, action_name: str) -> Iterator[str]:
-        try:
-            self.start(action_name)
-            yield action_name
-        finally:
-            self.stop(action_name)
+    profile = Profiler.profile  # calls `start` and `stop` of this class
 
 
 def _offset_ns(ranks: Ranks) -> int:

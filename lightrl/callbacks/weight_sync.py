@@ -252,8 +252,7 @@ class RankShares:
 def shared(buckets: Iterator[Bucket], folder: SharedFolder, holders: Ranks) -> Iterator[Bucket]:
     """Yields rank 0's share there, then the files of the other ranks, which write their shares meanwhile.
 
-    Raises:
-        WeightSyncError: on rank 0 if a rank could not write its share within `folder.timeout_s`.
+    Raises WeightSyncError on rank 0 if a rank could not write its share within `folder.timeout_s`.
     """
     if not holders.is_main:
         writer = ShareWriter(folder, holders.rank)

@@ -12,7 +12,7 @@ Reading order:
 
 May import: errors. Reward workers import this package, so modules must not import torch or numpy at the top level.
 
-To add a column, declare it in a file of its own and call `register` at the end. An engine returns it in
+To add a column, declare it in a separate file and call `register` at the end. An engine returns it in
 `Completion.columns`, and a loss reads `experience["its name"]`. See strategies/model_inputs.py if models read it.
 """
 

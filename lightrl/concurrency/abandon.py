@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import weakref
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Any, TypeVar
@@ -28,6 +29,10 @@ def _ignore(future: AnyFuture) -> None:
     _ = future.cancelled() or future.exception()
 
 
+def _put(done: asyncio.Queue[_Key], key: _Key, future: AnyFuture) -> None:
+    done.put_nowait(key)
+
+
 def is_abandoned(future: AnyFuture | None) -> bool:
     """Whether this task or future was abandoned: then `abandon` cancelled it."""
     return future in _abandoned
@@ -42,7 +47,7 @@ async def each_when_done(
     """
     done: asyncio.Queue[_Key] = asyncio.Queue()
     for key, future in futures.items():
-        future.add_done_callback(lambda _, key=key: done.put_nowait(key))
+        future.add_done_callback(functools.partial(_put, done, key))
     try:
         for _ in range(len(futures)):
             key = await done.get()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.checks.templates import names_of
 from lightrl.checks.user_code import user_code
-from lightrl.data.rows import Row, is_missing
+from lightrl.data.rows import Row, is_missing, without_padding
 from lightrl.data.sources import Made
 from lightrl.models import CONTEXT
 from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, opened, with_turn
@@ -163,7 +163,7 @@ def _checked_message(message: object, where: str) -> JsonObject:
     near = [] if role in ROLES else difflib.get_close_matches(str(role), ROLES, n=1)
     if not isinstance(role, str) or near:
         meant = f" Did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{where} must have a role such as {', '.join(ROLES[:3])}, got {message!r:.100}.{meant}")
+        raise ValueError(f"{where} must have a role like {', '.join(ROLES[:3])}, got {message!r:.100}.{meant}")
     if not isinstance(content, str | list) and not message.get("tool_calls"):
         raise ValueError(f"{where} must have a text as its content, got {message!r:.100}.")
     if isinstance(content, list) and not all(isinstance(part, dict) and "type" in part for part in content):
@@ -190,16 +190,9 @@ def _calls_of(message: JsonMapping, where: str) -> list[JsonMapping]:
             form = "calls whose arguments are an object or its JSON, each with a name"
             raise ValueError(f"{where} must have {form}, got {call!r:.200}.")
         if isinstance(function.get("arguments"), dict):
-            function = {**function, "arguments": _without_nulls(arguments)}
+            function = {**function, "arguments": without_padding(arguments, is_listed=True)}
         read.append({**call, "function": function} if "function" in call else function)
     return read
-
-
-def _without_nulls(value: Any) -> Any:
-    """Returns the value without keys that are null, which Parquet adds if other rows have them."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _json_of(text: str) -> Any:
@@ -330,7 +323,7 @@ class ChatRenderer:
             following = list(group)
             if is_turn and is_plain:
                 if any(turn.get("tool_calls") for turn in following):
-                    raise ValueError(f"tool_calls need a chat template, which is missing, got {following!r:.200}.")
+                    raise ValueError(f"tool_calls need a chat template, but there is none, got {following!r:.200}.")
                 self.unread.update(name for turn in following for name in _THINKING if turn.get(name))
                 added = [*self.template.encode(plain_text(following)), end]
             elif is_turn:

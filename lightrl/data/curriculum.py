@@ -12,7 +12,7 @@ class SuccessRateCurriculum:
     A group's advantages come from the differences between its trajectories; with 0/1 rewards their variance is
     r·(1 - r) at success rate r, largest at 1/2. A prompt's weight is the probability that it is sampled when its turn
     comes: 1 at `target`, falling linearly to `floor` at the rates 0 and 1. Each prompt has one turn per epoch.
-    Implements Curriculum and ShowsSuccess of lightrl.rollout.
+    Implements Curriculum of lightrl.rollout.
 
     Args:
         target: the success rate with the highest weight, 0 to 1.

@@ -67,7 +67,7 @@ class PromptDataModule(L.LightningDataModule):
         train: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name, or the dotted path of a function that
             makes rows; a DataSource, like `{source: openai/gsm8k, name: main}`, or a list of them, mixed by weight.
             None only for a subclass with its own `make_prompts`, or without training.
-        validation: the same for validation; None for no validation.
+        validation: the same for validation; None skips validation.
         test: the same for test and predict; None uses the validation prompts.
         batch_size: prompts per iteration, which is also groups per iteration.
         row_filter: a function of a row, or its dotted path; rows for which it returns False are dropped and counted.
@@ -76,7 +76,7 @@ class PromptDataModule(L.LightningDataModule):
         image_column: holds an image or a list of images: paths (relative to the data file's folder), data: URLs, or
             images from `datasets`. For policies that read images. Image parts of chat messages can name them instead.
         answer_column: required in every row, for the reward; None requires no column.
-        system_prompt: opens every chat that has no system message of its own.
+        system_prompt: opens every chat that has no system message.
         prompt_template: the user's turn, a format string with `{prompt}` and any other column by name.
         chat_template: replaces the tokenizer's, for the whole run and the exported model; a Jinja file or the template
             itself.

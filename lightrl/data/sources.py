@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
 # The result of a row: its prompt, None if it is dropped, or an error if it is bad.
 Made: TypeAlias = "Prompt | ValueError | None"
-PromptOf: TypeAlias = (
-    "Callable[[LocatedRow], Prompt | None]"  # None for a row that a filter drops; raises for a bad row
-)
+# Makes a row's prompt: None if a filter drops the row; raises ValueError if it is bad.
+PromptOf: TypeAlias = "Callable[[LocatedRow], Prompt | None]"
 
 
 class LocatedRow(NamedTuple):

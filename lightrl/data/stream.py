@@ -1,4 +1,4 @@
-"""The prompts of a split's rows (RowPrompts), and those of training in the run's order (PromptStream).
+"""The prompts of a split's rows (RowPrompts), and the train prompts in the run's order (PromptStream).
 
 A position counts prompts over the whole run. With n prompts, epoch e of the stream is positions e·n to (e + 1)·n - 1,
 each prompt once, in an order that depends only on (seed, e). So a resume needs one number, with any number of ranks.
@@ -113,11 +113,7 @@ class RowPrompts(Sequence["Prompt | None"]):
         return without_errors(self._make(keys, lambda key: self.parts[key[0]].locate(key[1])))
 
     def check(self) -> RowPrompts:
-        """Makes every prompt once, without keeping it; raises ValueError for a bad row.
-
-        Returns:
-            The prompts of the rows that no limit drops.
-        """
+        """Makes every prompt once, without keeping it; raises ValueError for a bad row. Returns the kept rows."""
         keys: list[tuple[int, Any]] = []
         ids: list[str] = []
         checked = CheckedRows([], [], "")

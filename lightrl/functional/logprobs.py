@@ -177,7 +177,7 @@ def hidden_logprobs(
     masked_rows: Tensor | None = None,
     supports: Supports | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `token_logprobs` from hidden states and the output head, without all [N, V] logits in memory at once.
+    """Computes `token_logprobs` from hidden states and the output head, without holding all [N, V] logits in memory.
 
     If there are several chunks, the backward pass recomputes the logits chunk by chunk. Under autocast the head runs in
     autocast's dtype, as `torch.nn.Linear` would.

@@ -94,5 +94,5 @@ def _check_tokens(trajectory: Trajectory) -> None:
     if any(trajectory.loss_mask[first] for first in firsts):
         raise ValueError(
             f"A trajectory of prompt {trajectory.prompt.id!r} trains its first token, which nothing predicts. Its "
-            "prompt needs at least one token, such as a start token."
+            "prompt needs at least one token, for example a start token."
         )

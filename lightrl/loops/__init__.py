@@ -10,7 +10,7 @@ Reading order:
     resume.py         what a resumed run continues from; the check that fast_dev_run makes of it
     interrupt.py      Ctrl-C and SIGTERM wait for the end of an update
     shared_rollout.py rank 0's rollout controller as every rank sees it
-    sharing.py        sends rows, rewards and call outputs to the ranks that need them; shared_tables.py: images
+    sharing.py        sends rows, rewards and call outputs to the ranks that need them; shared_tables.py: attachments
 
 May import: everything below; those private names of Lightning that tests/test_structure.py lists.
 """

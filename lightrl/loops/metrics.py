@@ -101,13 +101,9 @@ def values_of(parts: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def over_ranks(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Joins the parts of all ranks, with the same result on each; a name may be missing on some ranks.
+    """Joins this rank's parts with those of the other ranks, the same result on each; ranks may have different names.
 
     A sum suffices: each rank writes its own column and reads all.
-
-    Args:
-        parts: this rank's.
-        ranks: the ranks that hold parts.
     """
     if ranks.dp_size == 1:
         return dict(parts)

@@ -36,8 +36,7 @@ OptimizerSettings = list[list[Settings]]  # optimizers, their groups, and each g
 def settings_of(trainer: RLTrainer, optimizers: OptimizerSettings) -> Settings:
     """Returns a fit's settings by path: the command's, or the module's attributes named like constructor arguments.
 
-    Args:
-        optimizers: the numbers that `configure_optimizers` set, used where the module has no such setting.
+    The numbers in `optimizers`, which `configure_optimizers` set, are used if the module has no such setting.
     """
     settings = trainer.settings
     if settings is None:
@@ -263,8 +262,7 @@ class CheckpointConnector(_CheckpointConnector):
 def check_resume(trainer: RLTrainer) -> None:
     """Saves a checkpoint without weights and optimizers in memory, loads it and compares; called on all ranks.
 
-    Raises:
-        LightRLError: if a part cannot be loaded, or differs after loading.
+    Raises LightRLError if a part cannot be loaded, or differs after loading.
     """
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     state = {name: part for name, part in checkpoint.items() if name not in ("state_dict", "optimizer_states")}

@@ -230,8 +230,7 @@ class RolloutLoop(_AutomaticOptimization):
     ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         """Takes one optimizer step through Lightning's `optimizer_step`, so clipping and precision plugins apply.
 
-        Returns:
-            The minibatch's metrics, and their parts, from which the iteration's metrics are made.
+        Returns the minibatch's metrics, and their parts, from which the iteration's metrics are made.
         """
         trainer = self.trainer
         plugin = trainer.precision_plugin

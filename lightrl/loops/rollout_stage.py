@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import gc
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -77,22 +76,14 @@ _INSTEAD: dict[type[Callback], str] = {
     ),
     ModelPruning: ("it renames the parameters, so the engine would not find them. Prune the exported model instead."),
     RichProgressBar: (
-        "its line has no room for an iteration's numbers and wraps. Leave it out for RolloutProgressBar, which shows "
-        "the phases too, or use TQDMProgressBar."
+        "its line is too short for an iteration's numbers and wraps. Leave it out to get RolloutProgressBar, which "
+        "also shows the phases, or use TQDMProgressBar."
     ),
     BaseFinetuning: (
         "it freezes layers before the models are loaded. Override configure_model: call super's, then "
         "requires_grad_(False) on what to freeze."
     ),
 }
-
-
-def check_callbacks(callbacks: Iterable[object]) -> None:
-    """Raises ValueError for the first callback that cannot work; `Tuner` is found by the finder that it adds."""
-    for callback in callbacks:
-        for kind, reason in _INSTEAD.items():
-            if isinstance(callback, kind):
-                raise ValueError(f"{type(callback).__name__} cannot be used with an RLModule: {reason}")
 
 
 log = logging.getLogger(__name__)
@@ -136,7 +127,10 @@ class RolloutStage:
             )
         if module.workflow_workers:
             (self.trainer.engine or LocalEngine()).check_workers(module.workflow_workers)
-        check_callbacks(getattr(self.trainer, "callbacks", ()))
+        for callback in getattr(self.trainer, "callbacks", ()):  # `Tuner` adds the finders
+            for kind, reason in _INSTEAD.items():
+                if isinstance(callback, kind):
+                    raise ValueError(f"{type(callback).__name__} cannot be used with an RLModule: {reason}")
 
     def start_reward_worker(self, module: RLModule) -> RewardWorker:
         """Starts it before any model is built, only on rank 0; fails if the reward function does not exist."""
@@ -152,11 +146,7 @@ class RolloutStage:
         return worker
 
     def open(self, module: RLModule) -> None:
-        """Opens the stage, once the module has its models and restored state.
-
-        Raises:
-            ValueError: if the settings of module, data, callbacks and trainer do not fit together.
-        """
+        """Opens the stage, once the module has its models and restored state; raises ValueError for bad settings."""
         trainer, self._num_threads = self.trainer, torch.get_num_threads()
         is_fit = trainer.state.fn == TrainerFn.FITTING
         recorded = getattr(getattr(trainer, "datamodule", None), "recorded_groups", None) if is_fit else None

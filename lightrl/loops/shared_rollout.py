@@ -14,9 +14,8 @@ import collections
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, TypeVar
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -162,11 +161,7 @@ class SharedRollout:
         return groups
 
     def pop_experience(self) -> ShardedExperience:
-        """Local: returns the Experience of the last `take`, whose tokens are on rank 0.
-
-        Raises:
-            ValueError: on every rank, if it had no trajectory.
-        """
+        """Local: returns the Experience of the last `take`, whose tokens are on rank 0; ValueError if it is empty."""
         taken, self._taken = self._taken, None
         if taken is None:
             raise mark_as_on_all_ranks(ValueError("This iteration has no trajectories: every group was dropped."))
@@ -201,8 +196,7 @@ class SharedRollout:
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
         """Loads weights like RolloutController; every rank takes part in making the buckets, and rank 0 loads them.
 
-        Raises:
-            LightRLError: on every rank, if the engine raised it on rank 0.
+        An error that the engine raises on rank 0 is raised on every rank.
         """
         if self.controller is None:
             for _ in buckets:
@@ -305,22 +299,18 @@ class SharedRollout:
         self._progress = report["progress"]
         return report["result"]
 
-    def _errors_to_all(self) -> contextlib.ExitStack:
+    @contextlib.contextmanager
+    def _errors_to_all(self) -> Iterator[None]:
         """Sends an error that rank 0 raises inside the context to the other ranks, which raise it too."""
-
-        def send(
-            kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-        ) -> None:
-            if error is not None:
-                names = [kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__)]
-                text = json.dumps([(names or [type(error).__name__])[0], str(error)]).encode()
-                is_stop = isinstance(error, KeyboardInterrupt | SIGTERMException)
-                self.ranks.send(Message("stop" if is_stop else "error", payload=text))
-                mark_as_on_all_ranks(error)
-
-        stack = contextlib.ExitStack()
-        stack.push(send)
-        return stack
+        try:
+            yield
+        except BaseException as error:
+            names = [kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__)]
+            text = json.dumps([(names or [type(error).__name__])[0], str(error)]).encode()
+            is_stop = isinstance(error, KeyboardInterrupt | SIGTERMException)
+            self.ranks.send(Message("stop" if is_stop else "error", payload=text))
+            mark_as_on_all_ranks(error)
+            raise
 
     def _raise_if_error(self, message: Message) -> None:
         if message.kind not in ("error", "stop"):

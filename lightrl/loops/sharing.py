@@ -46,10 +46,8 @@ def shard(
 
     Args:
         experience: all rows; their tokens are on the ranks `has_all`.
-        module: gives the number of minibatches, and the roles.
         ranks: all ranks of the run.
         seed: determines the minibatches.
-        has_all: ranks with the tokens of all rows.
     """
     graph = module.data_flow()
     calls = [*graph.of_kind("train"), *(call for call in graph.of_kind("infer") if is_forward(call))]
@@ -82,11 +80,7 @@ def add_rewards(experience: ShardedExperience, trajectories: Sequence[Trajectory
 
 
 def gather(experience: ShardedExperience, names: Collection[str]) -> ShardedExperience:
-    """Sends these fields of all rows to every rank. Collective.
-
-    Raises:
-        KeyError: if the Experience has no such field.
-    """
+    """Sends these fields of all rows to every rank; raises KeyError if the Experience has no such field. Collective."""
     tokens = {name: experience.tokens[name] for name in names if name in experience.tokens}
     for name in set(names) - set(tokens):
         experience[name]
@@ -95,15 +89,11 @@ def gather(experience: ShardedExperience, names: Collection[str]) -> ShardedExpe
 
 
 def accept(before: ShardedExperience, local: Experience, changed: Experience | None) -> ShardedExperience:
-    """Returns the Experience with the changes that an `on_experience_ready` hook made on this rank. Collective.
+    """Returns `before` with what an `on_experience_ready` hook changed on this rank. Collective; see accept_changes.
 
     Args:
-        before: the Experience that the hook got.
-        local: `before.local`.
+        before, local: the Experience that the hook got, and `before.local`.
         changed: the hook's result, with other masks or advantages; None for no change.
-
-    Raises:
-        ValueError: see accept_changes.
     """
     accepted = local if changed is None else accept_changes(local, changed)
     rows = before.local_rows.tolist()
@@ -148,11 +138,7 @@ def share_outputs(
 ) -> Mapping[str, Any]:
     """Gives every rank a call's outputs: [B] for all rows, per token for the rows that it works on. Collective.
 
-    Args:
-        experience: the iteration's.
-        module: has the calls.
-        call: ran on the ranks of its role, each with its share of the rows, or on rank 0.
-        outputs: this rank's; empty if the call did not run here.
+    The call ran on the ranks of its role, each with its share of the rows, or on rank 0; elsewhere `outputs` are empty.
     """
     ranks, needs = experience.ranks, working_rows(experience)
     with ranks.phase(f"score: {call.name}", has_own_deadline=runs_in_thread(call)):

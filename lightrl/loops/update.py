@@ -239,8 +239,7 @@ class GradientGuard:
     ) -> float:
         """Returns the gradient norm over all parameters; if it is not finite, deletes the gradients.
 
-        Raises:
-            TrainingError: after `max_in_a_row` skipped updates in a row.
+        Raises TrainingError after `max_in_a_row` skipped updates in a row.
         """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = (ranks or Ranks()).total_norm(gradients)

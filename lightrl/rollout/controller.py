@@ -2,7 +2,7 @@
 
 One asyncio loop in one daemon thread, on rank 0. All state belongs to that thread. The public methods are called from
 the main thread: a coroutine does the work on the loop, and the main thread waits for it and enforces the deadlines, so
-it notices a blocked event loop too. GroupScheduler decides what starts and what is taken; the controller acts.
+it notices a blocked event loop too. GroupScheduler decides which groups start and are taken; the controller acts.
 
     prompt stream ──position──► one task a group ──► rewards ──► finished groups ──► take() ──► commit()
                      start      workflow, engine                                   stream order  trained on
@@ -157,11 +157,8 @@ class RolloutController:
     def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None:
         """Sets the rewards of the groups from the last `take`; needed only with `defers_rewards`.
 
-        A trajectory whose reward failed is removed from its group, which may then be empty; `drain_drops` gives the
-        reason.
-
-        Raises:
-            RolloutError: if no reward comes for `rollout_timeout_s`, or if too many fail.
+        A trajectory whose reward failed is removed from its group, which may then be empty; `drain_drops` says why.
+        Raises RolloutError if no reward comes for `rollout_timeout_s`, or if too many fail.
         """
         wait = Wait("The loop", sum(len(group.trajectories) for group in groups), "the rewards")
         self._wait_for(self._rewards.wait_for(groups, wait.count), wait, on_wait)
@@ -173,9 +170,7 @@ class RolloutController:
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
         """Gives the engine new weights; once it has acknowledged them, starts the groups that the new version admits.
 
-        Raises:
-            WeightSyncError: from the engine; it keeps serving the old weights.
-            EngineTimeout: from the engine, which enforces the deadline of its load.
+        The engine raises WeightSyncError and keeps serving the old weights, or EngineTimeout at its deadline.
         """
         self.engine.load_weights(buckets, weight_version=weight_version)
         self._thread.call(self._start_admissible())
@@ -351,11 +346,9 @@ class RolloutController:
         on_done: Callable[[int, Trajectory | None], None],
         defers_rewards: bool = False,
     ) -> None:
-        """Runs these samples of a group and waits for their rewards; a cancellation stops all of this.
+        """Runs these samples of a group and waits for their rewards, unless deferred; a cancellation stops all of this.
 
-        Args:
-            on_done: called with each sample's number and its trajectory, or None if it was dropped.
-            defers_rewards: starts to compute the rewards, but does not wait for them.
+        Calls `on_done` with each sample's number and its trajectory, or None if it was dropped.
         """
         rewards: list[asyncio.Future[bool]] = []
 
@@ -437,7 +430,7 @@ class RolloutController:
                     tasks.append(self._loop.create_task(run))
             finished, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION) if tasks else ((), ())
             for task in finished:
-                task.result()  # raises what it raised
+                task.result()  # raises the task's error
             for (index, _), trajectory in sorted(done.items(), key=lambda item: item[0]):
                 groups[index].trajectories.append(trajectory)
             self._scheduler.counter.check_evaluation(len(done), wait.total)

@@ -215,11 +215,7 @@ class DropCounter:
         self.drop(f"reward_{error.reason}" if isinstance(error, RewardError) else "rollout", str(error), prompt)
 
     def count_trajectory(self, *, is_failed: bool) -> None:
-        """Counts a trajectory that is done.
-
-        Raises:
-            RolloutError: if too many have failed.
-        """
+        """Counts a trajectory that is done; raises RolloutError if too many have failed."""
         self._num_done += 1
         self._num_failed += is_failed
         num_expected = self.settings.group_size * self.settings.groups_per_iteration
@@ -239,16 +235,12 @@ class DropCounter:
                 f"(max_failed_fraction={max_fraction:g}). Last failure: {self.last.reason}: {self.last.message}"
             )
 
-    def count_given_up(self, reason: str) -> None:
+    def count_given_up(self) -> None:
         """Counts an over-sampled group that was dropped, which is no failure."""
-        self._group_drops[reason] += 1
+        self._group_drops["oversampled"] += 1
 
     def count_dropped(self, reason: str, message: str) -> None:
-        """Counts a dropped group, which another prompt replaces.
-
-        Raises:
-            RolloutError: if too many were dropped.
-        """
+        """Counts a dropped group, which another prompt replaces; raises RolloutError if too many were dropped."""
         self._group_drops[reason] += 1
         self._num_dropped[reason] += 1
         size, max_dropped = self.settings.groups_per_iteration, self.settings.max_dropped_groups
@@ -330,7 +322,7 @@ class GroupScheduler:
         return sum(sizes.get(group_id, 0) for group_id in ids)
 
     def _stream(self) -> list[int]:
-        """All that is in flight or finished, in the order of the prompt stream."""
+        """Returns all groups in flight or finished, in the order of the prompt stream."""
         return sorted([*self.running, *self.finished, *self._queued, *self._again])
 
     def may_start(self, weight_version: int) -> bool:
@@ -343,10 +335,10 @@ class GroupScheduler:
             return False
         if self._num_admissible(weight_version, self.settings.max_concurrent) > 0:
             return True
-        return bool(self.startable(weight_version))  # after a resume: more is finished than the window holds
+        return bool(self.startable(weight_version))  # a resume may have more finished groups than the window
 
     def plan(self, weight_version: int) -> int:
-        """How many new positions to `queue` before groups start; on-policy those of a whole admission batch."""
+        """Returns how many new positions to `queue` before groups start; on-policy, a whole admission batch."""
         if self.settings.max_staleness == 0:
             if self.running or self._queued:
                 return 0
@@ -388,8 +380,7 @@ class GroupScheduler:
     def record(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> bool:
         """Records a finished trajectory of a running group, None if dropped; raises RolloutError if too many failed.
 
-        Returns:
-            Whether the caller must now call `settle`: all trajectories are done and the group is not sampled again.
+        Returns whether the caller must now call `settle`: all trajectories are done, and none is sampled again.
         """
         running.results[sample] = trajectory
         self.counter.count_trajectory(is_failed=trajectory is None)
@@ -478,7 +469,7 @@ class GroupScheduler:
         for group_id in batch.gives_up:
             self._drop(group_id, "oversampled", f"Group {group_id} was over-sampled and the iteration did not need it.")
             self._num_resamples.pop(group_id, None)
-            self.counter.count_given_up("oversampled")
+            self.counter.count_given_up()
         self.counter.begin_iteration()
         return batch
 

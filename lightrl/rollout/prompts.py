@@ -9,7 +9,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from lightrl.checks.user_code import named_user_code
 from lightrl.concurrency.in_thread import in_thread
@@ -43,6 +43,7 @@ class Prompts(Protocol):
 
     def prepare(self, first: int, num: int) -> None:
         """Makes the prompts of these positions; called in a thread."""
+        return None
 
     def state_dict(self, position: int) -> State | None:
         """Return what helps a resumed run to read from this position on; None if nothing does."""
@@ -50,10 +51,14 @@ class Prompts(Protocol):
 
     def load_state_dict(self, state: State) -> None:
         """Restores that state."""
+        return None
 
 
 class Curriculum(Protocol):
-    """Decides from past success how often a prompt is worth a rollout. Called on the event loop, so it must be fast."""
+    """Decides from past success how often a prompt is worth a rollout. Called on the event loop, so it must be fast.
+
+    It may have a method `success_rate(prompt_id)`, for metrics: past success from 0 to 1, or None for a new prompt.
+    """
 
     def weight(self, prompt_id: str) -> float:
         """Returns the probability that this prompt is run when its turn comes, 0 to 1; 1 for a new prompt."""
@@ -68,15 +73,6 @@ class Curriculum(Protocol):
         ...
 
     def load_state_dict(self, state: State) -> None: ...
-
-
-@runtime_checkable
-class ShowsSuccess(Protocol):
-    """A Curriculum that reports past success."""
-
-    def success_rate(self, prompt_id: str) -> float | None:
-        """Returns the past success rate on a prompt, 0 to 1, or None for a new prompt."""
-        ...
 
 
 @dataclass(eq=False)
@@ -99,11 +95,7 @@ class PromptCursor:
     _observations: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     def read(self, position: int) -> Prompt:
-        """Returns the prompt at a chosen position.
-
-        Raises:
-            RolloutError: if the stream raises.
-        """
+        """Returns the prompt at a chosen position; raises RolloutError if the stream raises."""
         prompt = self._at(position)
         assert prompt is not None
         return prompt
@@ -111,19 +103,18 @@ class PromptCursor:
     def choose(self, run_seed: int) -> int:
         """Returns the next position to run and moves the cursor past it.
 
-        Raises:
-            RolloutError: if the stream or the curriculum raises, or if the curriculum skips too many prompts in a row.
+        Raises RolloutError if the stream or the curriculum raises, or skips too many prompts in a row.
         """
         while self._observations and self.curriculum is not None:
             prompt_id, success_rate = self._observations.pop(min(self._observations))
             with named_user_code(f"{type(self.curriculum).__name__}.observe"):
                 self.curriculum.observe(prompt_id, success_rate)
+        rate_of = getattr(self.curriculum, "success_rate", None)
         for position in range(self.next_position, self.next_position + MAX_SKIPPED):
             prompt = self._at(position)
             is_chosen = prompt is not None and self._is_chosen(run_seed, position, prompt)
-            curriculum: object = self.curriculum
-            if prompt is not None and isinstance(curriculum, ShowsSuccess):
-                rate, what = curriculum.success_rate(prompt.id), "played" if is_chosen else "skipped"
+            if prompt is not None and rate_of is not None:
+                rate, what = rate_of(prompt.id), "played" if is_chosen else "skipped"
                 if rate is not None:
                     self.past_success[f"{what}_again"] += 1
                     self.past_success[f"{what}_again_success"] += rate
@@ -142,11 +133,7 @@ class PromptCursor:
         )
 
     def unprepared(self, positions: Sequence[int], num: int, run_seed: int) -> int | None:
-        """Returns the first unprepared position among these and those of the next `num` choices; None if there is none.
-
-        Raises:
-            RolloutError: as in `choose`.
-        """
+        """Returns the first unprepared position of these and the next `num` choices, or None; raises like `choose`."""
         prompts = self.prompts
         if prompts is None:
             return None
@@ -163,11 +150,7 @@ class PromptCursor:
         return None
 
     def prepare(self, first: int) -> None:
-        """Makes the prompts that start at this position; called in a thread.
-
-        Raises:
-            RolloutError: if the stream raises.
-        """
+        """Makes the prompts that start at this position, in a thread; raises RolloutError if the stream raises."""
         assert self.prompts is not None
         with named_user_code(f"Making the prompts at position {first} and after"):
             self.prompts.prepare(first, AHEAD)

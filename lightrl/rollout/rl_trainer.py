@@ -35,11 +35,7 @@ class RLTrainer(L.Trainer):
 
     @property
     def rollout(self) -> Rollout:
-        """The source of the groups of the current stage.
-
-        Raises:
-            RuntimeError: if no stage of an RLModule runs.
-        """
+        """The source of the current stage's groups; raises RuntimeError if no stage of an RLModule runs."""
         if self.open_rollout is None:
             raise RuntimeError("There is no rollout: no fit, validate, test or predict of an RLModule is running.")
         return self.open_rollout
@@ -70,11 +66,7 @@ class RLTrainer(L.Trainer):
         raise NotImplementedError
 
     def log_number(self, name: str, value: float, settings: Mapping[str, object]) -> bool:
-        """Logs a number of the current training batch; returns False if Lightning must log it.
-
-        Args:
-            settings: the other arguments of `log`, by name.
-        """
+        """Logs a number of the training batch; False if Lightning must log it. `settings`: `log`'s other arguments."""
         raise NotImplementedError
 
     def rewarded_groups(self, batch: object) -> list[Group]:

@@ -183,12 +183,7 @@ class _TurnGenerate:
 
 
 def check_completion(completion: Completion, sampling: Sampling, turn: int, prompt: Prompt) -> Completion:
-    """Returns the completion if it is valid and was not aborted.
-
-    Raises:
-        EngineError: if the engine violates the protocol.
-        RolloutError: if the completion was aborted.
-    """
+    """Returns the completion; raises EngineError if it is malformed, and RolloutError if it was aborted."""
     lengths = [len(values) for values in (completion.token_ids, completion.logprobs, completion.weight_versions)]
     if len(set(lengths)) > 1:
         raise EngineError(
@@ -238,13 +233,8 @@ class Rewards:
     async def wait_for(self, groups: Sequence[Group], on_reward: Callable[[], None]) -> None:
         """Waits until all rewards of these groups are set or one fails the run; starts those not yet requested.
 
-        A trajectory whose reward failed is removed from its group.
-
-        Args:
-            on_reward: called for each trajectory.
-
-        Raises:
-            RolloutError: if too many rewards failed.
+        A trajectory whose reward failed is removed from its group. Calls `on_reward` for each trajectory. Raises
+        RolloutError if too many rewards failed.
         """
         waiting: dict[int, asyncio.Future[bool]] = {}
         for item in (item for group in groups for item in group.trajectories):
@@ -260,7 +250,7 @@ class Rewards:
             return
         done, _ = await asyncio.wait(waiting.values(), return_when=asyncio.FIRST_EXCEPTION)
         for is_kept in done:
-            is_kept.result()  # raises what it raised
+            is_kept.result()  # raises the error, if any
         for key, is_kept in waiting.items():
             del self._deferred[key]
             self.drops.count_trajectory(is_failed=not is_kept.result())

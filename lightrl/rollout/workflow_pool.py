@@ -99,8 +99,7 @@ class _Worker:
 class WorkflowPool:
     """The workers of a controller, which are the engine's `FollowerProcesses`; belongs to the controller's event loop.
 
-    Raises:
-        ValueError: if other processes cannot use this engine or this workflow.
+    Raises ValueError if other processes cannot use this engine or workflow.
     """
 
     engine: RolloutEngine  # has been started
@@ -251,7 +250,7 @@ class WorkflowPool:
             except TimeoutError:
                 raise RolloutError(f"The {name} was not ready {START_S:g} s after its start.") from None
             except BadMessage as error:
-                raise RolloutError(f"The {name} sent {error} at its start, which is no valid message.") from error
+                raise RolloutError(f"The {name} sent an invalid message at its start: {error}.") from error
             if ready is None:
                 return None
             undo.pop_all()

@@ -50,7 +50,7 @@ AXES = ("pp", "dp", "tp")
 class Parallel3DStrategy(FSDP2Strategy):
     """Pipeline, data and tensor parallelism: `Parallel3DStrategy(pp=2, tp=2)` on 8 devices has dp 2.
 
-    Supports dense families for which transformers has plans, see docs/models.md. Every role, trained or not, is split
+    Splits dense families for which transformers has plans, see docs/models.md. Every role, trained or not, is split
     the same way, unless its `Role.mesh` says otherwise. In a stage, parameters are sharded over dp as in FSDP2Strategy.
 
     Args:

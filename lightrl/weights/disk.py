@@ -255,7 +255,7 @@ class SharedFolder:
 
 
 class ShareWriter:
-    """Writes each bucket of this rank to a file. `record` reports a failure later, since other ranks need the gather.
+    """Writes each bucket of this rank to a file. `record` reports a failure later: other ranks still need this one.
 
     The constructor removes this rank's files of an earlier version.
     """

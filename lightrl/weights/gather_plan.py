@@ -68,7 +68,7 @@ def make_plan(
     Args:
         layouts: layouts of the parameters.
         sources: exported tensor → the parameters that it is computed from, in order, for example a weight and its
-            adapter.
+            trained update.
         ranks: ranks that may own tensors; [0] gathers everything on rank 0.
         bucket_bytes: most bytes of parameters that a rank gathers at a time.
 

@@ -68,7 +68,7 @@ FILES = [
     row("an object as the prompt", ("a.jsonl", line({"a": 1})), "Row 1 of 'a.jsonl'", "text or a list of chat messages"),
     row("a message with `rol`", ("a.jsonl", message(rol="user", content="1")), "Row 1 of 'a.jsonl': message 1 must have a role", "'rol'"),
     row("a role with a typing error", ("a.jsonl", message(role="usr", content="1")), "message 1", "Did you mean user"),
-    row("a role that is a list", ("a.jsonl", message(role=[], content="1")), "message 1 must have a role such as user"),
+    row("a role that is a list", ("a.jsonl", message(role=[], content="1")), "message 1 must have a role like user"),
     row("a message without content", ("a.jsonl", message(role="user")), "message 1 must have a text as its content"),
     row("parts without a type", ("a.jsonl", message(role="user", content=["1"])), "message 1 must have text or parts"),
     row("messages that are texts", ("a.jsonl", line(["1"])), "message 1 must be {'role': ..., 'content': ...}, got '1'"),

@@ -40,7 +40,7 @@ def test_what_does_not_fit_is_one_message_and_makes_nothing(launched, config, ca
     assert "launch.nodes" in capsys.readouterr().err
     del launched["launch"]
     assert run(["--config", config(launched)]) == 2
-    assert "needs a section `launch:`" in capsys.readouterr().err
+    assert "needs a `launch:` section" in capsys.readouterr().err
     assert not Path("runs").exists()
 
 

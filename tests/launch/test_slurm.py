@@ -116,7 +116,7 @@ def test_servers_on_hosts_of_another_kind_make_a_heterogeneous_job(tmp_path):
 @pytest.mark.parametrize("servers", [0, 3])
 def test_server_options_without_hosts_for_servers_alone_are_refused(tmp_path, servers):
     plan = plan_in(tmp_path, gpus_per_node=4, ranks=2, servers=servers, nodes=2, server_options={"qos": "x"})
-    with pytest.raises(ValueError, match="on all hosts after those of the ranks, and on no other"):
+    with pytest.raises(ValueError, match="on exactly the hosts without ranks"):
         SlurmLauncher(plan)
 
 

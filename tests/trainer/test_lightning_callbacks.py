@@ -186,8 +186,8 @@ REFUSED = refused("test_lightning_callbacks", [
      CANNOT.format("ModelPruning") + "it renames the parameters, so the engine would not find them. Prune the exported "
      "model instead."),
     ("RichProgressBar()", lambda: {"callbacks": [RichProgressBar()], "enable_progress_bar": True},
-     CANNOT.format("RichProgressBar") + "its line has no room for an iteration's numbers and wraps. Leave it out for "
-     "RolloutProgressBar, which shows the phases too, or use TQDMProgressBar."),
+     CANNOT.format("RichProgressBar") + "its line is too short for an iteration's numbers and wraps. Leave it out to "
+     "get RolloutProgressBar, which also shows the phases, or use TQDMProgressBar."),
     ("BackboneFinetuning()", callback(BackboneFinetuning), CANNOT.format("BackboneFinetuning") + FREEZES),
     ("Tuner(trainer).lr_find(module)", lambda: {"tunes": "lr_find"}, CANNOT.format("LearningRateFinder") + FASTEST),
     ("Tuner(trainer).scale_batch_size(module)", lambda: {"tunes": "scale_batch_size"},

@@ -99,10 +99,10 @@ class Parts:
 class ServerEngine(RolloutEngine):
     """A rollout engine on one or more servers of one kind.
 
-    The servers are given by `urls`; by the variable LIGHTRL_SERVER_ADDRS (or AREAL_LLM_SERVER_ADDRS), host:port with
-    commas between; or by their number, `servers`, which starts them on this machine and restarts those that die. The
-    address `file:///shared/servers` is a registry: servers that announce themselves there join and leave during the
-    run. Started servers get the GPUs that the trainer does not use, or the trainer's GPUs if colocated.
+    The servers are those at `urls`; or `servers` of them, started on this machine and restarted when they die; or, with
+    neither, those in LIGHTRL_SERVER_ADDRS (or AREAL_LLM_SERVER_ADDRS): host:port, separated by commas. An address such
+    as `file:///shared/servers` is a registry: servers that announce themselves there join and leave during the run.
+    Started servers get the GPUs that the trainer does not use, or the trainer's GPUs if colocated.
 
     A request goes to the server with the fewest outstanding tokens, a session's turns to the one that has its prefix.
     If a server is lost, hangs or fails (5xx), its requests continue on other servers with their tokens so far; no token

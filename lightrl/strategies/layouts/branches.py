@@ -17,7 +17,7 @@ from lightrl.models import Outputs
 def branch_rows(experience: Experience) -> tuple[Experience, Callable[[Outputs], Outputs]]:
     """Makes the rows that a model reads, one per conversation, and a function that joins its outputs again.
 
-    The loss mask is True only in the first row that contains a token. Without trees nothing changes.
+    A token's loss mask is True only in the first row that contains it. Without trees nothing changes.
     """
     if experience.gaps is None:
         return experience, lambda outputs: outputs

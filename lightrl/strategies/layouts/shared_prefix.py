@@ -171,7 +171,7 @@ def packed(prompts: Sequence[Row], shape: Sequence[int]) -> PackedTokens:
 
 
 def cost(plan: Plan) -> float:
-    """Returns the cost of a plan in tokens: those of its forwards with padding, and the overhead of calls."""
+    """Returns the cost of a plan in tokens, including padding, masked attention and the overhead of each call."""
     total = 0.0
     for rows in plan:
         longest = max(row.num_tokens for row in rows)
@@ -254,7 +254,7 @@ class _Tokens(NamedTuple):
 
 
 def mask_of(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """Builds the mask [R, 1, T, T], 0 or -inf: a token sees what precedes it in the prompt (segment 0) and its own."""
+    """Builds the mask [R, 1, T, T], 0 or -inf: a token sees what precedes it in its prompt (segment 0) and segment."""
     num_tokens = segments.shape[1]
     is_before = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=segments.device).tril()
     is_seen = is_before & ((segments[:, :, None] == segments[:, None]) | (segments[:, None] == 0))

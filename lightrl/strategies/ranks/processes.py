@@ -324,7 +324,7 @@ def watch_all(control_group: dist.ProcessGroup, *, main_address: str, hang_timeo
     """Starts watching this rank, through a store on rank 0's machine, `main_address`; collective."""
     rank, size = dist.get_rank(control_group), dist.get_world_size(control_group)
     store = _watch_store(main_address) if rank == 0 else None
-    # Somebody else who can connect to the port cannot guess the names of keys.
+    # Other users who can connect to the port cannot guess the names of keys.
     sent = torch.tensor([0 if store is None else store.port, *secrets.token_bytes(16)])
     dist.broadcast(sent, group=control_group, group_src=0)
     store = store or TCPStore(main_address, int(sent[0]), is_master=False)

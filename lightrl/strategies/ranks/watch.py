@@ -338,7 +338,7 @@ class RankWatch:
         )
 
     def _report(self, error: BaseException) -> Failure | None:
-        """Builds this rank's report. Another rank causes a broken connection: None until it is known which."""
+        """Builds this rank's report. A broken connection is due to another rank: None until it is known which."""
         where = f"failed in {self._phases[-1][0]!r}"
         what = "".join(traceback.format_exception_only(error)).strip()
         if match := _TIMED_OUT.search(what):
