@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.experience import rollout_fields
-from lightrl.models import ModelSpec
 from lightrl.trajectory import Sampling
 
 Kind = Literal["generate", "infer", "train"]
@@ -79,6 +78,16 @@ class ModelCall:
             f"one key{''.join(f', then {key}' for key in further)}, got {list(outputs)}. Make a call for each, or set "
             "run= to a function."
         )
+
+
+class ModelSource(Protocol):
+    """Where a role's model is: on the server at `url`, or in the trainer."""
+
+    @property
+    def url(self) -> str | None: ...
+
+    @property
+    def head(self) -> Literal["vocabulary", "scalar"]: ...
 
 
 class DataFlowGraph:
@@ -204,7 +213,7 @@ def iteration_graph(
     model_calls: Sequence[ModelCall],
     train_calls: Sequence[ModelCall],
     *,
-    roles: Mapping[str, ModelSpec],
+    roles: Mapping[str, ModelSource],
     sampling: Sampling,
     reward: Callable[..., object],
     advantages: Callable[..., object],
@@ -246,7 +255,7 @@ def _later_than_advantages(calls: Sequence[ModelCall], advantage_keys: Sequence[
     return names
 
 
-def _served(call: ModelCall, source: ModelSpec | None, sampling: Sampling) -> ModelCall:
+def _served(call: ModelCall, source: ModelSource | None, sampling: Sampling) -> ModelCall:
     """Returns the call with the URL of its role's server, if there is one.
 
     Raises:

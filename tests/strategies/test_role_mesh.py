@@ -61,7 +61,7 @@ def test_a_mesh_of_the_one_process_is_that_process() -> None:
 
 
 def test_a_server_has_no_mesh() -> None:
-    with pytest.raises(ValueError, match=r"has devices of its own\. Leave out mesh"):
+    with pytest.raises(ValueError, match=r"runs on its server's devices\. Omit mesh"):
         Role(ModelSpec(url="http://127.0.0.1:1"), mesh=RoleMesh())
 
 

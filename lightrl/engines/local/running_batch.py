@@ -38,7 +38,7 @@ class Row:
     prompt: tuple[int, ...]
     sampling: Sampling
     seed: int  # this completion's
-    attachments: tuple[str, ...] = ()  # the prompt's images, as the decoder reads them
+    attachments: tuple[str, ...] = ()  # of the prompt, as the decoder reads them
     started: Completion | None = None  # the start of the completion, generated before by this or another engine
     owner: Any = None  # the completion's owner; the batch returns it
     version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on)
