@@ -157,10 +157,7 @@ def test_compiled_layers_refuse_routes(monkeypatch):
 def test_routes_of_another_model_are_refused():
     model, token_ids = moe_model(), some_tokens(1, 3)
     routes = Routes(model)
-    for width, message in (
-        (5, "5 bytes per token, which does not fit 2 MoE blocks of 4 experts"),
-        (6, r"shape \(3, 3\)"),
-    ):
+    for width, message in ((5, "5 bytes per token, .* fit 2 MoE blocks of 4 experts"), (6, r"shape \(3, 3\)")):
         with routes.replaying(torch.zeros(3, width, dtype=torch.uint8)), pytest.raises(ValueError, match=message):
             logits(model, token_ids)
 
