@@ -250,7 +250,7 @@ class RankShares:
 
 
 def shared(buckets: Iterator[Bucket], folder: SharedFolder, holders: Ranks) -> Iterator[Bucket]:
-    """Yields rank 0's share there, then the files of the other ranks, which write their shares meanwhile.
+    """Yields, on rank 0, its share and then the files of the other ranks, which write their shares meanwhile.
 
     Raises WeightSyncError on rank 0 if a rank could not write its share within `folder.timeout_s`.
     """

@@ -43,15 +43,15 @@ class Prompts(Protocol):
 
     def prepare(self, first: int, num: int) -> None:
         """Makes the prompts of these positions; called in a thread."""
-        return None
+        return
 
     def state_dict(self, position: int) -> State | None:
-        """Return what helps a resumed run to read from this position on; None if nothing does."""
+        """Returns state that lets a resumed run read from this position on; None if it needs none."""
         return None
 
     def load_state_dict(self, state: State) -> None:
         """Restores that state."""
-        return None
+        return
 
 
 class Curriculum(Protocol):

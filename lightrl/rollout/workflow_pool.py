@@ -368,6 +368,6 @@ def _settle(answer: asyncio.Future[Any], value: object) -> None:
         return
     if isinstance(value, Exception):
         answer.set_exception(value)
-        answer.exception()  # marks it as retrieved: maybe no task waits for it
+        answer.exception()  # so that asyncio does not log it if no task waits
     else:
         answer.set_result(value)
