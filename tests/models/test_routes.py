@@ -208,7 +208,7 @@ def test_a_token_that_is_computed_again_has_its_new_routes():
     assert read == routes(1, 2, 3, 255, 255)
     assert extended(read, 5, routes(9, 255, 9, 4, 5, 6), 2) == routes(9, 2, 9, 4, 5, 6, 255)
     assert extended({}, 2, {}, 3) == {}
-    with pytest.raises(EngineError, match="5 bytes of routes for a prompt of 2 tokens and 2 of a completion"):
+    with pytest.raises(EngineError, match="5 bytes of routes for a prompt of 2 tokens and a completion of 2"):
         extended({}, 2, routes(0, 0, 0, 0, 0), 2)
 
 
