@@ -304,7 +304,7 @@ class SharedRollout:
         """Sends an error that rank 0 raises inside the context to the other ranks, which raise it too."""
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # the other ranks raise it too
             names = [kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__)]
             text = json.dumps([(names or [type(error).__name__])[0], str(error)]).encode()
             is_stop = isinstance(error, KeyboardInterrupt | SIGTERMException)

@@ -257,7 +257,7 @@ class RolloutController:
         served = self.weight_version
         if self._tasks.failure is None and (served < 0 or weight_version - served > self.settings.max_staleness):
             raise RolloutError(
-                f"The engine serves weight version {served} (-1: none) and the trainer is at {weight_version}. The "
+                f"The engine serves weight version {served} (-1 is none) and the trainer is at {weight_version}. The "
                 f"engine may lag by at most max_staleness={self.settings.max_staleness}. Load newer weights first."
             )
         if not self.settings.defers_rewards:

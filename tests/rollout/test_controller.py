@@ -272,7 +272,7 @@ async def asks_too_much(prompt: Prompt, generate: Generate) -> None:
         (raises, "Doing.run raised KeyError"),
         (exits, "Doing.run raised SystemExit"),
         (gives_up, "the environment is gone"),
-        (cancels_itself, "a cancellation of its own"),
+        (cancels_itself, "although nobody cancelled it"),
         (returns_nonsense, "must return a Trajectory, got 'nonsense'"),
         (asks_too_much, "exceed the context"),
     ],
@@ -397,7 +397,7 @@ def test_an_engine_whose_pause_fails_ends_the_run(make: Make) -> None:
 
 def test_missing_or_too_old_weights_are_an_error_at_once(make: Make) -> None:
     controller = make(load=False, max_staleness=1)
-    with pytest.raises(RolloutError, match="serves weight version -1 and the trainer is at 0"):
+    with pytest.raises(RolloutError, match=r"serves weight version -1 .* and the trainer is at 0"):
         controller.take(0)
     load_version(controller, 0)
     with pytest.raises(RolloutError, match="serves weight version 0 and the trainer is at 2"):
@@ -506,7 +506,9 @@ def test_a_state_in_the_form_of_another_build_is_refused_with_advice(make: Make,
     state = first.state_dict()
     change(state)
     second = make(load=False, max_staleness=1)
-    with pytest.raises(RolloutError, match=r"another version of lightrl.*Resume with that version, or start a new run"):
+    with pytest.raises(
+        RolloutError, match=r"another version of lightrl.*Resume with that version, or run .* a new run"
+    ):
         second.load_state_dict(state)
 
 
