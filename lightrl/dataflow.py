@@ -1,4 +1,4 @@
-"""ModelCalls and the graph of their keys: which model computes what from what. Checked before anything runs.
+"""ModelCalls and their graph: which model computes which keys from which others. Checked before anything runs.
 
     generate ─┬─► reward ─────┐
               ├─► reference ──┤
@@ -7,8 +7,8 @@
 
 A key is the name of a field or an extra of Experience. A call runs once, on all trajectories, as soon as its inputs
 exist. Calls of models that share ranks run one after another, in the same order on each rank; roles with separate ranks
-run in parallel. Meanwhile calls without a role (an LLM judge behind a server, a function) run on rank 0, each in its
-own thread. loops/run_calls.py executes the graph.
+run in parallel. At the same time, calls without a role (an LLM judge behind a server, a function) run on rank 0, each
+in its own thread. loops/run_calls.py executes the graph.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ADVANTAGES = "advantages"
 class ModelCall:
     """One use of one model, or of a function, on the whole iteration's Experience.
 
-    `run` is a function of (experience, trajectories), both with the same rows, that returns a tensor for its
-    only output, or a dict with a tensor for each; [B], [B, T] or [B, T, ...], rows in order, without gradient. Without
+    `run` is a function of (experience, trajectories), both with the same rows, that returns a tensor for its only
+    output, or a dict with one for each output; [B], [B, T] or [B, T, ...], rows in order, without gradient. Without
     `run` the call is a forward of the role's model, and the output is its logprobs, values or scores.
 
     Example:
@@ -42,17 +42,17 @@ class ModelCall:
     """
 
     name: str  # unique within a module
-    role: str | None = None  # a key of `RLModule.models()`; None: not a model of the trainer, runs in its own thread
+    role: str | None = None  # a key of `RLModule.models()`; None: uses no model of the trainer, runs in its own thread
     kind: Kind = "infer"
     inputs: tuple[str, ...] = ()  # keys that it needs
     outputs: tuple[str, ...] = ()  # keys that it produces; a new name becomes an extra
-    microbatch_tokens: int | None = None  # None: the module's
+    microbatch_tokens: int | None = None  # None is the module's
     run: Callable[..., Any] | None = field(default=None, compare=False)
-    after: tuple[str, ...] = ()  # names of calls that must finish first, although no key connects them
+    after: tuple[str, ...] = ()  # names of calls that must finish first, without a key that connects them
     timeout_s: float = 1800.0  # deadline of a call without a role
-    base_only: bool = False  # run the role's model as its base, without what training adds to it
-    on_all_ranks: bool = False  # a function that every rank runs, in the trainer's thread
-    url: str | None = None  # a server that has the role's model and computes instead of the trainer
+    base_only: bool = False  # run the base of the role's model, without the weights that training adds
+    on_all_ranks: bool = False  # every rank runs the function, in the trainer's thread
+    url: str | None = None  # a server that computes with the role's model instead of the trainer
     topk: int = 0  # also return the top-k tokens, as teacher_topk_ids and teacher_topk_logprobs
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class ModelCall:
 
 
 class ModelSource(Protocol):
-    """Where a role's model is: behind `url`, or in the trainer."""
+    """Where a role's model is: on the server at `url`, or in the trainer."""
 
     @property
     def url(self) -> str | None: ...
@@ -95,7 +95,7 @@ class DataFlowGraph:
 
     Args:
         calls: in any order.
-        roles: of the module's models.
+        roles: the names of the module's models.
         given: keys that exist before any call, for example those of a trajectory file.
 
     Raises:
@@ -128,9 +128,9 @@ class DataFlowGraph:
         return [call for call in self.calls if call.kind == kind]
 
     def before_rewards(self) -> set[str]:
-        """Names of the infer calls that can run before the rewards are known; all others run afterwards.
+        """Returns the names of the infer calls that can run before the rewards are known; all others run afterwards.
 
-        Empty if something other than the advantages reads rewards: it would have to wait for them too.
+        Empty if a call other than the advantages reads rewards: it would have to wait for them too.
         """
         late = {REWARD}
         for call in self.of_kind("infer"):  # in an order in which they can run
@@ -153,7 +153,7 @@ class DataFlowGraph:
         return producers
 
     def _needs(self, call: ModelCall, calls: list[ModelCall]) -> tuple[str, ...]:
-        """Names of the calls that must finish before this one starts."""
+        """Returns the names of the calls that must finish before this one starts."""
         names = {other.name for other in calls}
         unknown = [name for name in call.after if name not in names]
         if unknown:
@@ -163,7 +163,7 @@ class DataFlowGraph:
         missing = [key for key in call.inputs if key not in self.producers and key not in self.given]
         if missing:
             raise ValueError(
-                f"Model call {call.name!r} needs {missing[0]!r}, which no call produces; there are "
+                f"Model call {call.name!r} needs {missing[0]!r}, which no call produces. The existing keys are "
                 f"{sorted({*self.producers, *self.given})}. Add a call that produces it, or fix the key."
             )
         needed = [self.producers[key] for key in call.inputs if key in self.producers]
@@ -176,9 +176,9 @@ class DataFlowGraph:
         return tuple(dict.fromkeys([*needed, *call.after]))
 
     def _in_order(self, calls: list[ModelCall]) -> list[ModelCall]:
-        """Topological order; calls that wait for nothing outside the trainer come first.
+        """Sorts calls topologically; those that wait for nothing outside the trainer come first.
 
-        The order depends on the graph alone, so every rank runs its models' collectives in the same order.
+        The order depends only on the graph, so every rank runs its models' collectives in the same order.
         """
         by_name = {call.name: call for call in calls}
         waits_for_thread: dict[str, bool] = {}
@@ -220,11 +220,10 @@ def iteration_graph(
     advantage_keys: tuple[str, ...],
     from_file: bool,
 ) -> DataFlowGraph:
-    """Everything that an iteration computes, from the prompt to the updates.
+    """Builds the graph of everything that an iteration computes, from the prompt to the updates.
 
     Raises:
-        ValueError: if a model call is an update, a server cannot answer its call, or the calls make no graph; see
-            DataFlowGraph.
+        ValueError: if a model call is an update, a server cannot compute its call, or DataFlowGraph refuses the calls.
     """
     model_calls = [_served(call, roles.get(call.role or ""), sampling) for call in model_calls]
     wrong = next((call for call in model_calls if call.kind != "infer"), None)
@@ -246,7 +245,7 @@ def iteration_graph(
 
 
 def _later_than_advantages(calls: Sequence[ModelCall], advantage_keys: Sequence[str]) -> set[str]:
-    """The names of the calls that need advantages, directly or through another call."""
+    """Returns the names of the calls that need advantages, directly or through another call."""
     names, keys = {ADVANTAGES}, set(advantage_keys)
     for _ in calls:
         for call in calls:
@@ -257,7 +256,7 @@ def _later_than_advantages(calls: Sequence[ModelCall], advantage_keys: Sequence[
 
 
 def _served(call: ModelCall, source: ModelSource | None, sampling: Sampling) -> ModelCall:
-    """The call with the URL of its role's server, if there is one.
+    """Returns the call with the URL of its role's server, if there is one.
 
     Raises:
         ValueError: if a server cannot compute the outputs.
@@ -281,10 +280,10 @@ def _served(call: ModelCall, source: ModelSource | None, sampling: Sampling) -> 
 
 
 def runs_in_thread(call: ModelCall) -> bool:
-    """Whether it uses none of the trainer's devices, so that it can run while they work."""
+    """Whether the call uses none of the trainer's devices, so that it can run while they work."""
     return (call.role is None or call.url is not None) and call.kind == "infer" and not call.on_all_ranks
 
 
 def follows_from_trajectories(call: ModelCall) -> bool:
-    """Whether its outputs depend on no model of the trainer, so that recorded ones stay valid."""
+    """Whether the call's outputs depend on no model of the trainer, so that recorded outputs stay valid."""
     return runs_in_thread(call) and not call.after and rollout_fields().issuperset(call.inputs)

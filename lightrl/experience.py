@@ -1,7 +1,7 @@
 """Experience: the trajectories of one iteration as tensors, ready for scoring, advantages and the loss.
 
-Shapes: B trajectories, T tokens (of the longest; shorter rows are padded on the right). Every [B, T] tensor is aligned
-to the token it describes, position 0 of a logprob is 0. Logprobs are in nats.
+Shapes: B trajectories, T tokens of the longest one (shorter rows are padded on the right). Every [B, T] tensor is
+aligned to the token it describes; logprobs are 0 at position 0. Logprobs are in nats.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightrl.functional.packing import microbatch_bins
 from lightrl.functional.rows import check_trajectories, reward_fields, row_fields, row_tensors, token_rows
 from lightrl.trajectory import Trajectory
 
-# What a loss reads as a whole; minibatches and microbatches never split it.
+# The rows that a loss reads together; minibatches and microbatches never split them.
 LossUnit = Literal["trajectory", "group", "pair"]
 
 Reduction = Literal["sum", "max"]  # over ranks
@@ -29,34 +29,34 @@ Reduction = Literal["sum", "max"]  # over ranks
 
 @dataclass(frozen=True)
 class Experience:
-    """Trajectories as tensors. Frozen: phases add fields with `with_tensors`.
+    """Trajectories as tensors. Frozen: each phase adds fields with `with_tensors`.
 
-    `columns` are what travels with tokens, and `extras` the outputs of a user's own model calls: both are read as
-    `experience["key"]`, and every copy keeps them. Rows keep the (prompt, sample) order of the rollout. Images are
-    stored once and shared by parts; `image_rows` says which of them a row shows.
+    `columns` holds the data that travels with tokens, and `extras` the outputs of a user's own model calls; read both
+    as `experience["key"]`. Every copy keeps them. Rows keep the (prompt, sample) order of the rollout. Images are
+    stored once and shared by all selections; `image_rows` lists the images of each row.
     """
 
     token_ids: Tensor  # int64 [B, T], 0 on the padding
     loss_mask: Tensor  # bool [B, T], True where a token trains
-    behavior_logprobs: Tensor  # float32 [B, T], of the policy that sampled the token
+    behavior_logprobs: Tensor  # float32 [B, T], from the policy that sampled the token
     weight_versions: Tensor  # int64 [B, T], -1 where the policy did not generate
     rewards: Tensor  # float32 [B]
     group_ids: Tensor  # int64 [B]
     is_truncated: Tensor  # bool [B]
-    lengths: Tensor  # int64 [B], tokens of each trajectory, prompt included
-    proximal_logprobs: Tensor | None = None  # float32 [B, T], of the policy at the start of the update
-    reference_logprobs: Tensor | None = None  # float32 [B, T], of the reference policy
-    teacher_logprobs: Tensor | None = None  # float32 [B, T], of the teacher that is distilled
-    values: Tensor | None = None  # float32 [B, T], of the critic, of the state before the token was sampled
-    bootstrap_values: Tensor | None = None  # float32 [B], of the critic, of the state after a truncated end; else 0
+    lengths: Tensor  # int64 [B], number of tokens, prompt included
+    proximal_logprobs: Tensor | None = None  # float32 [B, T], from the policy at the start of the update
+    reference_logprobs: Tensor | None = None  # float32 [B, T], from the reference policy
+    teacher_logprobs: Tensor | None = None  # float32 [B, T], from the teacher in distillation
+    values: Tensor | None = None  # float32 [B, T], the critic's value of the state before the token was sampled
+    bootstrap_values: Tensor | None = None  # float32 [B], its value of the state after a truncated end; 0 if stopped
     returns: Tensor | None = None  # float32 [B, T]
     advantages: Tensor | None = None  # float32 [B, T]
     pixel_values: Tensor | None = None  # float32 [P, ...], the entries of all images (models/images.py)
-    image_grids: Tensor | None = None  # int64 [M, 3], of each image; their products are its entries
-    image_rows: Tensor | None = None  # int64 [B, I], the images of each row in order, as indices of those; -1: none
-    # The fields of columns (lightrl/columns) that a trajectory has values of: [B, T, ...], or codes in host memory.
+    image_grids: Tensor | None = None  # int64 [M, 3], grid of each image; its product is the number of entries
+    image_rows: Tensor | None = None  # int64 [B, I], indices of each row's images in order; -1 for none
+    # The fields of columns (lightrl/columns) for which a trajectory has values: [B, T, ...], or codes in host memory.
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    extras: Mapping[str, Tensor] = field(default_factory=dict)  # [B], [B, T] or [B, T, ...], of a user's own calls
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # [B], [B, T] or [B, T, ...], outputs of a user's calls
 
     def __post_init__(self) -> None:
         num, width = self.token_ids.shape
@@ -70,11 +70,11 @@ class Experience:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> Experience:
-        """Pad on the right to the longest trajectory; rows in the order given.
+        """Pads on the right to the longest trajectory; rows are in the order given.
 
         Raises:
-            ValueError: if there is no trajectory, or one has no reward, lists of unequal length, or a first token that
-                trains although nothing predicts it.
+            ValueError: if there is no trajectory, or if one has no reward, lists of unequal length, or a first token
+                that trains although nothing predicts it.
         """
         check_trajectories(trajectories)
         rows, tensors = token_rows(trajectories), row_fields(trajectories)
@@ -89,7 +89,7 @@ class Experience:
 
     @property
     def gaps(self) -> Tensor | None:
-        """Tokens between a token and the one before it in its conversation, int64 [B, T]; None if there are none.
+        """Number of tokens between a token and its predecessor in its conversation, int64 [B, T]; None if all are 0.
 
         For a tree of conversations see functional/branches.py.
         """
@@ -97,7 +97,7 @@ class Experience:
 
     @property
     def token_rewards(self) -> Tensor | None:
-        """Rewards of the tokens, float32 [B, T], if some trajectory's are given per token or turn."""
+        """Rewards per token, float32 [B, T]; None if no trajectory has rewards per token or turn."""
         return self.columns.get("token_rewards")
 
     @property
@@ -107,31 +107,31 @@ class Experience:
 
     @property
     def routes(self) -> Tensor | None:
-        """The experts that each token was sampled with (models/routes.py), uint8 [B, T, w]."""
+        """The experts that computed each token when it was sampled (models/routes.py), uint8 [B, T, w]."""
         return self.columns.get("routes")
 
     def row_codes(self, field: str) -> list[Tensor]:
-        """The codes of each row's tokens in a column of codes, uint8, in host memory."""
+        """Returns the codes of each row's tokens in a coded column, uint8, in host memory."""
         codes, starts, sizes = (self.columns[f"{field}{part}"] for part in ("", "_starts", "_sizes"))
         return [codes[start : start + size] for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
 
     @property
     def loss_token_counts(self) -> Tensor:
-        """Tokens that train, int64 [B]; of all trajectories, on whichever rank their tokens are."""
+        """Number of tokens that train, int64 [B], for all trajectories on all ranks."""
         return self.loss_mask.sum(1)
 
     @property
     def generated_token_counts(self) -> Tensor:
-        """Tokens that the policy generated, int64 [B]."""
+        """Number of tokens that the policy generated, int64 [B]."""
         return (self.weight_versions >= 0).sum(1)
 
     @property
     def forward_tokens(self) -> Tensor:
-        """Tokens that a model reads of each trajectory, int64 [B]: those that conversations share once for each."""
+        """Number of tokens a model reads per trajectory, int64 [B]; shared ones count once per conversation."""
         return to_device(torch.tensor([*map(sum, self.row_lengths())], dtype=torch.int64), self.lengths.device)
 
     def row_lengths(self) -> list[list[int]]:
-        """Tokens of each row that a model reads, by trajectory; those of one conversation are one row."""
+        """Returns the lengths of the rows that a model reads, by trajectory; each conversation is a row."""
         lengths = on_host(self.lengths).tolist()
         if self.gaps is None:
             return [[length] for length in lengths]
@@ -139,7 +139,7 @@ class Experience:
 
     @property
     def version_bounds(self) -> tuple[Tensor, Tensor]:
-        """The oldest and the newest weight version of each trajectory's tokens, int64 [B]; -1 if it has none."""
+        """The oldest and newest weight version of each trajectory's tokens, int64 [B]; -1 if none was generated."""
         versions = self.weight_versions
         oldest = versions.where(versions >= 0, torch.iinfo(versions.dtype).max).amin(1)
         newest = versions.amax(1)
@@ -151,7 +151,7 @@ class Experience:
 
     @property
     def local(self) -> Experience:
-        """The trajectories that this rank answers for, with their tokens: each is on one rank; with one rank all."""
+        """The trajectories assigned to this rank, with their tokens; each is on exactly one rank."""
         return self
 
     @property
@@ -160,28 +160,28 @@ class Experience:
         return torch.arange(len(self))
 
     def total(self, values: Tensor, operation: Reduction = "sum") -> Tensor:
-        """The sum, or the maximum, over all ranks of what each computed from its `local`."""
+        """Reduces values that each rank computed from its `local` over all ranks, by sum or maximum."""
         return values
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are set, by name, with those of columns and the extras."""
+        """Returns all tensors that are set, by name: fields, columns and extras."""
         values = ((name, getattr(self, name)) for name in _FIELD_ORDER)
         return {**{name: value for name, value in values if value is not None}, **self.columns, **self.extras}
 
     def __getitem__(self, name: str) -> Tensor:
-        """A field or an extra by its name; raises KeyError if it is not set."""
+        """Returns a field, column or extra by name; raises KeyError if it is not set."""
         value = getattr(self, name) if name in FIELDS else self.columns.get(name, self.extras.get(name))
         if value is None:
             raise KeyError(f"Experience has no {name!r}; it has {sorted(self.tensors())}. Add a model call for it.")
         return cast(Tensor, value)
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
-        """Returns a copy with these fields set; names that are neither fields nor those of columns become extras."""
+        """Returns a copy with these tensors set; names that are neither fields nor columns become extras."""
         return self.of_tensors({**self.tensors(), **tensors})
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Make one of fields, columns and extras by name."""
+        """Makes an Experience from fields, columns and extras by name."""
         fields_set = {name: value for name, value in tensors.items() if name in FIELDS}
         others = {name: value for name, value in tensors.items() if name not in FIELDS}
         columns = {name: value for name, value in others.items() if column_of(name) is not None}
@@ -189,11 +189,11 @@ class Experience:
         return cls(**fields_set, columns=columns, extras=extras)
 
     def without(self, names: Collection[str]) -> Self:
-        """Returns a copy without these fields; those that are not set are ignored."""
+        """Returns a copy without these fields; names that are not set are ignored."""
         return self.of_tensors({name: value for name, value in self.tensors().items() if name not in names})
 
     def select(self, rows: Tensor | Sequence[int]) -> Self:
-        """The trajectories at these rows, in this order, cut to the longest of them."""
+        """Returns the trajectories at these rows, in this order, cut to the longest of them."""
         index = torch.as_tensor(rows, dtype=torch.int64, device=self.token_ids.device)
         width = int(self.lengths[index].max()) if len(index) else 0
         index_on_host = index.cpu() if any(map(is_on_host, self.columns)) else index
@@ -206,33 +206,33 @@ class Experience:
         return self.with_tensors({**picked, **cut})
 
     def to(self, device: torch.device | str) -> Self:
-        """Copies to this device; the host does not wait, and `on_host` of a field is what was copied."""
+        """Copies to this device without waiting; `on_host` of a field still returns the original."""
         place = torch.device(device)
         moved = {name: to_device(value, place) for name, value in self.tensors().items() if not is_on_host(name)}
         return self.with_tensors(moved)
 
     def minibatches(self, num: int, *, epochs: int = 1, seed: int = 0, unit: LossUnit = "trajectory") -> Iterator[Self]:
-        """Yield the `num` minibatches of each of `epochs` passes: the same ones in another order each pass.
+        """Yields `num` minibatches in each of `epochs` passes; later passes yield the same ones in another order.
 
-        There are at most as many minibatches as units, so none is empty. With one minibatch the rows keep their order,
-        since a shuffle would only change the rounding.
+        There are at most as many minibatches as units, so none is empty. A single minibatch keeps the order of the
+        rows, since a shuffle would only change the rounding.
         """
         cuts = cut_minibatches(self.units(unit), num, seed)
         for index in minibatch_order(len(cuts), epochs, seed):
             yield self if len(cuts) == 1 else self.select(sorted(row for rows in cuts[index] for row in rows))
 
     def microbatch_rows(self, max_tokens: int, *, unit: LossUnit = "trajectory") -> tuple[list[list[int]], list[Self]]:
-        """Parts of at most `max_tokens` tokens each, without padding, but of at least one unit; and their rows.
+        """Returns the rows of each microbatch, and the microbatches: at most `max_tokens` unpadded tokens, or one unit.
 
-        Units of like length go together, longest first, so that there is little padding.
+        Units of similar length go together, longest first, so that there is little padding.
         """
         rows = microbatch_bins(self.forward_tokens.tolist(), self.units(unit), max_tokens)
         return rows, [self if len(part) == len(self) else self.select(part) for part in rows]
 
     def units(self, unit: LossUnit) -> list[list[int]]:
-        """The rows of each unit that the loss reads as a whole, in order of their first rows.
+        """Returns the rows of each unit that the loss reads as a whole, ordered by their first rows.
 
-        A group is all rows with one group id; a pair is two consecutive rows of one group.
+        A group is all rows with the same group id; a pair is two consecutive rows of a group.
 
         Raises:
             ValueError: if the unit is unknown, or a group cannot be cut into pairs.
@@ -240,7 +240,7 @@ class Experience:
         return units_of(self.group_ids.tolist(), unit)
 
     def to_tensordict(self) -> Any:
-        """A `tensordict.TensorDict` of the fields that are set, batch size [B], without images and columns of codes.
+        """Returns a `tensordict.TensorDict`, batch size [B], of all fields that are set but images and coded columns.
 
         Raises:
             ImportError: if tensordict is not installed.
@@ -254,17 +254,17 @@ class Experience:
 
 
 _FIELD_ORDER = tuple(item.name for item in fields(Experience) if item.name not in ("columns", "extras"))
-FIELDS = frozenset(_FIELD_ORDER)  # Experience's, less the columns and extras
+FIELDS = frozenset(_FIELD_ORDER)  # without columns and extras
 _OF_ROLLOUT = _FIELD_ORDER[: _FIELD_ORDER.index("proximal_logprobs")]
 
 
 def rollout_fields() -> frozenset[str]:
-    """The fields that the rollout fills in; model calls may read them."""
+    """Returns the fields that the rollout fills in, which model calls may read."""
     return frozenset(_OF_ROLLOUT).union(*(column.fields for column in registered() if not column.is_hidden))
 
 
 def is_table(name: str) -> bool:
-    """Whether the field is stored once, and others say which part of it belongs to a row."""
+    """Whether the field is stored once for all rows; another field says which part belongs to a row."""
     return name in ("pixel_values", "image_grids") or (is_on_host(name) and not name.endswith(("_starts", "_sizes")))
 
 
@@ -275,7 +275,7 @@ def is_on_host(name: str) -> bool:
 
 
 def units_of(group_ids: Sequence[int], unit: LossUnit) -> list[list[int]]:
-    """See `Experience.units`."""
+    """Returns `Experience.units` for these group ids."""
     check_choice(get_args(LossUnit), loss_unit=unit)
     if unit == "trajectory":
         return [[row] for row in range(len(group_ids))]
@@ -288,13 +288,13 @@ def units_of(group_ids: Sequence[int], unit: LossUnit) -> list[list[int]]:
     if odd is not None:
         raise ValueError(
             f"loss_unit='pair' needs an even number of trajectories per group, but group {odd} has "
-            f"{len(groups[odd])}. Drop its last one, or set another group_size."
+            f"{len(groups[odd])}. Drop one of them, or set another group_size."
         )
     return sorted(rows[start : start + 2] for rows in groups.values() for start in range(0, len(rows), 2))
 
 
 def cut_minibatches(units: Sequence[list[int]], num: int, seed: int) -> list[list[list[int]]]:
-    """Cut shuffled units into at most `num` minibatches, evenly; the units of each in order of their first rows."""
+    """Cuts shuffled units evenly into at most `num` minibatches; within each, units are ordered by their first rows."""
     num = min(num, len(units))
     if num == 1:
         return [list(units)]
@@ -303,19 +303,19 @@ def cut_minibatches(units: Sequence[list[int]], num: int, seed: int) -> list[lis
 
 
 def minibatch_order(num: int, epochs: int, seed: int) -> list[int]:
-    """Return which of `num` minibatches is trained on when: in order, and permuted in each later epoch."""
+    """Returns the order in which `num` minibatches train: ascending in the first epoch, then permuted."""
     generator = torch.Generator().manual_seed(seed)
     later = [torch.randperm(num, generator=generator).tolist() for _ in range(epochs - 1)]
     return [*range(num), *(index for order in later for index in order)]
 
 
 def check_shape(name: str, tensor: Tensor, num: int, width: int) -> None:
-    """Raises ValueError unless the field is [B] or [B, T, ...]; `image_rows` are [B, I]."""
+    """Raises ValueError unless the field is [B] or [B, T, ...], or [B, I] for `image_rows`."""
     if is_table(name):
         return
     expected = (num, width) if tensor.dim() >= 2 and name != "image_rows" else (num,)
     if tuple(tensor.shape[: len(expected) if name == "image_rows" else 2]) != expected:
         raise ValueError(
-            f"{name} must have shape {expected}, as token_ids have {(num, width)}, got {tuple(tensor.shape)}. "
+            f"{name} must have shape {expected}, since token_ids has {(num, width)}, got {tuple(tensor.shape)}. "
             "Align it to the tokens it describes."
         )

@@ -1,7 +1,7 @@
 """RLModule: the hooks that a user writes, a reward and a loss, with defaults for all others.
 
-One iteration calls, in this order: `configure_workflow`'s workflow and `reward` for each trajectory, `model_calls`,
-`advantages` once for the whole iteration, `loss` for each microbatch of each minibatch.
+One iteration calls, in this order: the workflow and `reward` for each trajectory, `model_calls`, `advantages` once for
+the whole iteration, and `loss` for each microbatch of each minibatch.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ NEEDS_OUR_TRAINER = (
 )
 
 ESS_WEIGHTS = "ess_weights"  # a key of the dict that `loss` returns
-CRITIC_KEYS = ("values", "bootstrap_values")  # the keys of model calls that only the critic's loss reads
+CRITIC_KEYS = ("values", "bootstrap_values")  # outputs of model calls that only the critic's loss reads
 
 
 class TrainedModule(L.LightningModule):
     """A module whose models `lightrl.Trainer` builds, shards, trains and saves.
 
-    Changing one of `fixed_settings` during a run is an error: only a part of the run would see the new value.
+    Setting one of `fixed_settings` during a run is an error: only parts of the run would use the new value.
     """
 
     fixed_settings: frozenset[str] = frozenset()
@@ -60,19 +60,19 @@ class TrainedModule(L.LightningModule):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.fixed_settings and self._is_fitted():
             raise ValueError(
-                f"{type(self).__name__}.{name} cannot be set during a run, which has read it: its parts would have "
-                "different values. Resume its checkpoint with the new value; for a learning rate, set the optimizer's."
+                f"{type(self).__name__}.{name} cannot be set during a run, which has already read it: its parts would "
+                "use different values. Resume its checkpoint with the new value, or set the optimizer's learning rate."
             )
         super().__setattr__(name, value)
 
     def _is_fitted(self) -> bool:
         try:
             return bool(self.trainer.state.status == "running" and self.trainer.optimizers)
-        except (AttributeError, RuntimeError):  # in the constructor, or not attached
+        except (AttributeError, RuntimeError):  # inside the constructor, or not attached
             return False
 
     def add_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The result of `configure_optimizers` for an optimizer: with the settings' warm-up and decay, if any."""
+        """Returns the result of `configure_optimizers` for an optimizer, with the settings' warm-up and decay."""
         raise NotImplementedError(f"{type(self).__name__} must define add_schedule.")
 
 
@@ -84,23 +84,23 @@ class RLModule(TrainedModule):
 
     Args:
         policy: the model to train: a hub name, a local folder, a ModelSpec, or a Role, which has further settings.
-        reward: instead of the `reward` hook, a function or its dotted path, such as `my_project.rewards.exact`; a
+        reward: instead of the `reward` hook, a function or its dotted path, for example `my_project.rewards.exact`; a
             RewardPart, which is a path with arguments; or a list of them, whose weighted sum is the reward. Functions
             given by path run in processes that can be killed; a hook that uses `self` runs in a thread.
-        reward_model: a network that scores whole trajectories, such as a RewardModel's export, with the policy's
-            tokenizer. Its score is added to the reward before advantages, and may be the whole reward. It may be behind
-            an SGLang server: `{url: ...}`.
+        reward_model: a network that scores whole trajectories, for example a RewardModel's export, with the policy's
+            tokenizer. Its score is added to the reward before advantages, and may be the whole reward. It may be on an
+            SGLang server: `{url: ...}`.
         reward_model_coef: weight of that score.
         workflow: makes the Workflow from the tokenizer; one completion per prompt if None. In YAML a Workflow's
             class_path and init_args, without its tokenizer.
         workflow_workers: processes on rank 0's host that run the workflow, for engines with servers; 0 runs it in
             rank 0.
-        group_size: G, trajectories of each prompt.
+        group_size: G, trajectories per prompt.
         sampling: how training rollouts are sampled. Stop tokens of model and tokenizer are added.
-        validation_sampling: how validation rollouts are sampled; greedy with the same limits if None.
-        validation_group_size: completions of each validation prompt; above 1 pass@k is reported too.
+        validation_sampling: how validation rollouts are sampled; None is greedy with the same limits.
+        validation_group_size: completions per validation prompt; above 1 pass@k is reported too.
         num_minibatches: updates in one pass over the iteration.
-        update_epochs: passes over the iteration, with the same minibatches in another order.
+        update_epochs: passes over the iteration, with the same minibatches in a different order.
         microbatch_tokens: maximum number of tokens in one forward and backward.
         loss_reduction: `token` Σ/N, `sequence` Σᵢ(Σₜ/nᵢ)/B, `fixed` Σ/(B·max_new_tokens); N and B of the minibatch.
         lr: learning rate of the default AdamW.
@@ -112,10 +112,10 @@ class RLModule(TrainedModule):
         min_lr_ratio: fraction of `lr` that remains at the end of a decay.
         reward_workers: processes that compute rewards, for a reward given by dotted path.
         reward_timeout_s: deadline of one call of the reward; below StalenessControl's rollout_timeout_s.
-        reward_memory_mib: memory limit of each of these processes; None for no limit.
-        reward_recycle_after: number of calls after which such a process is replaced; None for never.
-        max_failed_fraction: the run ends if more of an iteration's trajectories fail.
-        max_skipped_updates: the run ends after this many updates in a row with non-finite gradients.
+        reward_memory_mib: memory limit of each reward process; None for no limit.
+        reward_recycle_after: number of calls after which a reward process is replaced; None for never.
+        max_failed_fraction: the run stops if a larger fraction of an iteration's trajectories fails.
+        max_skipped_updates: the run stops after this many updates in a row with non-finite gradients.
     """
 
     fixed_settings = frozenset({
@@ -124,21 +124,21 @@ class RLModule(TrainedModule):
         "weight_decay", "warmup_iterations", "lr_decay", "min_lr_ratio", "reward_workers", "reward_timeout_s",
         "reward_memory_mib", "reward_recycle_after", "max_failed_fraction", "loss_unit", "needs_entropy_gradient",
     })  # fmt: skip
-    # Whether `loss` reads `experience.proximal_logprobs`, or backpropagates through `outputs.entropy`. Setting False
-    # saves the work.
+    # Whether `loss` reads `experience.proximal_logprobs`, or backpropagates through `outputs.entropy`. False saves the
+    # computation.
     needs_proximal_logprobs: bool = True
     needs_entropy_gradient: bool = True
-    # Whether `advantages` compares the trajectories of a group; then a group must have at least two.
+    # Whether `advantages` compares the trajectories of a group, which must then have at least two.
     compares_groups: bool = True
     # The unit that the loss needs complete: minibatches and microbatches never split it. With pairs, a group that loses
     # a trajectory is sampled again; a group that loses a reward after its trajectories were scored is dropped.
     loss_unit: LossUnit = "trajectory"
-    # Weight of the value loss next to the policy's, where both share a body.
+    # Weight of the value loss relative to the policy's, if both share a body.
     value_coef: float = 0.5
     # The keys that `advantages` returns.
     advantage_keys: tuple[str, ...] = ("advantages",)
-    # The per-token keys that `advantages` reads of all trajectories, even those on other ranks: each rank gets them
-    # whole. Otherwise `advantages` reads the [B] fields of all and the per-token fields of `experience.local`.
+    # The per-token keys that `advantages` reads for all trajectories, even those on other ranks: each rank gathers
+    # them. Otherwise `advantages` reads the [B] fields of all and the per-token fields of `experience.local`.
     advantage_inputs: tuple[str, ...] = ()
 
     def __init__(
@@ -195,7 +195,7 @@ class RLModule(TrainedModule):
             check_effect("with lr_decay='constant'", min_lr_ratio=(min_lr_ratio, 0.0))
         if reward_model is None:
             check_effect("without reward_model", reward_model_coef=(reward_model_coef, 1.0))
-        if isinstance(workflow, functools.partial):  # YAML gives one
+        if isinstance(workflow, functools.partial):  # from YAML
             kind = next((item for item in (workflow.func, *workflow.args) if isinstance(item, type)), None)
             if kind is not None and issubclass(kind, Workflow):
                 kind.check_settings(**workflow.keywords)
@@ -205,7 +205,7 @@ class RLModule(TrainedModule):
                 f"{type(self).__name__} has no reward. Write `def reward(self, trajectory) -> float`, or set reward= "
                 "to a function or its dotted path."
             )
-        self.has_rollout_reward = has_reward  # else the reward model's score is the whole reward
+        self.has_rollout_reward = has_reward  # otherwise the reward model's score is the whole reward
         if group_size == 1 and self.compares_groups and type(self).advantages is RLModule.advantages:
             raise ValueError(
                 "group_size must be at least 2 for group advantages, got 1. Increase it, or override advantages and "
@@ -253,15 +253,15 @@ class RLModule(TrainedModule):
         self.max_failed_fraction = max_failed_fraction
         self.max_skipped_updates = max_skipped_updates
         self.parallel_models: dict[str, ParallelModel] = {}  # role → model; the trainer fills it in
-        self.value_head: torch.nn.Linear | None = None  # a critic's, on the policy's body
+        self.value_head: torch.nn.Linear | None = None  # a critic's head on the policy's body
         # The user's metrics by name; each is updated with the groups of every validation or test batch.
         self.validation_metrics: dict[str, Metric] = {}
         self._evaluation = Evaluation(validation_group_size)
         self._log_batch_size = 1  # 1 in training, where an iteration counts as one
-        self._set_name: str | None = None  # the present validation batch's, if there are several sets
+        self._set_name: str | None = None  # of the current validation batch, if there are several sets
 
     def models(self) -> dict[str, Role]:
-        """The roles by name; each role's model becomes the attribute `self.<name>`."""
+        """Returns the roles by name; each role's model becomes the attribute `self.<name>`."""
         reward_model = {} if self.reward_model_role is None else {"reward_model": self.reward_model_role}
         return {"policy": self.policy_role, **reward_model}
 
@@ -270,46 +270,45 @@ class RLModule(TrainedModule):
         return SingleTurn(self.tokenizer) if self.workflow is None else self.workflow(self.tokenizer)
 
     def reward(self, trajectory: Trajectory) -> Any:
-        """The reward of a trajectory; may be async. Must be written, unless `reward=` was given.
+        """Computes the reward of a trajectory; may be async. Must be overridden unless `reward=` was given.
 
         Returns:
-            A float, or a dict with `reward` and further numbers to log by name, such as `accuracy`.
+            A float, or a dict with `reward` and further numbers to log by name, for example `accuracy`.
         """
         if self.has_rollout_reward:
             raise NotImplementedError(f"{type(self).__name__} must define reward.")
-        return 0.0  # the reward model's score is the whole reward, and is added later
+        return 0.0  # the reward model's score, added later, is the whole reward
 
     def advantages(self, experience: Experience) -> Tensor | dict[str, Tensor]:
-        """How much better than expected each trajectory or token was, [B] or [B, T]; group advantages by default.
+        """Computes how much better than expected each trajectory or token was; by default group advantages.
 
         Returns:
-            Advantages; or a dict with `advantages` and further keys that the losses read, such as `returns`.
+            Advantages [B] or [B, T]; or a dict with `advantages` and further keys that losses read, like `returns`.
         """
         return group_advantages(experience.rewards, experience.group_ids)
 
     def loss(self, experience: Experience, outputs: Outputs) -> Mapping[str, LossMetric]:
-        """The loss of each token [B, T] or trajectory [B] under `loss`, and metrics of either shape under their names.
+        """Returns the loss of each token [B, T] or trajectory [B] under `loss`, and metrics of either shape by name.
 
         A metric is averaged; as a pair `(values, weights)` its mean is Σ w·v / Σ w. `ess_weights` [B, T] are the
-        factors by which the loss multiplies each token's policy gradient, 0 where it learns nothing; `ess_fraction` is
+        factors by which the loss multiplies each token's policy gradient, 0 for tokens without one; `ess_fraction` is
         logged for them, or for policy ÷ behavior if the loss returns none.
 
-        A pure function of its arguments. Masked positions are 0 in every float [B, T] input.
+        Must be a pure function of its arguments. Masked positions are 0 in every float [B, T] input.
         """
         raise NotImplementedError(f"{type(self).__name__} must define loss.")
 
     def value_loss(self, experience: Experience, values: Tensor) -> Mapping[str, LossMetric]:
-        """The critic's loss of each token [B, T] under `loss`, and metrics, as in `loss`; only with a critic.
+        """Returns the critic's loss of each token [B, T] under `loss`, and metrics, as `loss` does; only with a critic.
 
         Args:
             experience: with the keys that `advantages` returned, usually `returns`.
-            values: [B, T] of the critic, of the state before each token was sampled; carries the gradient.
+            values: [B, T], the critic's values of the state before each token was sampled, with gradient.
         """
         raise NotImplementedError(f"{type(self).__name__} has a critic, so it must define value_loss.")
 
     def row_weights(self, row_tokens: Tensor, trees: Tensor) -> Tensor | None:
-        """Weights of the losses of rows: the conversations of a trajectory that has several, for example with
-        subagents.
+        """Returns weights for the losses of rows, the conversations of a trajectory, which has several with subagents.
 
         None, the default, weights each row by 1: a trajectory counts once, however many rows it has, and its tokens
         count equally. A token shared by rows belongs to the first of them. A per-trajectory loss has no weights.
@@ -324,13 +323,13 @@ class RLModule(TrainedModule):
         return None
 
     def is_update_the_last(self, metrics: dict[str, float]) -> bool:
-        """Whether to skip the iteration's remaining minibatches, from the metrics of the one before."""
+        """Whether to skip the iteration's remaining minibatches, given the metrics of the last one."""
         return False
 
     def model_calls(self) -> list[ModelCall]:
-        """The model calls between rollout and advantages, in any order; each runs once on the whole iteration.
+        """Returns the model calls between rollout and advantages, in any order; each runs once per iteration.
 
-        Add one of your own, such as an LLM judge, with `run=` a function; its output is `experience["key"]`.
+        You can add your own, for example an LLM judge, with a function as `run`; its output is `experience["key"]`.
         """
         calls: list[ModelCall] = []
         if self.reward_model_role is not None:
@@ -340,7 +339,7 @@ class RLModule(TrainedModule):
         return calls
 
     def train_calls(self) -> list[ModelCall]:
-        """The models that each minibatch updates, in order, all with one step of the optimizer."""
+        """Returns calls of the models that each minibatch updates, in order, all with one step of the optimizer."""
         scores = [key for call in self.model_calls() for key in call.outputs if key not in CRITIC_KEYS]
         calls = [ModelCall("policy_update", "policy", "train", ("behavior_logprobs", *scores, "advantages"))]
         if "critic" in self.trained_roles():
@@ -348,26 +347,26 @@ class RLModule(TrainedModule):
         return calls
 
     def resting_parameters(self) -> Iterable[torch.nn.Parameter]:
-        """Trained parameters that this iteration does not touch: no step, no decay, no change of the moments."""
+        """Returns trained parameters that this iteration leaves unchanged, with their optimizer state."""
         return ()
 
     def trained_roles(self) -> list[str]:
-        """The roles that the optimizer updates: the policy, and a separate critic unless it is frozen."""
+        """Lists the roles that the optimizer updates: the policy, and a separate critic unless it is frozen."""
         return [name for name, role in self.models().items() if name in ("policy", "critic") and not role.frozen]
 
     def saved_roles(self) -> list[str]:
-        """The roles whose weights are in a checkpoint; the others are loaded again from their source."""
+        """Lists the roles whose weights are in checkpoints; the others are loaded again from their source."""
         return self.trained_roles()
 
     def configure_optimizers(self) -> Any:
-        """AdamW over the trained parameters, a group for each role, with warm-up and decay per iteration."""
+        """Makes an AdamW of the trained parameters, a group per role, with warm-up and decay per iteration."""
         optimizer = torch.optim.AdamW(
             self.parameter_groups(),
             lr=self.lr,
             betas=self.betas,
             eps=self.eps,
             weight_decay=self.weight_decay,
-            fused=not own_parameters(self),  # which are not sharded as the models are
+            fused=not own_parameters(self),  # these are not sharded as the models are
         )
         optimizer._step_supports_amp_scaling = False  # otherwise Lightning refuses to clip in mixed precision
         return self.add_schedule(optimizer)
@@ -379,14 +378,14 @@ class RLModule(TrainedModule):
         return with_schedule(optimizer, num_iterations, self.warmup_iterations, self.lr_decay, self.min_lr_ratio)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups: one for each trained role, with its `lr` and `weight_decay`."""
+        """Returns the optimizer's groups, one for each trained role, with its `lr` and `weight_decay`."""
         roles = self.models()
         return parameter_groups(self, {name: roles[name] for name in self.trained_roles()}, lr=self.lr)
 
     def validation_step(self, batch: list[Group], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Logs mean reward, accuracy, pass@k and the reward's further numbers over the validation groups.
 
-        With several labeled sources each is also logged separately: `val/reward/<label>`. With several loaders
+        If there are several labeled sources, each is also logged separately: `val/reward/<label>`. With several loaders
         Lightning adds `/dataloader_idx_<n>` to the names.
         """
         self._log_evaluation("val", batch, dataloader_idx)
@@ -398,13 +397,13 @@ class RLModule(TrainedModule):
         return batch
 
     def data_flow(self, *, from_file: bool = False) -> DataFlowGraph:
-        """Everything that an iteration computes, from the prompt to the updates, as one checked graph.
+        """Returns a checked graph of everything that an iteration computes, from the prompt to the updates.
 
         Args:
-            from_file: trajectories come from a file, so nothing is generated and no reward computed.
+            from_file: trajectories come from a file, so nothing is generated and no reward is computed.
 
         Raises:
-            ValueError: if the calls do not form a graph (see DataFlowGraph), or a server cannot answer its call.
+            ValueError: if the calls do not form a graph (see DataFlowGraph), or a server cannot compute its call.
         """
         return iteration_graph(
             self.model_calls(),
@@ -419,7 +418,7 @@ class RLModule(TrainedModule):
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The policy's."""
+        """The policy's tokenizer."""
         tokenizer = self.policy_spec.load_tokenizer()
         if tokenizer.eos_token_id is None and not self.sampling.stop_token_ids:
             raise ValueError(
@@ -430,15 +429,15 @@ class RLModule(TrainedModule):
 
     @functools.cached_property
     def image_reader(self) -> ImageReader | None:
-        """How the policy reads images; None if it is a model of text alone."""
+        """How the policy reads images; None if it is a text-only model."""
         return ImageReader.of(self.policy_spec.load_config())
 
     def stop_token_ids(self) -> dict[str, list[int]]:
-        """Source of stop tokens → their ids."""
+        """Maps each source of stop tokens to their ids."""
         return stop_token_ids(cast("PreTrainedModel", self.policy), self.tokenizer, self.sampling)
 
     def complete_template(self, template: ChatTemplate) -> None:
-        """Gives a workflow's template what it needs of the policy: how it reads images, and its ends of turns."""
+        """Sets in a workflow's template how the policy reads images, and which tokens end its turns."""
         template.image_reader = self.image_reader
         for source, token_ids in self.stop_token_ids().items():
             template.end_token_ids.update(token_ids if source != "sampling" else ())
@@ -500,7 +499,7 @@ class RLModule(TrainedModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clips each role alone, whatever the optimizer's groups: a critic's gradients do not shrink the policy's."""
+        """Clips each role separately, for any optimizer groups: a critic's gradients must not shrink the policy's."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for part in by_role(self, self.trained_roles(), parameters).values():
             one: Any = SimpleNamespace(param_groups=[{"params": part}])
@@ -510,7 +509,7 @@ class RLModule(TrainedModule):
         return batch  # prompts are plain Python
 
     def on_after_batch_transfer(self, batch: object, dataloader_idx: int) -> object:
-        """Validation, test and predict batches are prompts; their steps get groups with rewards."""
+        """Rolls out the prompts of a validation, test or predict batch; its step gets groups with rewards."""
         trainer: Any = self.trainer
         if trainer.training:
             self._log_batch_size = 1
@@ -521,16 +520,16 @@ class RLModule(TrainedModule):
         return groups
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Lightning's `log`, with a shortcut for plain numbers of the current iteration that takes a tenth of the time.
+        """Logs as Lightning does, but plain numbers of the current iteration in a tenth of the time.
 
-        The default `batch_size` is the number of trajectories, which Lightning would infer from tensors.
+        The default `batch_size` is the number of trajectories; Lightning would infer it from tensors.
 
         Raises:
             RewardError: if `reward` calls it.
         """
         if threading.current_thread().name == REWARD_THREAD:
             raise RewardError(
-                f"self.log({name!r}, ...) cannot be called in reward, which runs next to the training loop. Return the "
+                f"self.log({name!r}, ...) cannot be called in reward, which runs outside the training loop. Return the "
                 f"number with the reward, as {{'reward': ..., {name!r}: ...}}; it is logged as rollout/{name}."
             )
         if isinstance(value, int | float) and not args and self._current_fx_name is not None:
@@ -542,7 +541,7 @@ class RLModule(TrainedModule):
         super().log(name, value, *args, **kwargs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Frozen roles are loaded again from their source, so checkpoints leave them out."""
+        """Removes frozen roles, which are loaded again from their source."""
         keep_trained(checkpoint, self._loaded_models(), self.saved_roles())
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""Trainer: Lightning's, with an engine. It installs RolloutLoop, adds default callbacks and dispatches the RL hooks.
+"""Trainer: Lightning's Trainer with an engine. Installs RolloutLoop, adds default callbacks and calls the RL hooks.
 
-A plain LightningModule runs through it as through Lightning's own.
+A plain LightningModule runs as in Lightning's Trainer.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from lightrl.module import RLModule, TrainedModule
 from lightrl.rewards.length_penalty import OverlongPenalty
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import AtomicCheckpointIO, FSDP2Strategy, check_strategy, named_strategy, ranks_of
-from lightrl.strategies.checkpoints.atomic_write import logged_behind_failure
+from lightrl.strategies.checkpoint.atomic_write import logged_behind_failure
 from lightrl.trajectory import Group, Sampling
 
 if TYPE_CHECKING:
@@ -66,40 +66,35 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Plain data that hyper-parameters may hold: checkpoints are loaded with weights_only=True.
+# Plain data that hyperparameters may contain: checkpoints are loaded with weights_only=True.
 torch.serialization.add_safe_globals([
     LoRA, ModelSpec, Role, RoleMesh, Sampling, AdaptiveKL, EarlyStop, ImportanceWeights, OverlongPenalty, ReferenceKL,
     RewardShaping,
 ])  # fmt: skip
 
-# Lightning's warnings about what our modules do on purpose.
+# Lightning's warnings about what lightrl's modules do on purpose.
 INTENDED: tuple[tuple[str, type[Warning]], ...] = (
     # Models stay in evaluation mode: dropout would make trainer and engine disagree.
     (r"Found \d+ module\(s\) in eval mode", UserWarning),
-    # Validation batches become groups with rewards in a module hook, whatever data module they come from.
+    # Validation batches become groups with rewards in a module hook, for any data module.
     (r"You have overridden `(transfer_batch_to_device|on_after_batch_transfer)`", UserWarning),
     # The loader only counts iterations: prompts are read by position.
     (r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not", UserWarning),
-    # Nor has a batch rows of a data set, which a prediction writer may ask for.
+    # For the same reason a batch has no rows of a data set, which a prediction writer may ask for.
     (r"Couldn't infer the batch indices", UserWarning),
     # An RLModule can validate, but need not.
     (r"You defined a `validation_step` but have no `val_dataloader`", UserWarning),
 )
 
-ONE_OPTIMIZER = (
-    "{}.configure_optimizers must return one optimizer, with a parameter group for each learning rate; "
-    "`parameter_groups` gives one for each trained model."
-)
-
 
 def ignore_srun_advice() -> None:
-    """Lightning recommends `srun` wherever it is installed; outside a Slurm job that does not apply."""
+    """Hides Lightning's advice to use `srun`, which it gives outside Slurm jobs too."""
     if "SLURM_JOB_ID" not in os.environ:
         warnings.filterwarnings("ignore", "The `srun` command is available", UserWarning)
 
 
 def set_device_defaults(flags: dict[str, Any]) -> None:
-    """Sets precision bf16-mixed on a CUDA GPU, unless the user says otherwise; MPS is left alone: nobody tried it."""
+    """Sets precision bf16-mixed on a CUDA GPU unless the user sets another; does not choose MPS, which is untested."""
     accelerator = flags.get("accelerator") or "auto"
     if not torch.cuda.is_available():
         flags["accelerator"] = "cpu" if accelerator == "auto" and torch.backends.mps.is_available() else accelerator
@@ -117,12 +112,12 @@ class Trainer(RLTrainer):
     (`last.ckpt`), and every 10 minutes in the background (`last-timed.ckpt`).
 
     Args:
-        engine: what generates; `LocalEngine()`, in this process, if None.
+        engine: generates completions; None is `LocalEngine()`, in this process.
         callbacks: one or several, Lightning's and lightrl's.
-        strategy: Lightning's, an object, or `FSDP2Strategy`, by name too, which is `auto` with several devices.
-        precision: Lightning's; None is `bf16-mixed` on a CUDA GPU, else Lightning's default.
+        strategy: an object or a name, Lightning's or lightrl's; `auto` is `FSDP2Strategy` with several devices.
+        precision: as in Lightning; None is `bf16-mixed` on a CUDA GPU, otherwise Lightning's default.
         log_every_n_steps: as in Lightning; None is every iteration for an RLModule, Lightning's 50 for other modules.
-        kwargs: Lightning's.
+        kwargs: further arguments of Lightning's Trainer.
     """
 
     def __init__(
@@ -146,10 +141,10 @@ class Trainer(RLTrainer):
             ignore_srun_advice()
             names = ("accelerator", "devices", "num_nodes")
             flags = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
-            # Lightning would spread the run over several processes.
+            # With several devices Lightning would use DDP.
             if strategy == "auto" and not isinstance(_AcceleratorConnector(**flags).strategy, SingleDeviceStrategy):
                 strategy = FSDP2Strategy()
-            # Lightning appends its defaults to the very list it gets; a copy keeps them apart from the user's.
+            # Lightning appends its defaults to the list that it gets; a copy keeps the user's list unchanged.
             super().__init__(
                 callbacks=list(own),
                 strategy=named_strategy(strategy),
@@ -159,14 +154,14 @@ class Trainer(RLTrainer):
         self._logger_connector = self._step_log = StepLog(self)
         self._logs_every_iteration = log_every_n_steps is None
         self.engine = engine
-        self.memory_estimate = "No memory was estimated; lightrl plan does it."  # a rank's, in words
+        self.memory_estimate = "No memory was estimated; lightrl plan does it."  # for one rank, as text
         self.phase_seconds = {}
         self.rollout_loop = RolloutLoop(self)
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
         self._stage = RolloutStage(self, self.rollout_loop.resume)
         self._restoring: object = None  # a fit's checkpoint, until the fit runs
-        self._num_saved = 0  # iterations that the latest checkpoint has, or that came before this fit
-        self._muted: list[Any] = []  # checkpoint callbacks that must not save the exception that ended the last stage
+        self._num_saved = 0  # iterations up to the latest checkpoint, or to the start of this fit
+        self._muted: list[Any] = []  # checkpoint callbacks that must not save on exceptions until a stage runs
         self._hook_calls: deque[tuple[str, tuple[object, ...]]] = deque()
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = AtomicCheckpointIO()
@@ -174,9 +169,9 @@ class Trainer(RLTrainer):
         self._add_default_callbacks(own)
 
     def call_rl_hook(self, name: str, *args: object) -> None:
-        """Calls an RL hook of all callbacks and of the module; one that is called from a hook waits until that ends.
+        """Calls an RL hook of all callbacks and of the module; a call from inside a hook waits until that hook ends.
 
-        So everybody gets `on_policy_updated` before the `on_weights_synced` that WeightSync calls in it.
+        So all of them get `on_policy_updated` before the `on_weights_synced` that WeightSync calls in it.
         """
         self._hook_calls.append((name, args))
         if len(self._hook_calls) > 1:
@@ -200,11 +195,11 @@ class Trainer(RLTrainer):
 
     @property
     def log_dir(self) -> str | None:
-        """The run's folder, where everything that is no logger's writes too; a collective.
+        """The run's folder, where everything besides the loggers writes too; a collective.
 
-        Lightning's is the folder of all runs if the first logger is neither TensorBoard's nor CSV: with Weights and
+        If the first logger is neither TensorBoard's nor CSV, Lightning's is the folder of all runs: with Weights and
         Biases or MLflow a second run would write into the first one's. So it is the folder of the first logger that has
-        one per run, or else save_dir/name/version, as for ModelCheckpoint, where an MLflow on a server has no save_dir.
+        one per run, or otherwise save_dir/name/version, as for ModelCheckpoint; MLflow on a server has no save_dir.
         """
         loggers: list[Any] = [*self.loggers]
         own = next((one for one in loggers if isinstance(one, CSVLogger | TensorBoardLogger)), None)
@@ -212,7 +207,7 @@ class Trainer(RLTrainer):
         if own is not None:
             folder = own.log_dir
         elif loggers and self.is_global_zero:
-            _ = loggers[0].experiment  # it gives the version
+            _ = loggers[0].experiment  # sets the version
             name, version = str(loggers[0].name), loggers[0].version
             if version not in (None, ""):
                 version = version if isinstance(version, str) else f"version_{version}"
@@ -223,7 +218,7 @@ class Trainer(RLTrainer):
         """Trains a module; the arguments are Lightning's.
 
         Raises:
-            RuntimeError: if an earlier fit failed while it resumed: its checkpoint may be restored in part.
+            RuntimeError: if an earlier fit failed while it resumed: its checkpoint may be partly restored.
         """
         if self._restoring is not None:
             raise RuntimeError(
@@ -235,17 +230,17 @@ class Trainer(RLTrainer):
             super().fit(model, *args, **kwargs)
 
     def validate(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Measures a policy on the validation prompts; the arguments are Lightning's."""
+        """Evaluates a policy on the validation prompts; the arguments are Lightning's."""
         with self._checked(model):
             return super().validate(model, *args, **kwargs)
 
     def test(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Measures a policy on the test prompts; the arguments are Lightning's."""
+        """Evaluates a policy on the test prompts; the arguments are Lightning's."""
         with self._checked(model):
             return super().test(model, *args, **kwargs)
 
     def predict(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Rolls out the test prompts, with rewards, and does not train on them; the arguments are Lightning's."""
+        """Rolls out the test prompts with rewards, without training on them; the arguments are Lightning's."""
         with self._checked(model):
             return super().predict(model, *args, **kwargs)
 
@@ -253,16 +248,16 @@ class Trainer(RLTrainer):
     def _checked(
         self, model: L.LightningModule | None, *, needs_rewards: bool = True, is_fit: bool = False
     ) -> Iterator[None]:
-        """Refuses, before any model is built, what cannot train an RLModule; inside, Lightning's warnings fit one."""
+        """Checks, before any model is built, that the trainer fits the module; inside, hides irrelevant warnings."""
         module = self.lightning_module if model is None else getattr(model, "_orig_mod", model)  # of torch.compile
-        self._mute_checkpoints()  # until the stage runs: a run whose state is half restored has nothing to save
+        self._mute_checkpoints()  # until the stage runs: a half restored state must not be saved
         with warnings.catch_warnings():
             ignore_srun_advice()
             if isinstance(module, RLModule):
                 self._stage.check(module, is_fit=is_fit)
                 self._check_callbacks()
                 warn_of_monitors(self)
-                # Lightning would give each rank other prompts, shuffled: here all ranks count the same iterations.
+                # Lightning's sampler would shuffle and divide prompts; here all ranks count the same iterations.
                 self._accelerator_connector.use_distributed_sampler = False
             if isinstance(module, TrainedModule):
                 check_strategy(self.strategy, module)
@@ -279,25 +274,28 @@ class Trainer(RLTrainer):
                 raise self.rollout_loop.out_of_memory(error, module) from error
             except RuntimeError as error:
                 if isinstance(module, RLModule) and str(error).startswith("Training with multiple optimizers"):
-                    raise ValueError(ONE_OPTIMIZER.format(type(module).__name__)) from error
+                    raise ValueError(
+                        f"{type(module).__name__}.configure_optimizers must return one optimizer, with a parameter "
+                        "group for each learning rate; `parameter_groups` gives one for each trained model."
+                    ) from error
                 raise
             finally:
-                self._stage.close()  # again, if the stage did not start, or a second Ctrl-C cut its own close short
-                self._checkpoint_connector._loaded_checkpoint = {}  # one that was refused; the next stage would read it
+                self._stage.close()  # if the stage did not start, or a second Ctrl-C interrupted its close
+                self._checkpoint_connector._loaded_checkpoint = {}  # the next stage would read a refused one
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._restoring = None
         if self.state.fn == TrainerFn.FITTING:
             self._restoring = kwargs.get("ckpt_path")
-            self.strategy.optimizers = []  # an earlier fit's: until this one has its own, settings may change
+            self.strategy.optimizers = []  # of an earlier fit; until this one has its own, settings may change
         try:
             if self.is_global_zero and (self._restoring or self.state.fn != TrainerFn.FITTING):
-                keep_rows(self.loggers)  # a new run has its own: Lightning warns, and removes those of another
+                keep_rows(self.loggers)  # a new run has its own; Lightning would warn and remove others
             return super()._run(*args, **kwargs)
-        except Exception as error:  # any error may follow from that of another rank
+        except Exception as error:  # any error may be a consequence of another rank's
             ranks = ranks_of(self.strategy)
-            ranks.fail(error)  # which waits until it is clear whether another rank is the cause
-            if ranks.failed_before is None or str(error) in ranks.failed_before:  # all ranks refuse the same
+            ranks.fail(error)  # waits until it is clear whether another rank is the cause
+            if ranks.failed_before is None or str(error) in ranks.failed_before:  # all ranks raise the same
                 raise
             raise OtherRankFailed(
                 f"Rank {self.global_rank} could not continue because another rank failed first. Fix that; its "
@@ -322,15 +320,15 @@ class Trainer(RLTrainer):
             return self._run_rl_stage(module)
 
     def _note_failure(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        """A stage has ended, perhaps with an error."""
+        """Notes the error that ended a stage, if any, and warns about iterations without a checkpoint."""
         if error is None:
             return
         resume = self.rollout_loop.resume
         resume.note_failure(error)
         failed_before = self.rollout_loop.ranks.failed_before
-        if resume.why_no_checkpoint is not None:  # closing may have failed to read the state
+        if resume.why_no_checkpoint is not None:  # for example, closing failed to read the state
             for callback in self._mute_checkpoints():
-                # else the rank that failed says it, or there was nothing to save
+                # otherwise the failed rank warns, or there was nothing to save
                 if failed_before is None and self.global_step:
                     self._warn_of_no_checkpoint(getattr(callback, "dirpath", None))
         elif self.state.fn == TrainerFn.FITTING and self.is_global_zero and not self.fast_dev_run:
@@ -339,12 +337,12 @@ class Trainer(RLTrainer):
     def _run_rl_stage(self, module: RLModule) -> Any:
         loop, ranks = self.rollout_loop, self.rollout_loop.ranks
         with loop.gate.raised_at_once(ranks):
-            if self.received_sigterm:  # while models were loaded
+            if self.received_sigterm:  # while models were being loaded
                 raise SIGTERMException
             loop.gate.begin()
             loop.resume.begin()
             for inner in (self.fit_loop.epoch_loop.val_loop, self.validate_loop, self.test_loop, self.predict_loop):
-                inner.inference_mode = False  # what is made there could not be loaded into in place later
+                inner.inference_mode = False  # inference tensors could not be overwritten by a later weight load
             if self._logs_every_iteration:
                 self.log_every_n_steps = 1
             self._stage.open(module)
@@ -357,9 +355,9 @@ class Trainer(RLTrainer):
         return results
 
     def _mute_checkpoints(self) -> list[Any]:
-        """The callbacks that save on exceptions; until the next stage runs they do not.
+        """Stops callbacks from saving on exceptions until the next stage runs; returns those that would.
 
-        One would move its links to a checkpoint that `save_checkpoint` refuses.
+        A callback would point its links to a checkpoint that `save_checkpoint` refuses to write.
         """
         saving: list[Any] = [item for item in self.checkpoint_callbacks if getattr(item, "save_on_exception", False)]
         for callback in saving:
@@ -387,7 +385,7 @@ class Trainer(RLTrainer):
         )
 
     def _warn_of_unsaved_iterations(self) -> None:
-        """Only a ModelCheckpoint of the user does not save on exceptions."""
+        """Warns if iterations are lost; only a ModelCheckpoint of the user may not save on exceptions."""
         own = [callback for callback in self.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         if own and self._num_saved < self.global_step and not any(callback.save_on_exception for callback in own):
             log.warning(
@@ -409,18 +407,18 @@ class Trainer(RLTrainer):
             elif isinstance(callback, ModelSummary):
                 self.callbacks[index] = ModelLines()
             elif type(callback) is ModelCheckpoint:
-                # Lightning 2.6.6 writes `last.ckpt` under fast_dev_run too, into the working folder.
+                # Lightning 2.6.6 writes `last.ckpt` into the working directory even under fast_dev_run.
                 keeps = not self.fast_dev_run
                 self.callbacks[index] = ModelCheckpoint(save_last=keeps, save_on_exception=keeps)
                 if keeps:
                     self.callbacks.append(TimedCheckpoint())
 
     def _check_folders(self) -> None:
-        """Refuses folders that this run cannot write to, before it has computed anything that would be lost."""
+        """Raises ValueError if this run cannot write to a folder, before it computes anything that would be lost."""
         folders: list[Any] = [getattr(one, "save_dir", None) or self.default_root_dir for one in self.loggers]
-        for folder in folders:  # where callbacks write too
+        for folder in folders:  # callbacks write there too
             check_local(save_dir=folder)
-        for saves in self.checkpoint_callbacks:  # next to the first logger's files, unless it names another folder
+        for saves in self.checkpoint_callbacks:  # they save next to the first logger's files by default
             folders.append(getattr(saves, "dirpath", None) or (folders or [self.default_root_dir])[0])
         for folder in folders:
             present = nearest_folder(Path(folder))
@@ -434,7 +432,7 @@ class Trainer(RLTrainer):
         if self.engine is None:
             return
         if is_fit and isinstance(self.strategy, FSDP2Strategy) and self.strategy.compile_layers:
-            check_compiled(self.engine, module.models()["policy"].spec.load_config())
+            check_compiled(self.engine.records_columns, module.models()["policy"].spec.load_config())
         self.engine.check()
         for sampling in (module.sampling, module.validation_sampling):
             self.engine.check_sampling(sampling)

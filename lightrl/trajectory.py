@@ -4,7 +4,7 @@ torch nor numpy.
 A trajectory has two encodings: `to_bytes` for other processes and checkpoints, and a line of JSON (`encode_json`) for
 files that people read.
 
-T is the number of tokens of a trajectory, prompt included. Every per-token field has T entries and is aligned to the
+T is the number of tokens of a trajectory, prompt included. Every per-token field has T entries, each aligned to the
 token it describes. Logprobs are in nats.
 """
 
@@ -35,8 +35,8 @@ class Prompt:
     """A task given to the policy, with what the reward needs.
 
     `token_ids` or `messages` must be set; the data module computes `token_ids` from `messages` with the policy's chat
-    template. `images` are in the order of the messages' `{"type": "image"}` parts, and `token_ids` has each one's image
-    tokens.
+    template. `images` are in the order of the messages' `{"type": "image"}` parts, and `token_ids` contains the image
+    tokens of each.
 
     Example:
         Prompt(id="train-17", token_ids=[3, 7, 1, 9, 10], fields={"answer": "9"})
@@ -55,16 +55,16 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt, 0 if it is not rendered; with the longest completion in a subclass that has them."""
+        """Number of tokens, 0 if the prompt is not rendered; a subclass with completions adds its longest one."""
         return len(self.token_ids or [])
 
     @property
     def content(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """What the policy reads: tokens and images."""
+        """The tokens and images that the policy reads."""
         return tuple(self.token_ids or ()), self.images
 
     def text(self, decode: Callable[[list[int]], str] | None = None) -> str:
-        """The last message, or the token ids, as text; without `decode` their numbers."""
+        """Returns the last message or the token ids as text; without `decode`, the ids as numbers."""
         if self.messages or not self.token_ids:
             return plain_text((self.messages or [])[-1:])
         return " ".join(map(str, self.token_ids)) if decode is None else decode(self.token_ids)
@@ -74,19 +74,19 @@ class Prompt:
 
 
 def content_text(content: object, image: str = "") -> str:
-    """The text of a message's content, which is text, or parts, or None; `image` stands for each image."""
+    """Returns the text of a message's content (a string, parts or None); `image` replaces each image."""
     if not isinstance(content, list):
         return "" if content is None else str(content)
     return "".join(image if part.get("type") == "image" else str(part.get("text", "")) for part in content)
 
 
 def plain_text(messages: Sequence[JsonMapping], image: str = "") -> str:
-    """Messages as text without a chat template."""
+    """Joins messages as text without a chat template."""
     return "\n\n".join(content_text(message.get("content"), image) for message in messages)
 
 
 def chat_as_text(value: object) -> object:
-    """The text of a column that holds a message, messages or parts; any other value as it is."""
+    """Returns the text of a value that is a message, messages or parts; returns any other value unchanged."""
     items = [value] if isinstance(value, dict) else value
     if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
         return value
@@ -105,17 +105,17 @@ _THINKING_TAGS = {f"<{name}>": f"</{name}>" for name in _XML} | {
     "◁think▷": "◁/think▷",
 }
 THINKING_OPENS, THINKING_CLOSES = ("|".join(map(re.escape, tags)) for tags in (_THINKING_TAGS, _THINKING_TAGS.values()))
-_QUOTE = "[\"'`]"  # around a tag that is spoken of
+_QUOTE = "[\"'`]"  # around a tag that is only mentioned
 _PAIRS = [*_THINKING_TAGS.items(), ("<|channel|>analysis<|message|>", "<|end|>")]
 CLOSED_THOUGHT = "|".join(rf"{re.escape(opens)}.*?{re.escape(closes)}" for opens, closes in _PAIRS)
 _THOUGHT = "|".join(rf"(?<!{_QUOTE}){re.escape(opens)}.*?(?:{re.escape(closes)}|\Z)" for opens, closes in _PAIRS)
 LEADING_THOUGHTS = re.compile(rf"\A(?:\s*(?:{_THOUGHT}))+", re.DOTALL)
 _PARTS = re.compile(
-    # the prompt opened it
+    # thinking that the prompt opened
     rf"\A(?:(?!{THINKING_OPENS}).)*?(?!(?<={_QUOTE})(?:{THINKING_CLOSES}){_QUOTE})(?:{THINKING_CLOSES})"
     r"|(?P<kept><tool_call>.*?</tool_call>|(?:^|(?<=[>\]]))[ \t>]*(?P<fence>`{3,}|~{3,}).*?(?:^[ \t>]*(?P=fence)|\Z))"
     rf"|{_THOUGHT}"
-    # what gpt-oss and others write before and after an answer
+    # markers that gpt-oss and others write around an answer
     r"|(?P<mark><\|start\|>assistant|<\|channel\|>final(?: <\|constrain\|>\w+)?<\|message\|>"
     r"|<\|(?:START|END)_RESPONSE\|>|<\|(?:begin|end)_of_solution\|>)",
     re.DOTALL | re.MULTILINE,
@@ -125,14 +125,14 @@ _UNCLOSED = re.compile(rf"(?:{THINKING_OPENS})(?:(?!{THINKING_CLOSES}).)*\Z", re
 
 
 def split_thinking(completion: str, *, has_opening: bool = False) -> tuple[str, str]:
-    """The thinking of a completion, without its tags, and the rest, the answer; all is thinking if it never ends.
+    """Splits a completion into its thinking, without tags, and the answer; thinking that never ends is all thinking.
 
-    What a call, a fenced block or quotes have of its tags is the rest's.
+    Tags inside a tool call, a fenced block or quotes belong to the answer.
 
     Args:
         completion: the policy's text.
-        has_opening: it has what the prompt opened, so only thinking at its start counts, and later tags are quoted.
-            Otherwise thinking may begin before the completion, and again within it.
+        has_opening: the completion includes a tag that the prompt opened, so only thinking at its start counts, and
+            later tags are quotations. Otherwise thinking may begin before the completion, and again within it.
     """
     if has_opening:
         part = LEADING_THOUGHTS.match(completion)
@@ -154,20 +154,20 @@ def split_thinking(completion: str, *, has_opening: bool = False) -> tuple[str, 
 
 
 def unclosed_thinking(text: str) -> str:
-    """The thinking that a text opens and does not close; empty if there is none."""
+    """Returns the thinking that a text opens but does not close; empty if there is none."""
     match = _UNCLOSED.search(text)
     return match[0] if match else ""
 
 
 def names_thinking(pattern: str) -> bool:
-    """Whether a regular expression has a tag of thinking in it, such as `</?think>`."""
+    """Whether a regular expression contains a thinking tag, for example `</?think>`."""
     return (
         re.search(rf"[<\[◁][^\w\s]*(?:channel|START_THINK|begin_of_thought|THINK|{'|'.join(_XML)})", pattern)
         is not None
     )
 
 
-# The most tokens that a truncated distribution keeps: SGLang returns 4,096 ids, some of which ties may take.
+# Most tokens that a truncated distribution keeps: SGLang returns 4,096 ids, and ties may use some of them.
 MAX_SUPPORT = 4000
 
 
@@ -175,17 +175,17 @@ MAX_SUPPORT = 4000
 class Sampling:
     """How the engine samples tokens.
 
-    `top_k` and `top_p` truncate the distribution. Training is exact with them: a token's logprobs, the engine's and the
-    trainer's, are those within its support, the tokens that it was sampled from.
+    `top_k` and `top_p` truncate the distribution. Training stays exact: engine and trainer both compute a token's
+    logprob within its support, the set of tokens that it was sampled from.
 
     Args:
         temperature: 0 is greedy.
-        top_p: 1 keeps every token; below, at most the top MAX_SUPPORT.
+        top_p: 1 keeps every token; a lower value keeps at most the top MAX_SUPPORT.
         top_k: -1 keeps every token.
-        max_new_tokens: of a completion; a turn has one.
+        max_new_tokens: token limit of a completion; each turn has one completion.
         min_new_tokens: no stop token is sampled before this many tokens.
         stop_token_ids: a completion ends with the first of these and includes it.
-        seed: int64; seed and position fix the uniform number that samples a token. A run sets that of each request.
+        seed: int64; seed and position determine the random number that samples a token. A run sets it for each request.
     """
 
     temperature: float = 1.0
@@ -204,8 +204,8 @@ class Sampling:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if not (1 <= self.top_k <= MAX_SUPPORT or self.top_k == -1):
             raise ValueError(
-                f"top_k must be from 1 to {MAX_SUPPORT:,} (-1 keeps every token), got {self.top_k}. The tokens that it "
-                "keeps are recorded for each sampled token."
+                f"top_k must be from 1 to {MAX_SUPPORT:,} (-1 keeps every token), got {self.top_k}. The kept tokens "
+                "are recorded for each sampled token."
             )
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
@@ -214,19 +214,19 @@ class Sampling:
             raise ValueError(f"min_new_tokens must be between 0 and {bound}, got {self.min_new_tokens}.")
 
     def with_seed(self, seed: int) -> Sampling:
-        """Copy with another seed; what was checked is not checked again."""
+        """Returns a copy with another seed, without checking the other fields again."""
         copy = object.__new__(type(self))
         vars(copy).update(vars(self), seed=seed)
         return copy
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens are sampled from a part of the vocabulary, which is then recorded as their support."""
+        """Whether tokens are sampled from part of the vocabulary, which is then recorded as their support."""
         return self.temperature > 0 and (self.top_k != -1 or self.top_p < 1)
 
     @property
     def max_support(self) -> int:
-        """The most tokens that a sampling chooses from; -1 for all."""
+        """The largest number of tokens to sample from; -1 for all."""
         return self.top_k if self.top_k != -1 or not self.is_truncated else MAX_SUPPORT
 
 
@@ -243,20 +243,20 @@ Span = tuple[int, int]  # tokens from start to end
 
 
 def rows_of(num_tokens: int, branches: Iterable[tuple[int, int]]) -> list[list[Span]]:
-    """The rows of a trajectory, see `Trajectory.rows`.
+    """Computes `Trajectory.rows`.
 
     Args:
         num_tokens: T.
-        branches: the tokens whose gap is not 0, in order, and their gaps.
+        branches: the tokens with a nonzero gap, in order, and their gaps.
     """
-    starts, before = [0], [-1]  # each part's first token, and the token that it follows
+    starts, before = [0], [-1]  # first token of each part, and the token before it
     for start, gap in branches:
         starts.append(start)
         before.append(start - 1 - gap)
     ends = [*starts[1:], num_tokens]
 
     def spans_to(end: int) -> list[Span]:
-        """All tokens up to `end` that precede it in its conversation."""
+        """Returns all tokens up to `end` that precede it in its conversation."""
         spans: list[Span] = []
         while end > 0:
             part = bisect_right(starts, end - 1) - 1
@@ -272,8 +272,8 @@ def rows_of(num_tokens: int, branches: Iterable[tuple[int, int]]) -> list[list[S
 class Trajectory:
     """One finished interaction: a completion, a conversation of several turns, or a tree of conversations.
 
-    The constructor turns lists of per-token numbers into TokenArrays, which take 8 bytes a token for all of them
-    together, and up to 8 more for rewards that differ from token to token.
+    The constructor turns lists of per-token numbers into TokenArrays, which use 8 bytes per token in total, and up to 8
+    more for rewards that differ from token to token.
 
     Example (prompt of 5 tokens, completion of 2, sampled by weight version 4):
         Trajectory(prompt=..., group_id=12, sample=0,
@@ -281,30 +281,30 @@ class Trajectory:
                    behavior_logprobs=[0.0] * 5 + [-1.2, -0.3], weight_versions=[-1] * 5 + [4, 4],
                    completion_ids=[9, 1], completion="9", finish_reason="stop", reward=1.0)
 
-    A tree has each token once, in the order of time. Its `gaps` say which token comes before a token:
+    A tree stores each token once, in chronological order. Its `gaps` tell which token precedes a token:
         prompt p, completion a; a subagent's s, x; then o, b after a:    token_ids  p a s x o b
         two rows, s x and p a o b                                        gaps       0 0 2 0 2 0
     """
 
     prompt: Prompt
     group_id: int  # position of the prompt in the prompt stream
-    sample: int  # its index in the group, 0 to G - 1
+    sample: int  # index in the group, 0 to G - 1
     token_ids: Sequence[int]  # int32 [T]
     loss_mask: Sequence[bool]  # [T], True where the policy generated the token and trains on it
     behavior_logprobs: Sequence[float]  # float32 [T], within the token's support; 0 where the policy did not generate
-    weight_versions: Sequence[int]  # int32 [T], of the weights that sampled the token; -1 elsewhere
-    completion_ids: Sequence[int]  # int32, token ids of the last turn, end token included
-    completion: str  # its text, from the <think> that the prompt opened on, without end tokens
+    weight_versions: Sequence[int]  # int32 [T], version that sampled the token; -1 elsewhere
+    completion_ids: Sequence[int]  # int32, token ids of the last turn, including the end token
+    completion: str  # its text, without end tokens; starts at a <think> that the prompt opened
     finish_reason: FinishReason = "stop"
     is_truncated: bool = False  # ended by a length limit
     reward: float | None = None  # None until it is computed
-    # What else travels with the tokens, by name (lightrl/columns), such as rewards per token.
+    # Other data that travels with the tokens, by name (lightrl/columns), for example rewards per token.
     columns: dict[str, Any] = field(default_factory=dict)
     images: list[str] = field(default_factory=list)  # images of observations, as data: URLs
     turns: list[Turn] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)  # name → number, logged for the reward or the workflow
-    workspace: str | None = None  # the folder that an agent left, for the reward; deleted after it
-    agent_output: str = ""  # the end of what the agent's program printed
+    workspace: str | None = None  # folder that an agent left for the reward, which is then deleted
+    agent_output: str = ""  # the end of the output of the agent's program
     # Outputs of LLM judges and teachers, by key: a number, or a numpy array [T, ...].
     call_outputs: JsonObject = field(default_factory=dict)
 
@@ -312,7 +312,7 @@ class Trajectory:
         self.pack()
 
     def pack(self) -> None:
-        """Turn assigned lists into TokenArrays; raises ValueError if a number does not fit its dtype."""
+        """Turns assigned lists into TokenArrays; raises ValueError if a number does not fit its dtype."""
         for name, column in TOKENS.items():
             setattr(self, name, column.array(getattr(self, name)))
         self.columns = as_columns(self.columns)
@@ -323,7 +323,7 @@ class Trajectory:
 
     @property
     def rewards(self) -> Sequence[float] | None:
-        """Rewards per token, float64 [T], whose sum `reward` then is; None if there is one for the whole."""
+        """Rewards per token, float64 [T], which sum to `reward`; None if there is only one reward for the whole."""
         return self.columns.get("rewards")
 
     @rewards.setter
@@ -333,7 +333,7 @@ class Trajectory:
 
     @property
     def gaps(self) -> Sequence[int] | None:
-        """How many tokens are between a token and the one before it in its conversation, [T]; None if all are 0."""
+        """Number of tokens between a token and its predecessor in its conversation, [T]; None if all are 0."""
         return self.columns.get("gaps")
 
     def __eq__(self, other: object) -> bool:
@@ -341,7 +341,7 @@ class Trajectory:
 
     @classmethod
     def of_text(cls, prompt: Prompt, completion: str, **fields: Any) -> Trajectory:
-        """One without tokens, for rewards of the text alone; `fields` are others of its fields."""
+        """Makes a trajectory without tokens, for rewards that only read text; `fields` are further fields."""
         tokens: dict[str, Any] = {"token_ids": (), "loss_mask": (), "behavior_logprobs": (), "weight_versions": ()}
         return cls(prompt, -1, -1, **tokens, completion_ids=(), completion=completion, **fields)
 
@@ -357,7 +357,7 @@ class Trajectory:
 
     @property
     def rows(self) -> list[list[Span]]:
-        """The tree's conversations, each the path to a last token, as spans of `token_ids`; one without gaps.
+        """The tree's conversations, each the path to its last token, as spans of `token_ids`; just one without gaps.
 
         A token that several rows share trains in the first of them.
         """
@@ -366,7 +366,7 @@ class Trajectory:
 
     @property
     def first_branch(self) -> int:
-        """The token that begins the first branch; T if there is none."""
+        """Index of the token that begins the first branch; T if there is none."""
         return next((index for index, gap in enumerate(self.gaps or ()) if gap), len(self.token_ids))
 
     @property
@@ -385,11 +385,11 @@ class Trajectory:
 
     @property
     def accuracy(self) -> float:
-        """The metric `accuracy` if there is one, else 1.0 for a reward of at least 1 and 0.0 below."""
+        """The metric `accuracy` if there is one; otherwise 1.0 for a reward of at least 1, 0.0 below."""
         return self.metrics.get("accuracy", float((self.reward or 0.0) >= 1.0))
 
     def with_lists(self) -> Trajectory:
-        """A copy for user code: its per-token fields are lists, and it has no hidden columns."""
+        """Returns a copy for user code: its per-token fields are lists, and it has no hidden columns."""
         copy = object.__new__(type(self))
         lists = {name: column.array(getattr(self, name)).tolist() for name, column in _ARRAYS.items()}
         shown = {name: values.tolist() for name, values in self.columns.items() if not _is_hidden(name)}
@@ -402,7 +402,7 @@ class Trajectory:
             length of the prompt's JSON, of the other JSON (8 bytes each) | both | the per-token fields as stored
 
         Args:
-            prompt: the prompt's `encode_json`, made once for a group; b"" if the reader has the prompt.
+            prompt: the prompt encoded by `encode_json`, once per group; b"" if the reader has the prompt.
             for_training: False leaves out hidden columns.
 
         Raises:
@@ -419,7 +419,7 @@ class Trajectory:
 
     @classmethod
     def from_bytes(cls, data: bytes, prompt: Prompt | None = None) -> Trajectory:
-        """Decodes `to_bytes`; `prompt` is the prompt of bytes that lack it."""
+        """Decodes `to_bytes`; pass `prompt` if the bytes do not include it."""
         num_prompt, num_others = _LENGTHS.unpack_from(data)
         start = _LENGTHS.size + num_prompt
         if num_prompt:
@@ -449,7 +449,7 @@ class Trajectory:
         return cls.from_bytes(base64.b64decode(text), prompt)
 
     def to_json(self) -> JsonObject:
-        """A line of the user's JSONL: JSON with a list for each per-token field."""
+        """Returns a line of the user's JSONL, with a list for each per-token field."""
         return cast(JsonObject, json.loads(encode_json(self)))
 
     @classmethod
@@ -469,7 +469,7 @@ class Trajectory:
         return TOKENS["weight_versions"].array(self.weight_versions).runs()
 
 
-# The per-token fields that are no columns, and how each is stored.
+# The per-token fields that are not in `columns`, and how each is stored.
 _ARRAYS = {**TOKENS, "completion_ids": TOKENS["token_ids"]}
 
 
@@ -487,12 +487,12 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """The lowest weight version of its tokens; -1 if the policy generated none."""
+        """The lowest weight version of the group's tokens; -1 if the policy generated none."""
         versions = [trajectory.oldest_version for trajectory in self.trajectories]
         return min((version for version in versions if version >= 0), default=-1)
 
     def state_dict(self) -> JsonObject:
-        """Encodes as JSON, for checkpoints: the trajectories' bytes as text, the prompt once for all that share it."""
+        """Encodes as JSON for checkpoints: the trajectories' bytes as text, and a shared prompt only once."""
         texts = []
         for trajectory in self.trajectories:
             shares_prompt = trajectory.prompt is self.prompt or trajectory.prompt == self.prompt
@@ -506,24 +506,24 @@ class Group:
 
 
 def encode_json(value: object) -> bytes:
-    """Encodes prompts, trajectories and whatever holds them in one line of JSON.
+    """Encodes prompts, trajectories and containers of them as one line of JSON.
 
     Raises:
-        TypeError, ValueError: if JSON cannot hold a part of it.
+        TypeError, ValueError: if JSON cannot represent a part of it.
     """
-    # A lone surrogate, which UTF-8 cannot hold, becomes \udxxx, as JSON calls it: it is read back as it was.
+    # A lone surrogate, which UTF-8 cannot encode, becomes JSON's \udxxx, which is decoded to the same character.
     return _ENCODER.encode(value).encode(errors="backslashreplace")
 
 
 def _as_plain(value: object) -> object:
-    """A record, a TokenArray, or an array or number of numpy or torch, as JSON can hold it."""
+    """Converts a record, a TokenArray, or a numpy or torch array or number to something JSON can represent."""
     if isinstance(value, Prompt):
         return value.to_json()
     if isinstance(value, Trajectory):
         return {name: getattr(value, name) for name in value.__dataclass_fields__ if name != "columns"} | value.columns
     if isinstance(value, Turn):
         return vars(value)
-    if isinstance(value, TokenArray) and value.code == "B":  # nobody reads them as numbers
+    if isinstance(value, TokenArray) and value.code == "B":  # not meant to be read as numbers
         return value.text
     if hasattr(value, "tolist"):
         return value.tolist()
@@ -531,15 +531,15 @@ def _as_plain(value: object) -> object:
 
 
 def files_of(path: Path) -> list[Path]:
-    """A file of trajectories, or those of a folder of TrajectoryLog, in the order of training; ValueError if none."""
+    """Returns the file, or a TrajectoryLog folder's files in training order; raises ValueError if there are none."""
     files = sorted(set(path.glob("*.jsonl")) - {path / "tokens.jsonl"}) if path.is_dir() else [path]
     if not files or not files[0].is_file():
-        raise ValueError(f"{str(path)!r} is no file and no folder with .jsonl files of TrajectoryLog. Fix the path.")
+        raise ValueError(f"{str(path)!r} is neither a file nor a folder with TrajectoryLog's .jsonl files.")
     return files
 
 
 def read_records(file: Path) -> Iterator[tuple[str, JsonObject, Trajectory]]:
-    """Lines of a file: what names each in messages, its record and its trajectory; ValueError for one without."""
+    """Yields each line's name for messages, its record and its trajectory; raises ValueError for any other line."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -555,7 +555,7 @@ def read_records(file: Path) -> Iterator[tuple[str, JsonObject, Trajectory]]:
 
 
 def read_trajectories(path: str | Path) -> Iterator[Trajectory]:
-    """The trajectories of one file that TrajectoryLog wrote, or of a folder of such files, in the order of training."""
+    """Yields the trajectories of a file that TrajectoryLog wrote, or of a folder of such files, in training order."""
     for file in files_of(Path(path)):
         yield from (trajectory for _, _, trajectory in read_records(file))
 
@@ -565,13 +565,13 @@ _LENGTHS = struct.Struct("<qq")
 
 
 def sampling_seed(run_seed: int, prompt_id: str, sample: int, turn: int = 0) -> int:
-    """The seed of one generation, [0, 2^63): the same on every machine and in any order of arrival."""
+    """Computes the seed of one generation, [0, 2^63); it depends on neither machine nor order of arrival."""
     text = f"{run_seed}/{prompt_id}/{sample}/{turn}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 def as_array(value: object) -> object:
-    """A list of each token's numbers as an array of float32, int64 or bool; anything else as it is."""
+    """Converts a list of per-token numbers to an array of float32, int64 or bool; returns anything else unchanged."""
     if not isinstance(value, list):
         return value
     import numpy as np

@@ -48,7 +48,7 @@ def test_a_reward_of_the_whole_goes_to_the_last_loss_token_where_others_have_one
 @pytest.mark.parametrize(
     ("trajectories", "message"),
     [
-        ([], "This iteration has no trajectory"),
+        ([], "This iteration has no trajectories"),
         ([trajectory(reward=None)], "prompt 'sum-1' has no reward"),
         (
             [trajectory(loss_mask=[False, True])],

@@ -1,25 +1,25 @@
-"""Callbacks: what happens around an iteration, each a plain Lightning callback with RL hooks added.
+"""Callbacks: what happens around an iteration. Each is a plain Lightning callback with added RL hooks.
 
 Reading order:
     rl_callback.py      the hooks, and when each is called
-    weight_sync.py      the trainer's weights to the engine, with a version; which ranks write them
+    weight_sync.py      brings the trainer's weights to the engine, with a version; which ranks write them
       rounding.py       how far the engine's logprobs may be from the trainer's
-      probe.py          a few sequences that both score after a load: within this bound?
+      probe.py          after a load, trainer and engine score a few sequences: do they agree within this bound?
       lag_probe.py      how far the policy moves in one version, and in a few
-      answer_check.py   sampled tokens against the trainer under the weights that sampled them
+      answer_check.py   compares sampled tokens with the trainer under the weights that sampled them
     staleness.py        how far behind a trajectory may be
     dynamic_sampling.py which groups are dropped and replaced; which prompts are run, by past success
-    rollout_metrics.py  what is logged of each iteration; monitors.py  who waits for a metric that nobody logs
-    progress.py         the two-line progress bar, and a line per iteration; what is trained
+    rollout_metrics.py  the numbers logged in each iteration; monitors.py: callbacks that wait for an unknown metric
+    progress.py         the two-line progress bar, and a line per iteration; which models train
     trace.py            what each process did when, and where the time went
-    trajectory_log.py   trajectories as JSONL, now and then as a table
+    trajectory_log.py   trajectories as JSONL, and periodically as a table
     learning_curve.py   the run's curve as a plot
     run_files.py        the run's README, log lines, state for `lightrl status`, problems, timed checkpoint
-    loggers.py          tables, plots and models for those loggers that take them, such as MLflow; tables for Comet
+    loggers.py          tables, plots, models and settings for the loggers that accept them
     export.py           the policy as a Hugging Face folder
 
-May import: everything up to module and data; not loops, not trainer. To add one: subclass RLCallback, override what you
-need; a test runs it in a real Trainer with FakeEngine.
+May import: everything up to module and data; not loops, not trainer. To add one, subclass RLCallback and override the
+hooks that you need; a test runs it in a real Trainer with FakeEngine.
 """
 
 from lightrl.callbacks.dynamic_sampling import DynamicSampling, PromptCurriculum

@@ -1,14 +1,15 @@
-"""AnswerCheck: what the engine sampled, against the trainer under the weights that sampled it, before it is trained on.
+"""AnswerCheck: compares sampled tokens with the trainer under the weights that sampled them, before they are trained
+on.
 
-Each iteration a few trajectories are scored once more: the tokens of each one's oldest and newest weight version, of
-which the trainer has a copy in host memory while they may be stale. The engine's logprobs must be the trainer's, to
-rounding. And the oldest tokens must be as likely as their distribution says, which finds a server that samples
-otherwise than asked; whether the newest ones are there to count depends on what came before, which was no end.
+In each iteration, a few trajectories are scored again: the tokens of their oldest and newest weight versions, which the
+trainer keeps in host memory while they may be stale. The engine's logprobs must equal the trainer's, up to rounding. In
+addition, the oldest tokens must be as likely as their distribution says, which detects a server that ignores sampling
+settings. The newest ones exist only if no end token came before: a biased sample, which does not count.
 
-For a function f of a token, exp(λ f) / E[exp(λ f)] has the mean 1, whatever came before; so the product over all
-tokens exceeds e^35 with a chance of e^-35. f is the logprob: λ > 0 collects what is too likely (temperature 0, a
-smaller top-k), λ < 0 what is too unlikely. The sum of the logarithms starts again at 0 when it is below. Shapes: N
-tokens, their K most likely alternatives.
+For a function f of a token, exp(λ f) / E[exp(λ f)] has mean 1, whatever came before, so the product over all tokens
+exceeds e^35 with probability at most e^-35. f is the logprob: λ > 0 accumulates evidence for too likely tokens
+(temperature 0, a smaller top-k), λ < 0 for too unlikely ones. The sum of the logarithms is reset to 0 when it is
+negative. Shapes: N tokens, their K most likely alternatives.
 
 Source: Ville's inequality; Page, Continuous inspection schemes (CUSUM).
 """
@@ -36,35 +37,35 @@ from lightrl.trajectory import Sampling
 
 TOP = 64  # K
 LIMIT_NATS = 35.0
-OUTSIDE_CHANCES = 0.01, 0.05  # a token beyond top-p or top-k: by rounding; suspect
-NUM_TOKENS = 256  # trained tokens that are scored once more
+OUTSIDE_CHANCES = 0.01, 0.05  # of a token beyond top-p or top-k: by rounding; in a faulty server
+NUM_TOKENS = 256  # trained tokens that are scored again
 
 
 class AnswerCheck:
-    """Checks an iteration's first minibatch, without tokens of versions before this run's second load.
+    """Checks an iteration's first minibatch, except for tokens of versions up to this run's first load.
 
-    Of the first one it may have taken over tokens that other weights sampled, after a failure within an iteration.
+    After a failure within an iteration, other weights may have sampled tokens that carry the first load's version.
     """
 
     def __init__(self) -> None:
         self._evidence_nats = torch.zeros(2)  # that tokens are too likely, too unlikely
         self._weights: dict[int, list[Tensor]] = {}  # version → the policy's trained parameters on this rank
-        self._first_version: int | None = None  # that this run has loaded
+        self._first_version: int | None = None  # the first version that this run has loaded
 
     def keep(self, trainer: RLTrainer, module: RLModule, weight_version: int, rounding: Rounding) -> None:
-        """Copies the present weights, of this version; forgets versions whose tokens can no longer be trained on."""
+        """Copies the present weights under this version; forgets versions whose tokens are too old to train on."""
         staleness = trainer.rollout.settings.max_staleness
         self._first_version = weight_version if self._first_version is None else self._first_version
         self._weights = {old: kept for old, kept in self._weights.items() if old >= weight_version - staleness}
         if staleness > 0:
-            is_coarse = rounding.engine_eps >= torch.finfo(torch.bfloat16).eps  # the engine has rounded them too
+            is_coarse = rounding.engine_eps >= torch.finfo(torch.bfloat16).eps  # the engine has rounded weights too
             values = _trained(module) if ranks_of(trainer.strategy).of_role("policy").is_here else []
             dtypes = [torch.bfloat16 if is_coarse else value.dtype for value in values]
             copies = (value.to("cpu", dtype, copy=True) for value, dtype in zip(values, dtypes, strict=True))
             self._weights[weight_version] = list(copies)
 
     def has_sampled(self, version: int) -> bool:
-        """Whether all tokens of this version are of the weights that this run has loaded."""
+        """Whether all tokens of this version were sampled by weights that this run has loaded."""
         return version > (self._first_version or -1)
 
     def check(self, trainer: RLTrainer, module: RLModule, minibatch: ShardedExperience, rounding: Rounding) -> None:
@@ -97,14 +98,14 @@ class AnswerCheck:
             what, sampling = ("likely", "unlikely")[int(self._evidence_nats.argmax())], module.sampling
             raise EngineError(
                 f"The tokens that the engine sampled{_by(trainer)} are too {what} for temperature="
-                f"{sampling.temperature:g}, top_p={sampling.top_p:g} and top_k={sampling.top_k}: a chance of "
-                f"e^-{total:.0f}. Look for a proxy or a server's argument that changes these settings; or set "
+                f"{sampling.temperature:g}, top_p={sampling.top_p:g} and top_k={sampling.top_k}: the probability is "
+                f"e^-{total:.0f}. Look for a proxy or a server argument that changes these settings, or set "
                 "WeightSync.verify to false."
             )
 
 
 def _has_all_that_was_sampled(trainer: RLTrainer, module: RLModule, minibatch: ShardedExperience) -> bool:
-    """Whether nothing was left out, which might be more likely than the rest, or less."""
+    """Whether no sampled token was left out, which would bias the likelihood of the rest."""
     settings = trainer.rollout.settings
     num_rows = settings.groups_per_iteration * settings.group_size // module.num_minibatches
     is_whole = (len(minibatch), minibatch.num_loss_tokens) == (num_rows, int(minibatch.generated_token_counts.sum()))
@@ -115,7 +116,7 @@ def _has_all_that_was_sampled(trainer: RLTrainer, module: RLModule, minibatch: S
 def _measure(
     trainer: RLTrainer, module: RLModule, part: ShardedExperience, version: int, rounding: Rounding
 ) -> tuple[Tensor, Tensor]:
-    """Number, differences, entropies and evidence of this rank's tokens, summed; the largest difference."""
+    """Returns sums over this rank's tokens (number, difference, entropy, evidence) and the largest difference."""
     rated, own = part.rollout_part(), set(part.local_rows.tolist())
     oldest = part.version_bounds[0].to(module.device)
     rows = microbatch_rows(rated, ranks_of(trainer.strategy).of_role("policy"), module.microbatch_tokens)
@@ -147,12 +148,12 @@ def _measure(
 
 
 def evidence_nats(top: Tensor, is_sampled: Tensor, sampling: Sampling, margin_nats: float) -> Tensor:
-    """log(exp(λ f) / E[exp(λ f)]) of each token, for a λ > 0 and for -λ, [N, 2].
+    """Returns log(exp(λ f) / E[exp(λ f)]) of each token, for a λ > 0 and for -λ, [N, 2].
 
     Args:
-        top: [N, K], logprobs of the most likely tokens before truncation, in order; all others are one outcome.
+        top: [N, K], logprobs of the most likely tokens before truncation, in order; all others count as one outcome.
         is_sampled: bool [N, K], which of them was sampled, if any.
-        margin_nats: by which rounding may move a logprob.
+        margin_nats: the most by which rounding may change a logprob.
     """
     chances = top.exp()
     is_kept = chances.cumsum(1) - chances < sampling.top_p
@@ -167,7 +168,7 @@ def evidence_nats(top: Tensor, is_sampled: Tensor, sampling: Sampling, margin_na
     values = torch.cat([torch.where(is_kept, top, lowest), lowest], 1).clamp(min=-20)
     mean = (chances * values).sum(1, keepdim=True)
     spread = (chances * (values - mean) ** 2).sum(1, keepdim=True).sqrt().clamp(min=0.05)
-    values = values.maximum(mean - 4 * spread)  # what hardly ever comes must not rule E
+    values = values.maximum(mean - 4 * spread)  # very rare tokens must not dominate E
     is_outcome = torch.cat([is_sampled & is_kept, ~(is_sampled & is_kept).any(1, keepdim=True)], 1)
     tilts = torch.tensor([0.5, -0.5], device=top.device) / spread
     expected = (chances.log()[:, :, None] + tilts[:, None] * values[:, :, None]).logsumexp(1)
@@ -176,7 +177,7 @@ def evidence_nats(top: Tensor, is_sampled: Tensor, sampling: Sampling, margin_na
         sampled = torch.where(is_sampled.any(1), torch.where(is_sampled, top, 0.0).sum(1), top[:, -1])
         is_beyond = sampled < border[:, 0] - margin_nats
         evidence[:, 1] = torch.where(is_beyond, suspect / chance, (1 - suspect) / (1 - chance)).log()
-    is_known = ~is_kept[:, -1:] | (not sampling.is_truncated)  # else the distribution has tokens beyond K
+    is_known = ~is_kept[:, -1:] | (not sampling.is_truncated)  # otherwise tokens beyond K are kept too
     return torch.where(is_known, evidence, 0.0)
 
 
@@ -187,7 +188,7 @@ def _trained(module: RLModule) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _under(weights: Sequence[Tensor], parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, the parameters have these values; no weights leave them as they are."""
+    """Sets the parameters to these weights inside the context; leaves them unchanged if there are none."""
     changed = parameters[: len(weights)]
     present = [parameter.to("cpu", copy=True) for parameter in changed]
     try:
@@ -200,7 +201,7 @@ def _under(weights: Sequence[Tensor], parameters: Sequence[Tensor]) -> Iterator[
 
 
 def _by(trainer: RLTrainer) -> str:
-    """The servers that may have sampled, in words; on rank 0, which has them."""
+    """Returns the servers that may have sampled, as text; empty on ranks other than 0."""
     engine = trainer.rollout.engine
     servers = {} if engine is None else engine.verified_by()
     return f" at {', '.join(servers)}" if servers else ""

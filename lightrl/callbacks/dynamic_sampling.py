@@ -1,4 +1,4 @@
-"""Choice of what is trained on: DynamicSampling, by the groups' rewards; PromptCurriculum, by past success."""
+"""DynamicSampling chooses groups to train on by their rewards; PromptCurriculum chooses prompts by past success."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 
 class DynamicSampling(RLCallback):
-    """Drops groups by rules and rolls out new prompts for them, so that every iteration has its P groups.
+    """Drops groups by rules and rolls out new prompts in their place, so that every iteration has its P groups.
 
     `on_trajectory_dropped` gets each dropped trajectory with the reason: `filtered_zero_variance`, `filtered_too_hard`,
-    `filtered_too_easy`, `filtered_too_long`, `filtered_<word of the rule>`, `incomplete`, `oversampled`. On-policy the
-    replacements start together when all groups before them are in, so a run stays repeatable. An iteration then costs
+    `filtered_too_easy`, `filtered_too_long`, `filtered_<word of the rule>`, `incomplete`, `oversampled`. On-policy, the
+    replacements start together once all groups before them are done, so a run stays repeatable. An iteration then costs
     more rollouts, and an epoch of the data lasts fewer iterations.
 
     Over-sampling starts `oversample_fraction`·P more groups than needed, so that an iteration waits for the fastest P
-    and not for the slowest. It is biased: long completions are left out more often, and the policy can learn to be
-    short from that alone; watch `rollout/length_tokens`. On-policy, the groups in flight when P are done are given up:
-    such a run is not repeatable to the bit. With `max_staleness` > 0 only those that would hold a batch back are given
-    up; their prompts come again in the next epoch.
+    groups and not for the slowest. It is biased: long completions are left out more often, which alone can teach the
+    policy to be short; watch `rollout/length_tokens`. On-policy, the groups in flight when P are done are given up:
+    such a run is not repeatable to the bit. With `max_staleness` > 0, only groups that would hold a batch back are
+    given up; their prompts come again in the next epoch.
 
     It logs `rollout/dropped_groups` and `rollout/dropped_groups_<reason>`, since the last iteration, and with
-    over-sampling `rollout/given_up_fraction`, of the groups sampled. RolloutMetrics' `rollout/dropped_length_tokens`
-    and `rollout/dropped_accuracy_fraction` show what the rules prefer.
+    over-sampling also `rollout/given_up_fraction`, as a share of the sampled groups. RolloutMetrics'
+    `rollout/dropped_length_tokens` and `rollout/dropped_accuracy_fraction` show what the rules prefer.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476.
 
@@ -46,11 +46,11 @@ class DynamicSampling(RLCallback):
         min_success, max_success: drop a group whose share of correct trajectories is outside, 0 to 1. A trajectory is
             correct by its metric `accuracy`, or without one by a reward of at least 1.
         max_group_tokens: drop a group in which the policy wrote a trajectory longer than this; None for no limit.
-        rule: a function of a Group, or its dotted path; a word (the reason) or True drops the group, None or
-            False keeps it. It runs on the rollouts' event loop, so it must be quick.
-        incomplete_groups: what happens to a group that lost a trajectory (its reward raised, for example): `train` on
-            the others, `resample` it with new seeds, three times at most, or `drop` it.
-        oversample_fraction: of P, above.
+        rule: a function of a Group, or its dotted path; if it returns a word (the reason) or True, the group is
+            dropped; None or False keeps it. It runs on the rollout's event loop, so it must be fast.
+        incomplete_groups: what happens to a group that lost a trajectory (for example, its reward raised): `train` on
+            the others, `resample` it with new seeds, at most three times, or `drop` it.
+        oversample_fraction: extra groups to start, as a fraction of P; see above.
         max_dropped_groups_per_iteration: the run ends with an error that lists the reasons if more groups are dropped
             for one iteration; 10·P if None.
     """
@@ -92,9 +92,9 @@ class DynamicSampling(RLCallback):
             )
         if not pl_module.has_rollout_reward:
             raise ValueError(
-                "DynamicSampling.drop_zero_variance drops every group if a reward model is the whole reward, because "
-                "it runs after the groups are chosen. Set reward= next to reward_model=, or drop_zero_variance to "
-                "false."
+                "DynamicSampling.drop_zero_variance drops every group if a reward model is the only reward, because "
+                "it runs after the groups are chosen. Set reward= in addition to reward_model=, or set "
+                "drop_zero_variance to false."
             )
 
     def configure_rollout(self, trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
@@ -120,18 +120,18 @@ class DynamicSampling(RLCallback):
 
 
 class PromptCurriculum(RLCallback):
-    """Skips prompts by their past success, so that iterations consist of prompts that teach.
+    """Skips prompts by their past success, so that iterations consist of prompts from which the policy can learn.
 
     When a prompt's turn comes in an epoch, it is run with the probability that the curriculum gives it: prompts keep
     the stream's order, and an epoch lasts fewer iterations than the loader says. The curriculum's state is part of the
-    checkpoint, so that a resumed run takes the same prompts.
+    checkpoint, so a resumed run chooses the same prompts.
 
-    RolloutMetrics logs how many are skipped as `rollout/skipped_prompts`. The mean past success of the prompts that ran
-    again and of those skipped is logged as `rollout/played_success_fraction` and `rollout/skipped_success_fraction`, if
-    the curriculum has a method `success_rate`, as SuccessRateCurriculum has.
+    RolloutMetrics logs the number of skipped prompts as `rollout/skipped_prompts`. If the curriculum has a method
+    `success_rate`, like SuccessRateCurriculum, the mean past success of prompts that ran again is logged as
+    `rollout/played_success_fraction`, and that of skipped prompts as `rollout/skipped_success_fraction`.
 
     Args:
-        curriculum: any object with the methods of `lightrl.rollout.Curriculum`; SuccessRateCurriculum() if None.
+        curriculum: any object with the methods of `lightrl.rollout.Curriculum`; None uses SuccessRateCurriculum().
     """
 
     def __init__(self, curriculum: Curriculum | None = None) -> None:

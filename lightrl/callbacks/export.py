@@ -37,23 +37,23 @@ _BUCKET_BYTES = 2**28  # parameters gathered at once
 class HuggingFaceExport(RLCallback):
     """Writes weights, config, generation config and tokenizer to the folder `to` when `fit` has ended normally.
 
-    `AutoModelForCausalLM.from_pretrained(to)` then gives the same tensors, bit for bit. Use a checkpoint to continue
-    the run, an export for everything else: serving, evaluation, or the next stage (`ModelSpec(path=to)`).
+    `AutoModelForCausalLM.from_pretrained(to)` then loads the same tensors, bit for bit. Use a checkpoint to continue
+    the run, and an export for everything else: serving, evaluation, or the next stage (`ModelSpec(path=to)`).
 
-    With LoRA the folder has peft's form, adapters only (`PeftModel.from_pretrained`), or with `merged` the whole model.
+    With LoRA, the folder holds only the adapters (`PeftModel.from_pretrained`), or with `merged` the whole model.
 
-    The policy's folder leaves out a critic that is a head on the policy's body; `role="critic"` writes body and head as
-    a separate model. Weights & Biases and MLflow get the folder as an artifact if they take models: the last with
-    `log_model: true`, each with `all`. Ctrl-C, an exception and `fast_dev_run` leave the earlier export as it is.
+    The policy's folder omits a critic that is a head on the policy's body; `role="critic"` writes body and head as a
+    separate model. Weights & Biases and MLflow get the folder as an artifact if they log models: the last export with
+    `log_model: true`, every one with `all`. Ctrl-C, an exception and `fast_dev_run` leave an earlier export unchanged.
 
     Args:
-        to: the folder; its parents are made. An earlier export in it is replaced, anything else is refused.
-        every_n_iterations: exports after every n-th iteration too; None for the end only.
-        role: whose model; None is the module's `trained_role`, which a RewardModel has, or else the policy.
+        to: the folder; its parents are created. An earlier export in it is replaced; anything else is refused.
+        every_n_iterations: also export after every n-th iteration; None exports only at the end.
+        role: whose model; None is the module's `trained_role` (a RewardModel has one), otherwise the policy.
         merged: with LoRA, merge the adapters into the weights; always done for critics and reward models.
 
     Raises:
-        ValueError: when `fit` starts, if `to` holds something that is no export, or the model that the run starts from.
+        ValueError: when `fit` starts, if `to` contains anything but an export, or the model that the run starts from.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class HuggingFaceExport(RLCallback):
         self._write(trainer, module, ranks)
         takers = takers_of_models(trainer.loggers, is_last=is_last)
         if takers:
-            ranks.max_each([0])  # another rank than 0 may have written it
+            ranks.max_each([0])  # a barrier: a rank other than 0 may have written the export
             if trainer.is_global_zero:
                 log_model(takers, self._role_of(module), self.to, trainer.global_step)
 
@@ -127,9 +127,9 @@ class HuggingFaceExport(RLCallback):
         log.info("Exported the %s after iteration %d to %s.", role, trainer.global_step, self.to)
 
     def _gathered(self, trainer: L.Trainer, module: Any, role: str) -> dict[str, Tensor] | None:
-        """The tensors to write, whole, on the CPU: all parameters, or the trained ones of a model with adapters.
+        """Returns the full tensors to write, on the CPU: all parameters, or a model with adapters' trained ones.
 
-        None if the model itself has them. Collective over the ranks that the model is spread over; the first keeps it.
+        Returns None if the model itself has them. Collective over the ranks that hold the model; the first keeps it.
         """
         model: PreTrainedModel = getattr(module, role)
         keeps = ranks_of(trainer.strategy).of_role(role).is_main
@@ -149,7 +149,7 @@ class HuggingFaceExport(RLCallback):
         return tensors
 
     def _whole_head(self, module: Any, holders: Ranks) -> Tensor:
-        """The critic's head on the policy's body, on each of the policy's ranks; collective over them."""
+        """Returns the critic's head on the policy's body, on each of the policy's ranks; collective over them."""
         weight = module.value_head.weight  # the last rank of a pipeline has it, the first may have none
         head = {} if weight is None else {"head": whole(weight)}
         return holders.broadcast_tensors(head, source=holders.size - 1)["head"].cpu()
@@ -163,5 +163,5 @@ class HuggingFaceExport(RLCallback):
         return self.role == "critic" and not is_own and getattr(module, "value_head", None) is not None
 
     def _body_of(self, module: Any) -> str:
-        """The role whose model holds the weights."""
+        """Returns the role whose model holds the weights."""
         return "policy" if self._is_head(module) else self._role_of(module)

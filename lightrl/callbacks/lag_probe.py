@@ -1,7 +1,7 @@
-"""LagProbe: how far the policy moves in one version and in η versions, by the trainer's numbers alone.
+"""LagProbe: how far the policy moves in one version and in η versions, from the trainer's logprobs only.
 
 For a token that version b sampled and version v trains on, log π_v - log b is the policy's lag, log π_v - log π_b, plus
-the engine's mismatch: the trainer computes logprobs of a few trajectories under version b, again under b + 1 and b + η.
+the engine's mismatch. To separate them, the trainer scores a few trajectories under versions b, b + 1 and b + η.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from lightrl.strategies import ranks_of
 from lightrl.trajectory import Group
 
 STEP = "policy/step_k3_nats"
-EVERY = 10  # versions: what is scored after η versions too
-MIN_ROWS, NUM_TOKENS = 4, 128  # trained rows and tokens; more rows where completions are short
-MAX_FRACTION = 1 / 4  # the most of the trajectories
-MAX_TOKENS = 1024  # the first tokens of each
+EVERY = 10  # versions between two that are also scored η versions later
+MIN_ROWS, NUM_TOKENS = 4, 128  # trained rows and tokens; more rows if completions are short
+MAX_FRACTION = 1 / 4  # at most this share of the trajectories
+MAX_TOKENS = 1024  # of each trajectory, from the start
 
 _Row = tuple[list[int], list[bool], list[float]]  # token ids, loss mask, the engine's logprobs
 
@@ -39,7 +39,7 @@ class _Kept:
     logprobs: list[list[float]]
 
     def flat(self, now: list[list[float]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Logprobs of the engine, then, and now: of the tokens that train."""
+        """Returns the trained tokens' logprobs: the engine's, the trainer's then, and the trainer's now."""
         mask = torch.tensor([value for _, row, _ in self.rows for value in row])
         behavior, before, after = (
             torch.tensor([value for row in rows for value in row])[mask]
@@ -51,9 +51,9 @@ class _Kept:
 class LagProbe:
     """`policy/step_k3_nats`, over one version, and `policy/lag_*`, over η = `max_staleness` versions: nats per token.
 
-    In windowed order nearly every group is η versions old when it is trained on. Measured on loss tokens of the last
-    iteration, at the temperature of training: the step in each iteration, the lag about every tenth; on-policy there is
-    no lag and nothing is scored. A resumed run starts without kept trajectories.
+    In windowed order, nearly every group is η versions old when it is trained on. Both are measured on loss tokens of
+    the last iteration, at the training temperature: the step in each iteration, the lag in about every tenth. On-policy
+    there is no lag, and nothing is scored. A resumed run starts without kept trajectories.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class LagProbe:
         self._kept: deque[_Kept] = deque()
 
     def offer(self, trainer: RLTrainer, groups: list[Group]) -> None:
-        """The groups of this iteration, of which some trajectories are kept; rank 0 has their tokens."""
+        """Keeps some trajectories of this iteration's groups, on rank 0, which has their tokens."""
         self._offered = []
         if trainer.rollout.settings.max_staleness > 0 and trainer.is_global_zero:
             trajectories = [item for group in groups for item in group.trajectories]
@@ -77,7 +77,7 @@ class LagProbe:
             self._offered = [row for row in cut if any(row[1])]
 
     def measure(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> dict[str, float]:
-        """The metrics of this version; collective, right after the update that made it."""
+        """Returns the metrics of this version; collective, called right after the update that made it."""
         staleness = trainer.rollout.settings.max_staleness
         if staleness == 0:
             return {}
@@ -96,16 +96,16 @@ class LagProbe:
 
 
 def kept_places(num_trajectories: int, num_tokens: int, least_tokens: int = NUM_TOKENS) -> range:
-    """Chooses the trajectories of an iteration to keep, from all groups alike; `num_tokens` are their completions'."""
+    """Chooses which trajectories of an iteration to keep, evenly over its groups; `num_tokens` counts completions."""
     num = max(MIN_ROWS, math.ceil(least_tokens * num_trajectories / max(1, num_tokens)))
     num = max(1, min(num, round(MAX_FRACTION * num_trajectories)))
     return range(0, num_trajectories, max(1, num_trajectories // num))[:num]
 
 
 def step_k3(behavior: Tensor, before: Tensor, after: Tensor) -> float:
-    """KL(before ‖ after) in nats per token, by k3 on tokens that an older policy sampled; logprobs [N].
+    """Returns KL(before ‖ after) in nats per token, by k3 on tokens that an older policy sampled; logprobs [N].
 
-    A token that the policy before would seldom write counts less: its weight is policy before ÷ behavior, up to 1.
+    A token that the policy before the step would rarely write counts less: its weight is before ÷ behavior, at most 1.
     """
     weights = (before - behavior).exp().clamp(max=1.0)
     return float((weights * kl(before, after, estimator="k3")).sum() / weights.sum().clamp(min=1e-9))

@@ -1,4 +1,4 @@
-"""LearningCurve: the run as one image, and at its end a list of the files in the run's folder."""
+"""LearningCurve: draws the run as one image, and at its end lists the files in the run's folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.callbacks.run_files import contents
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.files import write_problem
-from lightrl.strategies.checkpoints.atomic_write import write_whole
+from lightrl.strategies.checkpoint.atomic_write import write_whole
 
 if TYPE_CHECKING:
     import lightning as L
@@ -32,20 +32,20 @@ log = logging.getLogger(__name__)
 REWARD = "rollout/reward"
 SAMPLED_ACCURACY = "rollout/accuracy_fraction"
 HELD_OUT_ACCURACY = "val/accuracy_fraction"
-HELD_OUT_REWARD = "val/reward"  # where there is no held-out accuracy
+HELD_OUT_REWARD = "val/reward"  # if there is no held-out accuracy
 
 _BLUE, _ORANGE, _GRAY = "#2f6db3", "#d9541e", "#6b6b6b"  # distinct for any color vision, and in gray
 
-MAX_POINTS = 1000  # the most in a curve's image and in a checkpoint, however long the run
+MAX_POINTS = 1000  # of a curve, in the image and in a checkpoint, however long the run
 
 Curve = Mapping[float, float]  # iteration → value
 
 
 class Points:
-    """A curve of at most `MAX_POINTS`: when it is full, each two neighbors become one, the mean of their values.
+    """A curve of at most `MAX_POINTS`: when it is full, each pair of neighbors becomes one point, their mean.
 
-    So after n iterations a point is the mean over n / 1000 to n / 500 of them, evenly over the whole run. Its place is
-    the middle of its iterations.
+    So after n iterations a point is the mean over n / 1000 to n / 500 iterations, evenly over the whole run. It is
+    drawn at the middle of its iterations.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Points:
                 self._put(point // 2, total, num)
 
     def values(self) -> dict[float, float]:
-        """Iteration → value, in order."""
+        """Returns iteration → value, in order."""
         middle = (self.stride - 1) / 2
         centers = ((point * self.stride + middle, point) for point in sorted(self._sums))
         return {at if middle else int(at): self._sums[point][0] / self._sums[point][1] for at, point in centers}
@@ -80,20 +80,20 @@ class Points:
 
 
 class LearningCurve(RLCallback):
-    """Draws reward, sampled and held-out accuracy over the iterations, and prints where everything is.
+    """Draws reward, sampled and held-out accuracy over the iterations, and prints where the run's files are.
 
     If the reward gives no `accuracy`, it draws the held-out reward.
 
-    When `fit` ends, by itself or by Ctrl-C, it writes `learning_curve.png` to the run's folder and, if no CSVLogger
-    keeps the metrics, the plotted numbers to `learning_curve.csv`; Weights & Biases, MLflow and TensorBoard get the
+    When `fit` ends, normally or by Ctrl-C, it writes `learning_curve.png` to the run's folder and, if no CSVLogger
+    keeps the metrics, the plotted numbers to `learning_curve.csv`. Weights & Biases, MLflow and TensorBoard get the
     image. Then it prints the folder and its contents. The numbers are part of the checkpoint, so a resumed run draws
-    the whole curve: of more than 1,000 iterations the means over 2, 4, 8, … of them, so that checkpoints stop growing.
+    the whole curve. After 1,000 iterations it draws means over 2, 4, 8, … iterations, so that checkpoints stop growing.
 
-    Iteration i on the axis means: sampled by the weights after i iterations. With `num_sanity_val_steps=-1` there is a
-    held-out accuracy of iteration 0. A run without the metrics of `RolloutMetrics` and validation has no image.
+    Values at iteration i were sampled by the weights after i iterations. `num_sanity_val_steps=-1` gives a held-out
+    accuracy at iteration 0. A run without the metrics of `RolloutMetrics` and validation has no image.
 
     Args:
-        constant_baseline: accuracy of the best constant answer, drawn as a dashed line; None for no line.
+        constant_baseline: accuracy of the best constant answer, drawn as a dashed line; None draws none.
         held_out: the validation metric to draw; SFT's is `val/token_accuracy_fraction`.
     """
 
@@ -137,7 +137,7 @@ class LearningCurve(RLCallback):
             self._curves[name].load_state_dict(curve)
 
     def _held_out_label(self, trainer: L.Trainer) -> str:
-        """The legend's name for the held-out metric: its rows, after the metric's name unless it is the accuracy."""
+        """Returns the legend's name for the held-out metric; accuracy is named only by its rows."""
         data = getattr(trainer, "datamodule", None)
         rows = f"held-out {getattr(data, 'row_name', 'prompt')}s"
         if self.held_out == HELD_OUT_ACCURACY:
@@ -170,11 +170,11 @@ class LearningCurve(RLCallback):
                 log.warning(
                     "No learning curve was written to %s: %s. Free some space for the next run.", run_folder, problem
                 )
-        module.print("\n".join([f"Run folder: {run_folder}", *contents(run_folder)]))  # above a bar that is still there
+        module.print("\n".join([f"Run folder: {run_folder}", *contents(run_folder)]))  # above the progress bar
 
 
 def write_curves(curves: Mapping[str, Curve], path: Path) -> None:
-    """One row per iteration, one column per metric; empty where a metric has no value."""
+    """Writes one row per iteration and one column per metric, empty if a metric has no value."""
     iterations = sorted({iteration for curve in curves.values() for iteration in curve})
     text = io.StringIO()
     rows = csv.writer(text)
@@ -191,9 +191,9 @@ def draw_learning_curve(
     constant_baseline: float | None = None,
     held_out_label: str = "held-out prompts",
 ) -> None:
-    """Accuracy over iterations as PNG, with the reward above it if that differs, or the reward alone.
+    """Draws accuracy over iterations as PNG, with the reward above it if that differs, or only the reward.
 
-    Sampled values are noisy: they are pale, under their running mean.
+    Sampled values are noisy, so they are drawn pale under their running mean.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -240,7 +240,7 @@ def draw_learning_curve(
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Centered mean over at most `window` values, fewer at both ends; as many as there are values."""
+    """Returns the centered mean at each value, over at most `window` values, fewer at both ends."""
     half = window // 2
     return [statistics.fmean(values[max(0, index - half) : index + half + 1]) for index in range(len(values))]
 

@@ -1,7 +1,7 @@
-"""Calls that Lightning's Logger lacks: tables, images, models, and settings that MLflow takes.
+"""Calls that Lightning's Logger lacks: tables, images, models, and settings in a form that MLflow accepts.
 
-Weights & Biases and MLflow have all of them, TensorBoard tables and images, Comet tables. Call them on rank 0, whose
-loggers are real. All of it is in the run's folder too, so a logger that fails is warned of and the run continues.
+Weights & Biases and MLflow support all of them, TensorBoard tables and images, Comet tables. Call them on rank 0, whose
+loggers are real. Everything is also in the run's folder, so a failing logger causes a warning and the run continues.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 log = logging.getLogger(__name__)
 
-_MLFLOW_NAME_CHARS = 250  # the longest parameter's name
-_without_tables: set[type[Logger]] = set()  # kinds that have been warned of
+_MLFLOW_NAME_CHARS = 250  # the longest parameter name allowed
+_without_tables: set[type[Logger]] = set()  # kinds of loggers that a warning has named
 
 
 def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, object]], step: int) -> None:
-    """Rows as a table with every column that occurs; MLflow appends them to the run's table of that name.
+    """Logs rows as a table with every column that occurs; MLflow appends them to the run's table of that name.
 
-    A logger of a kind without tables is warned of once; CSVLogger's folder has the rows anyway.
+    Warns once of a kind of logger without tables, except CSVLogger, whose folder has the rows anyway.
     """
     columns = list(dict.fromkeys(column for row in rows for column in row))
     for logger in loggers:
@@ -43,11 +43,11 @@ def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, 
             elif not isinstance(logger, CSVLogger | DummyLogger) and type(logger) not in _without_tables:
                 _without_tables.add(type(logger))
                 kind = type(logger).__name__
-                log.warning("%s has no tables, so the table %s is in the run's folder only.", kind, name)
+                log.warning("%s has no tables, so the table %s is only in the run's folder.", kind, name)
 
 
 def log_image(loggers: Iterable[Logger], path: Path, step: int) -> None:
-    """A PNG file, under its name."""
+    """Logs a PNG file under its name."""
     for logger in loggers:
         with _warn_of_errors(logger, path.name):
             if isinstance(logger, WandbLogger):
@@ -61,12 +61,12 @@ def log_image(loggers: Iterable[Logger], path: Path, step: int) -> None:
 
 
 def takers_of_models(loggers: Iterable[Logger], *, is_last: bool) -> list[Logger]:
-    """Selects the loggers that want this model: `log_model: all` each one, `log_model: true` a run's last."""
+    """Selects the loggers that log this model: with `log_model: all` every one, with `true` only a run's last."""
     return [one for one in loggers if getattr(one, "_log_model", False) in (("all", True) if is_last else ("all",))]
 
 
 def log_model(loggers: Iterable[Logger], name: str, folder: Path, step: int) -> None:
-    """The files of an exported model, as an artifact."""
+    """Logs the files of an exported model as an artifact."""
     for logger in loggers:
         with _warn_of_errors(logger, f"the exported {name}"):
             if isinstance(logger, WandbLogger):
@@ -80,9 +80,9 @@ def log_model(loggers: Iterable[Logger], name: str, folder: Path, step: int) -> 
 
 
 def log_settings(loggers: Iterable[Logger], settings: Mapping[str, object], as_yaml: str) -> None:
-    """All settings as hyper-parameters; MLflow gets one for each number and text, and the YAML as `config.yaml`.
+    """Logs settings as hyperparameters; MLflow gets one for each number and text, and the YAML as `config.yaml`.
 
-    MLflow's parameters never change: of a run that is continued by its `run_id`, the first ones stay.
+    MLflow's parameters cannot change, so a run that is continued by its `run_id` keeps the first ones.
     """
     for logger in loggers:
         if not isinstance(logger, MLFlowLogger):
@@ -94,7 +94,7 @@ def log_settings(loggers: Iterable[Logger], settings: Mapping[str, object], as_y
 
 
 def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Settings with names that MLflow takes; a list of numbers is one."""
+    """Yields settings under names that MLflow accepts; a list of numbers is one setting."""
     if isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
         value = dict(enumerate(value))
     if not isinstance(value, Mapping) or not value:
@@ -106,7 +106,7 @@ def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _html_table(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> str:
-    """Formats text for TensorBoard, which shows HTML and would take a completion for Markdown."""
+    """Formats a table for TensorBoard, which shows HTML and would read a completion as Markdown."""
     cells = [columns, *([_text(row.get(column)) for column in columns] for row in rows)]
     lines = ["".join(f"<td><pre>{html.escape(cell)}</pre></td>" for cell in row) for row in cells]
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
@@ -120,9 +120,9 @@ def _text(value: object) -> str:
 def _warn_of_errors(logger: Logger, what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # noqa: BLE001  # each logger and store has its own, and none is worth a run
+    except Exception as error:  # noqa: BLE001  # loggers raise anything, and none should end a run
         log.warning(
-            "%s could not take %s: %s: %s. The run continues; its folder has it.",
+            "%s could not log %s: %s: %s. The run continues; its folder has it.",
             type(logger).__name__,
             what,
             type(error).__name__,

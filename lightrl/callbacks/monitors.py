@@ -1,7 +1,7 @@
-"""Callbacks and schedulers that wait for a metric: a mistyped name is found before the run has lost anything by it.
+"""Finds mistyped metric names in callbacks and schedulers early, before the run loses anything by them.
 
-A name near one that every run logs gets a warning before anything starts. The error comes once all names are known:
-after the sanity check, or one iteration.
+A name similar to one that every run logs causes a warning before anything starts. The error comes once all names are
+known: after the sanity check, or one iteration.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _NEAR = 0.85  # difflib's ratio; 1 is equal
 
 
 def warn_of_monitors(trainer: L.Trainer) -> None:
-    """Names a monitor that looks mistyped; before models are loaded."""
+    """Warns of a monitor that looks mistyped, before models are loaded."""
     for name, monitor in _monitors(trainer):
         near = difflib.get_close_matches(monitor, ALWAYS_LOGGED, n=1, cutoff=_NEAR)
         if near and near[0] != monitor:
             log.warning(
-                "%s monitors %s, which is logged only if your reward, module or a callback does it. Did you mean %s?",
+                "%s monitors %s, which is logged only if your reward, module or a callback logs it. Did you mean %s?",
                 name,
                 monitor,
                 near[0],
@@ -45,25 +45,22 @@ def warn_of_monitors(trainer: L.Trainer) -> None:
 
 
 def check_monitors(trainer: L.Trainer, *prefixes: str, coming: Collection[str] = ()) -> None:
-    """Finds a mistyped name before the run has done anything that is lost with it.
+    """Raises ValueError if a callback or scheduler waits for a metric with one of these prefixes that is not logged.
 
     Args:
-        prefixes: of the metrics that have been logged, such as `val/`.
+        prefixes: of the metrics that have been logged, for example `val/`.
         coming: metrics that will be logged.
-
-    Raises:
-        ValueError: if a callback or a scheduler waits for a metric with one of these prefixes that is not logged.
     """
     logged = {*trainer.callback_metrics, *coming}
     for name, monitor in _monitors(trainer):
         if monitor.startswith(prefixes) and monitor not in logged:
             near = "".join(f" Did you mean {other}?" for other in difflib.get_close_matches(monitor, logged, n=1))
             own = ", ".join(sorted(other for other in logged if other.startswith(prefixes)))
-            raise ValueError(f"{name} monitors {monitor}, which is not logged.{near} There are: {own}.")
+            raise ValueError(f"{name} monitors {monitor}, which is not logged.{near} Logged metrics: {own}.")
 
 
 def names_of_validation(groups: Iterable[Group], group_size: int) -> set[str]:
-    """Names what a validation will log, from rewarded training groups, whose tokens only rank 0 has."""
+    """Returns the metrics that a validation will log, from rewarded training groups; needs no tokens."""
     own = {name for group in groups for item in group.trajectories for name in item.metrics}
     own = {"accuracy_fraction" if name == "accuracy" else name for name in own}
     own |= {f"pass_at_{group_size}_fraction"} if group_size > 1 else set()
@@ -71,14 +68,14 @@ def names_of_validation(groups: Iterable[Group], group_size: int) -> set[str]:
 
 
 def is_ours(trainer: Any, module: Any) -> bool:
-    """Whether no code of a user can log a metric of validation but the reward, so that all names are known."""
+    """Whether only the reward can add validation metrics, because no user code can log others: all names are known."""
     kinds = [type(module), *map(type, trainer.callbacks)]
     own = any(not kind.__module__.startswith(("lightrl.", "lightning.")) for kind in kinds)
     return not own and not module.validation_metrics
 
 
 def _monitors(trainer: Any) -> Iterator[tuple[str, str]]:
-    """Finds the callbacks that need a metric, and its name."""
+    """Yields the name of each callback or scheduler that needs a metric, and the metric."""
     plateaus = (config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau)
     for one in (*trainer.callbacks, *plateaus):
         monitor = getattr(one, "monitor", None)

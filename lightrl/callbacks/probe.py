@@ -1,6 +1,6 @@
 """Probe: a few fixed sequences that trainer and engine both score, to show that the engine has the trainer's weights.
 
-The mean difference has a bound, that of rounding. Shapes: B sequences, T tokens.
+Rounding bounds the mean difference. Shapes: B sequences, T tokens.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ PROBE_SEQUENCES, PROBE_TOKENS = 2, 32
 class Probe:
     """Compares trainer and engine after a sync. `trainer_side`, `compare` and `check_mismatch` are collective.
 
-    One wrong replica of several is dropped, if the engine can do that, and gets the weights again; if it is then wrong
-    once more, or no other one is right, the run ends.
+    If several replicas serve and one is wrong, it is dropped, if the engine can do that, and gets the weights again. If
+    it is then wrong again, or no other replica is right, the run ends.
 
     Args:
-        num: sequences; 0 compares nothing.
+        num: number of sequences; 0 compares nothing.
     """
 
     def __init__(self, num: int) -> None:
@@ -58,7 +58,7 @@ class Probe:
         self.rounding: Rounding | None = None  # set on every rank once an engine has computed logprobs
 
     def trainer_side(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> list[list[float]] | None:
-        """The trainer's scores, [B, T]; None if the engine cannot score or it is not its turn, on every rank."""
+        """Returns the trainer's scores, [B, T]; None on every rank if the engine cannot score or no probe is due."""
         engine = trainer.rollout.engine
         interval = 0 if engine is None or not self.num else engine.probe_every_n_loads
         self.interval = interval = ranks_of(trainer.strategy).broadcast_json(interval)
@@ -69,8 +69,7 @@ class Probe:
     def compare(self, trainer: RLTrainer, module: RLModule, scores: list[list[float]] | None) -> dict[str, float]:
         """Compares the logprobs after the load; returns the metrics of this sync.
 
-        Raises:
-            WeightSyncError: on every rank, if a replica has other weights, or scores cannot be had.
+        Raises WeightSyncError on every rank if a replica has other weights, or cannot score.
         """
         ranks = ranks_of(trainer.strategy)
         result: JsonObject = {"metrics": {}, "problem": None, "rounding": None}
@@ -88,14 +87,9 @@ class Probe:
         return metrics
 
     def check_mismatch(self, metrics: dict[str, float], least_tokens: int) -> None:
-        """Checks the sampled tokens of an iteration's first minibatch: the same weights gave both logprobs.
+        """Checks the sampled tokens of an iteration's first minibatch, whose two logprobs have the same weights.
 
-        Args:
-            metrics: of the minibatch, over all ranks.
-            least_tokens: fewer are not checked.
-
-        Raises:
-            WeightSyncError: on every rank, if they differ by more than rounding.
+        Raises WeightSyncError on every rank if they differ by more than rounding; skips fewer than `least_tokens`.
         """
         num_tokens = int(metrics.get("sync/num_present_tokens", 0))
         if self.rounding is not None and num_tokens >= least_tokens:
@@ -109,7 +103,7 @@ class Probe:
         return probe_sequences(vocab_size, num=self.num, num_tokens=min(PROBE_TOKENS, longest))
 
     def _compare(self, trainer: RLTrainer, module: RLModule, scores: list[list[float]] | None) -> dict[str, float]:
-        """Rank 0's part of `compare`."""
+        """Does rank 0's part of `compare`."""
         engine = trainer.rollout.engine
         assert engine is not None
         checks = engine.verified_by()
@@ -149,14 +143,14 @@ class Probe:
         return metrics
 
     def _drop(self, engine: RolloutEngine, wrong: dict[str, str], serving: set[str]) -> None:
-        """Drops the wrong replicas if that helps; raises otherwise."""
+        """Drops the wrong replicas if others remain; raises otherwise."""
         text = "; ".join(f"{name}: {problem}" for name, problem in wrong.items())
         can_drop = engine.can_drop_replicas and serving - set(wrong) and not self._dropped & set(wrong)
         if not can_drop:
             raise WeightSyncError(
                 f"After the weight sync the engine has other weights than the trainer. {text}. The engine ignored the "
-                "update or a part of it, or computes in another precision: check its log and its dtype, or set "
-                "WeightSync.verify to false if its scores are rounded more."
+                "update or a part of it, or computes in another precision: check its log and dtype, or set "
+                "WeightSync.verify to false if it rounds its scores more."
             )
         self._dropped |= set(wrong)
         for name, problem in wrong.items():
@@ -165,23 +159,22 @@ class Probe:
 
 
 def probe_sequences(vocab_size: int, *, num: int, num_tokens: int) -> list[list[int]]:
-    """The same random token ids in every run: they need no data and reach every part of the model."""
+    """Returns the same random token ids in every run: they need no data and exercise every part of the model."""
     draw = random.Random(vocab_size)
     return [[draw.randrange(vocab_size) for _ in range(num_tokens)] for _ in range(num)]
 
 
 def as_rows(rows: list[list[float]]) -> Tensor:
-    """[B, T - 1] float64, without the sequences' first tokens, which have no logprob."""
+    """Returns [B, T - 1], float64, without the sequences' first tokens, which have no logprob."""
     return torch.tensor([row[1:] for row in rows], dtype=torch.float64)
 
 
 def trainer_scores(
     trainer: RLTrainer, module: RLModule, sequences: list[list[int]], *, is_scaled: bool = False
 ) -> list[list[float]]:
-    """Logprobs of each token given those before, 0 for the first; collective.
+    """Returns the logprobs of each token given those before, 0 for the first; collective.
 
-    Args:
-        is_scaled: at the temperature of training, not at 1.
+    With `is_scaled`, they are at the training temperature instead of 1.
     """
     ranks = ranks_of(trainer.strategy)
     holders = ranks.of_role("policy")
@@ -211,7 +204,7 @@ def trainer_scores(
 
 @contextlib.contextmanager
 def _unscaled(model: Any) -> Iterator[None]:
-    """Servers score a prompt at temperature 1, whatever the request says (SGLang 0.5.23)."""
+    """Sets temperature 1 inside the context: servers score at 1, whatever the request says (SGLang 0.5.23)."""
     before = model.settings
     model.settings = replace(before, temperature=1.0)
     try:

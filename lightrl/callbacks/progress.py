@@ -1,4 +1,4 @@
-"""RolloutProgressBar: a bar for the run, one for its phase, and lines that stay; ModelLines: what is trained."""
+"""RolloutProgressBar: a bar for the run, one for its phase, and permanent lines; ModelLines: which models train."""
 
 from __future__ import annotations
 
@@ -41,33 +41,33 @@ _RUN_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}
 _PHASE_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
 _UNCOUNTED_FORMAT = "{desc}{postfix}"
 _LINE_CHARS = 100
-_SILENT_S = 10.0  # without a line; an iteration that takes longer has one of its own
-_SILENT_PHASE_S = 60.0  # without a line where there is no bar; a phase that takes longer has lines of its own
+_SILENT_S = 10.0  # an iteration that ends this long after the last line gets a line
+_SILENT_PHASE_S = 60.0  # without bars, a phase gets a line this long after the last one
 _REPAINT_S = 0.1  # within a phase
 _DIM, _BOLD, _PLAIN = "\033[2m", "\033[1m", "\033[0m"
 
 
 class RolloutProgressBar(TQDMProgressBar, RLCallback):
-    """The run on the first line (iterations, time left, reward, held-out accuracy), its present phase on the second.
+    """Shows the run on one line (iterations, time left, reward, held-out accuracy), its current phase on a second.
 
         iteration 80/200  reward=0.531  accuracy=0.410  held-out=0.430  tokens/s=12.3k  sync_s=0.004
         Training:  40%|████      | 80/200 [00:09<00:14, reward=0.531, accuracy=0.410, held-out=0.430]
           rollout:  58%|█████▊    | 300/512, tokens/s=12.3k, sync_s=0.004
 
-    The second line says what the run waits for. Above the two stays a line of at most 100 characters for every
-    `print_every_n_iterations`, for each iteration that ends ten seconds after the last line or later, and for each
-    validation. The accuracy is left out where it is the reward or the reward gives none: `held-out` then is the reward.
-    If standard output is no terminal (a log file, a pipe), there are only these lines, with the time left, and one a
-    minute of the phase in which a long iteration is. Color is for terminals, unless NO_COLOR is set.
+    The second line says what the run waits for. Above the two, permanent lines of at most 100 characters are printed:
+    one for every `print_every_n_iterations`, for each iteration that ends at least ten seconds after the last line, and
+    for each validation. The accuracy is omitted if it equals the reward or the reward gives none; `held-out` is then
+    the reward. If standard output is no terminal (a log file, a pipe), only these lines are printed, with the time
+    left, and in a long iteration its current phase once a minute. Terminals get color, unless NO_COLOR is set.
 
-    The first line counts the run's batches over all epochs, of which an RL run has one per iteration. A plain
-    LightningModule has the first line only, with whatever it logs with `prog_bar=True`.
+    The first line counts the run's batches over all epochs; an RL run has one batch per iteration. A plain
+    LightningModule has only the first line, with the values that it logs with `prog_bar=True`.
 
     Args:
         refresh_rate: batches between two updates of the first line; 0 shows nothing.
         process_position: free lines above.
         leave: as in TQDMProgressBar.
-        print_every_n_iterations: for the lines that stay.
+        print_every_n_iterations: iterations between two permanent lines.
     """
 
     def __init__(
@@ -76,24 +76,24 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         super().__init__(refresh_rate=refresh_rate, process_position=process_position, leave=leave)
         check_bounds(1, print_every_n_iterations=print_every_n_iterations)
         self.print_every_n_iterations = print_every_n_iterations
-        self._is_training = False  # there is a first line
+        self._is_training = False  # whether there is a first line
         self._phase_bar: Tqdm | None = None
         self._phase = ""
         self._num_trajectories: int | None = None  # in an iteration, after the first
         self._speed = ""  # the last iteration's, for the second line
         self._painted_s = -math.inf  # monotonic clock
-        self._printed_s = 0.0  # monotonic clock, of the last line that stays
-        self._begun: tuple[float, int] = 0.0, 0  # monotonic clock and iterations that were done
+        self._printed_s = 0.0  # monotonic clock at the last permanent line
+        self._begun: tuple[float, int] = 0.0, 0  # monotonic clock and finished iterations at the start
 
     @property
     def has_bars(self) -> bool:
-        """Whether bars are drawn, besides the lines that `is_enabled` prints."""
+        """Whether bars are drawn in addition to permanent lines."""
         # A notebook draws bars although it is no terminal.
         return self.is_enabled and (sys.stdout.isatty() or "ipykernel" in sys.modules)
 
     @property
     def is_disabled(self) -> bool:
-        """What Lightning gives to tqdm: True if no bar is drawn."""
+        """True if no bar is drawn; Lightning passes it to tqdm."""
         return not self.has_bars
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -176,7 +176,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         self._show_phase("weight sync")
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._close_phase_bar()  # Lightning's validation bar takes its line
+        self._close_phase_bar()  # Lightning's validation bar uses its line
         super().on_validation_start(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -197,7 +197,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     def get_metrics(
         self, trainer: L.Trainer, pl_module: L.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """Returns Lightning's metrics with short names, no version, and the last held-out accuracy, or else reward."""
+        """Returns Lightning's metrics with short names, no version, and the last held-out accuracy or reward."""
         values = dict(super().get_metrics(trainer, pl_module))
         values.pop("v_num", None)
         metrics = trainer.callback_metrics
@@ -214,7 +214,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         Tqdm.write(sep.join(map(str, args)), **{"file": sys.stdout, **kwargs})
 
     def _print_line(self, start: str, values: Mapping[str, object]) -> None:
-        """`start  name=value  name=value`, as many as fit."""
+        """Prints `start  name=value  name=value`, with as many values as fit."""
         most = min(_LINE_CHARS, shutil.get_terminal_size().columns) if self.has_bars else _LINE_CHARS
         num_chars, parts = len(start), [_style(start, _BOLD)]
         for name, value in values.items():
@@ -233,7 +233,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         self.train_progress_bar.set_postfix(postfix, refresh=False)
 
     def _show_phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
-        """Draws at once if the phase is new, which may last long; without `done` it shows no numbers."""
+        """Shows a phase, immediately if it is new because it may take long; without `done`, shows no numbers."""
         if not self._is_training or not self.is_enabled:
             return
         if not self.has_bars:
@@ -274,7 +274,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
 
 
 def num_batches_of_run(trainer: L.Trainer) -> int | None:
-    """Training batches of the whole run, over all epochs; None if only time or a callback ends it."""
+    """Returns the training batches of the whole run, over all epochs; None if only time or a callback ends it."""
     bounds: list[float] = []
     if trainer.max_steps is not None and trainer.max_steps >= 0:
         bounds.append(trainer.max_steps * trainer.accumulate_grad_batches)
@@ -285,7 +285,7 @@ def num_batches_of_run(trainer: L.Trainer) -> int | None:
 
 
 def _drop_redundant(values: Mapping[str, object]) -> dict[str, object]:
-    """Drops zeros that are expected, and an accuracy or a held-out reward that equals the other."""
+    """Drops expected zeros, and one of reward and accuracy if they are equal."""
     telling = {name: value for name, value in values.items() if name not in _OFTEN_ZERO or float(str(value))}
     for name, other in (("accuracy", "reward"), ("reward", "accuracy_fraction")):
         if other in telling and telling.get(name) == telling[other]:
@@ -298,7 +298,7 @@ def _num_batches_done(trainer: L.Trainer) -> int:
 
 
 def _short_number(value: object) -> str:
-    """A number for a bar: the digits that matter, always about as wide, so that the line does not jump."""
+    """Formats a number with its significant digits and a nearly constant width, so that the line does not jump."""
     if not isinstance(value, float) or not math.isfinite(value):
         return str(value)
     if abs(value) >= 1e6:
@@ -321,7 +321,7 @@ def _bar_color(name: str) -> str | None:
 
 
 class ModelLines(ModelSummary):
-    """Takes the place of Lightning's default summary, whose FLOPs are 0 and whose modes are those that we set.
+    """Replaces Lightning's default summary, whose FLOPs would be 0 and whose train modes say nothing.
 
     policy: Qwen3ForCausalLM, 789 K parameters
     789 K of 789 K parameters are trained, 3.2 MB
@@ -344,7 +344,7 @@ class ModelLines(ModelSummary):
     ) -> None:
         columns = dict(summary_data)
         rows = zip(columns["Name"], columns["Type"], columns["Params"], strict=True)
-        # FSDP2 gives a model a class of its own
+        # FSDP2 gives a model a class with this prefix
         lines = [f"{name}: {kind.removeprefix('FSDP')}, {num.strip()} parameters{of}" for name, kind, num in rows]
         trained, total = (
             " ".join(get_human_readable_count(num).split()) for num in (trainable_parameters, total_parameters)

@@ -31,15 +31,14 @@ class RLCallback(Callback):
     """Adds the RL hooks to Lightning's; each does nothing until it is overridden.
 
     The trainer calls an RL hook on every callback that defines it, and on the module (without `trainer` and `module`),
-    so inheriting from this class is a convenience: it gives the names and signatures.
+    so inheriting from this class is optional: it gives the names and signatures.
     """
 
     def configure_rollout(self, trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
         """Called before the rollout opens, in fit, validate, test and predict; not with recorded trajectories.
 
-        Callbacks are called in their order, then the module; each gets the settings that the one before returned. Every
-        rank calls it; numbers and words are rank 0's on all ranks, and rank 0 alone uses `group_filter` and
-        `curriculum`.
+        Callbacks are called in order, then the module; each gets the settings that the previous one returned. Every
+        rank calls it, but all use rank 0's numbers and texts, and only rank 0 uses `group_filter` and `curriculum`.
 
         Returns:
             `settings`, or `dataclasses.replace(settings, ...)`.
@@ -47,29 +46,29 @@ class RLCallback(Callback):
         return settings
 
     def on_rollout_start(self, trainer: RLTrainer, module: RLModule) -> None:
-        """Called when an iteration starts to wait for its groups."""
+        """Called when an iteration begins to wait for its groups."""
 
     def on_rollout_progress(self, trainer: RLTrainer, module: RLModule, done: int, total: int) -> None:
         """Called a few times a second while waiting: `done` of this iteration's `total` trajectories are finished."""
 
     def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
-        """Called when the iteration's groups are taken; some rewards may still be None, to be awaited later."""
+        """Called when the iteration's groups are taken; some rewards may still be None and come later."""
 
     def on_rewards_progress(self, trainer: RLTrainer, module: RLModule, done: int, total: int) -> None:
         """Called a few times a second while waiting for rewards: `done` of the `total` trajectories have theirs."""
 
     def on_rewards_ready(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
-        """Called when the rewards of the iteration's groups are set; those that failed have left their groups.
+        """Called when the rewards of the iteration's groups are set; trajectories whose reward failed are removed.
 
-        On-policy that may be after the models have scored the trajectories, otherwise right after `on_rollout_end`.
+        On-policy, that may be after the models have scored the trajectories; otherwise right after `on_rollout_end`.
         """
 
     def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> Experience | None:
         """Called when the trajectories are scored and their advantages set, before the update.
 
         Returns:
-            None to leave it as it is, or `dataclasses.replace(experience.local, ...)` with a smaller loss mask or other
-            advantages.
+            None to leave it unchanged, or `dataclasses.replace(experience.local, ...)` with a smaller loss mask or
+            other advantages.
         """
         return None
 
@@ -84,7 +83,7 @@ class RLCallback(Callback):
         """Called after the optimizer step on minibatch `index`; `metrics` are the loss's, averaged over its tokens."""
 
     def on_policy_updated(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
-        """Called after all minibatches: the policy is now `weight_version`, which the engine may not have yet."""
+        """Called after all minibatches: the policy is now at `weight_version`, which the engine may not have yet."""
 
     def on_weights_synced(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
         """Called when all routable engines have acknowledged `weight_version`."""

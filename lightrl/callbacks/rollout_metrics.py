@@ -1,7 +1,7 @@
-"""RolloutMetrics: numbers per iteration that show whether a run learns and how fast.
+"""RolloutMetrics: numbers per iteration that show whether and how fast a run learns.
 
-Shapes: B trajectories, T tokens. Every name ends in its unit; `_fraction` is 0 to 1, of trajectories if not stated
-otherwise. The metrics come from one iteration's groups, complete on every rank, so that nothing is reduced.
+Shapes: B trajectories, T tokens. Every name ends in its unit; `_fraction` is 0 to 1, of trajectories unless stated
+otherwise. The metrics come from one iteration's groups, which every rank has, so nothing is reduced.
 """
 
 from __future__ import annotations
@@ -42,43 +42,43 @@ THROWN_AWAY = {
 class RolloutMetrics(RLCallback):
     """Logs every iteration's rewards, lengths, staleness and times, and warns when there is nothing to learn.
 
-    A group whose trajectories all got the same reward has no advantages: it costs a rollout and an update and teaches
-    nothing. `rollout/zero_variance_fraction` is the share of such groups. When it is 1 for several iterations in a row,
-    a warning explains why, once until it recovers. A group of one compares nothing, so it is not counted.
+    A group whose trajectories all got the same reward has no advantages: it costs a rollout and an update, but the
+    policy learns nothing. `rollout/zero_variance_fraction` is the share of such groups. When it is 1 for several
+    iterations in a row, a warning explains why, once until it recovers. Groups of one trajectory are not counted.
 
     | name | meaning |
     |---|---|
     | rollout/reward, rollout/reward_std | mean and standard deviation over the iteration's trajectories, without a
       reward model's scores, which are added in training |
     | rollout/reward_model | mean of the reward model's scores, before `reward_model_coef` |
-    | rollout/accuracy_fraction | mean of the metric `accuracy`, where the reward or workflow gives one |
+    | rollout/accuracy_fraction | mean of the metric `accuracy`, if the reward or workflow gives one |
     | rollout/<name> | mean of each further number that a reward or workflow put in `Trajectory.metrics` |
-    | rollout/zero_variance_fraction | of groups of two or more; absent if there is none, as in PPO |
+    | rollout/zero_variance_fraction | of groups of two or more; absent without such groups, as in PPO |
     | rollout/length_tokens | mean number of tokens that the policy wrote |
     | rollout/truncated_fraction | ended by a length limit |
     | rollout/mixed_version_fraction | written by two or more weight versions |
     | rollout/dropped_trajectories | since the last iteration |
-    | rollout/dropped_trajectories_<reason> | by reason; logged from the first one on. Of failed ones a warning has the
-      last message: at the first failure, and whenever there have been twice as many |
+    | rollout/dropped_trajectories_<reason> | by reason; logged from the first one on. A warning quotes the last failure
+      at the first one, and whenever their number has doubled |
     | rollout/dropped_length_tokens, rollout/dropped_accuracy_fraction | of the finished trajectories of dropped groups,
-      to compare with those trained on: what a filter or over-sampling prefers; where there were any |
+      if any; comparing them with those trained on shows what a filter or over-sampling prefers |
     | rollout/skipped_prompts | by a curriculum, a row filter or their length; logged from the first one on |
-    | rollout/expert_load_entropy_nats | of the experts that tokens were sampled with, mean over a mixture's layers:
-      log E if each of E gets equally many; where the engine returns routes |
+    | rollout/expert_load_entropy_nats | of the experts used in sampling, mean over the mixture-of-experts layers: log E
+      if all E experts get equally many tokens; only if the engine returns routes |
     | rollout/tokens_per_s | tokens written, over the time available to write them (below) |
     | time/straggler_wait_s | with `max_staleness` above 0: the part of `time/rollout_s` in which enough groups were
-      finished, but slow ones, which are not passed over, were not |
+      finished, but the next ones in order were not |
     | staleness/mean_versions, staleness/max_versions | weight version at use minus oldest version in a trajectory |
     | update/tokens_per_s | loss tokens, over `time/update_s` |
-    | time/<phase>_s | rollout (waiting for groups), score, update, sync; on-policy perhaps rewards (waiting for those
-      that were missing after the models had scored) |
+    | time/<phase>_s | rollout (waiting for groups), score, update, sync; on-policy possibly rewards (waiting for
+      rewards that were missing after the models had scored) |
 
     The time to write is `time/rollout_s` on-policy, and the whole iteration when rollouts overlap the update. The loop
     logs the loss and its metrics as `policy/<name>`.
 
     Args:
         zero_variance_patience: iterations in a row without any reward variance before the warning.
-        metrics: of yours, by the name to log: `update` gets the iteration's groups, `compute` gives a number.
+        metrics: your metrics, by the name to log: `update` gets the iteration's groups, `compute` returns a number.
             Each is reset after every iteration.
     """
 
@@ -187,8 +187,8 @@ class RolloutMetrics(RLCallback):
                     values["rollout/expert_load_entropy_nats"] = load_entropy(load)
         _log(module, values)
 
-        # Other advantages may teach although no group has variance, against the batch's mean for example. A teacher's
-        # most likely tokens teach without any.
+        # Other advantages, for example against the batch's mean, may be nonzero although no group has variance. A
+        # teacher's most likely tokens train without advantages.
         teaches = local.advantages is None or "teacher_topk_ids" in local.extras
         teaches = teaches or bool(experience.total(local.advantages[local.loss_mask].any().int(), "max"))  # type: ignore[index]
         comparable = _comparable(self._groups)
@@ -229,24 +229,20 @@ class RolloutMetrics(RLCallback):
 
 
 class MeansSince:
-    """Means of what was added to running sums since the last call."""
+    """Means of the increments of running sums since the last call."""
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
 
     def means(self, sums: Mapping[str, float], count: str, names: Mapping[str, str]) -> dict[str, float]:
-        """New name → counts of these names as sums; empty if the count has not changed."""
+        """Returns new name → mean increment; empty if the count has not changed; `names` maps sums to new names."""
         added = {name: sums.get(name, 0) - self._before.get(name, 0) for name in (count, *names)}
         self._before |= {name: sums.get(name, 0) for name in added}
         return {new: added[name] / added[count] for name, new in names.items()} if added[count] else {}
 
 
 def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
-    """The metrics of one iteration's rewards, by name; every trajectory has one.
-
-    Raises:
-        ValueError: if there is no trajectory.
-    """
+    """Returns the metrics of one iteration's rewards, by name; raises ValueError if there is no trajectory."""
     groups = [group for group in groups if group.trajectories]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
@@ -259,7 +255,7 @@ def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
     comparable = _comparable(groups)
     flat = {"rollout/zero_variance_fraction": statistics.fmean(map(_is_flat, comparable))} if comparable else {}
     return {
-        "rollout/reward": statistics.fmean(rewards),  # first: Lightning's bar is cut where the terminal ends
+        "rollout/reward": statistics.fmean(rewards),  # first: a narrow terminal cuts Lightning's bar
         **{f"rollout/{name}": statistics.fmean(values) for name, values in named.items()},
         "rollout/reward_std": float(torch.tensor(rewards).std(correction=0)),
         **flat,
@@ -267,11 +263,7 @@ def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
 
 
 def experience_metrics(experience: Experience, weight_version: int) -> dict[str, float]:
-    """Lengths, truncation, mixed versions and staleness at the time of use, by metric name.
-
-    Args:
-        weight_version: of the policy that learns from it.
-    """
+    """Returns lengths, truncation, mixed versions and staleness, by metric name; the policy is at `weight_version`."""
     num_generated = experience.generated_token_counts
     oldest, newest = experience.version_bounds
     is_mixed = (num_generated > 0) & (oldest < newest)
@@ -301,14 +293,14 @@ def explain_zero_variance(groups: Iterable[Group], num_iterations: int) -> str:
     )
     effect = "All advantages are 0, so without a KL term the gradient is 0 and the policy learns nothing. "
     if all(len({tuple(item.completion_ids) for item in group.trajectories}) == 1 for group in groups):
-        what += " because it is the same completion"
+        what += " because all completions are the same"
         advice = (
             "Sampling does not explore: increase the temperature, check policy/entropy_nats, or lower the learning "
             "rate."
         )
     elif min(rewards) != max(rewards):
         what += f" (between {min(rewards):g} and {max(rewards):g})"
-        advice = "Each prompt is solved always or never: use prompts of medium difficulty, or increase group_size."
+        advice = "Each prompt is always or never solved: use prompts of medium difficulty, or increase group_size."
     elif correct_fraction < 0.5:
         what += f" ({rewards[0]:g} everywhere)"
         advice = (
@@ -328,7 +320,7 @@ def _log(module: L.LightningModule, values: Mapping[str, float]) -> None:
 
 
 def _reward(trajectory: Trajectory) -> float:
-    assert trajectory.reward is not None, "the rollout gives trajectories with rewards only"
+    assert trajectory.reward is not None, "the rollout gives only trajectories with rewards"
     return trajectory.reward
 
 

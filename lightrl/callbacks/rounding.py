@@ -1,4 +1,4 @@
-"""How far the engine's logprobs may be from the trainer's: what rounding explains, by the dtypes of both."""
+"""How far rounding may move the engine's logprobs from the trainer's, by the dtypes of both."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import PACKED_ATTENTION, SingleModel
 
-# Rounding of a logprob in units of eps · (1 + mean |logprob|), since it grows with the logits. The differences of
-# healthy engines are at most 0.2 units for models of 0.1 M to 4 M parameters, 1.8 for one of 2,000 with very peaked
-# distributions, and 1.2 in bfloat16 for large ones, which is 0.12 nats. Depth, other kernels and longer sums add to
-# it. The factor is 32 up to `USUAL_NATS`, and 4 above: a false alarm ends a run, and digests find what is smaller.
+# Rounding of a logprob, in units of eps · (1 + mean |logprob|) because it grows with the logits. Healthy engines differ
+# by at most 0.2 units for models of 0.1 M to 4 M parameters, 1.8 for a model of 2,000 parameters with very peaked
+# distributions, and 1.2 for large models in bfloat16, which is 0.12 nats. Depth, other kernels and longer sums add to
+# it. The factor is 32 up to `USUAL_NATS`, and 4 above: a false alarm ends a run, and digests find smaller errors.
 ROUNDINGS = 32.0
 ROUNDINGS_ABOVE = 4.0
 USUAL_NATS = 0.2
-LEAST_NATS = 1e-5  # what does not shrink with the format, such as tables of rotary embeddings
-MISMATCH_NATS = 1e-3  # more for sampled tokens: they are further from the context's start, and may be few
-MIN_MISMATCH_TOKENS = 64  # of fewer, one at its own bound may lift the mean
+LEAST_NATS = 1e-5  # for errors that do not shrink with the format, as in tables of rotary embeddings
+MISMATCH_NATS = 1e-3  # added for sampled tokens: they are further from the context's start, and may be few
+MIN_MISMATCH_TOKENS = 64  # with fewer, a single token at its bound may raise the mean
 LARGEST = 16.0  # × the bound of the mean: the largest of a million normal roundings is 6 means; real tails are longer
 
 
 def bound_nats(eps: float, mean_abs_logprob: float) -> float:
-    """The bound of the mean difference between logprobs that were computed with this machine epsilon."""
+    """Returns the bound of the mean difference between logprobs that were computed with this machine epsilon."""
     rounding = eps * (1 + mean_abs_logprob)
     return max(LEAST_NATS, min(ROUNDINGS * rounding, USUAL_NATS), ROUNDINGS_ABOVE * rounding)
 
@@ -36,14 +36,14 @@ def bound_nats(eps: float, mean_abs_logprob: float) -> float:
 class Rounding:
     """The machine epsilons that trainer and engine compute with."""
 
-    trainer_eps: float  # the probe's
-    training_eps: float  # an update's
-    engine_eps: float  # the coarsest of the engine's
-    dtypes: list[str]  # the probe's and the engine's
+    trainer_eps: float  # in the probe
+    training_eps: float  # in an update
+    engine_eps: float  # the engine's largest
+    dtypes: list[str]  # of the probe and the engine
 
 
 def mismatch_bound_nats(rounding: Rounding, entropy_nats: float) -> float:
-    """The bound of the mean difference on tokens that the trainer scores under the weights that sampled them."""
+    """Returns the bound of the mean difference on tokens scored under the weights that sampled them."""
     return bound_nats(max(rounding.training_eps, rounding.engine_eps), entropy_nats) + MISMATCH_NATS
 
 
@@ -53,7 +53,7 @@ def check_mismatch(which: str, num_tokens: int, mean: float, largest: float, bou
     Args:
         which: the weights that sampled the tokens.
         mean, largest: differences in nats.
-        bound: of the mean of many tokens.
+        bound: of the mean over many tokens.
     """
     mean_bound = bound if num_tokens >= MIN_MISMATCH_TOKENS else bound * (1 + LARGEST / num_tokens)
     if not (mean <= mean_bound and largest <= LARGEST * bound):
@@ -68,7 +68,7 @@ def check_mismatch(which: str, num_tokens: int, mean: float, largest: float, bou
 
 
 def rounding(trainer: RLTrainer, module: RLModule) -> Rounding:
-    """The largest epsilon of trainer's and engine's dtypes; float32 on a GPU may be TF32, with float16's epsilon."""
+    """Returns the largest epsilons of trainer and engine; float32 on a GPU may be TF32, with float16's epsilon."""
     policy: Any = module.policy
     weights = str(next(policy.parameters()).dtype).removeprefix("torch.")
     kind = str(trainer.precision).split("-")[0]
@@ -92,7 +92,7 @@ def _eps(dtype: str, *, is_gpu: bool) -> float:
 
 
 def skips_autocast(trainer: RLTrainer, module: RLModule) -> bool:
-    """Whether the probe is scored in the parameters' own dtype, which shows smaller steps than autocast's."""
+    """Whether the probe is scored in the parameters' dtype, which shows smaller steps than autocast."""
     attention = getattr(module.policy_config, "_attn_implementation", None)
     is_single = type(module.parallel_models.get("policy")) is SingleModel
     is_any_dtype = attention in ("sdpa", "eager", PACKED_ATTENTION)

@@ -1,4 +1,4 @@
-"""Files of a run's folder that every run writes: README.txt, logs, status.json, problems, a checkpoint by time."""
+"""Files that every run writes to its folder: README.txt, logs, status.json, problems, a timed checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.files import STATUS_FILE
 from lightrl.checks.printable import count_text
 from lightrl.engines import RolloutEngine
-from lightrl.strategies.checkpoints.atomic_write import write_whole
+from lightrl.strategies.checkpoint.atomic_write import write_whole
 
 if TYPE_CHECKING:
     import lightning as L
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# In the order in which a person wants them: pattern in the run's folder → what it is.
+# Pattern in the run's folder → what it is, most wanted first.
 KINDS = {
-    "config.yaml": "all settings but secrets, for fit --config",
+    "config.yaml": "all settings except secrets, for fit --config",
     "learning_curve.png": "reward and accuracy over the iterations",
     "learning_curve.csv": "the numbers of the plot",
     "metrics.csv": "every metric, a row per iteration",
@@ -46,29 +46,29 @@ KINDS = {
     "trace": "where the time went: summary.json, trace.json",
     "problems": "warnings, errors and drops, a file per rank",
     "logs": "log lines, a file per rank; set levels by logging:",
-    "failed_rewards.jsonl": "whose reward failed; lightrl doctor replay",
+    "failed_rewards.jsonl": "trajectories whose reward failed; lightrl doctor replay",
     "traceback.txt": "the error that ended the run",
-    "status.json": "what the run does now; lightrl status",
+    "status.json": "what the run is doing; lightrl status",
     "hparams.yaml": "the settings as Lightning's CSVLogger keeps them",
 }
 _NAME_CHARS = max(map(len, KINDS))
 
 
 def contents(folder: Path) -> list[str]:
-    """A line for each kind of file that is in a run's folder."""
+    """Returns a line for each kind of file in a run's folder."""
     return [f"  {name:<{_NAME_CHARS}}  {kind}" for name, kind in KINDS.items() if any(folder.glob(name))]
 
 
 def _written_folder(trainer: L.Trainer) -> Path | None:
-    """The run's folder; None without a logger or with `fast_dev_run`. A collective: it comes from rank 0."""
+    """Returns the run's folder; None without a logger or with `fast_dev_run`. Collective: it comes from rank 0."""
     folder = trainer.log_dir
     return Path(folder) if folder and trainer.loggers and not getattr(trainer, "fast_dev_run", False) else None
 
 
 class RunFiles(RLCallback):
-    """Writes the README.txt when a stage is set up, logs the folder's path, and keeps lightrl's log lines of each rank.
+    """Writes README.txt when a stage is set up, logs the folder's path, and saves each rank's log lines.
 
-    Nothing is written without a logger or with `fast_dev_run`, or where the disk is full.
+    Writes nothing without a logger, with `fast_dev_run`, or if the disk is full.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class RunFiles(RLCallback):
         log_dir = trainer.log_dir  # on all ranks: it comes from rank 0
         for saves in trainer.checkpoint_callbacks if log_dir else []:
             if isinstance(saves, ModelCheckpoint) and saves.dirpath is None:
-                saves.dirpath = str(Path(str(log_dir)) / "checkpoints")  # so where CSVLogger is not the first too
+                saves.dirpath = str(Path(str(log_dir)) / "checkpoints")  # even if CSVLogger is not the first logger
         folder = _written_folder(trainer)
         if folder is None:
             return
@@ -93,8 +93,8 @@ class RunFiles(RLCallback):
             return
         log.info("run folder: %s", folder)
         lines = [
-            "A run of lightrl. `lightrl inspect .` shows it in the browser, also while it goes on.",
-            "Some files exist only with their callback or logger, if asynchronous, or after an error:",
+            "A run of lightrl. `lightrl inspect .` shows it in the browser, even while it is running.",
+            "Some files exist only with their callback or logger, in asynchronous runs, or after an error:",
             "",
             *(f"{name:<{_NAME_CHARS}}  {kind}" for name, kind in KINDS.items()),
         ]
@@ -115,9 +115,9 @@ _EVERY_S = 1.0  # within a phase
 
 
 class StatusFile(RLCallback):
-    """Writes `status.json` into the run's folder at each change of phase, and each second within one.
+    """Writes `status.json` to the run's folder at each change of phase, and every second within one.
 
-    A full disk leaves the file as it was: what the run does next fails with a better message.
+    If the disk is full, the file stays as it was: the run's next write fails with a better message.
     """
 
     def __init__(self) -> None:
@@ -197,18 +197,18 @@ class StatusFile(RLCallback):
             return
 
 
-MAX_LINES = 10_000  # the most lines of a process
-_MAX_DROPS = 50  # the most in an iteration; the others are counted
-_MAX_CHARS = 4_000  # the most of a message
+MAX_LINES = 10_000  # per process
+_MAX_DROPS = 50  # per iteration; the others are counted
+_MAX_CHARS = 4_000  # per message
 
 
 class ProblemLog(RLCallback):
-    """Writes `<run folder>/problems/rank-00000.jsonl`: what lightrl's loggers warn of, drops, and the final error.
+    """Writes `<run folder>/problems/rank-00000.jsonl`: lightrl's warnings, drops, and the final error.
 
         {"at": 1763851234.5, "iteration": 12, "rank": 0, "source": "server", "kind": "warning", "message": "..."}
 
-    `source` is server, reward, rollout or trainer. After `MAX_LINES` it is silent. A disk that is full ends it and not
-    the run.
+    `source` is server, reward, rollout or trainer. It stops after `MAX_LINES`, or if the disk is full; the run
+    continues.
     """
 
     def __init__(self) -> None:
@@ -235,12 +235,12 @@ class ProblemLog(RLCallback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
         if self._num_dropped.total() > _MAX_DROPS:
             counts = ", ".join(f"{num} {reason}" for reason, num in self._num_dropped.most_common())
-            self.add("rollout", "dropped", f"{count_text(self._num_dropped.total(), 'trajectory')} in all: {counts}")
+            self.add("rollout", "dropped", f"{count_text(self._num_dropped.total(), 'trajectory')} in total: {counts}")
         self._num_dropped.clear()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.add("trainer", "error", f"{type(exception).__name__}: {exception}")
-        self.teardown()  # Lightning calls none after an error
+        self.teardown()  # Lightning does not call it after an error
 
     def teardown(self, *_: object, **__: object) -> None:
         if self._handler is not None:
@@ -248,7 +248,7 @@ class ProblemLog(RLCallback):
         self._handler = self._trainer = None
 
     def add(self, source: str, kind: str, message: str) -> None:
-        """Appends a line; called from any thread."""
+        """Appends a line; may be called from any thread."""
         trainer, path = self._trainer, self._path
         if path is None or trainer is None or self._num_lines >= MAX_LINES:
             return
@@ -267,7 +267,7 @@ _SOURCES = {"engines": "server", "rewards": "reward", "rollout": "rollout", "wor
 
 
 class _Handler(logging.Handler):
-    """Gives the warnings and errors of lightrl's loggers to the log."""
+    """Passes the warnings and errors of lightrl's loggers to the ProblemLog."""
 
     def __init__(self, target: ProblemLog) -> None:
         super().__init__(logging.WARNING)
@@ -279,12 +279,12 @@ class _Handler(logging.Handler):
 
 
 class TimedCheckpoint(ModelCheckpoint):
-    """Keeps one checkpoint, `last-timed.ckpt`, at most `every_s` and an iteration old; written in the background.
+    """Keeps one checkpoint, `last-timed.ckpt`, at most `every_s` plus one iteration old; writes it in the background.
 
-    The Trainer adds it next to its own ModelCheckpoint, which saves after each epoch and on exceptions.
+    The Trainer adds it to its default ModelCheckpoint, which saves after each epoch and on exceptions.
 
     Args:
-        every_s: between two checkpoints.
+        every_s: seconds between two checkpoints.
     """
 
     CHECKPOINT_NAME_LAST = "last-timed"  # `last` finds it
@@ -299,12 +299,12 @@ class TimedCheckpoint(ModelCheckpoint):
             super().on_train_batch_end(trainer, *args, **kwargs)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Saves nothing more, as Lightning's would: the end is the other ModelCheckpoint's."""
+        """Saves nothing, unlike Lightning's: the other ModelCheckpoint saves at the end."""
 
 
 @contextlib.contextmanager
 def _in_background(strategy: Any) -> Iterator[None]:
-    """Inside, a save by a strategy or checkpoint plugin of ours copies the state and returns."""
+    """Makes lightrl's strategies and checkpoint plugins save in the background inside the context."""
     writer = strategy if hasattr(strategy, "save_async") else strategy.checkpoint_io
     before = getattr(writer, "save_async", None)
     if before is None:  # a plugin of the user's

@@ -1,4 +1,4 @@
-"""StalenessControl: by how many weight versions a trajectory may be behind the policy that trains on it."""
+"""StalenessControl: how many weight versions a trajectory may be behind the policy that trains on it."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ ESS, KL, GRAD_NORM = "policy/ess_fraction", "policy/kl_behavior_nats", "policy/g
 LOW_ESS_FRACTION = 0.15
 HIGH_KL_NATS = 2.8  # per token
 LAG_ITERATIONS = 10
-LARGE_STEP_NATS = 0.014  # per token, where the gradient norm is 1; in proportion to its root
+LARGE_STEP_NATS = 0.014  # per token at gradient norm 1; proportional to the norm's square root
 STEP_ITERATIONS = 30
-FIRST_ITERATIONS = 20  # their steps are large in healthy runs too
+FIRST_ITERATIONS = 20  # even healthy runs take large steps here
 
 
 class LagWatch:
     """Reports when the policy is too far from its trajectories, or soon will be, by means over the last iterations.
 
-    A few tokens have most of the weight: the effective sample size is below `LOW_ESS_FRACTION`. Or the policy has left
-    what it learns from: KL(behavior ‖ policy) is above `HIGH_KL_NATS`. Or its steps are larger than its gradients
-    explain, as AdamW's can be: the geometric mean of an iteration's KL(before ‖ after) is above `LARGE_STEP_NATS` ·
-    √(mean gradient norm). The numbers are from `benchmarks.lag`: docs/algorithms.md.
+    It reports three problems. A few tokens have most of the weight: the effective sample size is below
+    `LOW_ESS_FRACTION`. The policy is far from the one that sampled: KL(behavior ‖ policy) is above `HIGH_KL_NATS`. The
+    steps are larger than the gradients explain, as AdamW's can be: the geometric mean of KL(before ‖ after) is above
+    `LARGE_STEP_NATS` · √(mean gradient norm). The bounds come from `benchmarks.lag`; see docs/algorithms.md.
     """
 
     def __init__(self, last: Iterable[tuple[float, float, float, float]] = ()) -> None:
@@ -51,11 +51,11 @@ class LagWatch:
         self._problem = self._find()
 
     def begins(self, ess_fraction: float, kl_nats: float, step_nats: float, grad_norm: float) -> str | None:
-        """Says what goes wrong since this iteration, whose values these are; None if nothing does, or did before.
+        """Adds an iteration's values; returns the problem that begins with it, or None if there is none or an old one.
 
         Args:
-            step_nats: 0 where it is not known, and in the `FIRST_ITERATIONS`.
-            grad_norm: before it is clipped.
+            step_nats: 0 if unknown, and in the `FIRST_ITERATIONS`.
+            grad_norm: before clipping.
         """
         before = self._problem
         self.last.append((ess_fraction, kl_nats, step_nats, grad_norm))
@@ -86,22 +86,22 @@ class LagWatch:
 class StalenessControl(RLCallback):
     """Bounds the staleness of every trained token: weight version now − version that sampled it, in versions.
 
-    With 0 the loop is on-policy: it collects an iteration, learns, syncs, collects the next. With η > 0 rollouts
+    With 0 the loop is on-policy: it collects an iteration, learns, syncs, and collects the next. With η > 0 rollouts
     continue while the policy is updated, up to (η + 1)·P groups ahead; a generation that a weight sync interrupts
     continues under the new weights.
 
-    Groups are trained on in the order of the prompt stream, none is thrown away, and where the next one is slow the
-    trainer waits for it (`time/straggler_wait_s`). So trained lengths are distributed as sampled ones; see
+    Groups are trained on in the order of the prompt stream, and none is thrown away. If the next group is slow, the
+    trainer waits for it (`time/straggler_wait_s`). So trained lengths have the same distribution as sampled ones; see
     docs/async.md.
 
-    It warns where a few tokens have most of the weight (`policy/ess_fraction`, see loops/metrics.py), the policy has
-    left what it learns from (`policy/kl_behavior_nats`) or takes larger steps (`policy/step_k3_nats`, see lag_probe.py)
-    than its gradients explain (`policy/grad_norm`), often long before the reward falls.
+    It warns if a few tokens have most of the weight (`policy/ess_fraction`, see loops/metrics.py), if the policy is far
+    from the one that sampled (`policy/kl_behavior_nats`), or if it takes larger steps (`policy/step_k3_nats`, see
+    lag_probe.py) than its gradients explain (`policy/grad_norm`), often long before the reward falls.
 
     Args:
         max_staleness: η, in versions.
-        max_concurrent: most groups in flight; None for no limit but the staleness.
-        rollout_timeout_s: the run ends if a batch is waited for and no trajectory finishes for this long.
+        max_concurrent: the most groups in flight; None leaves it to the staleness bound.
+        rollout_timeout_s: the run ends if the trainer waits for a batch and no trajectory finishes for this long.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class StalenessControl(RLCallback):
     def configure_rollout(self, trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
         if module.reward_timeout_s > self.rollout_timeout_s and trainer.is_global_zero:
             log.warning(
-                "reward_timeout_s=%g is above rollout_timeout_s=%g: a reward that takes its time can end the run. "
+                "reward_timeout_s=%g is above rollout_timeout_s=%g: a slow reward can end the run. "
                 "Increase StalenessControl.rollout_timeout_s, or lower model.reward_timeout_s.",
                 module.reward_timeout_s,
                 self.rollout_timeout_s,
@@ -131,9 +131,9 @@ class StalenessControl(RLCallback):
         )
 
     def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> None:
-        """Checks the bound on the tokens that are about to be trained on."""
+        """Checks the bound on the tokens to be trained on."""
         if trainer.rollout.is_recorded:
-            return  # their versions are those of the run that wrote them
+            return  # their versions come from the run that wrote them
         local = experience.local
         newest = trainer.weight_version
         oldest = max(0, newest - trainer.rollout.settings.max_staleness)
@@ -141,7 +141,7 @@ class StalenessControl(RLCallback):
         if is_wrong.any():
             row, token = is_wrong.nonzero()[0].tolist()
             raise EngineError(
-                f"{type(trainer.rollout.engine).__name__} says that weight version "
+                f"{type(trainer.rollout.engine).__name__} reports that weight version "
                 f"{int(local.weight_versions[row, token])} sampled token {token} of a trajectory of group "
                 f"{int(local.group_ids[row])}, which must be from {oldest} to {newest} (max_staleness="
                 f"{trainer.rollout.settings.max_staleness}). Fix the versions of the engine's completions."
@@ -157,7 +157,7 @@ class StalenessControl(RLCallback):
         if problem and trainer.is_global_zero:
             log.warning(
                 "%s: the trajectories are too far from the policy to learn from, or soon will be. Lower lr or "
-                "max_staleness, or use a loss for stale trajectories, such as TOPR with betas [0.9, 0.999] "
+                "max_staleness, or use a loss for stale trajectories, for example TOPR with betas [0.9, 0.999] "
                 "(docs/algorithms.md, Which loss at which lag).",
                 problem,
             )

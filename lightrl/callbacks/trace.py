@@ -1,15 +1,16 @@
-"""Trace: what each process did when, as a file for Perfetto, and at the end where the time went."""
+"""Trace: records what each process did when, as a file for Perfetto, and summarizes where the time went."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.profilers import Profiler
 
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
@@ -28,27 +29,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_BARRIERS = 8  # they bound the offset of a rank's clock
-_TIMEOUT_S = 60.0  # for the slowest rank, at the start and at the end
-_LEAST_NS = 1_000_000  # shorter callbacks and hooks of Lightning's are left out
-_EVENT_S = 2e-6  # a span with its append
+_BARRIERS = 8  # to measure the offset of a rank's clock
+_TIMEOUT_S = 60.0  # for the slowest rank, at the end
+_LEAST_NS = 1_000_000  # shorter callbacks and hooks of Lightning are left out
+_EVENT_S = 2e-6  # cost of a span and its append
 _MIB = 2**20
 
 
 class Trace(RLCallback):
-    """Writes `<run folder>/trace/`: one file per process, and at the end `trace.json` of all together on one clock.
+    """Writes `<run folder>/trace/`: one file per process, and at the end `trace.json`, which joins them on one clock.
 
-    Open it at https://ui.perfetto.dev, which sends nothing anywhere, or in `lightrl inspect`, also while a fit runs. At
-    its end `summary.json` is written and printed: the mean time by area, the area to look at first, what an iteration
-    without it would gain, the largest memory of each phase, and what each role's model takes. The callback leaves out
-    as many short iterations as it must to stay within `max_cost`.
+    Open it at https://ui.perfetto.dev, which uploads nothing, or in `lightrl inspect`, even while a fit runs. At the
+    end, `summary.json` is written and printed: the mean time by area, the area to look at first, the time that an
+    iteration without it would save, each phase's peak memory, and the memory of each role's model. The callback skips
+    as many iterations as needed to stay within `max_cost`.
 
-    Times are the host's. On a GPU a forward only starts there; what it waits for is in the next step that needs a
-    number. For kernels use `profiler: pytorch`. Collectives within FSDP's layers are part of forward and backward.
+    Times are measured on the host, which only launches a GPU's forward; its time appears in the next step that needs a
+    number. For kernels, use `profiler: pytorch`. Collectives within FSDP's layers are part of forward and backward.
 
     Args:
-        max_cost: share of the run's time, 0 to 1.
-        max_mib: of the files of one process; the last iterations are kept.
+        max_cost: the most of the run's time that tracing may take, 0 to 1.
+        max_mib: size of one process's files; the last iterations are kept.
     """
 
     def __init__(self, max_cost: float = 0.005, max_mib: int = 256) -> None:
@@ -98,7 +99,7 @@ class Trace(RLCallback):
         self._since_ns = time.perf_counter_ns()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Joins the files once every rank has written its own."""
+        """Joins the files once every rank has written its file."""
         if self._tape is None:
             return
         self.teardown()
@@ -120,10 +121,10 @@ class Trace(RLCallback):
             text += f"\nTrace: {path}, for https://ui.perfetto.dev" if path else ""
         except OSError as error:
             self._stop_writing(error)
-        pl_module.print(text)  # above the progress bar, which is still there
+        pl_module.print(text)  # above the progress bar
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """The iteration in which it happened is the one to look at."""
+        """Keeps the events of the iteration that failed."""
         if self._tape is not None:
             self._add(trainer.global_step, self._tape.take(), time.perf_counter_ns(), is_whole=False)
         self.teardown()
@@ -156,7 +157,7 @@ class Trace(RLCallback):
         )
 
     def _watch_profiler(self, trainer: Any) -> None:
-        """Lightning and the loop report to the profiler what they do; from here on a wrapper records it."""
+        """Wraps the profiler, to which Lightning and the loop report their steps, in order to record them."""
         profiler = trainer.profiler
         started: dict[str, int] = {}
         self._last_peaks: dict[str, dict[str, int]] = {}
@@ -195,7 +196,7 @@ _PHASES = {f"rl/{name}": name for name in ("rollout", "rewards", "score", "updat
 
 
 class _WatchedProfiler:
-    """Lightning's profiler, with two functions that are called before its `start` and `stop`."""
+    """Lightning's profiler, which calls two functions before `start` and `stop`."""
 
     def __init__(self, profiler: Any, on_start: Callable[[str], None], on_stop: Callable[[str], None]) -> None:
         self._profiler = profiler
@@ -213,17 +214,11 @@ class _WatchedProfiler:
         self._on_stop(action_name)
         self._profiler.stop(action_name)
 
-    @contextlib.contextmanager
-    def profile(self, action_name: str) -> Iterator[str]:
-        try:
-            self.start(action_name)
-            yield action_name
-        finally:
-            self.stop(action_name)
+    profile = Profiler.profile  # calls `start` and `stop` of this class
 
 
 def _offset_ns(ranks: Ranks) -> int:
-    """Measures how far this process's clock is ahead of rank 0's; a collective."""
+    """Measures how far this process's clock is ahead of rank 0's. Collective."""
     if ranks.size == 1:
         return 0
     readings = []
@@ -236,7 +231,7 @@ def _offset_ns(ranks: Ranks) -> int:
 
 
 def role_bytes(module: RLModule, optimizers: Iterable[Optimizer]) -> dict[str, dict[str, int]]:
-    """Role → this rank's bytes of its model: parameters, gradients, optimizer. Shared ones count for the first."""
+    """Returns role → bytes of its model on this rank, by kind; shared parameters count only for the first role."""
     states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
     counted_ids: set[int] = set()
     result: dict[str, dict[str, int]] = {}
@@ -258,7 +253,7 @@ def _num_bytes(tensor: Tensor | None) -> int:
 
 
 def memory_text(summary: SummaryJson) -> str:
-    """Memory of this process by phase, of its models by role, and of the processes that it started."""
+    """Formats this process's memory by phase, its models' by role, and that of the processes it started."""
     peaks = [f"{phase} {_joined(kinds)}" for phase, kinds in summary["memory_peak_mib"].items()]
     roles = [f"{role} {_joined(sizes)}" for role, sizes in summary["memory_of_roles_mib"].items()]
     lines = ["Memory of rank 0 in MiB", f"  peak of each phase: {'; '.join(peaks)}"]

@@ -1,4 +1,4 @@
-"""TrajectoryLog: what the policy wrote, as JSONL to read and replay, and now and then as a table."""
+"""TrajectoryLog: what the policy wrote, as JSONL to read and replay, and periodically as a table."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _WIDTH_WITHOUT_TERMINAL = 120  # characters
-_SEARCHED = 2000  # characters of a text that `lightrl inspect` searches; a longer one loses its middle
+_SEARCHED = 2000  # characters of a text that `lightrl inspect` searches; the middle of longer texts is cut
 _SEARCHED_OF_TURN = 100  # at least, however many turns there are
 _CELL = 4000  # characters of a prompt or completion in a logger's table
-_ROWS_AT_ONCE = 256  # rows of a per-token field that the ranks join at once
+_ROWS_AT_ONCE = 256  # rows of a per-token field in one collective
 
 
 class _Tokenizer(Protocol):
@@ -49,24 +49,24 @@ class _Tokenizer(Protocol):
 class TrajectoryLog(RLCallback):
     """Writes trajectories of every n-th iteration to `<run folder>/trajectories/iteration-000012.jsonl`.
 
-    One line is one complete trajectory, so that an iteration can be read, filtered with `jq`, replayed and trained on
+    Each line is one complete trajectory, so an iteration can be read, filtered with `jq`, replayed and trained on
     (`lightrl.trajectory.read_trajectories`):
 
         {"iteration": 12, "weight_version": 12, "advantage": 0.87, "reward": 1.0, ..., "trajectory": {"prompt": ...}}
 
-    `advantage` is the mean over the trajectory's loss tokens; `advantages` has each token's where they differ, and
-    `trainer_logprobs` the trainer's before the update. `tokens.jsonl` has the text of each token id that occurred. A
-    file is moved into place when it is complete, and a resumed run replaces the iterations that it repeats. If the disk
-    is full or read-only, one warning is logged, the log ends and the run continues.
+    `advantage` is the mean over the trajectory's loss tokens; `advantages` has one per token if they differ, and
+    `trainer_logprobs` are the trainer's before the update. `tokens.jsonl` has the text of each token id that occurred.
+    A file is moved into place when it is complete, and a resumed run replaces the iterations that it repeats. If the
+    disk is full or read-only, a warning is logged, the log stops and the run continues.
 
     Args:
         every_n_iterations: 1 keeps everything that a run trained on.
-        max_per_iteration: only this many trajectories of an iteration; None for all, which a replay needs.
-        table_every_n_iterations: how often a table is printed, and given to Weights & Biases, MLflow, TensorBoard and
-            Comet as `samples`, with what each part of the reward gave; None for never.
+        max_per_iteration: at most this many trajectories of an iteration; None keeps all, which a replay needs.
+        table_every_n_iterations: how often a table is printed and logged to Weights & Biases, MLflow, TensorBoard and
+            Comet as `samples`, with each part of the reward; None for never.
         table_rows: trajectories in the table, from the highest advantage to the lowest.
-        score_per_iteration: the trainer's logprobs of so many of an iteration's first trajectories, by one more forward
-            over them on every rank; those that the update needs anyway are written without it.
+        score_per_iteration: how many of an iteration's first trajectories get the trainer's logprobs, by an extra
+            forward on every rank. Logprobs that the update needs anyway are written without it.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class TrajectoryLog(RLCallback):
         self.table_every_n_iterations = table_every_n_iterations
         self.table_rows = table_rows
         self.score_per_iteration = score_per_iteration
-        self._known_ids: set[int] = set()  # their text is in tokens.jsonl
-        self._folder: Path | None = None  # None: do not write
+        self._known_ids: set[int] = set()  # token ids in tokens.jsonl
+        self._folder: Path | None = None  # None writes nothing
         self._trajectories: list[Trajectory] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -107,7 +107,7 @@ class TrajectoryLog(RLCallback):
         prints = self.table_every_n_iterations is not None and iteration % self.table_every_n_iterations == 0
         if not prints and not is_due:
             return
-        # On all ranks, as these are collectives.
+        # On all ranks, because these are collectives.
         advantages = _mean_advantages(experience, len(trajectories))
         num = len(trajectories) if self.max_per_iteration is None else min(len(trajectories), self.max_per_iteration)
         per_token: list[list[float]] = []
@@ -135,7 +135,7 @@ class TrajectoryLog(RLCallback):
     def _trainer_logprobs(
         self, trainer: RLTrainer, module: RLModule, experience: Experience, trajectories: Sequence[Trajectory]
     ) -> list[list[float]]:
-        """[b][T] of the first trajectories, before the update; empty where none are due. Collective."""
+        """Returns [b][T] of the first trajectories, before the update; empty if none are due. Collective."""
         if proximal := _rows_of_all(experience, "proximal_logprobs", len(trajectories)):
             return [row.tolist() for row in proximal]
         num = min(self.score_per_iteration, len(trajectories))
@@ -145,7 +145,7 @@ class TrajectoryLog(RLCallback):
         holders = ranks.of_role("policy")
         if ranks.size == 1:
             experience = experience.select(list(range(num)))
-        else:  # all ranks compute on the same rows, whose tokens are on some
+        else:  # all ranks compute the same rows, whose tokens only some ranks have
             texts = ranks.broadcast_json([item.to_text() for item in trajectories[:num]] if ranks.is_main else None)
             experience = Experience.from_trajectories([Trajectory.from_text(text) for text in texts])
         rows: list[list[float]] = [[]] * num
@@ -153,7 +153,7 @@ class TrajectoryLog(RLCallback):
             order, parts = experience.microbatch_rows(module.microbatch_tokens)
             with torch.no_grad(), trainer.precision_plugin.forward_context():
                 outputs = module.parallel_models["policy"].forward([part.to(module.device) for part in parts])
-                for numbers, output in zip(order, outputs, strict=True):  # computed here, one after the other
+                for numbers, output in zip(order, outputs, strict=True):  # a generator: computes one after the other
                     for row, logprobs in zip(numbers, output.logprobs.float().cpu().tolist(), strict=True):
                         rows[row] = logprobs
         return cast("list[list[float]]", ranks.broadcast_json(rows)) if holders.size < ranks.size else rows
@@ -172,7 +172,7 @@ class TrajectoryLog(RLCallback):
         except (OSError, TypeError, ValueError) as error:
             self._folder = None
             with contextlib.suppress(OSError):
-                unfinished.unlink()  # half of it, on a disk that may be full
+                unfinished.unlink()  # frees the partial file's space
             log.warning(
                 "The trajectory log cannot write %s: %s. It stops and the run continues. Prompts must be JSON and the "
                 "disk must have space; a larger TrajectoryLog.every_n_iterations writes less.",
@@ -181,7 +181,7 @@ class TrajectoryLog(RLCallback):
             )
 
     def _write_tokens(self, trajectories: Iterable[Trajectory], tokenizer: _Tokenizer | None) -> None:
-        """Appends the texts of token ids that have not occurred before, `[id, text]` in a line."""
+        """Appends the texts of new token ids, one `[id, text]` per line."""
         if tokenizer is None or self._folder is None:
             return
         new = {id_ for trajectory in trajectories for id_ in trajectory.token_ids} - self._known_ids
@@ -192,7 +192,7 @@ class TrajectoryLog(RLCallback):
 
 
 def _rows_of_all(experience: Experience, name: str, num: int) -> list[Tensor]:
-    """A field per token of the first `num` trajectories, [T, ...] each, whose tokens are on any rank. Collective."""
+    """Gathers a per-token field of the first `num` trajectories from all ranks, [T, ...] each. Collective."""
     part = experience.local
     local = part[name] if name in part.tensors() else None
     if local is None:
@@ -227,7 +227,7 @@ def _records(
     weight_version: int,
     tokenizer: _Tokenizer | None,
 ) -> Iterator[JsonObject]:
-    """A record for each trajectory: the columns of a table first, the trajectory, and what is known of each token."""
+    """Yields a record for each trajectory: the columns of a table first, the trajectory, and per-token numbers."""
     prompt_texts: dict[str, str] = {}  # prompt id → text
     for row, (trajectory, advantage) in enumerate(zip(trajectories, advantages, strict=True)):
         prompt = trajectory.prompt
@@ -266,7 +266,7 @@ def _numbers(trajectory: Trajectory, advantage: float | None, weight_version: in
 def _sample(
     trajectory: Trajectory, advantage: float | None, tokenizer: _Tokenizer | None, weight_version: int
 ) -> JsonObject:
-    """A row of a logger's table; a lone surrogate, which UTF-8 cannot hold, is escaped."""
+    """Returns a row of a logger's table; escapes lone surrogates, which UTF-8 cannot encode."""
     texts = {
         "prompt": trajectory.prompt.text(getattr(tokenizer, "decode", None)),
         "completion": _completion_text(trajectory, tokenizer),
@@ -278,7 +278,7 @@ def _sample(
 
 
 def keep_answers(module: RLModule, experience: Experience, trajectories: Sequence[Trajectory]) -> None:
-    """Stores in each trajectory's `call_outputs` what calls outside the trainer returned, for a replay. Collective."""
+    """Stores the outputs of calls outside the trainer in `Trajectory.call_outputs`, for a replay. Collective."""
     calls = module.data_flow(from_file=True).of_kind("infer")  # without the reward, which trajectories have anyway
     for key in [key for call in calls if follows_from_trajectories(call) for key in call.outputs]:
         if experience.local[key].dim() == 1:
@@ -307,10 +307,10 @@ def pick_rows(
 def format_table(
     rows: Iterable[tuple[Trajectory, float | None]], tokenizer: _Tokenizer | None = None, width: int = 120
 ) -> str:
-    """Prompt, completion, reward and advantage of each trajectory, one line each, at most `width` columns wide.
+    """Formats prompt, completion, reward and advantage of each trajectory, one line each, at most `width` columns wide.
 
-    A prompt that is too long loses its beginning, a completion its middle; what cannot be printed is escaped. Special
-    tokens are shown where the tokenizer can, since a strict reward sees them.
+    A prompt that is too long loses its beginning, a completion its middle; unprintable characters are escaped. Special
+    tokens are shown if the tokenizer decodes them, since a strict reward sees them.
     """
     cells = [
         (
@@ -336,7 +336,7 @@ def format_table(
 
 
 def _mean_advantages(experience: Experience, num: int) -> list[float | None]:
-    """One per trajectory; None where the experience has none, or has other rows than the rollout."""
+    """Returns one per trajectory; None if the experience has no advantages, or other rows than the rollout."""
     local = experience.local
     if local.advantages is None or len(experience) != num:
         return [None] * num
@@ -347,7 +347,7 @@ def _mean_advantages(experience: Experience, num: int) -> list[float | None]:
 
 
 def _text_of_turns(trajectory: Trajectory, tokenizer: _Tokenizer | None) -> str:
-    """Return what the policy generated and its environment said, a line for each."""
+    """Returns what the policy generated and what its environment answered, one line each."""
     if tokenizer is None or len(trajectory.turns) < 2:
         return _without_middle(trajectory.completion)
     bounds = [bound for turn in trajectory.turns for bound in (turn.start, turn.end)]
@@ -367,7 +367,7 @@ def _completion_text(trajectory: Trajectory, tokenizer: _Tokenizer | None) -> st
 
 
 def num_columns(text: str) -> int:
-    """Terminal columns: East Asian wide letters take two, combining marks none."""
+    """Returns the text's terminal columns: East Asian wide letters take two, combining marks none."""
     if text.isascii():
         return len(text)
     return sum(
@@ -376,7 +376,7 @@ def num_columns(text: str) -> int:
 
 
 def shorten(text: str, width: int, *, keep_start: float) -> str:
-    """Cuts text to `width` columns, with … for what is left out; `keep_start` is the start's share of them."""
+    """Cuts text to `width` columns, with … for the omitted part; `keep_start` is the start's share of the columns."""
     if num_columns(text) <= width:
         return text
     text = text[: 2 * width] + text[-2 * width :] if len(text) > 4 * width else text
@@ -386,7 +386,7 @@ def shorten(text: str, width: int, *, keep_start: float) -> str:
 
 
 def _cut(text: str, width: int) -> str:
-    """The longest beginning that fits."""
+    """Returns the longest beginning that fits."""
     used = 0
     for index, letter in enumerate(text):
         used += num_columns(letter)
@@ -396,11 +396,11 @@ def _cut(text: str, width: int) -> str:
 
 
 def pad(text: str, width: int) -> str:
-    """The text with spaces behind it, `width` columns in all."""
+    """Pads the text with spaces to `width` columns."""
     return text + " " * (width - num_columns(text))
 
 
 def printable_on_stdout(text: str) -> str:
-    """Escapes what the terminal's encoding cannot show."""
+    """Escapes characters that the terminal's encoding cannot show."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -1,4 +1,4 @@
-"""WeightSync: brings the trainer's weights to the engine, so that rollouts come from the policy that is trained."""
+"""WeightSync: brings the trainer's weights to the engine, so that rollouts come from the policy being trained."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BUCKET_BYTES = 2**28  # size of the parts in which parameters travel
+BUCKET_BYTES = 2**28  # size of the parts in which parameters are sent
 
-# Engine and trainer on the same devices: during the update the engine has no memory and the optimizer's state is on the
-# device, otherwise in host memory. Without a colocated engine nothing happens.
+# Engine and trainer on the same devices: during the update, the engine holds no device memory and the optimizer's state
+# is on the device; otherwise it is in host memory. Without a colocated engine, these functions do nothing.
 
 
 def colocated_engine(trainer: RLTrainer) -> RolloutEngine | None:
-    """The engine, if it is in use and on the trainer's devices; every rank has the settings, rank 0 the processes."""
+    """Returns the engine if it is in use and on the trainer's devices; every rank has its settings."""
     engine = trainer.engine
     return None if trainer.rollout.is_recorded or engine is None or not engine.is_colocated else engine
 
@@ -54,8 +54,8 @@ def check_no_overlap(max_staleness: int) -> None:
     """Raises ValueError if rollouts would continue during an update, in which a colocated engine has no memory."""
     if max_staleness > 0:
         raise ValueError(
-            f"max_staleness must be 0 with a colocated engine, got {max_staleness}: the engine has no memory to roll "
-            "out during an update. Use StalenessControl(0), or placement: separate."
+            f"max_staleness must be 0 with a colocated engine, got {max_staleness}: the engine has no memory for "
+            "rollouts during an update. Use StalenessControl(0), or placement: separate."
         )
 
 
@@ -67,8 +67,8 @@ def to_trainer(trainer: RLTrainer) -> None:
     with ranks.own_deadline():
         if ranks.is_main:
             engine.release_memory()
-        ranks.broadcast_json(None)  # no rank takes memory before the engine has released it
-    if not {"parameters", "optimizer"} & set(getattr(trainer.strategy, "offload_to_cpu", ())):  # else it waits there
+        ranks.broadcast_json(None)  # no rank allocates memory before the engine has released it
+    if not {"parameters", "optimizer"} & set(getattr(trainer.strategy, "offload_to_cpu", ())):  # or it stays there
         for optimizer in trainer.optimizers:
             move_state(optimizer, trainer.strategy.root_device)
 
@@ -86,27 +86,28 @@ def to_engine(trainer: RLTrainer) -> None:
 class WeightSync(RLCallback):
     """Exports the policy after an iteration and loads it into the engine, under the next weight version.
 
-    The engine samples, the trainer learns; each has weights of its own. A weight version numbers what the engine holds:
+    The engine samples and the trainer learns, each with its own weights. A weight version numbers the engine's weights:
     version k is the policy after k iterations, and every token carries the version that sampled it. The present version
     is loaded before the first request, also after a resume and before sanity check, validate, test and predict.
 
-    The engine checks names, shapes and values, and keeps the old weights if something is wrong. After each sync trainer
-    and engine compute the logprobs of a probe, a few fixed sequences of random tokens. `sync/probe_abs_dlogp_nats`,
-    their mean difference (the largest of all replicas), has a bound; see probe.py. One wrong replica of several is
-    dropped and gets the weights again, otherwise the run stops. `sync/verified_fraction` is the share of replicas whose
-    digests are the trainer's. A sync that fails is tried once more if the engine serves the version before.
+    The engine checks names, shapes and values, and keeps the old weights if something is wrong. After each sync,
+    trainer and engine compute the logprobs of a probe, a few fixed sequences of random tokens. Their mean difference,
+    `sync/probe_abs_dlogp_nats` (the largest of all replicas), has a bound; see probe.py. If only some replicas are
+    wrong, they are dropped and get the weights again; otherwise the run stops. `sync/verified_fraction` is the share of
+    replicas whose digests equal the trainer's. A failed sync is retried once if the old version still serves.
 
-    `policy/kl_behavior_nats` measures two things together. The engine's numbers: `sync/mismatch_*` compares the tokens
-    that the present version sampled with the trainer's logprobs, in an iteration's first minibatch;
-    `sync/mismatch_present_abs_dlogp_nats` and the largest difference have bounds, which show stale caches and restarts
-    between syncs. The policy's lag: `policy/lag_*`, by the trainer's numbers alone; see lag_probe.py.
+    `policy/kl_behavior_nats` measures two things together: the engine's numerics and the policy's lag.
+    `sync/mismatch_*` shows the first: it compares the tokens that the present version sampled with the trainer's
+    logprobs, in an iteration's first minibatch. The bounds of `sync/mismatch_present_abs_dlogp_nats` and of the largest
+    difference reveal stale caches and restarts between syncs. `policy/lag_*` shows the second, from the trainer's
+    logprobs only; see lag_probe.py.
 
     An engine with `placement: colocated` releases its memory before each update, and the optimizer's state is in host
     memory while the engine generates.
 
     Args:
-        every_n_iterations: above 1 the engine lags behind on purpose; `StalenessControl.max_staleness` must be at least
-            `every_n_iterations - 1`.
+        every_n_iterations: above 1, the engine lags behind on purpose; `StalenessControl.max_staleness` must be at
+            least `every_n_iterations - 1`.
         verify: False trusts the engine: no probe, no digests, no bound on the mismatch, and with `max_staleness` no
             copies of η + 1 versions of the trained parameters in host memory (see answer_check.py).
     """
@@ -122,7 +123,7 @@ class WeightSync(RLCallback):
         self.every_n_iterations = every_n_iterations
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._answers = AnswerCheck()  # a run that failed has torn nothing down
+        self._answers = AnswerCheck()  # a failed run has not called `teardown`
         engine: RolloutEngine | None = getattr(trainer, "engine", None)
         if engine is not None:
             engine.should_verify = self.verify
@@ -169,7 +170,7 @@ class WeightSync(RLCallback):
         self._lag, self._answers = LagProbe(), AnswerCheck()  # frees the copies of weights
 
     def _ensure(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Loads the present version unless the engine has it: validation measures the policy as it is now."""
+        """Loads the present version unless the engine has it, so that validation measures the present policy."""
         if not isinstance(module, RLModule):
             return
         rl_trainer = cast("RLTrainer", trainer)
@@ -185,11 +186,11 @@ class WeightSync(RLCallback):
             buckets = _gathered(self._shares.buckets(trainer, module, BUCKET_BYTES), ranks)
             trainer.rollout.load_weights(buckets, weight_version=weight_version)
 
-        with ranks.own_deadline():  # the engine's
+        with ranks.own_deadline():  # the engine enforces it
             try:
                 load()
-            except WeightSyncUndone as error:  # it serves the version before: one lost answer ends no run
-                log.warning("Trying the same weight sync once more: %s", error)
+            except WeightSyncUndone as error:  # the version before still serves: one lost answer should not end a run
+                log.warning("Retrying the weight sync: %s", error)
                 load()
             self._metrics = self._probe.compare(trainer, module, logprobs)
             if self._probe.rounding is not None:
@@ -198,7 +199,7 @@ class WeightSync(RLCallback):
 
 
 def _gathered(buckets: Iterable[Bucket], ranks: Ranks) -> Iterator[Bucket]:
-    """The buckets; the ranks watch each other while they gather one, not while the engine takes it."""
+    """Yields the buckets; the ranks watch each other while they gather one, not while the engine loads it."""
     iterator = iter(buckets)
     while True:
         with ranks.own_deadline(False):
@@ -209,20 +210,20 @@ def _gathered(buckets: Iterable[Bucket], ranks: Ranks) -> Iterator[Bucket]:
 
 
 # If the engine loads files from a folder that every rank sees, each rank writes its share there; otherwise rank 0
-# gathers all of them and hands them to the engine.
+# gathers all shares and passes them to the engine.
 
 
 class RankShares:
-    """Makes the buckets of each sync; decides at the first one who writes, the same on every rank."""
+    """Makes the buckets of each sync; the first sync decides which ranks write, the same on every rank."""
 
     def __init__(self) -> None:
         self._folder: SharedFolder | None = None
-        self._rollout: object = None  # `_folder` was decided for it
+        self._rollout: object = None  # the rollout for which `_folder` was decided
 
     def buckets(self, trainer: RLTrainer, module: RLModule, bucket_bytes: int) -> Iterator[Bucket]:
         """Yields buckets for `rollout.load_weights`; collective, each rank must read them to the end.
 
-        They are of the parts that the engine takes, one part after another.
+        They contain the parts that the engine loads, one after another.
         """
         model = module.parallel_models["policy"]
         holders = ranks_of(trainer.strategy).of_role("policy")
@@ -236,12 +237,12 @@ class RankShares:
     def _of_part(
         self, trainer: RLTrainer, model: ParallelModel, bucket_bytes: int, part: Part, holders: Ranks
     ) -> Iterator[Bucket]:
-        """All parameters, from every rank or from rank 0; what training adds is small, and comes from rank 0."""
+        """Returns buckets of all parameters, from every rank or rank 0; small added parts always come from rank 0."""
         names = "module" if trainer.engine is None else trainer.engine.parameter_names  # every rank has the settings
         make = functools.partial(model.full_parameters, part=part, names=names)
         if holders.size == 1 or part == "added":
             return make(bucket_bytes)
-        if self._rollout is not trainer.rollout:  # new on every rank whenever it is opened
+        if self._rollout is not trainer.rollout:  # each stage opens a new one, on every rank
             self._rollout, self._folder = trainer.rollout, _shared_folder(trainer.rollout.engine, holders)
         if self._folder is None:
             return make(bucket_bytes)
@@ -249,10 +250,9 @@ class RankShares:
 
 
 def shared(buckets: Iterator[Bucket], folder: SharedFolder, holders: Ranks) -> Iterator[Bucket]:
-    """Yields on rank 0 its own share and then the files of the others, which write theirs meanwhile.
+    """Yields, on rank 0, its share and then the files of the other ranks, which write their shares meanwhile.
 
-    Raises:
-        WeightSyncError: on rank 0 if a rank could not write its share, or has not within `folder.timeout_s`.
+    Raises WeightSyncError on rank 0 if a rank could not write its share within `folder.timeout_s`.
     """
     if not holders.is_main:
         writer = ShareWriter(folder, holders.rank)
@@ -274,13 +274,13 @@ def _gather_records(record: dict[str, object], folder: SharedFolder, holders: Ra
         return holders.gather_json(record, timeout_s=folder.timeout_s)
     except RuntimeError as error:
         raise WeightSyncError(
-            f"Not every rank has written its share of the weights to {folder.root!r} within engine.timeouts.sync_s="
+            f"Not every rank wrote its share of the weights to {folder.root!r} within engine.timeouts.sync_s="
             f"{folder.timeout_s:g}: {str(error).splitlines()[0]}"
         ) from error
 
 
 def _shared_folder(engine: RolloutEngine | None, holders: Ranks) -> SharedFolder | None:
-    """Rank 0's folder if every rank sees it and can write there; else None, which is logged."""
+    """Returns rank 0's folder if every rank can see it and write there; otherwise logs why and returns None."""
     folder = None if engine is None else engine.shared_folder()
     fields = holders.broadcast_json(None if folder is None else vars(folder))
     if fields is None:
@@ -292,7 +292,7 @@ def _shared_folder(engine: RolloutEngine | None, holders: Ranks) -> SharedFolder
     if holders.is_main:
         log.warning(
             "weight_folder=%s is not visible and writable for %s, so rank 0 gathers and writes all weights. Set "
-            "engine.weight_folder to a folder that all hosts of the trainer share.",
+            "engine.weight_folder to a folder that all trainer hosts share.",
             folder.root,
             ", ".join(f"rank {rank} on {host}" for rank, host in missing),
         )

@@ -1,19 +1,19 @@
-"""What travels with tokens, from the engine to the loss. Each column has one file with one declaration.
+"""Columns: data that travels with tokens from the engine to the loss. Each column is declared in one file.
 
     engine ──► Completion ──► draft, Conversation ──► Trajectory ──► Experience ──► forward and loss
                columns=       extended, joined, cut    columns=      fields of [B, T]
 
-Whatever handles tokens on this way handles their columns in loops, and knows none of them by name.
+All code on this path handles columns in loops, without naming any of them.
 
 Reading order:
     token_array.py  TokenArray: the values of one column
-    column.py       Column: dtype, fill, and how its values are joined and cut; `register`; columns in loops
+    column.py       Column: dtype, fill, how its values are joined and cut; `register`; functions over all columns
     supports.py, routes.py, gaps.py, rewards.py  one column each
 
-May import: errors. Reward workers import this package: neither torch nor numpy at the level of a module.
+May import: errors. Reward workers import this package, so modules must not import torch or numpy at the top level.
 
-A further column is one file with one declaration, and `register` at its end. An engine returns it in
-`Completion.columns`, and a loss reads `experience["its name"]`. strategies/model_inputs.py is for one that models read.
+To add a column, declare it in a separate file and call `register` at the end. An engine returns it in
+`Completion.columns`, and a loss reads `experience["its name"]`. See strategies/model_inputs.py if models read it.
 """
 
 from lightrl.columns.column import (

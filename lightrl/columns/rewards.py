@@ -11,7 +11,7 @@ from lightrl.columns.column import Column, Values
 @dataclass(frozen=True)
 class _Rewards(Column):
     def _default(self, trajectory: Any, width: int) -> Values:
-        """The reward on the last loss token."""
+        """Puts the whole reward on the last loss token."""
         spread = [0.0] * len(trajectory.token_ids)
         last = max((index for index, trains in enumerate(trajectory.loss_mask) if trains), default=None)
         if last is not None:

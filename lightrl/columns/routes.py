@@ -1,4 +1,4 @@
-"""The column `routes`: the experts that each token was sampled with (models/routes.py)."""
+"""The column `routes`: the experts that computed each token in the engine (models/routes.py)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from lightrl.columns.column import Column, Values
 from lightrl.columns.token_array import TokenArray
 from lightrl.errors import EngineError
 
-NATIVE = 255  # each byte of the routes of a token that are not known
+NATIVE = 255  # marks unknown routes: the value of each byte of the token's routes
 
 
 @dataclass(frozen=True)
 class _Routes(Column):
-    """A completion has the routes of its prompt too, but none of its last token, which nothing has read yet."""
+    """Routes; a completion also has those of its prompt, but none of its last token, which no model has read yet."""
 
     def extended(self, before: Values | None, num_before: int, new: Values | None, num_new: int) -> Values | None:
-        """Of a token that was computed again, the new routes, where they are known.
+        """Extends the routes; for recomputed tokens, known new routes replace the old ones.
 
         Raises:
-            EngineError: if a completion has routes of another number of tokens.
+            EngineError: if the number of routes does not match the number of tokens.
         """
         if new is None:
             return super().extended(before, num_before, None, num_new)
@@ -28,8 +28,8 @@ class _Routes(Column):
         num_rows = num_before + num_new - 1
         if num_rows < 1 or len(new) % num_rows:
             raise EngineError(
-                f"The engine returned {len(new)} bytes of routes for a prompt of {num_before} tokens and "
-                f"{num_new} of a completion. Each token but the last needs equally many."
+                f"The engine returned {len(new)} bytes of routes for a prompt of {num_before} tokens and a "
+                f"completion of {num_new}. Each token but the last needs the same number."
             )
         rows = new.numpy().reshape(num_rows, -1)
         rows = np.concatenate([rows, np.full_like(rows[:1], NATIVE)])

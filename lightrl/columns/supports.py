@@ -1,4 +1,4 @@
-"""The column `supports`: the tokens that could be sampled, under top-p or top-k, as codes (functional/supports.py)."""
+"""The column `supports`: the tokens that top-p or top-k allowed, encoded as in functional/supports.py."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 
 from lightrl.columns.column import Column, Values
 
-EVERY_TOKEN = b"\x01"  # the code of a token that was read, or sampled from the whole vocabulary
+EVERY_TOKEN = b"\x01"  # code of a token that was only read, or sampled from the whole vocabulary
 
 
 def support_ends(codes: Any) -> Any:
-    """The end of each token's code in these bytes, int64 [T]."""
+    """Finds the end of each token's code in these bytes, int64 [T]."""
     import numpy as np
 
     data = np.asarray(codes, np.uint8)
-    is_first = np.append(True, data < 128)[:-1]  # byte of a number
+    is_first = np.append(True, data < 128)[:-1]  # first byte of a number
     return np.flatnonzero((data < 2) & is_first) + 1
 
 
@@ -37,8 +37,8 @@ class _Supports(Column):
         if not sampling.is_truncated:
             return None
         return (
-            f"top_p={sampling.top_p:g} and top_k={sampling.top_k} truncate its draws: the trainer's logprobs would be "
-            "wrong. Set top_p to 1 and top_k to -1, or return them (functional.encode_supports)"
+            f"top_p={sampling.top_p:g} and top_k={sampling.top_k} truncate its sampling: the trainer's logprobs would "
+            "be wrong. Set top_p to 1 and top_k to -1, or return them (functional.encode_supports)"
         )
 
     def _indices(self, values: Values, num_tokens: int, tokens: Sequence[int]) -> list[int]:

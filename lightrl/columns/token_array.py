@@ -1,4 +1,4 @@
-"""TokenArray: the numbers of one column, a Python object for all of them. Plain Python, as reward workers need it."""
+"""TokenArray: the numbers of one column in a single Python object. Plain Python, since reward workers use it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _SIZES = {code: struct.calcsize(code) for code in DTYPES}
 
 
 class TokenArray(Sequence[_Number]):
-    """Numbers of one type, one for each token, without a Python object for each. Reads like a list; never changes.
+    """Numbers of one type, one per token, without a Python object for each. Reads like a list and is immutable.
 
     `array == [1, 2]`, `array[3:5]`, `sum(array)` and `[0] + array` work as with a list. `numpy.asarray(array)` has its
     dtype and makes no copy, unless the numbers are stored as runs. A slice is a TokenArray, `[0] + array` a list.
 
     Args:
-        values: a list, an array of numpy or torch, or any other numbers.
-        code: the dtype, in the letters of `memoryview.format`: "i" int32, "f" float32, "d" float64, "?" bool,
+        values: a list, a numpy or torch array, or any other iterable of numbers.
+        code: the dtype, as in `memoryview.format`: "i" int32, "f" float32, "d" float64, "?" bool,
             "B" uint8.
-        as_runs: store each run of equal numbers as the number and its end instead, unless that takes more memory.
+        as_runs: store each run of equal numbers as the number and the run's end, unless that takes more memory.
 
     Raises:
-        TypeError, OverflowError: if a number does not fit the dtype; float32 rounds instead.
+        TypeError, OverflowError: if a number does not fit the dtype; float32 rounds.
     """
 
     __slots__ = ("_ends", "_values", "code")
@@ -44,7 +44,7 @@ class TokenArray(Sequence[_Number]):
 
     @classmethod
     def of_runs(cls, runs: Iterable[tuple[float, int]], code: str) -> TokenArray[_Number]:
-        """Builds an array from (number, how often it comes), without a step for each token."""
+        """Builds an array from (number, length of its run) pairs, without a step for each token."""
         numbers: list[float] = []
         ends, end = array("i"), 0
         for number, length in runs:
@@ -65,14 +65,14 @@ class TokenArray(Sequence[_Number]):
 
     @classmethod
     def of_stored(cls, values: bytes | memoryview, ends: bytes, code: str) -> TokenArray[_Number]:
-        """The inverse of `stored`."""
+        """Restores an array from `stored`."""
         result = cls.__new__(cls)
         result.code, result._values, result._ends = code, values, ends
         return result
 
     @property
     def stored(self) -> tuple[bytes, bytes]:
-        """The numbers in this machine's byte order, and int32 ends of their runs or nothing, for files and messages."""
+        """The numbers in this machine's byte order, and the int32 ends of their runs, empty without runs."""
         return bytes(self._values), self._ends
 
     @classmethod
@@ -90,7 +90,7 @@ class TokenArray(Sequence[_Number]):
         return len(self._values) + len(self._ends)
 
     def runs(self) -> list[tuple[_Number, int]]:
-        """(number, how often it comes) of each run of equal numbers."""
+        """Returns (number, length) of each run of equal numbers."""
         if not self._ends:
             return [(number, len(list(run))) for number, run in itertools.groupby(self)]
         ends = self._run_ends().tolist()
@@ -141,8 +141,8 @@ class TokenArray(Sequence[_Number]):
         return np.array(self.numpy(), dtype=dtype, copy=copy)
 
     def numpy(self) -> Any:
-        """An array of its dtype, [T], that cannot be written to; as `numpy.asarray`, but faster."""
-        import numpy as np  # here, since reward workers do without
+        """Returns a read-only array [T] of the same dtype; like `numpy.asarray`, but faster."""
+        import numpy as np  # not at the top, for reward workers
 
         return np.frombuffer(self._bytes(), self.code)
 
@@ -156,7 +156,7 @@ class TokenArray(Sequence[_Number]):
         return _view(self._bytes(), self.code)
 
     def _bytes(self) -> bytes | memoryview:
-        """Each number, in this machine's byte order."""
+        """Returns all numbers in this machine's byte order, with runs expanded."""
         if not self._ends:
             return self._values
         values, size, start, parts = bytes(self._values), _SIZES[self.code], 0, []

@@ -74,7 +74,7 @@ def export_checkpoint(
     """
     check_model_folder(to, asked_by="lightrl export")
     meta, state = _read(checkpoint)
-    descriptions = parse_descriptions(meta.get("models"))
+    descriptions = parse_descriptions(meta.get("models"), checkpoint)
     if not descriptions:
         raise ValueError(
             f"Checkpoint {str(checkpoint)!r} does not describe its models, so this release did not save it. Use the "

@@ -1,4 +1,4 @@
-"""Tasks and futures that are waited for together, and abandoned when nobody needs them any more."""
+"""Waits for several tasks or futures, and abandons those that nobody needs any more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _abandoned: weakref.WeakSet[AnyFuture] = weakref.WeakSet()
 
 
 def abandon(futures: Iterable[AnyFuture]) -> None:
-    """Cancels these futures, each once, so that it can clean up, and ignores their outcomes."""
+    """Cancels each future once, so that it can clean up, and ignores the outcomes."""
     for future in futures:
         if future.done():
             _ignore(future)
@@ -34,16 +34,16 @@ def _put(done: asyncio.Queue[_Key], key: _Key, future: AnyFuture) -> None:
 
 
 def is_abandoned(future: AnyFuture | None) -> bool:
-    """Whether this task or future was abandoned, so that its cancellation is not its own."""
+    """Whether this task or future was abandoned: then `abandon` cancelled it."""
     return future in _abandoned
 
 
 async def each_when_done(
     futures: Mapping[_Key, asyncio.Future[_T]],
 ) -> AsyncGenerator[tuple[_Key, asyncio.Future[_T]], None]:
-    """Yields each future with its key when it is done, and abandons those that are left at the end.
+    """Yields each future with its key when it is done, and abandons the unfinished ones at the end.
 
-    A cancellation also waits for their end; a caller that leaves early does not.
+    If it is cancelled, it also waits until they have ended; if the caller stops iterating, it does not.
     """
     done: asyncio.Queue[_Key] = asyncio.Queue()
     for key, future in futures.items():
@@ -62,7 +62,7 @@ async def each_when_done(
 
 
 async def wait_or_abandon(task: AnyFuture, *others: AnyFuture, within_s: float | None = None) -> None:
-    """Waits for a task or the first of `others`; abandons a task that is not done then."""
+    """Waits for the task or the first of `others`; abandons the task if it is not done by then."""
     try:
         await asyncio.wait({task, *others}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
     finally:

@@ -12,25 +12,25 @@ from pathlib import Path
 
 from lightrl.concurrency import parent_guard
 
-KILL_WAIT_S = 10.0  # beyond the grace, for a guard to kill what is left
+KILL_WAIT_S = 10.0  # after the grace period, for a guard to kill the remaining processes
 _TICK_S = 0.05
 
-# Several processes with a thread for each core would slow each other down.
+# Several processes with one thread per core would slow each other down.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 class ChildProcess:
-    """A command under a guard (parent_guard.py), which ends it and whatever it started when this process ends.
+    """A command under a guard (parent_guard.py), which ends it and its descendants when this process ends.
 
-    The constructor starts it. The methods may be called from any thread, and again after its end.
+    The constructor starts it. The methods may be called from any thread, even after the command has ended.
 
     Args:
-        environment: all its variables.
-        grace_s: from SIGTERM to SIGKILL, if `ask_to_end` never comes.
-        log: a descriptor for its output; None leaves it where this process's goes.
+        environment: all environment variables of the command.
+        grace_s: time from SIGTERM to SIGKILL if `ask_to_end` is never called.
+        log: a file descriptor for its output; None shares this process's output.
         remove: a file that the guard deletes at the end.
-        folder: to start it in; None is this process's.
-        pass_fds: descriptors that it gets under the same numbers.
+        folder: the working directory; None is this process's.
+        pass_fds: file descriptors that the command inherits under the same numbers.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ChildProcess:
         return self._process.poll()
 
     def ask_to_end(self, grace_s: float) -> None:
-        """SIGTERM, and after the grace SIGKILL; returns at once. Only the first call counts."""
+        """Sends SIGTERM, and SIGKILL after the grace period; returns immediately. Only the first call counts."""
         pipe = self._process.stdin
         assert pipe is not None
         with contextlib.suppress(OSError, ValueError):  # it has ended, or was asked before
@@ -77,11 +77,11 @@ class ChildProcess:
             pipe.close()
 
     def kill(self) -> None:
-        """Kills a guard that does not answer, as one that was stopped; Linux then kills its command."""
+        """Kills a guard that does not respond, for example because it was stopped; Linux then kills its command."""
         self._process.kill()
 
     def end(self, grace_s: float) -> None:
-        """Asks it to end, and returns when it has ended; kills it if need be."""
+        """Asks the command to end and waits until it has; kills it if necessary."""
         self.ask_to_end(grace_s)
         try:
             self._process.wait(grace_s + KILL_WAIT_S)
@@ -90,7 +90,7 @@ class ChildProcess:
             self._process.wait()
 
     async def ended(self, within_s: float) -> bool:
-        """Whether it ends within this time."""
+        """Waits up to this long; returns whether the command has ended."""
         for _ in range(round(within_s / _TICK_S)):
             if self.code is not None:
                 return True
@@ -99,16 +99,16 @@ class ChildProcess:
 
 
 def ending_of(code: int) -> str:
-    """How a command with this exit code ended, for messages."""
+    """Describes an exit code for messages, as `exit code 1` or `signal 9`."""
     return f"signal {abs(code) % 128}" if code < 0 or code > 128 else f"exit code {code}"
 
 
 def import_path(*first: str) -> list[str]:
-    """The folders of this process's import path, after those that come first."""
-    return [str(Path(entry).absolute()) for entry in (*first, *sys.path)]  # "" is the working folder
+    """Returns the `first` folders, followed by those of this process's import path."""
+    return [str(Path(entry).absolute()) for entry in (*first, *sys.path)]  # "" is the working directory
 
 
 def command(module: str, argument: str, paths: Sequence[str]) -> list[str]:
-    """Runs the `main` of a module, with `sys.argv[1]` this argument, and these paths to import from."""
+    """Returns a command that runs a module's `main` with this argument in `sys.argv[1]` and this import path."""
     code = f"import sys; sys.path[:] = sys.argv[2:]; from {module} import main; main()"
     return [sys.executable, "-c", code, argument, *paths]

@@ -1,7 +1,7 @@
-"""Runs a blocking function in a daemon thread: awaited, as user code with a deadline, or for a caller that blocks.
+"""Runs blocking functions in daemon threads: awaited, as user code with a deadline, or for a caller that blocks.
 
-A thread cannot be killed: one that hangs is abandoned, and neither the event loop nor the end of the process waits for
-it. How many are abandoned at a time is bounded. The blocking wait of `result_of` has a deadline and warns before it.
+A thread cannot be killed. A thread that hangs is abandoned: neither the event loop nor the exit of the process waits
+for it. The number of abandoned threads is bounded. `result_of` blocks up to a deadline, and logs warnings meanwhile.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from lightrl.errors import RolloutError
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-MAX_ABANDONED = 64  # threads of one name that have not ended
+MAX_ABANDONED = 64  # running threads of one name
 _abandoned: dict[threading.Thread, str] = {}  # thread → name of the function that hangs in it
 
 
 async def in_thread(function: Callable[..., T], *args: object, name: str = "lightrl-thread") -> T:
-    """The result of `function(*args)`, which has no deadline here. On cancellation the thread is abandoned."""
+    """Returns the result of `function(*args)`, without a deadline. A cancellation abandons the thread."""
     result, error = await outcome_in_thread(function, *args, name=name)
     if error is not None:
         raise error
@@ -38,10 +38,10 @@ async def in_thread(function: Callable[..., T], *args: object, name: str = "ligh
 async def outcome_in_thread(
     function: Callable[..., T], *args: object, name: str = "lightrl-thread"
 ) -> tuple[T | None, BaseException | None]:
-    """Runs as `in_thread` does; returns the result and the exception instead of raising it.
+    """Like `in_thread`, but returns the result and the exception instead of raising it.
 
     Raises:
-        RuntimeError: if MAX_ABANDONED threads of this name hang, naming the functions.
+        RuntimeError: if MAX_ABANDONED threads of this name hang; it names their functions.
     """
     _check_abandoned(name)
     done: asyncio.Future[tuple[T | None, BaseException | None]] = asyncio.get_running_loop().create_future()
@@ -52,7 +52,7 @@ async def outcome_in_thread(
         outcome: tuple[T | None, BaseException | None]
         try:
             outcome = (function(*args), None)
-        except BaseException as error:  # noqa: BLE001  # this thread ends here; the awaiting task gets the error
+        except BaseException as error:  # noqa: BLE001  # the awaiting task gets the error
             outcome = (None, error)
         end_if_forked(process)
         wake_ups = WakeUps()
@@ -69,7 +69,7 @@ async def outcome_in_thread(
 
 
 def end_if_forked(process: int) -> None:
-    """Ends a copy of `process` that a fork in user code made: it would continue the run, as the original does."""
+    """Exits a copy of `process` that user code forked: it would otherwise continue the run as the original does."""
     if os.getpid() != process:
         os._exit(0)
 
@@ -82,24 +82,24 @@ def _check_abandoned(name: str) -> None:
         calls = ", ".join(f"{number} of {function}" for function, number in functions.most_common(3))
         raise RuntimeError(
             f"{functions.total()} calls that missed their deadline still hang in threads of this process: {calls}. No "
-            "more are started; they need a deadline of their own, or an async function that can be cancelled"
+            "more are started. Give them their own deadline, or make them async functions, which can be cancelled"
         )
 
 
 def call_all(*steps: Callable[[], object]) -> None:
-    """Calls all steps in order, then raises the first error; further ones are logged.
+    """Calls all steps in order, then raises the first error and logs the others.
 
-    An ExitStack inside another one drops the error during which it ends: only the last one would be reported.
+    Nested ExitStacks would report only the last error.
     """
     first: BaseException | None = None
     for step in steps:
         try:
             step()
-        except BaseException as error:  # the steps after it must run; it is raised below
+        except BaseException as error:  # raised below, after the other steps
             if first is None:
                 first = error
             else:
-                log.error("Another step of the end failed too.", exc_info=error)
+                log.error("Another shutdown step failed too.", exc_info=error)
     if first is not None:
         raise first
 
@@ -109,18 +109,18 @@ class CallTimeout(RolloutError):
 
 
 async def call_within(function: Callable[..., Any], *args: Any, timeout_s: float | None, name: str) -> Any:
-    """The result of `function(*args)`, at most `timeout_s` later.
+    """Returns the result of `function(*args)`, which must finish within `timeout_s`.
 
     On cancellation and at the deadline an async function is cancelled but not awaited: it may ignore the cancellation.
 
     Args:
-        function: sync, async, or sync with an awaitable as its result.
+        function: sync or async, or a sync function that returns an awaitable.
         timeout_s: None if an outer deadline applies.
         name: of the function in messages.
 
     Raises:
-        CallTimeout: if it is not done in time.
-        RolloutError: if it raises, with its exception as the cause; its own RolloutError passes through unchanged.
+        CallTimeout: if the function misses the deadline.
+        RolloutError: if it raises; its exception is the cause. A RolloutError passes through unchanged.
     """
     task = asyncio.ensure_future(_outcome(function, args))
     try:
@@ -146,7 +146,7 @@ async def call_within(function: Callable[..., Any], *args: Any, timeout_s: float
 
 async def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
     process = os.getpid()
-    # SystemExit would leave the task through the event loop instead of through its result.
+    # SystemExit would otherwise stop the event loop instead of becoming the task's result.
     try:
         if inspect.iscoroutinefunction(function):
             return await function(*args), None
@@ -154,7 +154,7 @@ async def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple
         if error is None and inspect.isawaitable(value):
             value = await value
         return value, error
-    except (Exception, SystemExit) as raised:  # noqa: BLE001  # user code raises anything
+    except (Exception, SystemExit) as raised:  # noqa: BLE001  # user code may raise anything
         return None, raised
     finally:
         end_if_forked(process)
@@ -170,7 +170,7 @@ def submit(function: Callable[[], T], *, name: str) -> Future[T]:
     def work() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:  # noqa: BLE001  # the caller that waits gets it; the thread ends here
+        except BaseException as error:  # noqa: BLE001  # the waiting caller gets it
             future.set_exception(error)
 
     threading.Thread(target=work, name=name, daemon=True).start()
@@ -178,10 +178,10 @@ def submit(function: Callable[[], T], *, name: str) -> Future[T]:
 
 
 def result_of(future: Future[T], what: str, *, timeout_s: float) -> T:
-    """The function's result; raises TimeoutError at the deadline.
+    """Returns the future's result; raises TimeoutError at the deadline.
 
     Args:
-        what: is waited for, in warnings and in the error: "batch 3 of data.jsonl".
+        what: the name of the result in warnings and in the error, for example "batch 3 of data.jsonl".
     """
     began_s = time.monotonic()
     waited_s = 0.0
@@ -194,10 +194,10 @@ def result_of(future: Future[T], what: str, *, timeout_s: float) -> T:
 
 
 def side_by_side(functions: Sequence[Callable[[], T]], *, name: str) -> list[T]:
-    """Their results, in order; raises the first error in that order once all have ended.
+    """Runs functions in parallel and returns their results in order; raises the first error after all have ended.
 
     Args:
-        functions: at least one; those after the first run in threads of this name.
+        functions: at least one; all but the first run in threads of this name.
     """
     first, *others = functions
     futures = [submit(function, name=name) for function in others]

@@ -1,4 +1,4 @@
-"""Listener: accepts the connections of a server, so that anybody without its key takes neither files nor time."""
+"""Listener: accepts a server's connections, and limits those of clients without its key."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from aiohttp import web
 
-BACKLOG = 1024  # connections that many clients open at once
-_HEADERS_S = 30.0  # within which a connection must send a request with a key
-UNDER_PRESSURE_S = 1.0  # the same while more connections wait
+BACKLOG = 1024  # many clients may connect at the same time
+_HEADERS_S = 30.0  # deadline of a connection for its first request with a key
+UNDER_PRESSURE_S = 1.0  # the same deadline while more connections wait
 
 
 class Listener:
-    """Accepts connections with at most an eighth of this process's files, or three quarters with a key.
+    """Accepts connections up to three quarters of this process's file limit; those without a key up to an eighth.
 
-    Others wait in the kernel's queue: anything that reaches the port can connect, and send nothing.
+    Further ones wait in the kernel's queue: anybody who reaches the port can connect and send nothing.
     """
 
     def __init__(self) -> None:
-        self._keyless: dict[asyncio.WriteTransport, float] = {}  # connection without a key so far → since when
+        self._keyless: dict[asyncio.WriteTransport, float] = {}  # connection without a key → when it was opened
 
     def note_key(self, request: web.Request) -> None:
-        """Keeps the connection of a request that has the key."""
+        """Notes that this request had the key, so that its connection stays open."""
         if request.transport is not None:
             self._keyless.pop(request.transport, None)
 
     async def accept(self, opened: socket.socket, server: web.Server) -> None:
-        """Hands the connections of this listening socket to the server, until it is cancelled."""
+        """Passes the connections of this listening socket to the server until it is cancelled."""
         loop, num_files = asyncio.get_running_loop(), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         num_files = 2**16 if num_files == resource.RLIM_INFINITY else num_files
         opened.setblocking(False)
         while True:
             try:
                 connection, _ = await loop.sock_accept(opened)
-            except OSError:  # it is gone, or others have all files
+            except OSError:  # the client is gone, or the file limit is reached
                 await asyncio.sleep(UNDER_PRESSURE_S)
                 continue
             try:
@@ -45,14 +45,14 @@ class Listener:
                     self._close_keyless(UNDER_PRESSURE_S)
                     await asyncio.sleep(UNDER_PRESSURE_S / 10)
                 transport, _ = await loop.connect_accepted_socket(server, connection)
-            except BaseException:  # re-raised, such as the end of the server
+            except BaseException:  # re-raised, for example a cancellation
                 connection.close()
                 raise
             self._keyless[transport] = loop.time()
             loop.call_later(_HEADERS_S, self._close_keyless, _HEADERS_S)
 
     def _close_keyless(self, age_s: float) -> None:
-        """Closes the connections that have sent no key for so long."""
+        """Closes connections that have not sent a key for this long."""
         now = asyncio.get_running_loop().time()
         for transport, since in list(self._keyless.items()):
             if transport.is_closing() or now - since >= age_s:

@@ -1,7 +1,7 @@
 """LoopThread: the event loop of the rollouts in a daemon thread; WakeUps: calls and results for event loops.
 
-The main thread submits a coroutine and waits. It checks the deadlines itself, to notice a blocked event loop too, and
-keeps handling signals. Other threads send calls and results with WakeUps, which wakes each loop once for all of them.
+The main thread submits a coroutine and waits. It checks the deadlines itself, so that it notices a blocked event loop,
+and keeps handling signals. Other threads send calls and results through WakeUps, which wakes each loop once.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Work = Coroutine[object, None, T]
 
-_LAST_TASKS_S = 5.0  # for the tasks that are left when the loop ends; one may ignore its cancellation
-WAIT_S = 0.1  # between two checks of a waiting main thread for signals, deadlines and progress
-_MAX_IDLE_WAITS = 20  # of a loop that begins to run, or that an exception has left and that runs again
+_LAST_TASKS_S = 5.0  # for tasks that still run when the loop ends; one may ignore its cancellation
+WAIT_S = 0.1  # interval at which a waiting main thread checks signals, deadlines and progress
+_MAX_IDLE_WAITS = 20  # a loop is idle before it starts, and after an exception until it runs again
 
 deaths: WeakKeyDictionary[asyncio.AbstractEventLoop, BaseException] = WeakKeyDictionary()  # what ended their threads
 
 
 class LoopEnded(Exception):
-    """The event loop has ended; the cause is what ended its thread, if that was an exception."""
+    """The event loop has ended; if an exception ended its thread, that is the cause."""
 
 
 class LoopBlocked(Exception):
@@ -47,19 +47,19 @@ def wait_on_loop(
     on_answer: Callable[[], None] = lambda: None,
     on_wait: Callable[[], None] = lambda: None,
 ) -> None:
-    """Waits, in another thread than the loop's, until what happens on the loop is done or set.
+    """Waits, in a thread other than the loop's, until the future is done or the event is set.
 
     Args:
-        silent_s: a loop that runs nothing for so long is blocked.
-        on_answer: called on the loop each time it answers.
-        on_wait: called here about ten times a second; may raise, for a deadline or a signal.
+        silent_s: a loop that runs nothing for this long counts as blocked.
+        on_answer: called on the loop each time it responds.
+        on_wait: called in this thread about ten times a second; may raise, for a deadline or a signal.
 
     Raises:
-        LoopEnded, LoopBlocked: then nothing on the loop keeps its deadline.
+        LoopEnded, LoopBlocked: nothing on the loop can meet a deadline any more.
     """
     has_answered = threading.Event()
     has_answered.set()
-    num_idle = num_silent = 0  # waits, not seconds: a stopped process is not a blocked loop
+    num_idle = num_silent = 0  # waits, not seconds: a suspended process is not a blocked loop
 
     def answer() -> None:
         on_answer()
@@ -86,11 +86,11 @@ def wait_on_loop(
 
 
 class LoopThread(threading.Thread):
-    """An event loop that runs until `close`.
+    """A thread with an event loop that runs until `close`.
 
     Args:
-        loop_timeout_s: a loop that does not answer for this long is blocked, which is an error.
-        on_exit: called on the loop with an exception, such as SystemExit, that a task raised through the loop.
+        loop_timeout_s: a loop that does not respond for this long is blocked, which is an error.
+        on_exit: called in this thread with a SystemExit or KeyboardInterrupt that a task raised through the loop.
     """
 
     def __init__(self, *, loop_timeout_s: float, on_exit: Callable[[BaseException], None]) -> None:
@@ -103,7 +103,7 @@ class LoopThread(threading.Thread):
     def run(self) -> None:
         try:
             self._run()
-        except BaseException as error:  # noqa: BLE001  # above is nobody; those who wait raise it
+        except BaseException as error:  # noqa: BLE001  # waiting threads raise it
             deaths[self.loop] = error
 
     def _run(self) -> None:
@@ -116,18 +116,18 @@ class LoopThread(threading.Thread):
                 self._on_exit(error)
         while tasks := asyncio.all_tasks(self.loop):
             try:
-                for task in tasks:  # they outlived their owners; their `finally` runs, and who waits for them continues
+                for task in tasks:  # nobody owns them any more: run their `finally`, and wake their waiters
                     task.cancel()
                 self.loop.run_until_complete(asyncio.wait(tasks, timeout=_LAST_TASKS_S))
                 break
             except (SystemExit, KeyboardInterrupt) as error:
                 self._on_exit(error)
                 for task in tasks:
-                    _ = task.done() and not task.cancelled() and task.exception()  # has been reported
+                    _ = task.done() and not task.cancelled() and task.exception()  # already reported
         self.loop.close()
 
     def call(self, coroutine: Work[T]) -> T:
-        """The result of a coroutine that takes milliseconds; RolloutError if the loop is closed or blocked."""
+        """Returns the result of a short coroutine; raises RolloutError if the loop is closed or blocked."""
         num_waits = itertools.count()
 
         def check() -> None:
@@ -139,11 +139,11 @@ class LoopThread(threading.Thread):
     def wait_for(
         self, coroutine: Work[T], *, on_answer: Callable[[], None], on_wait: Callable[[], None], who: str
     ) -> T:
-        """The coroutine's result; an exception here cancels it.
+        """Waits for the coroutine and returns its result; an exception in the waiting thread cancels it.
 
         Args:
             on_answer, on_wait: see `wait_on_loop`.
-            who: the waiting part, for messages.
+            who: the name of the waiting part in messages.
         """
         future = self._submit(coroutine)
         try:
@@ -159,7 +159,7 @@ class LoopThread(threading.Thread):
             future.cancel()  # no effect if it is done
 
     def close(self, last: Callable[[], Work[None]], timeout_s: float) -> None:
-        """Runs the coroutine of `last`, then ends the loop and the thread. May be called twice."""
+        """Runs the coroutine that `last` returns, then ends the loop and the thread. May be called twice."""
         if self._closing is None and self.is_alive():
             self._closing = self._submit(last())
             self._closing.add_done_callback(lambda done: self.loop.call_soon_threadsafe(self.loop.stop))
@@ -193,38 +193,38 @@ class LoopThread(threading.Thread):
 
 Call = tuple[Callable[..., object], tuple[object, ...]]
 
-_CALLS_A_TICK = 64  # then the event loop does what follows from them
+_CALLS_A_TICK = 64  # then the event loop runs other callbacks first
 
 
 class WakeUps:
-    """Calls to make on event loops; waking a loop once for 512 completions costs little."""
+    """Collects calls for event loops, so that 512 completions wake a loop once."""
 
     def __init__(self) -> None:
         self._calls: dict[asyncio.AbstractEventLoop, list[Call]] = {}
 
     def add(self, loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
-        """Calls `function` on `loop` when they are sent."""
+        """Adds a call of `function` on `loop`, made after `send`."""
         self._calls.setdefault(loop, []).append((function, arguments))
 
     def settle(self, future: asyncio.Future[T], outcome: T | BaseException) -> None:
-        """Gives `future` its result or its error when they are sent, unless it is done by then."""
+        """Adds the result or error of `future`, set after `send` unless the future is done by then."""
         self.add(future.get_loop(), _settle, future, outcome)
 
     def send(self) -> None:
-        """Wakes the loops, from any thread."""
+        """Wakes the loops to make the calls; may be called from any thread."""
         for loop, calls in self._calls.items():
             wake_up(loop, _call_all, calls)
         self._calls.clear()
 
 
 def wake_up(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
-    """Calls `function` on `loop`, from any thread."""
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits there any more
+    """Schedules a call of `function` on `loop`; may be called from any thread."""
+    with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits there
         loop.call_soon_threadsafe(function, *arguments)
 
 
 def _call_all(calls: list[Call], first: int = 0) -> None:
-    """Sets results in slices, so that the first are read before the last are set."""
+    """Makes the calls in slices, so that the first results are read before the last are set."""
     for function, arguments in calls[first : first + _CALLS_A_TICK]:
         function(*arguments)
     if first + _CALLS_A_TICK < len(calls):

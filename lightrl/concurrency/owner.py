@@ -1,8 +1,8 @@
-"""Marks of processes: who made a file or folder, and whether that process still runs.
+"""Marks of processes: which process made a file or folder, and whether it still runs.
 
-A mark is `<process id>-<start time>-<host>`: process ids are used again, and folders are shared between hosts. The
-start time is the kernel's, in clock ticks since boot, and 0 on systems without /proc. Containers of one machine are
-hosts of their own: they may share /tmp, but not process ids.
+A mark is `<process id>-<start time>-<host>`: process ids are reused, and folders are shared between hosts. The start
+time is the kernel's, in clock ticks since boot, and 0 on systems without /proc. Containers on one machine count as
+separate hosts: they may share /tmp, but not process ids.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import time
 import zlib
 from pathlib import Path
 
-LOGS_KEPT_S = 86400.0  # to be read after a crash
+LOGS_KEPT_S = 86400.0  # so that they can be read after a crash
 _MARK = re.compile(r"(\d+)-(\d+)-([0-9a-f]{8})")
 
 
 def own_mark() -> str:
-    """The mark of this process; not cached, since a fork is another one."""
+    """Returns the mark of this process; not cached, because a fork is a different process."""
     return f"{os.getpid()}-{_started(os.getpid()) or 0}-{_host()}"
 
 
 def may_run(mark: str) -> bool:
-    """False if the process with this mark is surely gone; one of another host, or a text that is no mark, may run."""
+    """Returns False only if the process with this mark is gone; True for other hosts and for text that is no mark."""
     match = _MARK.fullmatch(mark)
     if match is None or match[3] != _host():
         return True
@@ -43,12 +43,12 @@ def may_run(mark: str) -> bool:
 
 
 def remove_left_behind(folder: Path, pattern: str, *, kept_s: float = 0.0) -> None:
-    """Removes what matches, has the mark of a gone process in its name, and was changed `kept_s` ago or earlier."""
+    """Removes matching paths that have an ended process's mark in their name and are at least `kept_s` old."""
     for path in folder.glob(pattern):
         match = _MARK.search(path.name)
         if match is None or may_run(match[0]):
             continue
-        with contextlib.suppress(OSError):  # another process was faster
+        with contextlib.suppress(OSError):  # another process removed it first
             if kept_s and path.lstat().st_mtime > time.time() - kept_s:
                 continue
             if path.is_dir() and not path.is_symlink():
@@ -58,13 +58,13 @@ def remove_left_behind(folder: Path, pattern: str, *, kept_s: float = 0.0) -> No
 
 
 def own_prefix(prefix: str, folder: Path | None = None, *, kept_s: float = 0.0) -> str:
-    """Makes names in the temporary folder, or another one; removes first what ended processes left there."""
+    """Returns a prefix for names in a folder, the temporary one by default; first removes what ended processes left."""
     remove_left_behind(Path(tempfile.gettempdir()) if folder is None else folder, f"{prefix}*", kept_s=kept_s)
     return f"{prefix}{own_mark()}-"
 
 
 def kill_owner(mark: str) -> None:
-    """SIGKILL for the process that has this mark, if it runs on this host."""
+    """Sends SIGKILL to the process with this mark if it runs on this host."""
     match = _MARK.fullmatch(mark)
     if match is not None and match[3] == _host() and may_run(mark):
         with contextlib.suppress(OSError):
@@ -72,12 +72,12 @@ def kill_owner(mark: str) -> None:
 
 
 def _started(process: int) -> int | None:
-    """Clock ticks from boot to the start of a process; None if it is gone, is a zombie, or there is no /proc."""
+    """Returns the clock ticks from boot to a process's start; None if it is gone or a zombie, or without /proc."""
     try:
         fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
-    has_ended = fields[0] in b"ZX" and int(fields[17]) <= 1  # a zombie with further threads still ends
+    has_ended = fields[0] in b"ZX" and int(fields[17]) <= 1  # a zombie with other threads is still ending
     return None if has_ended else int(fields[19])
 
 

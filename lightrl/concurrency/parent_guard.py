@@ -1,17 +1,17 @@
 """The guard of a command that ends with its parent; ChildProcess (child_process.py) starts one.
 
-It is this file as a script, without packages; PARENT_PID 0 is its own:
+It runs this file as a script, which imports no packages; PARENT_PID 0 stands for the guard's parent:
 
     `python -I parent_guard.py PARENT_PID GRACE_S REMOVE COMMAND...`
 
-    parent ══ pipe (stdin) ══► guard ──► command, in a session of its own ──► its children
+    parent ══ pipe (stdin) ══► guard ──► command, in its own session ──► its children
 
 The guard ends the command when the pipe closes (the parent closed it, exited, or was killed with -9), when the parent
-is gone (a forked child may still hold the pipe open), and on SIGTERM. SIGTERM comes first, with GRACE_S seconds to obey
-it, or as many as the parent wrote into the pipe before it closed it; then SIGKILL, also for processes that left the
-command's group: Linux gives them to the guard when their parents die. If the guard itself is killed, Linux kills the
-command. The exit code is the command's, 128 + n for signal n. The file REMOVE, unless it is empty, is deleted at the
-end. Descriptors that the parent passes to the guard (`pass_fds`) are the command's too.
+is gone (a forked child may still hold the pipe open), and on SIGTERM. It sends the command SIGTERM, waits GRACE_S
+seconds, or as many as the parent wrote into the pipe before closing it, and then sends SIGKILL, also to processes that
+left the command's group: Linux makes them the guard's children when their parents die. If the guard itself is killed,
+Linux kills the command. The exit code is the command's, 128 + n for signal n. The file REMOVE, unless empty, is deleted
+at the end. The command inherits the descriptors that the parent passes to the guard (`pass_fds`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def wait_for_parent(parent: int, pipe: int, *, until: Callable[[], object]) -> None:
-    """Returns when the process `parent` is gone, when nothing can write to `pipe` any more, or when `until` is true."""
+    """Waits until the process `parent` is gone, all writing ends of `pipe` are closed, or `until` returns true."""
     poller = select.poll()
     poller.register(pipe, 0)  # a hang-up is always reported
     while os.getppid() == parent and not until() and not poller.poll(_TICK_S * 1000):
@@ -40,7 +40,7 @@ def wait_for_parent(parent: int, pipe: int, *, until: Callable[[], object]) -> N
 
 
 def kill_group(group: int) -> None:
-    """SIGKILL for all processes of a group, if there are any."""
+    """Sends SIGKILL to all processes of a group, if there are any."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter for zombies on macOS
         os.killpg(group, signal.SIGKILL)
 
@@ -50,22 +50,22 @@ class _Terminated(Exception):
 
 
 def adopt_orphans() -> None:
-    """Makes Linux give this process its descendants whose parents die, also those of other sessions."""
+    """Makes this process the parent of its descendants whose parents die, including those in other sessions (Linux)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def reap_orphans(spared: int) -> None:
-    """Waits for the adopted children that have ended; the command itself is `spared`."""
+    """Reaps the adopted children that have ended, except the command itself, `spared`."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != spared:
             os.waitpid(ended.si_pid, 0)
 
 
 def kill_descendants(grace_s: float = 0.0) -> None:
-    """SIGKILL for all processes below this one until none is left; those that end within the grace do so by themselves.
+    """Waits `grace_s` for this process's descendants to end, then sends SIGKILL until none is left.
 
-    Needs `adopt_orphans`: whatever a look at /proc misses, for example since it forked meanwhile, becomes a child of
-    this process, which waits until it has no child. Without /proc only a process group can be killed.
+    Needs `adopt_orphans`: a process that a scan of /proc misses, for example because it was forked meanwhile, becomes a
+    child of this process, which waits until it has no children. Without /proc it does nothing.
     """
     deadline = time.monotonic() + grace_s
     with contextlib.suppress(ChildProcessError):  # none is left
@@ -107,11 +107,11 @@ def main() -> int:
 
 
 def _grace_in(pipe: int, default_s: float) -> float:
-    """Seconds that the parent wrote into the pipe, if it did."""
+    """Returns the seconds that the parent wrote into the pipe, or the default."""
     os.set_blocking(pipe, False)
     try:
         return float(os.read(pipe, 64) or default_s)
-    except BlockingIOError:  # nothing is written, and a forked child of the parent holds the pipe open
+    except BlockingIOError:  # nothing was written, and a forked child of the parent holds the pipe open
         return default_s
 
 
@@ -133,11 +133,11 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _descendants(ancestor: int) -> list[int]:
-    """Process ids below this one; also zombies, whose other threads may still end and have children until then."""
+    """Lists the descendants' process ids, including zombies, whose remaining threads may still have children."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it is gone
-            # Bytes: a process gives itself any name. It ends at the last parenthesis.
+        with contextlib.suppress(OSError):  # it has ended
+            # Read as bytes, because a process can have any name; the name ends at the last parenthesis.
             parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[1]
             children.setdefault(int(parent), []).append(int(folder.name))
     descendants: list[int] = []
@@ -150,7 +150,7 @@ def _descendants(ancestor: int) -> list[int]:
 
 
 def die_with_parent() -> None:
-    """Linux kills this process when the thread that forked it is gone."""
+    """Makes Linux kill this process when the thread that forked it ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

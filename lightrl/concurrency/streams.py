@@ -1,4 +1,4 @@
-"""Streams in bounded memory: lines, the body of an HTTP answer, and messages between event loops of two processes."""
+"""Streams: lines and HTTP bodies in bounded memory, and messages between the event loops of two processes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class BadMessage(Exception):
 
 
 class Channel:
-    """One end; messages arrive in the order in which they were sent. Belongs to the event loop that opened it.
+    """One end of a channel; belongs to the event loop that opened it. Messages arrive in the order they were sent.
 
-    Sending never waits: what the other process does not read stays in memory here; after its end it is ignored.
+    Sending never waits: unread messages stay in memory here, and are dropped once the other process has ended.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -38,7 +38,7 @@ class Channel:
 
     @classmethod
     async def open(cls, end: socket.socket) -> Channel:
-        """Owns one end of a `socket.socketpair`, and closes it."""
+        """Opens a channel on one end of a `socket.socketpair`, which it closes later."""
         return cls(*await asyncio.open_unix_connection(sock=end, limit=_BUFFER_BYTES))
 
     def send(self, *message: object) -> None:
@@ -46,7 +46,7 @@ class Channel:
         self._write(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), is_pickled=True)
 
     def send_bytes(self, key: int, number: int, data: bytes) -> None:
-        """Sends the tuple of these three without a pickle."""
+        """Sends these three as a tuple without pickling them."""
         self._write(_NUMBERS.pack(key, number) + data, is_pickled=False)
 
     def _write(self, data: bytes, *, is_pickled: bool) -> None:
@@ -54,7 +54,7 @@ class Channel:
             self._writer.write(_HEADER.pack(is_pickled, len(data)) + data)
 
     async def receive(self) -> tuple[Any, ...] | None:
-        """The next message; None once the other process has closed its end, or has ended. Raises BadMessage."""
+        """Returns the next message; None once the other process has closed its end or ended. Raises BadMessage."""
         data = b""
         try:
             is_pickled, length = _HEADER.unpack(data := await self._reader.readexactly(_HEADER.size))
@@ -64,7 +64,7 @@ class Channel:
             return tuple(pickle.loads(data)) if is_pickled else (*_NUMBERS.unpack_from(data), data[_NUMBERS.size :])
         except (asyncio.IncompleteReadError, OSError):
             return None
-        except Exception as error:  # unpickling raises anything
+        except Exception as error:  # unpickling may raise anything
             raise BadMessage(f"{data[:100]!r} ({error!r})") from error
 
     def close(self) -> None:
@@ -75,13 +75,13 @@ _MAX_LINE_BYTES = 1 << 16
 
 
 class LineBuffer:
-    """Keeps the start of a line whose end has not come; from 64 KiB on it is a line of its own."""
+    """Splits a stream into lines, and keeps an unfinished line; one of 64 KiB is returned as it is."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def lines(self, data: bytes) -> list[bytes]:
-        """The lines that end in this next piece of the stream; b"" is its end, and ends the last line."""
+        """Returns the lines that end in this next piece of the stream; b"" ends the stream and its last line."""
         if b"\n" not in data and 0 < len(data) < _MAX_LINE_BYTES - len(self._rest):
             self._rest += data
             return []
@@ -93,7 +93,7 @@ class LineBuffer:
 
 
 async def body_of(response: aiohttp.ClientResponse, max_bytes: int) -> bytes | None:
-    """The whole body; None if it is larger, as soon as that is known. The request has the deadline."""
+    """Returns the whole body, or None as soon as it is known to be larger. The request sets the deadline."""
     if response.content_length is not None and response.content_length <= max_bytes:
         return await response.read()
     parts, num_bytes = [], response.content_length or 0
@@ -103,12 +103,12 @@ async def body_of(response: aiohttp.ClientResponse, max_bytes: int) -> bytes | N
     return b"".join(parts) if num_bytes <= max_bytes else None
 
 
-# A balancer that has no server just now, or a server that takes no more: the same request may succeed a little later.
+# The server, or all servers behind a load balancer, are unavailable or overloaded: a retry may succeed.
 BUSY = (408, 425, 429, 502, 503, 504)
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float:
-    """How long an HTTP answer asks to wait, by seconds or a date; 0 if it does not say."""
+    """Returns the seconds until an HTTP response allows a retry, from a number or a date; 0 if it gives neither."""
     value = headers.get("Retry-After", "")
     try:
         seconds = float(value)

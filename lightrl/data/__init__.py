@@ -2,7 +2,7 @@
 
 Reading order:
     rows.py          rows of a file, a hub dataset or a function, by index; errors that name the row
-    mixture.py       several weighted sources: whose row comes at each position
+    mixture.py       several weighted sources: which source's row comes at each position
     sources.py       the rows of one source, by index or read in order
     streamed.py      sources that can only be read in order
     chat.py          a row's columns to messages, messages to token ids

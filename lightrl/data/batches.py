@@ -1,7 +1,7 @@
 """The loaders that Lightning iterates over: EpochLoader of sized data, PositionLoader of data that may have no end.
 
-An epoch of the train loader has n // batch_size iterations for n prompts; those left over at its end come first in the
-next. If a source is streamed, n is unknown and the loader never ends: Trainer says how long a run is.
+An epoch of the train loader has n // batch_size iterations for n prompts; the prompts left over come first in the next
+epoch. If a source is streamed, n is unknown and the loader never ends: the Trainer's settings end the run.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ T = TypeVar("T")
 class EpochLoader(Generic[T]):
     """A sized loader without state: batch k of epoch e follows from (e, k), and Lightning keeps the count.
 
-    So it resumes at the right batch from anywhere: mid-epoch, after an error within a batch, at a limit. Lightning's
-    epoch number would not do: it is already one higher in the checkpoint of a run that `max_steps` stopped mid-epoch.
+    So it resumes at the right batch from anywhere: mid-epoch, after an error within a batch, at a limit. It does not
+    use Lightning's epoch number, which is one too high in the checkpoint of a run that `max_steps` stopped mid-epoch.
     It is not a torch DataLoader because workers would have nothing to do.
 
     Args:
         num_batches: per epoch.
-        batch_at: gives batch k of epoch e as `batch_at(e, k)`.
-        trainer: whose fit loop this loader feeds; None always starts at batch 0 of epoch 0, as validation does.
+        batch_at: `batch_at(e, k)` returns batch k of epoch e.
+        trainer: its fit loop uses this loader; None always starts at batch 0 of epoch 0, as in validation.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class EpochLoader(Generic[T]):
 
     def __len__(self) -> int:
         if self.num_batches is None:
-            raise TypeError("How many batches streamed data has is not known.")
+            raise TypeError("The number of batches of streamed data is unknown.")
         return self.num_batches
 
     def __iter__(self) -> Iterator[T]:
@@ -59,19 +59,19 @@ class EpochLoader(Generic[T]):
         return {}
 
     def load_state_dict(self, state_dict: JsonObject) -> None:
-        """Nothing to restore."""
+        """Does nothing: there is no state."""
 
 
 class PositionLoader(EpochLoader[T]):
-    """An EpochLoader with batches by number over the whole run: an epoch continues where the last one ended.
+    """An EpochLoader whose batches are numbered over the whole run: an epoch continues where the last one ended.
 
-    Without `num_batches` per epoch the loader has no length and does not end.
+    Without `num_batches` per epoch the loader has no length and never ends.
     """
 
     def __iter__(self) -> Iterator[T]:
         first = 0
         if self._trainer is not None:
-            # Without a length Lightning requests a batch before it has set `completed`, which EpochLoader reads.
+            # Without a length, Lightning requests a batch before it sets `completed`, which EpochLoader reads.
             counters: Any = self._trainer.fit_loop.epoch_loop.batch_progress.total
             first = counters.processed
         is_endless = self.num_batches is None
@@ -85,13 +85,13 @@ def check_run_length(stream: PromptStream, trainer: L.Trainer | None) -> None:
         return
     if trainer.max_steps == -1 and trainer.max_epochs != -1 and isinstance(trainer.limit_train_batches, float):
         raise ValueError(
-            "How many rows streamed data has is not known, so the Trainer cannot know when an epoch ends. Set "
-            "trainer.max_steps, or trainer.limit_train_batches to the number of iterations of an epoch."
+            "The number of rows of streamed data is unknown, so the Trainer cannot know when an epoch ends. Set "
+            "trainer.max_steps, or set trainer.limit_train_batches to the number of iterations of an epoch."
         )
 
 
 class HostBatch(list[T]):
-    """A list that moving to a device leaves unchanged; `set_name` is the validation set's, if there are several.
+    """A list that stays on the host when Lightning moves a batch; `set_name` names one of several validation sets.
 
     Overriding `transfer_batch_to_device` would work too, but Lightning warns about that in a module with a data module.
     """
@@ -107,7 +107,7 @@ class HostBatch(list[T]):
 def batches_in_order(
     prompts: RowPrompts, batch_size: int, collate: Callable[[list[Any], str | None], T]
 ) -> EpochLoader[T]:
-    """Collated batches of consecutive prompts of one source, which has a name if there are several.
+    """Returns collated batches of consecutive prompts of one source each, named if there are several sources.
 
     The last batch of each source may be smaller.
     """

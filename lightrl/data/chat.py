@@ -1,7 +1,7 @@
 """A row's columns to chat messages, and messages to token ids: the same for SFT, rollouts and validation.
 
 A completion is tokenized separately from its prompt, as in a rollout: the prompt's tokens are fixed before the policy
-samples the first new one. What stands between its turns is read: tokens that the policy does not generate.
+samples the first new one. Tokens between the policy's turns are read, not generated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.checks.templates import names_of
 from lightrl.checks.user_code import user_code
-from lightrl.data.rows import Row, is_missing
+from lightrl.data.rows import Row, is_missing, without_padding
 from lightrl.data.sources import Made
 from lightrl.models import CONTEXT
 from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, opened, with_turn
@@ -43,7 +43,7 @@ _THINKING = ("reasoning_content", "thinking", "reasoning")
 
 
 def read_messages(value: object, role: str, *, column: str, where: str) -> Messages:
-    """The messages in a column: chat messages or one of them as they are; of text or parts, a message of this role.
+    """Returns a column's chat messages; text or content parts become one message with this role.
 
     A chat may be stored as JSON text.
     """
@@ -60,26 +60,26 @@ def read_messages(value: object, role: str, *, column: str, where: str) -> Messa
 
 
 def chat_of_text(value: object, where: str) -> object:
-    """The chat in a JSON text, if it is one; another value as it is. Raises ValueError for a chat in Python's form."""
+    """Parses a chat stored as JSON text; returns other values unchanged. Raises ValueError for a Python-style chat."""
     if not isinstance(value, str) or not _LIKE_CHAT.fullmatch(value):
         return value
     parsed = _json_of(value)
     if isinstance(parsed, dict):
         parsed = parsed.get("messages") or parsed.get("conversations") or parsed
     if parsed is None and re.match(r"[\s\[]*\{\s*'", value):
-        raise ValueError(f"{where} holds a chat as Python prints it. Store a list, or JSON text, got {value!r:.100}.")
+        raise ValueError(f"{where} is a chat as printed by Python. Store a list or JSON text, got {value!r:.100}.")
     items = parsed if isinstance(parsed, list) else [parsed]
     is_chat = all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in items)
     return parsed if is_chat and all(item.keys() & {"content", "value", "tool_calls"} for item in items) else value
 
 
 def is_whole_chat(chat: Messages) -> bool:
-    """Whether messages of a completion column begin with the prompt's."""
+    """Whether the messages of a completion column begin with the prompt."""
     return bool(chat[0]["role"] != "assistant")
 
 
 def shared_prompt(chats: Sequence[Messages]) -> Messages:
-    """The messages that whole chats begin with alike; of a single one, those before the first assistant message."""
+    """Returns the messages that all chats begin with; for a single chat, those before the first assistant message."""
     num = 0
     for message, *others in zip(*chats, strict=False):
         if any(other != message for other in others) or (not others and message["role"] == "assistant"):
@@ -89,16 +89,16 @@ def shared_prompt(chats: Sequence[Messages]) -> Messages:
 
 
 def completion_after(prompt: Messages, chat: Messages, where: str) -> Messages:
-    """The messages of a completion: the chat, without the prompt; raises ValueError if it begins with another one."""
+    """Returns the chat without the prompt; raises ValueError if it begins with another prompt."""
     if chat[-1]["role"] != "assistant":
         raise ValueError(f"{where} must end with an assistant message, got {chat[-1]!r:.200}.")
     if is_whole_chat(chat):
         if prompt and prompt[0]["role"] == "system" != chat[0]["role"]:
-            prompt = prompt[1:]  # the data module's
+            prompt = prompt[1:]  # drops the data module's system prompt
         if chat[: len(prompt)] != prompt:
             raise ValueError(
                 f"{where} must begin with the messages of the prompt, {prompt!r:.200}, got {chat!r:.200}. Fix the row, "
-                "or set prompt_column to a name that no column has: then the chat holds the prompt."
+                "or set prompt_column to a name that no column has: the prompt is then taken from the chat."
             )
         chat = chat[len(prompt) :]
     turns = [message["role"] == "assistant" for message in chat]
@@ -112,7 +112,7 @@ def completion_after(prompt: Messages, chat: Messages, where: str) -> Messages:
 def row_messages(
     row: Row, prompt: object, *, prompt_column: str, prompt_template: str, system_prompt: str | None, where: str
 ) -> Messages:
-    """The opening messages of a row's chat: the system prompt, if any, then the user's turn.
+    """Returns the opening messages of a row's chat: the system prompt, if any, then the user's turn.
 
     Args:
         prompt: text, or chat messages, which are used as they are.
@@ -123,7 +123,7 @@ def row_messages(
     if isinstance(prompt, list | dict):
         if prompt_template != "{prompt}":
             raise ValueError(
-                f"{where}: {prompt_column!r} holds chat messages, but prompt_template={prompt_template!r} takes text. "
+                f"{where}: {prompt_column!r} holds chat messages, but prompt_template={prompt_template!r} needs text. "
                 "Leave prompt_template out."
             )
         messages = read_messages(prompt, "user", column=prompt_column, where=where)
@@ -163,7 +163,7 @@ def _checked_message(message: object, where: str) -> JsonObject:
     near = [] if role in ROLES else difflib.get_close_matches(str(role), ROLES, n=1)
     if not isinstance(role, str) or near:
         meant = f" Did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{where} must have a role such as {', '.join(ROLES[:3])}, got {message!r:.100}.{meant}")
+        raise ValueError(f"{where} must have a role like {', '.join(ROLES[:3])}, got {message!r:.100}.{meant}")
     if not isinstance(content, str | list) and not message.get("tool_calls"):
         raise ValueError(f"{where} must have a text as its content, got {message!r:.100}.")
     if isinstance(content, list) and not all(isinstance(part, dict) and "type" in part for part in content):
@@ -178,7 +178,7 @@ def _checked_message(message: object, where: str) -> JsonObject:
 
 
 def _calls_of(message: JsonMapping, where: str) -> list[JsonMapping]:
-    """The calls of a message, which may be JSON text, or one in OpenAI's older form."""
+    """Returns the tool calls of a message, which may be JSON text, or a single call in OpenAI's older form."""
     calls = message.get("tool_calls") or [{"function": message["function_call"]}]
     calls = _json_of(calls) if isinstance(calls, str) else calls
     read: list[JsonMapping] = []
@@ -190,20 +190,13 @@ def _calls_of(message: JsonMapping, where: str) -> list[JsonMapping]:
             form = "calls whose arguments are an object or its JSON, each with a name"
             raise ValueError(f"{where} must have {form}, got {call!r:.200}.")
         if isinstance(function.get("arguments"), dict):
-            function = {**function, "arguments": _without_nulls(arguments)}
+            function = {**function, "arguments": without_padding(arguments, is_listed=True)}
         read.append({**call, "function": function} if "function" in call else function)
     return read
 
 
-def _without_nulls(value: Any) -> Any:
-    """The value without the keys that are null, which Parquet adds for those of other rows."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
 def _json_of(text: str) -> Any:
-    """The value of a JSON text; None if it is none."""
+    """Returns the value of a JSON text, or None if it is no JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -211,12 +204,12 @@ def _json_of(text: str) -> Any:
 
 
 def columns_shown(prompt_template: str) -> set[str]:
-    """The names that a template fills in; raises ValueError for one that cannot be filled in, or uses nothing."""
+    """Returns the column names in a template; raises ValueError if it has none, or cannot be filled in."""
     names = {re.split(r"[.\[]", name)[0] for name in names_of(prompt_template, "prompt_template")}
     if not names:
         raise ValueError(
-            f"prompt_template={prompt_template!r} uses no column, so all prompts would be equal. Use {{prompt}}, or a "
-            "column by its name."
+            f"prompt_template={prompt_template!r} uses no column, so all prompts would be equal. Use {{prompt}} or "
+            "another column's name."
         )
     return names
 
@@ -231,7 +224,7 @@ class ChatRenderer:
     max_tokens: int | None = None  # the longest prompt allowed; None for no limit
     min_tokens: int | None = None  # shorter prompts are dropped; None for no limit
     overflow: Literal["error", "drop"] = "error"  # what to do with longer prompts
-    unread: Counter[str] = field(default_factory=Counter)  # a field of trained turns that no template reads → turns
+    unread: Counter[str] = field(default_factory=Counter)  # field that no template reads → number of trained turns
 
     def __post_init__(self) -> None:
         self.template = ChatTemplate(self.tokenizer, self.image_reader)
@@ -252,9 +245,10 @@ class ChatRenderer:
         return [ids[:-1] if ids and ids[-1] == end else ids for ids in encoded]  # some tokenizers end every text
 
     def rendered(self, prompts: Sequence[Made], where: Callable[[int], str]) -> list[Made]:
-        """The prompts with token ids: None for one dropped for its length, ValueError for a bad one, by its `where`.
+        """Adds token ids to prompts: None for a prompt dropped for its length, a ValueError naming `where` for a bad
+        one.
 
-        What is no prompt stays as it is.
+        Items that are not prompts stay unchanged.
         """
         texts: dict[int, str] = {}
         failed: dict[int, ValueError] = {}
@@ -294,11 +288,11 @@ class ChatRenderer:
         name = where if repr(prompt.id) in where else f"{where} (prompt {prompt.id!r})"
         raise ValueError(
             f"{name} has {prompt.num_tokens} prompt tokens, but at most {self.max_tokens} fit (max_prompt_tokens, or "
-            f"{CONTEXT}, less max_new_tokens). Shorten it, set prompt_overflow='drop', or lower max_new_tokens."
+            f"{CONTEXT}, minus max_new_tokens). Shorten it, set prompt_overflow='drop', or lower max_new_tokens."
         )
 
     def with_images(self, prompt: Prompt, where: str) -> Prompt:
-        """The prompt with its images' tokens added; raises ValueError for a text-only policy or a missing file."""
+        """Returns the prompt with its images' tokens; raises ValueError for a text-only policy or a missing file."""
         if self.image_reader is None:
             raise ValueError(f"{where}: {refusal(len(prompt.images))}")
         missing = next((i for i in prompt.images if not i.startswith("data:") and not Path(i).is_file()), None)
@@ -310,12 +304,12 @@ class ChatRenderer:
     def completion_ids(
         self, messages: Messages | None, completion: Messages, arguments: JsonMapping | None = None
     ) -> tuple[list[int], list[bool]]:
-        """The tokens after a prompt, and which of them the policy generates: its turns, each with its end token.
+        """Returns the tokens after a prompt, and which of them the policy generates: its turns with their end tokens.
 
         Args:
             messages: of the prompt; None for a prompt given as token ids.
-            completion: the policy's turn; after it perhaps messages that it reads, and further turns.
-            arguments: of the chat template, as in the prompt.
+            completion: the policy's turn, optionally followed by messages that it reads and further turns.
+            arguments: the chat template's, as for the prompt.
         """
         end = self.tokenizer.eos_token_id
         if end is None:
@@ -329,7 +323,7 @@ class ChatRenderer:
             following = list(group)
             if is_turn and is_plain:
                 if any(turn.get("tool_calls") for turn in following):
-                    raise ValueError(f"Without a chat template nothing writes the tool_calls of {following!r:.200}.")
+                    raise ValueError(f"tool_calls need a chat template, but there is none, got {following!r:.200}.")
                 self.unread.update(name for turn in following for name in _THINKING if turn.get(name))
                 added = [*self.template.encode(plain_text(following)), end]
             elif is_turn:
@@ -339,7 +333,7 @@ class ChatRenderer:
                 text = plain_text(following) if is_plain else self._render(chat, arguments)
                 if not text.startswith(before):
                     raise ValueError(
-                        f"The chat template rewrites history: what ends with {before[-80:]!r} becomes "
+                        f"The chat template rewrites history: text that ends with {before[-80:]!r} becomes "
                         f"{text[: len(before)][-80:]!r} once another message follows. {KEEP_HISTORY}"
                     )
                 added = self.template.encode_after(token_ids[-1], text[len(before) :])
@@ -351,7 +345,7 @@ class ChatRenderer:
     def _turn(
         self, messages: Sequence[JsonMapping], before: str, turn: JsonMapping, arguments: JsonMapping
     ) -> tuple[list[JsonMapping], str, list[int]]:
-        """The chat with a turn of the policy, its text up to the turn's end token, and the turn's tokens."""
+        """Returns the chat with a turn of the policy, its text up to the turn's end token, and the turn's tokens."""
         for form in (form for opening in ("", opened(before)) for form in with_turn(messages, opening, turn)):
             text = self._render(form, arguments, is_whole=True)
             if text.startswith(before):
@@ -381,11 +375,11 @@ class ChatRenderer:
             text = self.template.render(messages, arguments, is_whole=is_whole)
         if any(message.get("tool_calls") for message in messages):
             plain = [{"content": "", **_without(message, "tool_calls")} for message in messages]
-            with contextlib.suppress(Exception):  # the template reads calls: it cannot do without
+            with contextlib.suppress(Exception):  # a template that fails without the calls reads them
                 if text == self.template.render(plain, arguments, is_whole=is_whole):
                     text = ""
             if not text:
-                raise ValueError(f"The chat template does not write the tool_calls of {messages!r:.200}. Set another.")
+                raise ValueError(f"The chat template ignores the tool_calls of {messages!r:.200}. Set another one.")
         return text
 
 

@@ -1,7 +1,7 @@
 """Prompts with completions from the data: chats to imitate (SFTDataModule), chosen and rejected (PreferenceDataModule).
 
 Shapes: R trajectories, T tokens of the longest, padded on the right. A causal model needs no mask for right padding.
-Of B pairs, rows 2i and 2i + 1 are pair i, chosen first.
+B pairs have 2B rows: 2i is the chosen trajectory of pair i, and 2i + 1 the rejected one.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ Item = TypeVar("Item")
 BATCHES = 16  # in a window: sorted by length, it loses most padding and keeps most randomness
 READ_TIMEOUT_S = 1800.0  # for reading one window
 _KEPT = 4  # starts of windows
-_MAX_DROPPED = 100_000  # rows in a row
+_MAX_DROPPED = 100_000  # consecutive rows
 
 
 @dataclass(frozen=True)
 class CompletedPrompt(Prompt):
-    """A prompt with token ids, and those of its completions, each with its end token."""
+    """A prompt with its token ids and those of its completions, each with an end token."""
 
     completion_ids: list[list[int]] = field(default_factory=list)
-    is_generated: list[list[bool]] = field(default_factory=list)  # False where the policy reads, between its turns
+    is_generated: list[list[bool]] = field(default_factory=list)  # False for tokens between the policy's turns
 
     @property
     def num_tokens(self) -> int:
@@ -58,12 +58,12 @@ class CompletedPrompt(Prompt):
 
 
 def cut(items: Sequence[Item], size: int) -> list[list[Item]]:
-    """Lists of so many items; the last may be shorter."""
+    """Splits items into lists of this size; the last may be shorter."""
     return [list(items[start : start + size]) for start in range(0, len(items), size)]
 
 
 def padded(rows: Sequence[CompletedPrompt]) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids [R, T], 0 on the padding; loss mask [R, T], True on the turns; lengths [R]: a row per completion."""
+    """Returns token ids [R, T], 0 on the padding, loss mask [R, T] and lengths [R], with a row per completion."""
     triples = [
         (row.token_ids or [], *parts)
         for row in rows
@@ -96,24 +96,24 @@ class ReadAhead(Generic[Item]):
         return self._present[1]
 
     def wait(self, timeout_s: float = 10.0) -> bool:
-        """Whether the thread is done; waits for it at most this long."""
+        """Waits at most this long for the thread; returns whether it is done."""
         return self._next is None or bool(wait([self._next[1]], timeout_s).done)
 
     def _begin(self, number: int) -> None:
         if not self.wait(READ_TIMEOUT_S):  # two threads would count the rows of a window twice
-            raise TimeoutError(f"Reading ahead has not ended within {READ_TIMEOUT_S:g} s. The data's disk may hang.")
+            raise TimeoutError(f"Reading ahead took more than {READ_TIMEOUT_S:g} s. The data's disk may hang.")
         self._next = (number, submit(lambda: self.make(number), name="lightrl-data"))
 
 
 @dataclass(eq=False)
 class Windows:
-    """Batch after batch of the rows that are kept, over one epoch of the data after another.
+    """Batches of the kept rows, over one epoch of the data after another.
 
-    A window is the next `BATCHES * batch_size` kept rows. Where it begins shows when the window before it is read, so
-    the checkpoint holds that.
+    A window is the next `BATCHES * batch_size` kept rows. Its start is known only once the window before it has been
+    read, so the checkpoint stores it.
     """
 
-    read: Callable[[Sequence[int]], list[Made]]  # rows at positions; None for a dropped, ValueError for a bad one
+    read: Callable[[Sequence[int]], list[Made]]  # rows at positions; None for a dropped row, ValueError for a bad one
     batch_size: int
     _: KW_ONLY
     seed: int  # orders a window's batches
@@ -124,16 +124,16 @@ class Windows:
         return {"starts": sorted(self._starts.items())}
 
     def load_state_dict(self, state: JsonMapping) -> None:
-        """Saves reading what comes before; without it the batches are the same."""
+        """Restores the starts, so that earlier rows need not be read; without it the batches are the same."""
         self._starts = dict(state["starts"])
 
     @property
     def first_position(self) -> int:
-        """The first of the rows that may be read again."""
+        """The first position that may be read again."""
         return min(self._starts.values())
 
     def batches(self, window: int) -> list[list[CompletedPrompt]]:
-        """The batches of a window; raises ValueError if a row is bad."""
+        """Returns the batches of a window; raises ValueError if a row is bad."""
         if window < min(self._starts):
             self._starts = {0: 0}
         for earlier_window in range(max(number for number in self._starts if number <= window), window):
@@ -145,7 +145,7 @@ class Windows:
         return [batches[index] for index in epoch_order(BATCHES, f"{self.seed}/batches", window).tolist()]
 
     def _rows(self, window: int) -> list[CompletedPrompt]:
-        """The kept rows of a window; notes where the next one begins."""
+        """Returns the kept rows of a window; records where the next one starts."""
         position, num = self._starts[window], BATCHES * self.batch_size
         rows: list[CompletedPrompt] = []
         num_dropped = 0
@@ -158,8 +158,8 @@ class Windows:
                     rows.append(item)
             if num_dropped > _MAX_DROPPED:
                 raise ValueError(
-                    f"No row is left among {num_dropped} in a row: row_filter or the limits of length drop them. "
-                    "Loosen these, or fix the data."
+                    f"{num_dropped} consecutive rows were dropped by row_filter or the length limits. Loosen these, or "
+                    "fix the data."
                 )
         starts = {**self._starts, window + 1: position}
         self._starts = {number: starts[number] for number in sorted(starts)[-_KEPT:]}
@@ -169,9 +169,9 @@ class Windows:
 class CompletionDataModule(PromptDataModule):
     """PromptDataModule plus completions of each prompt; a subclass defines `completion_columns` and `collate`.
 
-    A completion is text, a message, its parts, or messages: the policy's turn, and perhaps others and further turns,
-    which all are trained. If all are whole chats, the messages that they share are the prompt, and a prompt column is
-    not needed; if there is one, they must begin with it.
+    A completion is text, a message, its parts, or messages: the policy's turn, optionally followed by other messages
+    and further turns. All turns are trained. If all completions are whole chats, their common messages are the prompt,
+    and no prompt column is needed; if there is one, they must begin with it.
 
     Args:
         train, validation, test: as in PromptDataModule.
@@ -182,7 +182,7 @@ class CompletionDataModule(PromptDataModule):
 
     completion_columns: dict[str, str]  # name of a setting → column
     trains_on_images = False  # whether prompts may have images
-    sorts_by_length = False  # batches are made of rows of similar length, if they are shuffled
+    sorts_by_length = False  # whether shuffled batches have rows of similar length
 
     def __init__(
         self,
@@ -199,10 +199,10 @@ class CompletionDataModule(PromptDataModule):
         self._windows: Windows | None = None
         self._ahead: ReadAhead[Any] | None = None
         self._restored: JsonMapping = {}  # from a checkpoint
-        self._unread: Counter[str] = Counter()  # a field of turns that the template does not read → turns
+        self._unread: Counter[str] = Counter()  # field that the chat template does not read → number of turns
 
     def completions(self, prompt: Prompt) -> list[Messages]:
-        """The messages of a prompt's completions."""
+        """Returns the messages of a prompt's completions."""
         where = f"Prompt {prompt.id!r}"
         chats = self._chats(prompt.fields, where).items()
         return [completion_after(prompt.messages or [], chat, f"{where}: {column!r}") for column, chat in chats]
@@ -222,10 +222,10 @@ class CompletionDataModule(PromptDataModule):
         shared = shared_prompt(list(chats.values()))
         if not shared:
             raise ValueError(
-                f"{where}: {' and '.join(map(repr, chats))} must hold chats that begin with the same message of the "
-                f"user or the system, got {next(iter(chats.values()))!r:.100}. Text without a prompt is not read."
+                f"{where}: {' and '.join(map(repr, chats))} must hold chats that begin with the same user or system "
+                f"message, got {next(iter(chats.values()))!r:.100}. Text needs a prompt column."
             )
-        with contextlib.suppress(ValueError):  # there is none
+        with contextlib.suppress(ValueError):  # no prompt column
             given = super()._prompt_value(row, where) if is_apart else None
         if given is None:
             return shared
@@ -255,12 +255,12 @@ class CompletionDataModule(PromptDataModule):
         return checked
 
     def _add_completions(self, prompt: Made, renderer: ChatRenderer) -> Made:
-        """The prompt with its completions; None if they are dropped, ValueError if they are bad."""
+        """Returns the prompt with its completions, None if it is dropped, or a ValueError if it is bad."""
         if not isinstance(prompt, Prompt):
             return prompt
         try:
             if prompt.images and not self.trains_on_images:
-                raise ValueError(f"{type(self).__name__} cannot train on images. Remove image_column, and image parts.")
+                raise ValueError(f"{type(self).__name__} cannot train on images. Remove image_column and image parts.")
             arguments = renderer.template.row_arguments(prompt)
             completions = [
                 renderer.completion_ids(prompt.messages, chat, arguments) for chat in self.completions(prompt)
@@ -311,7 +311,7 @@ class CompletionDataModule(PromptDataModule):
         return PositionLoader(num_batches, batch_at, trainer=self.trainer)
 
     def _epochs(self, prompts: RowPrompts, num_tokens: Sequence[int]) -> EpochLoader[Any]:
-        """The batches of an epoch, of rows whose lengths are known; the last batch may be smaller."""
+        """Returns an epoch's batches of rows with known lengths; the last batch may be smaller."""
         num, size = len(prompts), self.batch_size
         num_batches = -(-num // size)
         shuffle = self.shuffle and not getattr(self.trainer, "overfit_batches", 0) > 0
@@ -336,7 +336,7 @@ class CompletionDataModule(PromptDataModule):
         )
 
     def state_dict(self) -> JsonObject:
-        """The position from which rows that are made when read continue, besides PromptDataModule's state."""
+        """Returns PromptDataModule's state and, for rows that are made when read, where reading continues."""
         if self._windows is None:
             return super().state_dict()
         stream = self.prompt_stream.state_dict(self._windows.first_position)
@@ -359,7 +359,7 @@ class CompletionDataModule(PromptDataModule):
 
 
 class ChatBatch(NamedTuple):
-    """Chats that one step of SFT learns from."""
+    """Chats for one step of SFT."""
 
     token_ids: Tensor  # int64 [B, T], 0 on the padding
     loss_mask: Tensor  # bool [B, T], True on the completion and its end token
@@ -372,7 +372,7 @@ class ChatBatch(NamedTuple):
         return int(self.loss_mask.sum())
 
     def share(self, rank: int, size: int) -> ChatBatch | None:
-        """Every `size`-th chat, starting at `rank`, so that shares have similar lengths; None if there is none."""
+        """Returns every `size`-th chat, starting at `rank`, so that shares have similar lengths; None for no chat."""
         if rank >= len(self.token_ids):
             return None
         mask = self.loss_mask[rank::size]
@@ -381,7 +381,7 @@ class ChatBatch(NamedTuple):
         return ChatBatch(self.token_ids[rank::size, :width], mask[:, :width], images=images)
 
     def experience(self) -> Experience:
-        """The chats as an Experience, each a group of its own, up to their last loss tokens; nothing reads rewards."""
+        """Returns the chats as an Experience up to their last loss tokens, each in a separate group."""
         columns = torch.arange(1, self.token_ids.shape[1] + 1, device=self.token_ids.device)
         lengths = (self.loss_mask * columns).amax(1)
         experience = _experience(self.token_ids, self.loss_mask, lengths, group_size=1)
@@ -399,8 +399,8 @@ class SFTDataModule(CompletionDataModule):
         batch_size: chats per step.
         answer_column: holds the completion: text or messages; None if the prompt column holds whole chats, all of whose
             assistant messages are trained.
-        answer_pattern_remove: a regular expression; its matches are removed from the completion, for example GSM8K's
-            calculator notes `<<48/2=24>>` with `<<.*?>>`.
+        answer_pattern_remove: a regular expression; its matches are removed from the completion. For example,
+            `<<.*?>>` removes GSM8K's calculator notes like `<<48/2=24>>`.
         max_tokens: the longest chat allowed; None uses the model's context. `prompt_overflow` says what happens to
             longer ones.
         kwargs: other arguments of PromptDataModule.
@@ -466,7 +466,7 @@ class PairBatch(NamedTuple):
         return len(self.token_ids) // 2
 
     def share(self, rank: int, size: int) -> PairBatch | None:
-        """Every `size`-th pair, starting at `rank`; None if there is none."""
+        """Returns every `size`-th pair, starting at `rank`, or None if there is none."""
         if rank >= self.num_measured:
             return None
         rows = torch.arange(len(self.token_ids), device=self.token_ids.device)
@@ -475,12 +475,12 @@ class PairBatch(NamedTuple):
         return PairBatch(self.token_ids[rows, :width], self.loss_mask[rows, :width], self.lengths[rows])
 
     def experience(self) -> Experience:
-        """The rows as an Experience: each pair is a group; the chosen trajectory has reward 1, the rejected one 0."""
+        """Returns the rows as an Experience: each pair is a group; chosen has reward 1, rejected 0."""
         return _experience(self.token_ids, self.loss_mask, self.lengths, group_size=2)
 
 
 def _experience(token_ids: Tensor, loss_mask: Tensor, lengths: Tensor, *, group_size: int) -> Experience:
-    """The rows as groups of this size, whose first trajectory has reward 1."""
+    """Returns the rows as groups of this size, whose first trajectory has reward 1 and the others 0."""
     rows = torch.arange(len(token_ids), device=token_ids.device)
     return Experience(
         token_ids=token_ids,
@@ -497,8 +497,8 @@ def _experience(token_ids: Tensor, loss_mask: Tensor, lengths: Tensor, *, group_
 class PreferenceDataModule(CompletionDataModule):
     """Pairs of completions: PromptDataModule's prompt, then a chosen and a rejected column.
 
-    The columns hold text, messages after the prompt, or whole chats, which begin with the prompt. To make other pairs,
-    override `make_prompts` and put the two completions into `Prompt.fields`.
+    The columns hold text, messages after the prompt, or whole chats, which begin with the prompt. To build pairs in
+    code, override `make_prompts` and put the two completions into `Prompt.fields`.
 
     Args:
         train, validation, test: as in PromptDataModule.
@@ -535,7 +535,7 @@ class PreferenceDataModule(CompletionDataModule):
         columns = list(self.completion_columns.values())
         if isinstance(row.get("label"), bool) and columns[0] not in row:
             raise ValueError(
-                f"{where} has one completion and a label, as for KTO: not a pair. Make pairs of such rows."
+                f"{where} has one completion and a label, as for KTO, not a pair. Convert such rows to pairs."
             )
         chats = super()._chats(row, where)
         if chats[columns[0]] == chats[columns[1]]:

@@ -1,4 +1,4 @@
-"""SuccessRateCurriculum: prompts that the policy solves sometimes come most often."""
+"""SuccessRateCurriculum: prompts that the policy sometimes solves come most often."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class SuccessRateCurriculum:
     A group's advantages come from the differences between its trajectories; with 0/1 rewards their variance is
     r·(1 - r) at success rate r, largest at 1/2. A prompt's weight is the probability that it is sampled when its turn
     comes: 1 at `target`, falling linearly to `floor` at the rates 0 and 1. Each prompt has one turn per epoch.
-    Implements Curriculum and ShowsSuccess of lightrl.rollout.
+    Implements Curriculum of lightrl.rollout.
 
     Args:
-        target: the success rate that teaches most, 0 to 1.
+        target: the success rate with the highest weight, 0 to 1.
         floor: the lowest weight, so that prompts that are too hard now are tried again.
         solved_times: drop a prompt once its whole group has solved it this many times in a row; None for never.
         memory: weight of the past in the success rate, from 0 (only the last group counts) to below 1.
@@ -33,7 +33,7 @@ class SuccessRateCurriculum:
         self._num_solved: dict[str, int] = {}  # times in a row; prompts not solved last time are absent
 
     def weight(self, prompt_id: str) -> float:
-        """1 for a new prompt, 0 for a solved one, otherwise between `floor` and 1."""
+        """Returns 1 for a new prompt, 0 for a solved one, otherwise a weight between `floor` and 1."""
         if self.solved_times is not None and self._num_solved.get(prompt_id, 0) >= self.solved_times:
             return 0.0
         if prompt_id not in self._rates:
@@ -44,11 +44,11 @@ class SuccessRateCurriculum:
         return 1.0 - (1.0 - self.floor) * distance
 
     def success_rate(self, prompt_id: str) -> float | None:
-        """The exponential mean over a prompt's groups, 0 to 1; None for a new prompt."""
+        """Returns the exponential mean over a prompt's groups, 0 to 1, or None for a new prompt."""
         return self._rates.get(prompt_id)
 
     def observe(self, prompt_id: str, success_rate: float) -> None:
-        """Adds the success rate of one more group of this prompt."""
+        """Adds the success rate of another group of this prompt."""
         past = self._rates.get(prompt_id, success_rate)
         self._rates[prompt_id] = self.memory * past + (1 - self.memory) * success_rate
         if success_rate < 1:

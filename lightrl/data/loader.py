@@ -2,7 +2,7 @@
 
 A user's train DataLoader becomes a PromptStream: its dataset's items are the prompts, its sampler decides whether to
 shuffle, its batch size is the number of prompts per iteration. The loader itself is never iterated. An iterable dataset
-is read in its order; one with `state_dict` and `load_state_dict` resumes without reading what comes before.
+is read in its order; one with `state_dict` and `load_state_dict` resumes without rereading earlier items.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 def prompt_source(
     trainer: Any, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int | None, seed: int
 ) -> PromptStream:
-    """The prompts of a fit, by position; with `overfit_batches`, the first ones over and over.
+    """Returns the prompts of a fit, by position; with `overfit_batches`, repeats the first ones.
 
-    The `seed` is that of the order, if the user's loader shuffles; raises ValueError if it cannot be read by position.
+    The `seed` determines the order if a user's loader shuffles. Raises ValueError if a loader has no positions.
     """
     datamodule: Any = getattr(trainer, "datamodule", None)
     stream: PromptStream | None = getattr(datamodule, "prompt_stream", None)
@@ -45,10 +45,10 @@ def prompt_source(
 def prompts_of(
     batch: Any, tokenizer: PreTrainedTokenizerBase, *, name: str, max_prompt_tokens: int | None
 ) -> list[Prompt]:
-    """The prompts of a validation, test or predict batch; rows of a user's loader are rendered.
+    """Returns the prompts of a validation, test or predict batch; renders rows of a user's loader.
 
     Args:
-        batch: a sequence of prompts, strings or dicts, or a dict of columns, as torch's default collate makes it.
+        batch: a sequence of prompts, strings or dicts, or a dict of columns, as made by torch's default collate.
         name: prefix for the ids of prompts without one.
     """
     items: Sequence[Any] = batch
@@ -65,15 +65,15 @@ def prompts_of(
 def wrap_train_loader(
     loader: object, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int | None = None, seed: int = 0
 ) -> PromptStream:
-    """The prompts of a DataLoader by position.
+    """Returns the prompts of a DataLoader by position.
 
     Args:
         loader: a DataLoader over a map-style or an iterable dataset whose items are Prompts, strings (the user's turn),
             or dicts with `messages`, `token_ids` or `prompt`, an optional `id`, and other fields for the reward.
-        seed: of the order, if the loader shuffles.
+        seed: determines the order if the loader shuffles.
 
     Raises:
-        ValueError: if its sampler neither goes in order nor shuffles, or an item is no prompt.
+        ValueError: if its sampler is neither sequential nor random, or an item is no prompt.
     """
     if not isinstance(loader, DataLoader):
         raise ValueError(
@@ -90,11 +90,11 @@ def wrap_train_loader(
     is_iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     rows: SourceRows
     if is_iterable:
-        # Copies, since Lightning iterates over the loader too, to count iterations.
+        # A copy, since Lightning also iterates over the dataset, to count iterations.
         rows = StreamedRows(source, "train", shards_of(lambda: copy.deepcopy(dataset)), seed=0, shuffle=False)
     else:
         _check_map_style(loader)
-        items = [dataset[index] for index in range(len(dataset))]  # once, in this thread: it may sample, or hold a file
+        items = [dataset[index] for index in range(len(dataset))]  # once, here: it may be random, or not thread-safe
         rows = IndexedRows(source, "train", items, name_row=lambda index: f"Item {index} of the train loader")
 
     def prompt_of(located: LocatedRow) -> Prompt:
@@ -106,7 +106,7 @@ def wrap_train_loader(
 
 
 def _check_map_style(loader: DataLoader[Any]) -> None:
-    """Raises ValueError for a dataset without a length, or a sampler that neither goes in order nor shuffles."""
+    """Raises ValueError for a dataset without a length, or a sampler that is neither sequential nor random."""
     dataset = loader.dataset
     if not isinstance(dataset, Sized):
         raise ValueError(
@@ -125,7 +125,7 @@ def _check_map_style(loader: DataLoader[Any]) -> None:
 
 
 def prompt_from(item: object, index: int | str, split: str) -> Prompt:
-    """An item of a dataset as a Prompt, by default with id `<split>-<index>`; raises ValueError if it is none."""
+    """Makes a Prompt of a dataset's item, by default with id `<split>-<index>`; raises ValueError if it cannot."""
     name = f"{split}-{index}"
     if isinstance(item, Prompt):
         return item

@@ -1,10 +1,10 @@
-"""DataSource: one of several weighted sources of rows; MixtureOrder: which source's row comes at each position.
+"""DataSource: a weighted source of rows; MixtureOrder: which source's row comes at each position.
 
     train:                                        # in YAML, of any data module
       - {source: openai/gsm8k, name: main, weight: 3}
       - {source: math.parquet, columns: {question: problem, answer: solution}}
 
-The source at a position follows from the weights alone; each source shuffles its own rows and uses each once before any
+The source at a position depends only on the weights; each source shuffles its own rows and uses each once before any
 repeats. So one number describes a run's progress, for any number of sources and ranks.
 """
 
@@ -34,17 +34,17 @@ class DataSource:
 
     Args:
         source: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name or a local dataset folder, or the
-            dotted path of a function that makes rows: it takes `split` and `arguments` and returns an iterable of
+            dotted path of a function that makes rows: it accepts `split` and `arguments` and returns an iterable of
             dicts.
         weight: this source's share among several; only the ratios matter.
-        name: configuration of a hub dataset, such as `main`.
+        name: configuration of a hub dataset, for example `main`.
         split: of a hub dataset or a function; None is `train` for training and `test` otherwise.
-        columns: new column names → the source's own, such as `{question: problem, answer: solution}`.
-        arguments: of a function.
+        columns: new column names → the source's, for example `{question: problem, answer: solution}`.
+        arguments: for a function.
         max_rows: use only the first rows; None uses all.
         label: identifies the source in prompt ids; None uses its index.
-        streaming: read the rows in order while they are used.
-        shuffle_buffer: streamed rows that are shuffled with one another; the order of the shards is shuffled too.
+        streaming: read the rows in order as they are needed.
+        shuffle_buffer: number of streamed rows that are shuffled together; the shards are shuffled too.
     """
 
     source: str
@@ -70,13 +70,13 @@ class DataSource:
             )
 
 
-# For the command line: with DataSource first a mapping is one, not text; with Path a file's name is a value, not the
-# settings in that file.
+# For the command line: DataSource comes first so that a mapping is parsed as one, not as text; Path makes a file's name
+# a value instead of settings to read from that file.
 Source: TypeAlias = DataSource | list[DataSource] | str | Path
 
 
 def sources_of(source: Source | None) -> list[DataSource]:
-    """The sources as a list, each with a label; raises ValueError if two are the same."""
+    """Returns the sources as a list, each with a label; raises ValueError if two labels are the same."""
     if source is None:
         return []
     if isinstance(source, str | Path):
@@ -95,11 +95,11 @@ def sources_of(source: Source | None) -> list[DataSource]:
 class MixtureOrder:
     """The row at each position, as an index into the rows of all sources concatenated.
 
-    Turns are spread evenly, so shares hold within any range of positions, to about one row. One source gives one
-    `epoch_order` after another.
+    Turns are spread evenly, so the shares hold within any range of positions, to about one row. A single source yields
+    one `epoch_order` after another.
     """
 
-    sizes: Sequence[int | None]  # rows of each source; None for one that is streamed, which has an order of its own
+    sizes: Sequence[int | None]  # rows of each source; None for a streamed one, which orders its rows itself
     weights: Sequence[float]  # one for each source
     _: KW_ONLY
     seed: int  # determines the orders
@@ -127,17 +127,17 @@ class MixtureOrder:
         return sum(size or 0 for size in self.sizes[:source]) + row
 
     def source(self, position: int) -> int:
-        """The source whose turn it is."""
+        """Returns the source whose turn it is at a position."""
         return self._cycle[position % len(self._cycle)]
 
     def num_before(self, source: int, position: int) -> int:
-        """How many turns this source has had before a position."""
+        """Returns how many turns this source has had before a position."""
         cycle, turn = divmod(position, len(self._cycle))
         turns = self._turns[source]
         return cycle * len(turns) + bisect_left(turns, turn)
 
     def row(self, source: int, turn: int) -> int:
-        """The row of this source in one of its turns: its index, or for a streamed source its number."""
+        """Returns this source's row in one of its turns: its index, or its number if the source is streamed."""
         size = self.sizes[source]
         if size is None:
             return turn
@@ -146,7 +146,7 @@ class MixtureOrder:
         return int(self._order(size, seed, epoch)[index]) if self.shuffle else index
 
     def __str__(self) -> str:
-        """Describe all that determines the order, besides the rows."""
+        """Describes everything that determines the order, besides the rows."""
         order = f"shuffled by seed {self.seed}" if self.shuffle else "in order"
         shares = ", ".join(
             f"{size or 'unknown'} rows of weight {weight:g}"
@@ -156,7 +156,7 @@ class MixtureOrder:
 
 
 def _shares(weights: Sequence[float]) -> list[int]:
-    """Turns per cycle of each source, at least one, by largest remainders, in lowest terms."""
+    """Returns each source's turns per cycle, at least one, by largest remainders, in lowest terms."""
     total = sum(weights)
     exact = [weight / total * _CYCLE for weight in weights]
     shares = [max(1, int(share + 1e-9)) for share in exact]
@@ -168,7 +168,7 @@ def _shares(weights: Sequence[float]) -> list[int]:
 
 
 def epoch_order(num_rows: int, seed: int | str, epoch: int) -> Tensor:
-    """A permutation of `range(num_rows)`, int64 [num_rows], determined by (seed, epoch), the same on every rank."""
+    """Returns a permutation, int64 [num_rows], determined by (seed, epoch), the same on every rank."""
     digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
     return torch.randperm(num_rows, generator=generator)

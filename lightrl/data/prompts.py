@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CHECKED = 10_000  # train rows that are all checked at the start
-NUM_CHECKED = 1_000  # first rows checked if there are more; ROWS_AT_ONCE if they are streamed
+NUM_CHECKED = 1_000  # first rows to check if there are more; ROWS_AT_ONCE if they are streamed
 
 Split = Literal["train", "validation", "test"]
 
@@ -54,40 +54,40 @@ class PromptDataModule(L.LightningDataModule):
     A row becomes `Prompt(id="train-0", messages=[...], token_ids=[...], fields={column: value})`; the reward finds the
     row's columns in `fields`. For another source of prompts, subclass and override `make_prompts`.
 
-    A prompt is made when its turn comes, and rows stay on the disk. Up to 10,000 train rows, and all other rows, are
-    checked at the start: a bad one is refused, a filtered or too long one left out. Of more train rows the first 1,000
-    and 256 others are checked, so that the start takes seconds; a bad row then ends the run with its name, and a
-    filtered or too long one is skipped, which `rollout/skipped_prompts` counts.
+    A prompt is made when its turn comes; rows stay on disk. Up to 10,000 train rows, and all other rows, are checked at
+    the start: a bad row is refused, a filtered or overlong one left out. If there are more train rows, only the first
+    1,000 and 256 others are checked, so that the start takes seconds. A bad row found later ends the run with an error
+    that names it, and a filtered or overlong one is skipped and counted in `rollout/skipped_prompts`.
 
-    With `DataSource.streaming`, rows are read in order while they are used: hub datasets are not downloaded, a file's
-    name may be a pattern, and how many rows there are need not be known. Then the Trainer needs `max_steps`, or
+    With `DataSource.streaming`, rows are read in order as they are needed: hub datasets are not downloaded, a file's
+    name may be a pattern, and the number of rows need not be known. The Trainer then needs `max_steps`, or
     `limit_train_batches` as the iterations of an epoch. Validation and test rows are still read at the start.
 
     Args:
         train: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name, or the dotted path of a function that
-            makes rows; a DataSource, such as `{source: openai/gsm8k, name: main}`, or a list of them, mixed by weight.
-            None only for a subclass with its own `make_prompts`, or if nothing is trained.
-        validation: the same for validation; None for no validation.
+            makes rows; a DataSource, like `{source: openai/gsm8k, name: main}`, or a list of them, mixed by weight.
+            None only for a subclass with its own `make_prompts`, or without training.
+        validation: the same for validation; None skips validation.
         test: the same for test and predict; None uses the validation prompts.
         batch_size: prompts per iteration, which is also groups per iteration.
         row_filter: a function of a row, or its dotted path; rows for which it returns False are dropped and counted.
-        prompt_column: holds the prompt's text, or a list of chat messages. Any column may be a dotted path, such as
+        prompt_column: holds the prompt's text, or a list of chat messages. Any column may be a dotted path, like
             `reward_model.ground_truth`.
         image_column: holds an image or a list of images: paths (relative to the data file's folder), data: URLs, or
-            what `datasets` reads. For policies that take images. Image parts of chat messages can name them instead.
+            images from `datasets`. For policies that read images. Image parts of chat messages can name them instead.
         answer_column: required in every row, for the reward; None requires no column.
-        system_prompt: opens every chat that has no system message of its own.
+        system_prompt: opens every chat that has no system message.
         prompt_template: the user's turn, a format string with `{prompt}` and any other column by name.
         chat_template: replaces the tokenizer's, for the whole run and the exported model; a Jinja file or the template
             itself.
-        chat_template_kwargs: values for arguments of the chat template, such as `{enable_thinking: false}`; a row's
-            column of this name takes precedence. A column `tools` holds JSON schemas for the template.
+        chat_template_kwargs: arguments of the chat template, like `{enable_thinking: false}`; a row's column of the
+            same name takes precedence. A column `tools` holds JSON schemas for the template.
         validation_batch_size: prompts per validation batch.
-        max_prompt_tokens: the longest prompt allowed; None uses what the model's context leaves.
+        max_prompt_tokens: the longest prompt allowed; None uses the model's context minus the completion.
         min_prompt_tokens: the shortest prompt allowed; shorter ones are dropped and counted.
-        prompt_overflow: what to do with a longer prompt: `error` before training, or `drop` it, which is logged.
+        prompt_overflow: what to do with a longer prompt: `error` before training, or `drop` it and log that.
         shuffle: reorder the train prompts in each epoch, by (seed, epoch).
-        seed: of the order; None uses that of `seed_everything`, or 0.
+        seed: determines the order; None uses the seed of `seed_everything`, or 0.
     """
 
     row_name = "prompt"  # in messages
@@ -139,11 +139,11 @@ class PromptDataModule(L.LightningDataModule):
         self.max_prompt_tokens, self.min_prompt_tokens = max_prompt_tokens, min_prompt_tokens
         self.prompt_overflow = prompt_overflow
         self.shuffle, self.seed = shuffle, seed
-        self.prompts: dict[Split, RowPrompts] = {}  # only splits that are set up
+        self.prompts: dict[Split, RowPrompts] = {}  # of the splits that are set up
         self._attached: PolicyInputs | None = None
         self._stream: PromptStream | None = None
         self._rows: dict[Split, list[SourceRows]] = {}  # of each source
-        self._stage = ""  # the last that was set up
+        self._stage = ""  # the last stage that was set up
 
     def attach(
         self,
@@ -152,12 +152,12 @@ class PromptDataModule(L.LightningDataModule):
         max_prompt_tokens: int | None = None,
         image_reader: ImageReader | None = None,
     ) -> None:
-        """Sets what otherwise comes from the trainer's module: `tokenizer`, `max_prompt_tokens` and `image_reader`."""
+        """Sets the policy's inputs, which otherwise come from the trainer's module."""
         set_chat_template(tokenizer, self.chat_template, self.chat_template_kwargs)
         self._attached = tokenizer, max_prompt_tokens, image_reader
 
     def make_prompts(self, split: Split) -> list[Prompt]:
-        """The prompts of one split, in order, with messages or token ids; a subclass may override it.
+        """Returns the prompts of one split, in order, with messages or token ids; a subclass may override it.
 
         Returns:
             Prompts with ids unique within the split; an empty list if there is no such split.
@@ -168,7 +168,7 @@ class PromptDataModule(L.LightningDataModule):
         return [self._prompt(rows.locate(index)) for rows in self._filter_rows(split) for index in rows.row_keys()]
 
     def _filter_rows(self, split: Split) -> list[IndexedRows]:
-        """The rows of a split that `row_filter` keeps; logs how many it drops."""
+        """Returns the rows of a split that `row_filter` keeps; logs how many it drops."""
         parts = [rows.read_whole() for rows in self._open(split)]
         if self.row_filter is None:
             return parts
@@ -182,7 +182,7 @@ class PromptDataModule(L.LightningDataModule):
         return filtered
 
     def _own_rows(self, split: Split) -> list[IndexedRows]:
-        """The prompts of a subclass's `make_prompts` as rows, each of the source with the longest label its id has."""
+        """Returns the prompts of a subclass's `make_prompts` as rows; the longest label in an id decides the source."""
         prompts, sources = self.make_prompts(split), self.sources[split]
         prefixes = [f"{split}-{source.label}-" for source in sources]
         owners = [max(filter(prompt.id.startswith, prefixes), key=len, default=None) for prompt in prompts]
@@ -202,7 +202,7 @@ class PromptDataModule(L.LightningDataModule):
         ]
 
     def _prompt(self, located: LocatedRow) -> Prompt:
-        """The prompt of a row, with messages."""
+        """Makes the prompt of a row, with messages."""
         row, where = located.row, located.where
         messages = row_messages(
             row,
@@ -220,13 +220,13 @@ class PromptDataModule(L.LightningDataModule):
         return Prompt(id=located.prompt_id, messages=messages, fields=row, images=images)
 
     def _prompt_value(self, row: Row, where: str) -> object:
-        """The text or the messages of a row's prompt."""
+        """Returns the text or the messages of a row's prompt."""
         return require_column(row, self.prompt_column, "prompt_column", where=where)
 
     def _with_images(
         self, messages: Messages, row: Row, source: DataSource, where: str
     ) -> tuple[Messages, tuple[str, ...], Row]:
-        """Messages, images, and the row without its images, which the reward finds in the prompt's `images`."""
+        """Returns messages, images, and the row without images, which the reward reads from the prompt's `images`."""
         in_column: object = []
         if self.image_column is not None:
             in_column = require_column(row, self.image_column, "image_column", where=where)
@@ -242,7 +242,7 @@ class PromptDataModule(L.LightningDataModule):
         return messages, images, row
 
     def _open(self, split: Split) -> list[SourceRows]:
-        """The rows of each source of a split."""
+        """Returns the rows of each source of a split."""
         if split not in self._rows:
             self._rows[split] = [self._open_source(split, number) for number in range(len(self.sources[split]))]
         return self._rows[split]
@@ -274,7 +274,7 @@ class PromptDataModule(L.LightningDataModule):
         return keeps
 
     def prompts_on_reading(self, split: Split) -> RowPrompts:
-        """The rendered prompts of a split's rows, each made, and checked, when it is read; None for a dropped row."""
+        """Returns a split's rendered prompts, each made and checked when it is read; None for a dropped row."""
         parts: Sequence[SourceRows] = self._open(split)
         if split != "train":
             parts = [rows.read_whole() for rows in parts]
@@ -295,7 +295,7 @@ class PromptDataModule(L.LightningDataModule):
             read = {*check.columns, str(self.answer_column).partition(".")[0]}
             read |= {old.partition(".")[0] for new, old in located.source.columns.items() if new in read}
             for column in self._columns_shown & read:
-                self._columns_shown.discard(column)  # said once
+                self._columns_shown.discard(column)  # warns once
                 problem = "prompt_template shows the policy the column %r, which the reward reads, so it can copy it. "
                 logger.warning(f"{problem}If it is meant as text, double the braces: {{{{%s}}}}.", column, column)
             return prompt
@@ -311,7 +311,7 @@ class PromptDataModule(L.LightningDataModule):
         return RowPrompts(parts, checked, renderer.rendered, self.order_seed, self.shuffle)
 
     def _check_split(self, split: Split) -> RowPrompts:
-        """The prompts of a split; raises ValueError for a bad row among those that are checked at the start."""
+        """Returns the prompts of a split; raises ValueError for a bad row among those checked at the start."""
         if split == "train" and self.makes_prompts_of_rows:
             prompts = self.prompts_on_reading(split)
             num_rows = prompts.num_rows
@@ -340,7 +340,7 @@ class PromptDataModule(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Makes each prompt of a stage once, so problems in the data show up before training."""
         self._stage = stage
-        if self.trainer is not None:  # ranks that start apart start at different times
+        if self.trainer is not None:  # ranks do not start at the same time
             run_start(self.trainer.strategy.broadcast(run_start().isoformat()))
         for split in _SPLITS_OF_STAGE[stage]:
             self.prompts[split] = self._check_split(split)
@@ -351,8 +351,8 @@ class PromptDataModule(L.LightningDataModule):
             if num_rows := sum(rows.read_whole().num_rows for rows in self._rows.get(required, [])):
                 limits = self._limits()
                 raise ValueError(
-                    f"None of the {num_rows} rows of {required}={', '.join(names)} is left: row_filter, or a limit of "
-                    f"length{limits and f' ({limits} tokens)'}, dropped all. Loosen it."
+                    f"None of the {num_rows} rows of {required}={', '.join(names)} is left: row_filter or a length "
+                    f"limit{limits and f' ({limits} tokens)'} dropped them all. Loosen it."
                 )
             raise ValueError(
                 f"{type(self).__name__} has no {required} prompts ({required}={', '.join(names) or None}). Set "
@@ -370,10 +370,10 @@ class PromptDataModule(L.LightningDataModule):
                 # Lightning validates if this hook is overridden, and warns about an empty loader.
                 self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
             self._stream = PromptStream(prompts, batch_size=self.batch_size)
-            self._stream.fingerprint  # noqa: B018  # reads a sample of the rows: a bad one is refused now
+            self._stream.fingerprint  # noqa: B018  # reads a sample of the rows, so that bad rows fail now
 
     def state_dict(self) -> JsonObject:
-        """Return when the run started, if the chat template writes the date; otherwise nothing."""
+        """Returns when the run started, if the chat template writes the date; otherwise nothing."""
         is_dated = bool(self.prompts) and ChatTemplate(self.policy_inputs()[0]).is_dated
         return {"run_start": run_start().isoformat()} if is_dated else {}
 
@@ -381,7 +381,7 @@ class PromptDataModule(L.LightningDataModule):
         restored = state_dict.get("run_start")
         if restored is not None and restored != run_start().isoformat():
             run_start(restored)
-            self.setup(self._stage)  # prompts with that date
+            self.setup(self._stage)  # renders the prompts with that date
 
     @property
     def prompt_stream(self) -> PromptStream:
@@ -391,7 +391,7 @@ class PromptDataModule(L.LightningDataModule):
         return self._stream
 
     def train_dataloader(self) -> EpochLoader[Any]:
-        """The index of each iteration in its epoch; the prompts are in `prompt_stream`."""
+        """Returns a loader of iteration indices; the prompts are in `prompt_stream`."""
         check_run_length(self.prompt_stream, self.trainer)
         num = self.prompt_stream.num_iterations
         if num is None:
@@ -411,7 +411,7 @@ class PromptDataModule(L.LightningDataModule):
         return batches_in_order(self.prompts[split], self.validation_batch_size, HostBatch)
 
     def policy_inputs(self) -> PolicyInputs:
-        """The policy's tokenizer, longest prompt and image reader, from `attach` or from the trainer's module."""
+        """Returns the policy's tokenizer, longest prompt and image reader, from `attach` or the trainer's module."""
         if self._attached is not None:
             return self._attached
         module = self.trainer.lightning_module if self.trainer is not None else None
@@ -425,7 +425,7 @@ class PromptDataModule(L.LightningDataModule):
         return tokenizer, getattr(module, "max_prompt_tokens", None), getattr(module, "image_reader", None)
 
     def _limits(self) -> str:
-        """The lengths that drop a prompt, as text for messages; empty if none does."""
+        """Returns the lengths that drop a prompt, as text for messages; empty if none does."""
         limits = [f"fewer than {self.min_prompt_tokens}"] if self.min_prompt_tokens is not None else []
         most_tokens = smallest(self.max_prompt_tokens, self.policy_inputs()[1])
         if self.prompt_overflow == "drop" and most_tokens is not None:
@@ -434,12 +434,12 @@ class PromptDataModule(L.LightningDataModule):
 
     @property
     def makes_prompts_of_rows(self) -> bool:
-        """Whether `make_prompts` is this class's own."""
+        """Whether `make_prompts` is not overridden."""
         return type(self).make_prompts is PromptDataModule.make_prompts
 
 
 def _warn_of_repeats(train: CheckedRows | None, validation: CheckedRows | None) -> None:
-    """Logs train prompts that repeat, and validation prompts that are train prompts, if all were checked."""
+    """Warns of repeated train prompts, and of validation prompts that are train prompts, if all were checked."""
     if train is None or validation is None:
         return
     num, contents = len(train.contents), set(train.contents)
@@ -448,7 +448,7 @@ def _warn_of_repeats(train: CheckedRows | None, validation: CheckedRows | None) 
     num_shared = sum(content in contents for content in validation.contents)
     if num_shared:
         logger.warning(
-            "%d of %d validation prompts are train prompts too: they do not show how the policy does on new ones.",
+            "%d of %d validation prompts are also train prompts: they do not measure the policy on new prompts.",
             num_shared,
             len(validation.contents),
         )
@@ -461,5 +461,5 @@ def _row_of(item: object, where: str) -> Row:
 
 
 def smallest(*limits: int | None) -> int | None:
-    """The smallest limit; None, which is no limit, if all are None."""
+    """Returns the smallest limit, or None, which means no limit, if all are None."""
     return min((limit for limit in limits if limit is not None), default=None)

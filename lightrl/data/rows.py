@@ -1,9 +1,9 @@
 """Rows of a data file, a hub dataset or a function, by index, with errors that name the file and the row.
 
-Data of any size: lines of a .jsonl file are found at the start and parsed when they are read; `datasets` maps Parquet,
-Arrow and CSV files and hub datasets into memory, from its cache. What a CSV file has stays text. A .json file is read
-whole. A .jsonl file above 64 MiB is mapped into memory: it must not change in place while a run reads it. Text files
-may be gzipped. Row numbers in messages count from 1.
+Data may have any size: lines of a .jsonl file are located at the start and parsed when read; `datasets` maps Parquet,
+Arrow and CSV files and hub datasets into memory, from its cache. CSV values stay text. A .json file is read whole. A
+.jsonl file above 64 MiB is mapped into memory: it must not change in place while a run reads it. Text files may be
+gzipped. Row numbers in messages count from 1.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 _BOM = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _POINTER = b"version https://git-lfs.github.com/"
-_MAX_COPIED = 64 * 2**20  # bytes of a text file that is read whole, so that a change of it does no harm
+_MAX_COPIED = 64 * 2**20  # bytes of a text file that is read whole, so that later changes to it do no harm
 _LONGEST_FIELD = 2**31 - 1  # bytes in a CSV file; the module's own limit is 128 KiB
 _LONGEST_BLANK = 16  # a longer line of spaces is refused as invalid JSON
 _PROGRESS_S = 5.0  # between two messages while a large file is scanned
@@ -51,7 +51,7 @@ _TO_UTF_8 = "It must be UTF-8: convert it with `iconv -f <its encoding> -t utf-8
 
 @dataclass(eq=False)
 class Rows(Sequence[Row]):
-    """Rows by index from 0, each read when it is asked for, and none kept."""
+    """Rows by index from 0; each is read when it is requested, and none is kept."""
 
     num_rows: int
     read: Callable[[int], Row]
@@ -60,7 +60,7 @@ class Rows(Sequence[Row]):
         return self.num_rows
 
     def __getitem__(self, index: Any) -> Any:
-        """A row, or a list of rows for a slice."""
+        """Returns a row, or a list of rows for a slice."""
         chosen = range(self.num_rows)[index]
         return [self.read(row) for row in chosen] if isinstance(chosen, range) else self.read(chosen)
 
@@ -73,16 +73,16 @@ def read_rows(
     max_rows: int | None = None,
     arguments: JsonMapping | None = None,
 ) -> Sequence[Row]:
-    """The first rows of a dataset, each a dict of JSON-able columns, by index.
+    """Returns the first rows of a dataset by index, each a dict of JSON-able columns.
 
     Args:
         source: a local `.jsonl`, `.json` (list of objects), `.parquet`, `.arrow` or `.csv` file; a hub name or a local
             dataset folder, for `datasets.load_dataset`; or the dotted path of a function that makes rows from `split`
-            and `arguments`, such as `my_project.data.riddles`.
+            and `arguments`, for example `my_project.data.riddles`.
         name: the dataset's configuration; for hub names and folders.
         split: the dataset's split; for hub names, folders and functions: a file is one split.
         max_rows: how many to read; None for all.
-        arguments: of a function.
+        arguments: for a function.
 
     Raises:
         ValueError: if the source does not exist, cannot be read, or has no rows.
@@ -103,7 +103,7 @@ def read_rows(
 
 
 def check_source(source: DataSource) -> None:
-    """Raises ValueError for a setting of a source that its kind does not read."""
+    """Raises ValueError for a setting that has no effect on this kind of source."""
     path = Path(source.source).expanduser()
     kind, read = "a hub dataset or a folder: only functions take arguments", ["name", "split"]
     if not path.exists() and function_of_rows(source.source) is not None:
@@ -116,17 +116,17 @@ def check_source(source: DataSource) -> None:
 
 
 def column_of(row: Row, column: str) -> object:
-    """The row's value in a column, or at a dotted path such as `reward_model.ground_truth`; KeyError if missing."""
+    """Returns a column's value, or the value at a dotted path like `reward_model.ground_truth`; KeyError if missing."""
     name, _, rest = column.partition(".")
     is_path = column not in row and rest and isinstance(row.get(name), dict)
     return column_of(row[name], rest) if is_path else row[column]
 
 
 def require_column(row: Row, column: str, setting: str, *, where: str) -> object:
-    """The row's value in a column, or at a dotted path; raises ValueError if it is missing, None, NaN or blank.
+    """Returns the value in a column or at a dotted path; raises ValueError if it is missing, None, NaN or blank.
 
     Args:
-        setting: names the column.
+        setting: the setting that names the column.
         where: names the row in the error message, as in `Row 3 of 'train.jsonl'`.
     """
     problem = f"has an empty column {column!r}"
@@ -144,12 +144,12 @@ def require_column(row: Row, column: str, setting: str, *, where: str) -> object
 
 
 def is_missing(value: object) -> bool:
-    """Whether a table has no value here: None, or a NaN of pandas."""
+    """Whether the value stands for an empty cell: None, or pandas' NaN."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def rename_columns(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
-    """The row with columns renamed, given new name → old name or dotted path; ValueError if an old one is missing."""
+    """Renames columns, given new name → old name or dotted path; raises ValueError if an old one is missing."""
     result = {key: value for key, value in row.items() if key not in columns.values()}
     for new, old in columns.items():
         try:
@@ -163,7 +163,7 @@ def rename_columns(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
 
 
 def without_errors(made: Iterable[T | ValueError]) -> list[T]:
-    """Raises the first ValueError among items."""
+    """Returns the items; raises the first ValueError among them."""
     items: list[T] = []
     for item in made:
         if isinstance(item, ValueError):
@@ -173,7 +173,7 @@ def without_errors(made: Iterable[T | ValueError]) -> list[T]:
 
 
 def function_of_rows(source: str) -> Callable[..., Any] | None:
-    """The function at a dotted path; None for names of files and hub datasets."""
+    """Returns the function at a dotted path, or None for names of files and hub datasets."""
     module, _, name = source.rpartition(".")
     if not module or not all(part.isidentifier() for part in source.split(".")) or file_suffix(source) in FILE_SUFFIXES:
         return None
@@ -194,7 +194,7 @@ def _rows_of_function(
     except TypeError as error:
         raise ValueError(
             f"Data {source!r} with split={split!r} and arguments={dict(arguments)} raised {error!r}. The function must "
-            "take `split` and these arguments and return dicts."
+            "accept `split` and these arguments and return dicts."
         ) from error
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"Data {source!r} must return dicts of columns, got rows that are not dicts.")
@@ -234,12 +234,12 @@ def _mapped_csv(path: Path, max_rows: int | None) -> Sequence[Row]:
 
 
 def _csv_rows(path: Path, max_rows: int | None, version: str) -> Iterator[Row]:
-    """The first rows; `datasets` reads them again if an argument differs, such as the file's `version`."""
+    """Yields the first rows; `datasets` caches them by the arguments, which include the file's `version`."""
     return islice(read_csv(path), max_rows)
 
 
 def _mapped_rows(dataset: Any, max_rows: int | None) -> Rows:
-    """The rows of a `datasets.Dataset`, which stay in its memory-mapped file."""
+    """Returns the rows of a `datasets.Dataset`, which stay in its memory-mapped file."""
     num_rows = len(dataset) if max_rows is None else min(max_rows, len(dataset))
     return Rows(num_rows, lambda index: json_able(without_padding(dict(dataset[index]))))
 
@@ -247,7 +247,7 @@ def _mapped_rows(dataset: Any, max_rows: int | None) -> Rows:
 def load_dataset(
     source: str, name: str | None, split: str, *, data_files: str | None = None, streaming: bool = False
 ) -> Any:
-    """Call `datasets.load_dataset`; raises ValueError, which names the source or file, if it cannot be loaded."""
+    """Calls `datasets.load_dataset`; raises a ValueError that names the source or file if it cannot be loaded."""
     import datasets
 
     try:
@@ -263,7 +263,7 @@ def load_dataset(
 
 
 def json_able(row: Row) -> Row:
-    """The row with dates and the like as text: fields go to reward workers as JSON."""
+    """Returns the row with dates and similar values as text: fields are sent to reward workers as JSON."""
     try:
         json.dumps(row)
     except TypeError:
@@ -272,7 +272,7 @@ def json_able(row: Row) -> Row:
 
 
 def without_padding(value: Any, *, is_listed: bool = False) -> Any:
-    """A row without what Arrow adds: in the dicts of a list, such as messages, keys that only other dicts have."""
+    """Removes the null keys that Arrow adds to a list's dicts, like messages, because other dicts have them."""
     if isinstance(value, list):
         return [without_padding(item, is_listed=True) for item in value]
     if not isinstance(value, dict):
@@ -298,20 +298,20 @@ def _missing_file(path: Path) -> str:
 
 
 def file_suffix(path: str | Path) -> str:
-    """`.jsonl` of `train.jsonl` and of `train.jsonl.gz`."""
+    """Returns `.jsonl` for `train.jsonl` and for `train.jsonl.gz`."""
     path = Path(path)
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raises ValueError for what Git LFS leaves in place of a file."""
+    """Raises ValueError for a Git LFS pointer in place of the file."""
     with path.open("rb") as file:
         if file.read(len(_POINTER)) == _POINTER:
-            raise ValueError(f"Data file '{path}' is a pointer of Git LFS, not the data. Run `git lfs pull`.")
+            raise ValueError(f"Data file '{path}' is a Git LFS pointer, not the data. Run `git lfs pull`.")
 
 
 def _map_file(path: Path) -> mmap.mmap | bytes:
-    """The content of a text file, unpacked if it is gzipped: a small one's bytes, a larger one mapped into memory."""
+    """Returns the content of a text file, unpacked if it is gzipped: bytes, or a memory map if it is large."""
     refuse_pointer(path)
     with path.open("rb") as file:
         start = file.read(3)
@@ -332,13 +332,13 @@ def _map_file(path: Path) -> mmap.mmap | bytes:
 
 
 def read_lines(path: Path) -> Iterator[Row]:
-    """The rows of a .jsonl file, in order; raises ValueError at the first that is none."""
+    """Yields the rows of a .jsonl file, in order; raises ValueError at the first invalid line."""
     content = _map_file(path)
     return (_row_at(content, start, path) for start in _line_starts(content, path))
 
 
 def _line_starts(content: mmap.mmap | bytes, path: Path) -> Iterator[int]:
-    """The offsets of the lines that are not blank."""
+    """Yields the offsets of the lines that are not blank."""
     start, num_lines, reported_at = 0, 0, time.monotonic()
     while start < len(content):
         end = content.find(b"\n", start)
@@ -353,7 +353,7 @@ def _line_starts(content: mmap.mmap | bytes, path: Path) -> Iterator[int]:
 
 
 def _row_at(content: mmap.mmap | bytes, start: int, path: Path) -> Row:
-    """The object of the line of JSON that starts at an offset; raises ValueError if there is none."""
+    """Returns the JSON object of the line that starts at an offset; raises ValueError if there is none."""
     end = content.find(b"\n", start)
     try:
         return _parse_row(content[start : len(content) if end < 0 else end])
@@ -363,7 +363,7 @@ def _row_at(content: mmap.mmap | bytes, start: int, path: Path) -> Row:
 
 
 def _parse_row(line: bytes) -> Row:
-    """Raises ValueError for a line that is not UTF-8, not JSON, not an object, too deep, or has half a character."""
+    """Parses a line; raises ValueError unless it is UTF-8 and a JSON object, not too deep, without lone surrogates."""
     try:
         row = json.loads(line.removeprefix(_BOM).decode())
         if b"\\u" in line:
@@ -372,7 +372,7 @@ def _parse_row(line: bytes) -> Row:
         raise ValueError(f"is not UTF-8 (byte 0x{error.object[error.start]:02x}). {_TO_UTF_8}") from error
     except UnicodeEncodeError as error:
         half = error.object[error.start]
-        raise ValueError(f"has half a character, {half!r}: a lone surrogate. Remove it.") from error
+        raise ValueError(f"contains a lone surrogate, {half!r}. Remove it.") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not valid JSON: {_problem(error)}.") from error
     if not isinstance(row, dict):
@@ -381,7 +381,7 @@ def _parse_row(line: bytes) -> Row:
 
 
 def read_json(path: Path) -> Iterator[Row]:
-    """The rows of a .json file; raises ValueError if it is not a list of objects."""
+    """Yields the rows of a .json file; raises ValueError if it is not a list of objects."""
     text = _text(path)
     try:
         rows = json.loads(text)
@@ -395,7 +395,7 @@ def read_json(path: Path) -> Iterator[Row]:
 
 
 def read_csv(path: Path) -> Iterator[Row]:
-    """The rows of a .csv file, whose first line names the columns; raises ValueError at a row that does not fit it."""
+    """Yields the rows of a .csv file, whose first line names the columns; raises ValueError at the first bad row."""
     csv.field_size_limit(_LONGEST_FIELD)
     reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True)
     try:
@@ -406,8 +406,8 @@ def read_csv(path: Path) -> Iterator[Row]:
             if None in row or None in row.values():
                 num = sum(value is not None for value in row.values()) + len(row.get(None) or [None]) - 1
                 raise ValueError(
-                    f"Line {reader.line_num} of '{path}' has {num} columns, the first line {len(names)}. Quote what "
-                    "has a comma or a line break."
+                    f"Line {reader.line_num} of '{path}' has {num} columns, the first line {len(names)}. Quote values "
+                    "that contain a comma or a line break."
                 )
             yield dict(row)
     except csv.Error as error:

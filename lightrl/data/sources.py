@@ -14,11 +14,10 @@ from lightrl.trajectory import JsonMapping, JsonObject
 if TYPE_CHECKING:
     from lightrl.trajectory import Prompt
 
-# What becomes of a row: its prompt, None if it is dropped, what is wrong with it.
+# The result of a row: its prompt, None if it is dropped, or an error if it is bad.
 Made: TypeAlias = "Prompt | ValueError | None"
-PromptOf: TypeAlias = (
-    "Callable[[LocatedRow], Prompt | None]"  # None for a row that a filter drops; raises for a bad one
-)
+# Makes a row's prompt: None if a filter drops the row; raises ValueError if it is bad.
+PromptOf: TypeAlias = "Callable[[LocatedRow], Prompt | None]"
 
 
 class LocatedRow(NamedTuple):
@@ -32,34 +31,34 @@ class LocatedRow(NamedTuple):
 
 @dataclass(eq=False)
 class SourceRows(ABC):
-    """The rows of one source, each of which a key identifies.
+    """The rows of one source, each identified by a key.
 
-    A run reads pass after pass over the source. A row's number counts over all passes.
+    A run reads the source in pass after pass. A row's number counts over all passes.
     """
 
     source: DataSource
-    prefix: str  # begins the ids of the source's prompts
+    prefix: str  # of the ids of the source's prompts
 
     @property
     @abstractmethod
     def num_rows(self) -> int | None:
-        """Rows of a pass; None if that is not known."""
+        """Rows of a pass; None if unknown."""
 
     @abstractmethod
     def row_keys(self) -> Iterable[Any]:
-        """The key of every row, in the order of the data."""
+        """Returns the key of every row, in the order of the data."""
 
     @abstractmethod
     def key_at(self, number: int) -> Any:
-        """The key of the row with this number; may wait for the source, and raises ValueError if that fails."""
+        """Returns the key of the row with this number; may wait for the source; raises ValueError if reading fails."""
 
     @abstractmethod
     def locate(self, key: Any) -> LocatedRow:
-        """The row with this key, its columns renamed; raises ValueError if it cannot be read."""
+        """Returns the row with this key, its columns renamed; raises ValueError if it cannot be read."""
 
     @abstractmethod
     def read_whole(self) -> IndexedRows:
-        """The same rows, all by index; reads a source without indices to its end."""
+        """Returns the same rows by index; reads a source without indices to its end."""
 
     def _with_columns(self, row: Any, where: str, row_id: str) -> LocatedRow:
         if self.source.columns:
@@ -68,11 +67,11 @@ class SourceRows(ABC):
 
     @abstractmethod
     def state_dict(self, number: int) -> JsonObject | None:
-        """Where the source is read again to continue with this row; None if rows are read by index."""
+        """Returns the state from which to read this row and later ones; None if rows are read by index."""
 
     @abstractmethod
     def load_state_dict(self, state: JsonMapping) -> None:
-        """Continues from there without reading what comes before."""
+        """Continues from a state without reading earlier rows."""
 
 
 @dataclass(eq=False)
@@ -82,7 +81,7 @@ class IndexedRows(SourceRows):
     rows: Sequence[Any]
     _: KW_ONLY
     used: Sequence[int] | None = None  # indices of the rows in use; None uses all
-    name_row: Callable[[int], str] | None = None  # names a row in messages; None: by its number and source
+    name_row: Callable[[int], str] | None = None  # names a row in messages; None uses its number and source
 
     @property
     def num_rows(self) -> int:
@@ -105,8 +104,8 @@ class IndexedRows(SourceRows):
         return None
 
     def load_state_dict(self, state: JsonMapping) -> None:
-        """Nothing to restore."""
+        """Does nothing: there is no state."""
 
     def only(self, keys: Sequence[int]) -> IndexedRows:
-        """The rows with these keys, which are in the order of the data."""
+        """Returns the rows with these keys, which must be in the order of the data."""
         return self if len(keys) == self.num_rows else replace(self, used=keys)

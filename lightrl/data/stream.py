@@ -1,7 +1,7 @@
-"""The prompts of a split's rows (RowPrompts), and those of training in the run's order (PromptStream).
+"""The prompts of a split's rows (RowPrompts), and the train prompts in the run's order (PromptStream).
 
-A position counts prompts over the whole run. Epoch e of the stream is positions e·n to (e + 1)·n - 1 for n prompts,
-each prompt once, in an order that follows from (seed, e) alone; so resuming needs one number, with any number of ranks.
+A position counts prompts over the whole run. With n prompts, epoch e of the stream is positions e·n to (e + 1)·n - 1,
+each prompt once, in an order that depends only on (seed, e). So a resume needs one number, with any number of ranks.
 If a source is streamed (streamed.py), n is unknown.
 """
 
@@ -30,7 +30,7 @@ _NOT_MADE = "not made"
 
 
 class CheckedRows(NamedTuple):
-    """Numbers of the rows that make prompts, in the order of the data; the prompts are not kept."""
+    """Hashes and lengths of the prompts, in the order of the data; the prompts are not kept."""
 
     contents: list[int]  # hashes of the prompts' content
     num_tokens: list[int]
@@ -43,39 +43,39 @@ class RowPrompts(Sequence["Prompt | None"]):
 
     parts: Sequence[SourceRows]  # one for each source
     prompt_of: PromptOf
-    # prompts with token ids, given them and what names the row of each: None for one that its length drops
+    # adds token ids to prompts, given them and a name for the row of each: None for one dropped for its length
     render: Callable[[Sequence[Made], Callable[[int], str]], list[Made]]
-    seed: int  # fixes the order
+    seed: int  # determines the order
     shuffle: bool
     ids: Sequence[str] = ()  # of all prompts, if they are known; ids that follow from the rows are unique
     checked: CheckedRows | None = None  # if all rows were checked at the start
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt | None], *, seed: int = 0, shuffle: bool = True) -> RowPrompts:
-        """Prompts that are there already."""
+        """Wraps existing prompts."""
         rows = IndexedRows(DataSource("prompts"), "train", prompts)
         ids = [prompt.id for prompt in prompts if prompt is not None]
         return cls([rows], lambda located: located.row, lambda made, _: list(made), seed, shuffle, ids)
 
     @property
     def num_rows(self) -> int | None:
-        """None if a source is streamed."""
+        """Rows of all sources; None if one is streamed."""
         sizes = [part.num_rows for part in self.parts]
         return None if None in sizes else sum(size or 0 for size in sizes)
 
     def __len__(self) -> int:
-        """Rows; TypeError if a source is streamed."""
+        """Returns the number of rows; raises TypeError if a source is streamed."""
         if self.num_rows is None:
-            raise TypeError("How many prompts a streamed source has is not known.")
+            raise TypeError("The number of prompts of a streamed source is unknown.")
         return self.num_rows
 
     def __getitem__(self, index: Any) -> Any:
-        """A prompt, or a list of prompts for a slice, in the order of the data; raises ValueError for a bad row."""
+        """Returns a prompt, or a slice's list of prompts, in the order of the data; raises ValueError for a bad row."""
         chosen = range(len(self))[index]
         return self.at(chosen) if isinstance(chosen, range) else self.at([chosen])[0]
 
     def at(self, indices: Iterable[int]) -> list[Prompt | None]:
-        """The prompts of these rows, counted over all sources; raises ValueError for a bad row."""
+        """Returns the prompts of these rows, counted over all sources; raises ValueError for a bad row."""
         sizes = [part.num_rows or 0 for part in self.parts]
         starts = [0, *itertools.accumulate(sizes)]
 
@@ -93,7 +93,7 @@ class RowPrompts(Sequence["Prompt | None"]):
         return MixtureOrder(sizes, weights, seed=self.seed, shuffle=self.shuffle)
 
     def many(self, positions: Iterable[int]) -> list[Made]:
-        """The prompts at some positions of the run, which is faster than one by one."""
+        """Returns the prompts at these positions of the run, which is faster than one by one."""
 
         def locate(position: int) -> LocatedRow:
             number = self.order.source(position)
@@ -102,22 +102,18 @@ class RowPrompts(Sequence["Prompt | None"]):
         return self._make(positions, locate)
 
     def one_pass(self) -> Iterator[list[Made]]:
-        """The prompts of all rows, in the order of the data, some at a time."""
+        """Yields the prompts of all rows, in the order of the data, in blocks."""
         keys = self.row_keys()
         while block := list(itertools.islice(keys, ROWS_AT_ONCE)):
             yield self._make(block, lambda key: self.parts[key[0]].locate(key[1]))
 
     def first(self, num: int) -> list[Prompt | None]:
-        """The prompts of the first rows; raises ValueError for a bad row."""
+        """Returns the prompts of the first rows; raises ValueError for a bad row."""
         keys = itertools.islice(self.row_keys(), num)
         return without_errors(self._make(keys, lambda key: self.parts[key[0]].locate(key[1])))
 
     def check(self) -> RowPrompts:
-        """Makes every prompt once, and keeps none; raises ValueError for a bad row.
-
-        Returns:
-            The prompts of the rows that none of the limits drops.
-        """
+        """Makes every prompt once, without keeping it; raises ValueError for a bad row. Returns the kept rows."""
         keys: list[tuple[int, Any]] = []
         ids: list[str] = []
         checked = CheckedRows([], [], "")
@@ -134,7 +130,7 @@ class RowPrompts(Sequence["Prompt | None"]):
         return replace(self.only(keys), ids=ids, checked=checked._replace(digest=content.hexdigest()))
 
     def only(self, keys: Sequence[tuple[int, Any]]) -> RowPrompts:
-        """The prompts of rows by the number of their source and their key, in the order of the data."""
+        """Returns the prompts of these rows, given (number of the source, key), in the order of the data."""
         parts = [
             part.read_whole().only([key for source, key in keys if source == number])
             for number, part in enumerate(self.parts)
@@ -142,7 +138,7 @@ class RowPrompts(Sequence["Prompt | None"]):
         return replace(self, parts=parts)
 
     def state_dict(self, position: int) -> JsonObject | None:
-        """The mark from which each streamed source gives prompts from this position on; None if there is none."""
+        """Returns each streamed source's mark for the prompts from this position on; None without such sources."""
         marks = {
             str(number): part.state_dict(self.order.num_before(number, position))
             for number, part in enumerate(self.parts)
@@ -155,7 +151,7 @@ class RowPrompts(Sequence["Prompt | None"]):
                 part.load_state_dict(state[str(number)])
 
     def row_keys(self) -> Iterator[tuple[int, Any]]:
-        """The source's number and the row's key of every row, in the order of the data."""
+        """Yields the number of the source and the key of every row, in the order of the data."""
         return ((number, key) for number, part in enumerate(self.parts) for key in part.row_keys())
 
     def _locate(self, number: int, row: int) -> LocatedRow:
@@ -163,7 +159,7 @@ class RowPrompts(Sequence["Prompt | None"]):
         return part.locate(part.key_at(row))
 
     def _make(self, items: Iterable[T], locate: Callable[[T], LocatedRow]) -> list[Made]:
-        """The prompts of rows, where `locate` raises ValueError for rows that cannot be read."""
+        """Makes the prompts of items; `locate` raises ValueError for a row that cannot be read."""
         made: list[Made] = []
         names: dict[int, str] = {}
         for index, item in enumerate(items):
@@ -177,7 +173,7 @@ class RowPrompts(Sequence["Prompt | None"]):
 
 
 class PromptStream:
-    """An endless sequence of prompts, addressable by position: `stream[position]` for any position from 0.
+    """An endless sequence of prompts: `stream[position]` for any position from 0.
 
     A position whose row is dropped, by a filter or for its length, holds None.
 
@@ -204,7 +200,7 @@ class PromptStream:
         self._made: dict[int, Made] = {}  # ahead of need, by position
 
     def __len__(self) -> int:
-        """Prompts per epoch; TypeError if that is not known."""
+        """Returns the prompts per epoch; raises TypeError if unknown."""
         return len(self.prompts)
 
     def __getitem__(self, position: int) -> Prompt | None:
@@ -218,9 +214,9 @@ class PromptStream:
         return position in self._made
 
     def prepare(self, first: int, num: int) -> None:
-        """Makes the prompts of these positions, for an event loop that must not wait; may be called in a thread.
+        """Makes the prompts of these positions ahead of need; may be called in a thread.
 
-        What is wrong with a row is raised when it is read.
+        A bad row's error is raised when its position is read.
         """
         missing = [position for position in range(first, first + num) if not self.is_prepared(position)]
         made = self.prompts.many(missing)
@@ -233,12 +229,12 @@ class PromptStream:
 
     @property
     def num_iterations(self) -> int | None:
-        """Iterations per epoch of the loader; None if that is not known."""
+        """Iterations per epoch of the loader; None if unknown."""
         return None if self.num_prompts is None else self.num_prompts // self.batch_size
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Identifies the prompts and their order: if it differs, a checkpoint's positions mean other prompts."""
+        """Identifies the prompts and their order; if it differs, a checkpoint's positions refer to other prompts."""
         prompts = self.prompts
         if self.num_prompts is None:
             parts = ", ".join(str(part) for part in prompts.parts if part.num_rows is None)
@@ -251,7 +247,7 @@ class PromptStream:
         return f"{self.num_prompts} prompts {prompts.order}, content {checked.digest}"
 
     def first(self, num_prompts: int) -> PromptStream:
-        """The first prompts of the data, over and over in order; for `overfit_batches`."""
+        """Returns a stream that repeats the first prompts of the data in order, for `overfit_batches`."""
         if self.num_prompts is None:
             prompts = [self[position] for position in range(num_prompts)]
         else:
@@ -260,9 +256,9 @@ class PromptStream:
         return PromptStream(in_order, batch_size=self.batch_size)
 
     def state_dict(self, position: int) -> JsonObject | None:
-        """The marks of streamed sources for the prompts from this position on; None without such sources."""
+        """Returns the marks of streamed sources for the prompts from this position on; None without such sources."""
         return self.prompts.state_dict(position)
 
     def load_state_dict(self, state: JsonMapping) -> None:
-        """Continues from these marks; without them the prompts are the same, but those before are read again."""
+        """Continues from these marks; without them the prompts are the same, but earlier rows are read again."""
         self.prompts.load_state_dict(state)

@@ -1,9 +1,9 @@
-"""Sources that can only be read in order, such as a hub dataset that is not downloaded.
+"""Sources that can only be read in order, for example a hub dataset that is not downloaded.
 
-Rows come in blocks: `buffer_rows` consecutive rows of a pass over the source, fewer at its end. With `shuffle` each
-pass has its shards in another order, and each block its rows. So a row's number, counted over all passes, determines
-the row, and a resume gives the rows that an uninterrupted run reads. A Mark is where a block begins; the checkpoint
-keeps the one from which what is in flight can be read again, so that a resume need not read what comes before.
+Rows come in blocks: `block_rows` consecutive rows of a pass over the source, fewer at its end. With `shuffle`, each
+pass has another order of shards, and each block another order of rows. A row's number, counted over all passes,
+determines the row, so a resume gives the rows that an uninterrupted run reads. A Mark is the start of a block; the
+checkpoint keeps the mark from which all rows in flight can be read again, so a resume need not read earlier rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightrl.trajectory import JsonMapping, JsonObject
 
 OpenShard = Callable[[], Iterable[Any]]  # a shard, from its first row
 
-ROWS_AT_ONCE = 256  # are read, or rendered with one call of the tokenizer
+ROWS_AT_ONCE = 256  # rows that are read, or rendered with one call of the tokenizer
 _KEPT_BLOCKS = 2  # in memory
 _MAX_MARKS = 10_000
 
@@ -41,12 +41,12 @@ _MAX_MARKS = 10_000
 class Mark(NamedTuple):
     """The start of a block."""
 
-    number: int = 0  # first row, counted over all passes
+    number: int = 0  # of the first row, counted over all passes
     epoch: int = 0  # the pass
     num_read: int = 0  # rows of the pass before this block
-    turn: int = 0  # shards of the pass before this one
+    turn: int = 0  # shards of the pass before the present one
     row: int = 0  # rows of the shard before this block
-    state: object = None  # `state_dict` of the shard there; None: its first rows are skipped
+    state: object = None  # `state_dict` of the shard there; None skips the shard's first `row` rows
 
 
 class StreamedRow(NamedTuple):
@@ -57,20 +57,20 @@ class StreamedRow(NamedTuple):
 
 @dataclass(eq=False)
 class StreamedRows(SourceRows):
-    """Rows that are read in order: how many a pass has is not known, and the row is its own key."""
+    """Rows that are read in order: a pass has an unknown number of them, and the row is its own key."""
 
     shards: Sequence[OpenShard]  # each is read from its start to its end in every pass
     _: KW_ONLY
-    seed: int | str  # determines the orders, with the pass and the block
+    seed: int | str  # determines the orders, together with pass and block
     shuffle: bool  # False reads shards and rows in order
-    # Makes a row of an item of a shard, given where it is; raises ValueError if it is none.
+    # Makes a row of a shard's item, given its place; raises ValueError if it cannot.
     row_of: Callable[[object, str], Any] = lambda item, where: item
 
     def __post_init__(self) -> None:
         buffer_rows = self.source.shuffle_buffer
         self.block_rows = buffer_rows if self.shuffle else min(buffer_rows, ROWS_AT_ONCE)
         self._marks = [Mark()]  # blocks that were read, and the next one
-        self._blocks: dict[int, list[StreamedRow]] = {}  # the last ones, by number, in the order of training
+        self._blocks: dict[int, list[StreamedRow]] = {}  # the last blocks, by number, in the order of training
         self._reader: Iterator[tuple[list[StreamedRow], Mark]] | None = None  # at the last mark
         self._lock = threading.Lock()
 
@@ -80,11 +80,11 @@ class StreamedRows(SourceRows):
 
     @property
     def num_rows(self) -> None:
-        """How many rows a pass has is not known."""
+        """None: the number of rows of a pass is unknown."""
         return None
 
     def key_at(self, number: int) -> StreamedRow:
-        """Reads on to the end of the row's block; waits for the source."""
+        """Reads to the end of the row's block; waits for the source."""
         with self._lock:
             if number < self._marks[0].number:
                 self._go_to(Mark())
@@ -101,7 +101,7 @@ class StreamedRows(SourceRows):
         return self._with_columns(self.row_of(key.item, where), where, row_id)
 
     def where(self, key: StreamedRow) -> str:
-        """Names a row in messages."""
+        """Returns a row's name for messages."""
         shard = f" of shard {key.shard + 1}" if len(self.shards) > 1 else ""
         return f"Row {key.place + 1}{shard} of {self.source.source!r}"
 
@@ -117,7 +117,7 @@ class StreamedRows(SourceRows):
                 return
 
     def state_dict(self, number: int) -> JsonObject:
-        """The mark from which this row can be read again; earlier ones are not needed. Does not wait for the source."""
+        """Returns the mark from which this row can be read again; does not wait for the source."""
         marks = self._marks
         return marks[max(0, bisect_right(marks, number, key=lambda item: item.number) - 1)]._asdict()
 
@@ -148,7 +148,7 @@ class StreamedRows(SourceRows):
                 del self._blocks[oldest]
 
     def _blocks_from(self, mark: Mark) -> Iterator[tuple[list[StreamedRow], Mark]]:
-        """Block after block, in the order of the source, each with the mark of the next; some passes end empty."""
+        """Yields blocks in the order of the source, each with the next block's mark; a pass may end in an empty one."""
         max_rows = self.source.max_rows
         while True:
             num_left = None if max_rows is None else max_rows - mark.num_read
@@ -168,7 +168,7 @@ class StreamedRows(SourceRows):
                 yield [row for row, _, _ in block], mark
 
     def _rest_of_pass(self, mark: Mark) -> Iterator[tuple[StreamedRow, int, Any]]:
-        """The rows from a mark to the end of its pass, each with the turn of its shard and the opened shard."""
+        """Yields the rows from a mark to the end of its pass, each with the turn of its shard and the opened shard."""
         import datasets
 
         order = list(range(len(self.shards)))
@@ -194,11 +194,11 @@ class StreamedRows(SourceRows):
 
 
 def open_stream(source: str, *, name: str | None, split: str, arguments: JsonMapping) -> list[OpenShard]:
-    """The shards of a source that is read in order; raises ValueError if the source does not exist or cannot be opened.
+    """Returns the shards of a source to be read in order; raises ValueError if the source is missing or unreadable.
 
     Args:
-        source, name, split, arguments: as `read_rows`; a file's name may be a pattern such as `shards/*.jsonl`, each
-            of whose files is a shard, and a function is called again for each pass.
+        source, name, split, arguments: as in `read_rows`; a file's name may be a pattern like `shards/*.jsonl`, where
+            each matching file is a shard. A function is called again for each pass.
     """
     path = Path(source).expanduser()
     function = None if path.exists() else function_of_rows(source)
@@ -208,7 +208,7 @@ def open_stream(source: str, *, name: str | None, split: str, arguments: JsonMap
     if suffix in TEXT_READERS and "://" not in source:
         files = sorted(path.parent.glob(path.name)) if not path.is_file() else [path]
         if not files:
-            raise ValueError(f"Data file '{path}' does not exist, and no file fits this pattern. Fix the name.")
+            raise ValueError(f"Data file '{path}' does not exist, and no file matches this pattern. Fix the name.")
         return [partial(TEXT_READERS[suffix], file) for file in files]
     if path.is_file():
         refuse_pointer(path)
@@ -222,7 +222,7 @@ def open_stream(source: str, *, name: str | None, split: str, arguments: JsonMap
 
 
 def shards_of(make: Callable[[], Iterable[Any]]) -> list[OpenShard]:
-    """The shards of an iterable dataset that `make` gives; one, unless it is one of `datasets`."""
+    """Returns the shards of the iterable dataset that `make` returns: one, unless it is one of `datasets`."""
     import datasets
 
     dataset = make()

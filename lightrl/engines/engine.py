@@ -26,14 +26,14 @@ Verification = Literal["digests", "replicas", "version"]
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens after a prompt, one entry for each new token; a list that is given becomes a TokenArray."""
+    """The tokens generated after a prompt; each field has one entry per token. Lists become TokenArrays."""
 
     token_ids: Sequence[int]  # int32, the stop token included
     # float32, in nats: log-softmax(logits / temperature), within the token's support; unscaled when greedy.
     logprobs: Sequence[float]
-    weight_versions: Sequence[int]  # int32, the weights that sampled each token; never decreasing
+    weight_versions: Sequence[int]  # int32, version of the weights that sampled each token; never decreasing
     finish_reason: FinishReason
-    # What else the engine returns of the tokens, by name (lightrl/columns); truncated sampling needs one.
+    # Further data about each token, by name (lightrl/columns); truncated sampling needs one.
     columns: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,21 +57,22 @@ class Completion:
 class RolloutEngine(ABC):
     """Prompts in, completions out, asynchronously, with a weight version on every token.
 
-    Life: `start` once, `load_weights` before the first request, then `generate` any number of times with `load_weights`
-    in between, then `close`; then it may be started again. All engines pass one contract suite,
+    Lifecycle: `start` once, `load_weights` before the first request, `generate` any number of times with `load_weights`
+    in between, then `close`; after that it may be started again. All engines pass one contract suite,
     `tests/engines/engine_contract.py`.
 
-    A subclass must have `generate` and `load_weights`, which sets `weight_version`. Everything else has a default: that
-    of an engine in the trainer's process which scores nothing, cannot continue a completion, and is never paused.
+    A subclass must implement `generate` and `load_weights`, which sets `weight_version`. All other methods have
+    defaults that fit an engine in the trainer's process which scores nothing, cannot continue a completion, and is
+    never paused.
     """
 
     weight_version: int = -1  # the current weights; -1 before the first load
-    max_context: int | None = None  # most tokens of prompt and completion, after `start`; None: no bound of its own
-    threads: int | None = None  # that decode in this process, after `start`
-    continues_completions: ClassVar[bool] = False  # `generate` takes `started`, and `unfinished` returns what it has
+    max_context: int | None = None  # bound on prompt and completion, in tokens, set by `start`; None: no bound
+    threads: int | None = None  # number of threads that decode in this process, set by `start`
+    continues_completions: ClassVar[bool] = False  # `generate` accepts `started`, and `unfinished` is implemented
     can_drop_replicas: ClassVar[bool] = False
     probe_every_n_loads: int = 0  # how often WeightSync compares `score` with the trainer; 0: it cannot score
-    parameter_names: ClassVar[Literal["module", "checkpoint"]] = "module"  # whose names `load_weights` gets
+    parameter_names: ClassVar[Literal["module", "checkpoint"]] = "module"  # how `load_weights` names parameters
     should_verify: bool = True  # set before `start`; see `WeightSync.verify`
 
     @property
@@ -81,24 +82,24 @@ class RolloutEngine(ABC):
 
     @property
     def is_colocated(self) -> bool:
-        """Whether it shares the trainer's devices, and has no memory there while the trainer updates."""
+        """Whether it shares the trainer's devices and releases its memory there while the trainer updates."""
         return False
 
     def check(self) -> None:
         """Raises ValueError if it cannot start with its settings; called early, on every rank."""
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """Raises ValueError if it cannot sample so."""
+        """Raises ValueError if the engine does not support this sampling."""
 
     def check_workers(self, num: int) -> None:
-        """Raises ValueError if workflow workers cannot send requests by themselves; see `open_to_workers`."""
+        """Raises ValueError if workflow workers cannot send it requests directly; see `open_to_workers`."""
         raise ValueError(
             f"workflow_workers={num} needs an engine of servers, such as SGLangEngine; {type(self).__name__} "
             "generates in rank 0's process. Set workflow_workers to 0."
         )
 
     def place(self, trainer_devices: Sequence[torch.device]) -> str:
-        """Takes the devices of the trainer's ranks on this machine; returns on which ones it will generate, in words.
+        """Chooses devices, given those of the trainer's ranks on this machine; returns the choice in words.
 
         Raises:
             ValueError: if there are too few GPUs for it.
@@ -106,32 +107,32 @@ class RolloutEngine(ABC):
         return ""
 
     def planned(self, trainer_device: torch.device, num_parameters: int) -> PlannedEngine | None:
-        """What it takes of which device, before anything starts; None if that is unknown."""
+        """Returns what it will use of which device, before anything starts; None if unknown."""
         return None
 
     def take_memory(self, key_value_bytes: float, fraction: float) -> str:
-        """Sets what it may take of the GPU that it shares with the trainer, unless the user has; returns what it set.
+        """Limits the memory it uses on GPUs shared with the trainer, unless the user has; returns the limit in words.
 
         Args:
-            key_value_bytes: what trainer and engine leave for key-values.
-            fraction: the part of the memory that servers may take.
+            key_value_bytes: GPU memory that trainer and engine leave for key-values.
+            fraction: the fraction of a GPU's memory that servers may use.
         """
         return ""
 
     def expect_policy(self, policy: transformers.PreTrainedModel, *, num_versions: int) -> None:
-        """Called before `start` with the model whose weights it gets, and the number of versions that may be in use."""
+        """Called before `start` with the model whose weights it will get and the number of versions in use at once."""
 
     def start(self, config: PretrainedConfig) -> None:
         """Builds the model of this config or connects to it; called on the main thread, before anything else."""
 
     async def attach(self) -> None:
-        """Called on the event loop of the rollouts, before any request comes from there."""
+        """Called on the rollouts' event loop before its first request."""
 
     async def detach(self) -> None:
-        """Called on this event loop before it ends."""
+        """Called on the rollouts' event loop before it ends."""
 
     def open_to_workers(self, num: int) -> tuple[Any, Any]:
-        """A Leader, and the Follower that is sent to each of so many workers; after `start` and `check_workers`."""
+        """Returns a Leader and the Follower for each of `num` workers; called after `start` and `check_workers`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -147,15 +148,16 @@ class RolloutEngine(ABC):
     ) -> list[Completion]:
         """Generates `n` completions of one prompt; requests are admitted in the order of the calls.
 
-        With n > 1, completion i has a seed of its own, derived from (sampling.seed, i). On cancellation the request
-        leaves the engine at the next token boundary. An engine may omit the parameters `images` and `started`: they are
-        passed only if there are images, and to an engine that continues completions.
+        With n > 1, completion i has its own seed, derived from (sampling.seed, i). On cancellation the request leaves
+        the engine at the next token boundary. An engine may omit the parameters `images` and `started`: the first is
+        passed only if there are images, the second only to an engine that continues completions.
 
         Args:
             session: the conversation's name, for prefix caches.
-            images: of the prompt, then of observations; `token_ids` has their image tokens.
-            started: the start of the only completion. Its tokens keep their logprobs and versions, and count for
-                `sampling.max_new_tokens`; the others are sampled as if nothing had come between.
+            images: those of the prompt, then those of observations; `token_ids` contains their image tokens.
+            started: the tokens so far of an interrupted completion (n = 1). They keep their logprobs and versions and
+            count
+                toward `sampling.max_new_tokens`; the rest is sampled as if there had been no interruption.
 
         Raises:
             ValueError: if the prompt is empty, has an id outside the vocabulary, or exceeds the context.
@@ -171,19 +173,19 @@ class RolloutEngine(ABC):
         images: tuple[str, ...] = (),
         started: Sequence[Completion | None] | None = None,
     ) -> list[asyncio.Future[Completion]]:
-        """Starts one completion of this prompt for each sampling, with its seed; each as `generate` would return it.
+        """Starts one completion of this prompt for each sampling, each as `generate` would return it.
 
-        This default calls `generate` for each. An engine that takes them in one request spares the event loop a task
-        for each; it must not bypass a subclass that replaces `generate` alone (see `replaces_generate_alone`).
+        This default calls `generate` for each. An engine that handles all in one request saves the event loop a task
+        for each; it must not bypass a subclass that overrides only `generate` (see `replaces_generate_alone`).
 
-        Called on the event loop. A future is done when its own completion is; cancelling it removes that request alone.
+        Called on the event loop. A future is done when its completion is; cancelling it removes only that request.
 
         Args:
-            started: how each completion begins, None where nothing is generated; passed only to an engine that
-                continues completions, and only if there is one.
+            started: the tokens so far of each completion, or None; passed only to an engine that continues completions,
+                and only if there are any.
 
         Raises:
-            ValueError, EngineError: as `generate`, or in the futures.
+            ValueError, EngineError: as `generate` does, here or in the futures.
         """
 
         async def generate(index: int, sampling: Sampling) -> Completion:
@@ -202,21 +204,21 @@ class RolloutEngine(ABC):
         """Continues requests; they keep their tokens, and recompute key-values if the weights have changed."""
 
     async def unfinished(self) -> dict[int, Completion]:
-        """Seed of a sampling → what is generated of its running completion; the finish reason is `abort`.
+        """Returns the tokens so far of each running completion, by its sampling's seed; the finish reason is `abort`.
 
-        Called while the engine is paused, if it `continues_completions`; these continue when it is resumed.
+        Called while the engine is paused, if it `continues_completions`; they continue when the engine resumes.
         """
         return {}
 
     def parts_to_load(self) -> list[Part]:
-        """The parts of the policy's weights that the next `load_weights` takes, in order."""
+        """Returns the parts of the policy's weights that the next `load_weights` expects, in order."""
         return ["whole"]
 
     @abstractmethod
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
         """Pauses, loads, acknowledges `weight_version`, resumes; or rolls back to the old weights and raises.
 
-        Called from another thread than the event loop's. Tokens sampled afterwards carry the new version; key-values of
+        Called from a thread other than the event loop's. Tokens sampled afterwards carry the new version; key-values of
         old weights are not used again. A paused engine stays paused.
 
         Raises:
@@ -224,41 +226,41 @@ class RolloutEngine(ABC):
         """
 
     def shared_folder(self) -> SharedFolder | None:
-        """The folder into which every rank may write its share of the weights; None if they travel in another way."""
+        """Returns the folder where every rank may write its share of the weights; None if they are sent another way."""
         return None
 
     def release_memory(self) -> None:
         """Gives its memory to the trainer until the next load, if it `is_colocated`."""
 
     def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
-        """Logprobs of the tokens of each sequence, by name of each replica that may get requests.
+        """Returns logprobs of the tokens of each sequence, by name of each replica that may get requests.
 
-        They are those at temperature 1 of each token given those before, 0 for the first, from no cache of an earlier
-        request. A replica that has none gives empty lists. Called if `probe_every_n_loads` is above 0.
+        They are at temperature 1, given the tokens before, and 0 for the first token; no earlier request's cache is
+        used. A replica that cannot compute them returns empty lists. Called if `probe_every_n_loads` is above 0.
         """
         return {}
 
     def dtypes(self) -> set[str]:
-        """Dtypes of its weights and of its computation, by torch's names, which set the probe's tolerance."""
+        """Returns the dtypes of its weights and its computation, by torch's names; they set the probe's tolerance."""
         return {"float32"}
 
     def verified_by(self) -> dict[str, Verification]:
-        """The check that each replica which may get requests passed at its last load, by its name.
+        """Returns the check that each replica passed at its last load, by name of each that may get requests.
 
-        `digests`: each of its parameters equals the trainer's, bit by bit. `replicas`: its checksum equals that of the
-        other replicas, which all may be wrong. `version`: it only reports the version's number.
+        `digests`: every parameter equals the trainer's, bit for bit. `replicas`: its checksum equals that of the other
+        replicas, though all may be wrong. `version`: it reports the version number, and nothing more was compared.
         """
         return {}
 
     def drop_replica(self, name: str, reason: str) -> None:
-        """Sends no more requests to the replica of this name until it has loaded the weights again."""
+        """Sends no more requests to this replica until it has loaded the weights again."""
 
     def queue_depths(self) -> dict[str, int]:
-        """Completions in progress (`running`) and waiting for a slot (`waiting`); for messages."""
+        """Returns the numbers of completions in progress (`running`) and waiting for a slot (`waiting`)."""
         return {"running": 0, "waiting": 0}
 
     def server_states(self) -> list[JsonObject]:
-        """State of each of its servers, for `lightrl status`."""
+        """Returns the state of each of its servers, for `lightrl status`."""
         return []
 
     def close(self) -> None:
@@ -266,7 +268,7 @@ class RolloutEngine(ABC):
 
 
 def replaces_generate_alone(engine: RolloutEngine) -> bool:
-    """Whether a subclass replaces `generate` of an engine that has a `generate_group` of its own, but not that one."""
+    """Whether a subclass overrides `generate` of an engine that has its own `generate_group`, but not the latter."""
     for kind in type(engine).__mro__:
         if "generate_group" in vars(kind):
             return False
@@ -278,7 +280,7 @@ def replaces_generate_alone(engine: RolloutEngine) -> bool:
 def check_request(
     token_ids: list[int], sampling: Sampling, n: int, *, vocab_size: int, max_context: int | None
 ) -> None:
-    """Raises ValueError if no engine of this model can answer."""
+    """Raises ValueError if no engine of this model can answer the request."""
     if n < 1:
         raise ValueError(f"n must be at least 1 completion, got {n}.")
     if not token_ids:

@@ -65,22 +65,22 @@ class _Draft:
 
 
 class FakeEngine(RolloutEngine):
-    """Completions by a script or a hash, token by token at a given pace; it honors pauses and syncs.
+    """Generates completions from a script or a hash, token by token at a given pace; honors pauses and syncs.
 
-    Without a script, token i is a hash of (seed, i), uniform over the vocabulary, as of a policy that gives every token
-    the same logit: each logprob is -log V (without the stop tokens while `min_new_tokens` bans them), or within top-k
-    and top-p, which keep the lowest ids, since ties go to them. A weight sync
-    during a completion changes the versions of the tokens that follow, not the tokens.
+    Without a script, token i is a hash of (seed, i), uniform over the vocabulary, as if a policy gave every token the
+    same logit: each logprob is -log of the number of tokens that may be sampled. These exclude the stop tokens while
+    `min_new_tokens` bans them; top-k and top-p keep the lowest ids, which win ties. A weight sync during a completion
+    changes the versions of the tokens that follow, not the tokens.
 
-    All arguments are attributes too and may be set between requests; those that are functions are called once per
-    completion, `delay_s` once per request.
+    All arguments are also attributes and may be set between requests. Those that are functions are called once per
+    completion, except `delay_s`: once per request.
 
     Args:
         script: (prompt, sampling, sample) → token ids of completion `sample`; cut after the first stop token and after
             `max_new_tokens`.
         seconds_per_token: pace of each completion; a function of (prompt, sampling) makes stragglers, for example
             `lambda prompt, sampling: 0.3 if prompt[0] == 7 else 0.01`. At 0 other tasks still run between two tokens.
-        delay_s: wait before the first token; a number or a function of (prompt, sampling).
+        delay_s: wait before the first token: a number, or a function of (prompt, sampling).
         fail_requests: numbers of the requests, from 0, that raise EngineError.
         hang_requests: numbers of the requests that never finish, until cancelled or closed.
         fail_loads: weight versions whose load raises WeightSyncError.
@@ -110,21 +110,21 @@ class FakeEngine(RolloutEngine):
         self.hang_requests = hang_requests
         self.fail_loads = fail_loads
         self.logprob_error_nats = logprob_error_nats
-        self.requests: list[FakeRequest] = []  # all so far
-        self.loaded_versions: list[int] = []  # all so far
+        self.requests: list[FakeRequest] = []  # all requests so far
+        self.loaded_versions: list[int] = []  # all versions so far
         self.num_running = 0  # completions in progress
-        self._drafts: dict[int, _Draft] = {}  # seed → draft of these
+        self._drafts: dict[int, _Draft] = {}  # seed → draft of a completion in progress
         self._vocab_size = 0
         self._max_context: int | None = None
-        self._shapes: dict[str, torch.Size] | None = None  # the first load's
-        self._lock = threading.Lock()  # guards all below
+        self._shapes: dict[str, torch.Size] | None = None  # of the first load
+        self._lock = threading.Lock()  # guards the attributes below
         self._is_paused = False
         self._is_loading = False
         self._is_closed = False
         self._sleepers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     def start(self, config: PretrainedConfig) -> None:
-        """Takes the sizes of vocabulary and context from the config."""
+        """Reads the sizes of vocabulary and context from the config."""
         with self._lock:
             self._is_closed = self._is_paused = False
         self.weight_version = -1
@@ -146,7 +146,7 @@ class FakeEngine(RolloutEngine):
         images: tuple[str, ...] = (),
         started: Completion | None = None,
     ) -> list[Completion]:
-        """Generates `n` completions at once; ignores images."""
+        """Generates `n` completions concurrently; ignores images."""
         check_request(token_ids, sampling, n, vocab_size=self._vocab_size, max_context=self._max_context)
         number = len(self.requests)
         self.requests.append(FakeRequest(number, list(token_ids), sampling, session, n, self.weight_version))
@@ -245,7 +245,7 @@ class FakeEngine(RolloutEngine):
         return draft.completion(finish_reason)
 
     def _choices(self, sampling: Sampling, banned: set[int]) -> Sequence[int]:
-        """The tokens that may be sampled, all equally likely."""
+        """Returns the tokens that may be sampled, all equally likely."""
         vocabulary = range(self._vocab_size)
         allowed = [token for token in vocabulary if token not in banned] if banned else vocabulary
         if not sampling.is_truncated:
@@ -254,7 +254,7 @@ class FakeEngine(RolloutEngine):
         return top_k[: math.ceil(sampling.top_p * len(top_k))]
 
     def _hashed(self, prompt: list[int], sampling: Sampling, sample: int, position: int, choices: Sequence[int]) -> int:
-        """One of the choices; the greedy one depends on the prompt instead of the seed."""
+        """Returns one of the choices; a greedy choice depends on the prompt instead of the seed."""
         source = f"{prompt}" if sampling.temperature == 0 else f"{sampling.seed}/{sample}"
         digest = hashlib.blake2b(f"{source}/{position}".encode(), digest_size=8).digest()
         return choices[int.from_bytes(digest, "big") % len(choices)]
@@ -264,7 +264,7 @@ class FakeEngine(RolloutEngine):
             raise EngineError("FakeEngine is closed. Start it, or create a new one.")
 
     async def _sleep(self, seconds: float) -> None:
-        """Passes a token boundary: sleeps, then waits while the engine is paused or loads; raises if it is closed."""
+        """Waits at a token boundary: for `seconds`, then while the engine is paused or loading; raises if closed."""
         loop, woken = entry = asyncio.get_running_loop(), asyncio.Event()
         deadline = loop.time() + seconds
         if seconds <= 0:

@@ -1,19 +1,19 @@
-"""Equations: tensors in, tensors out. Nothing here knows a trainer or a process group.
+"""Equations: tensors in, tensors out. Nothing here depends on a trainer or a process group.
 
-The framework sums over microbatches and ranks. Shapes and settings are checked on entry: ValueError.
+The framework sums over microbatches and ranks. Functions check shapes and settings on entry and raise ValueError.
 
 Reading order:
     logprobs.py     logits or hidden states → logprobs and entropies; the one shift by one
     advantages.py   rewards → advantages
     values.py       a critic's values → advantages and returns (GAE); its loss and normalization; reward shaping
-    losses.py       the clipped and other policy losses; of pairs: DPO, IPO, Bradley-Terry
-    importance.py   ratios; importance weights of stale logprobs, M2PO's mask, an interpolated proximal policy
-    kl.py           estimators of the KL divergence, its adaptive weight; divergences over a teacher's top-k tokens
+    losses.py       the clipped and other policy losses; pairwise losses: DPO, IPO, Bradley-Terry
+    importance.py   ratios; importance weights for stale logprobs, M2PO's mask, an interpolated proximal policy
+    kl.py           KL estimators and the adaptive KL weight; divergences over a teacher's top-k tokens
     reduction.py    masking before and after the loss, and three ways to average it
-    device_copy.py  copies to a device that the host does not wait for
-    branches.py     rows of a trajectory that is a tree of conversations, and outputs back in the tree
-    rows.py         trajectories as rows of tensors, checked; packing.py  of unequal length, without their padding
-    supports.py     the tokens that truncated sampling chose from: their codes, and the softmax over them
+    device_copy.py  asynchronous copies to a device
+    branches.py     a trajectory's tree of conversations as rows, and model outputs back in tree order
+    rows.py         trajectories as checked rows of tensors; packing.py  batches of them with little padding
+    supports.py     the tokens that truncated sampling could choose: their encoding, and the softmax over them
 
 May import: errors, checks, columns, trajectory.
 

@@ -1,6 +1,6 @@
-"""Advantages of trajectories from their rewards: how much better than expected.
+"""Advantages of trajectories from their rewards: how much better each is than expected.
 
-Shapes: B trajectories, of the whole iteration, so that statistics do not depend on how the work is spread.
+Shapes: B trajectories, all those of the iteration, so that statistics do not depend on how ranks share the work.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ def group_advantages(
     """(r - mean) / (std + eps), with mean and std of the trajectory's group, of the batch, or left out.
 
     GRPO is the default, Dr. GRPO `std=None`, RLOO `leave_one_out=True, std=None`, REINFORCE with a baseline
-    `mean="batch", std=None`, LitePPO `mean="group", std="batch"`, the plain deviation of all rewards of the batch.
+    `mean="batch", std=None`, LitePPO `mean="group", std="batch"` (the standard deviation of all rewards in the batch).
 
     Source: GRPO, https://arxiv.org/abs/2402.03300; Dr. GRPO, https://arxiv.org/abs/2503.20783; RLOO,
     https://arxiv.org/abs/2402.14740; LitePPO, https://arxiv.org/abs/2508.08221.
 
     Args:
         rewards: [B].
-        group_ids: int [B]; equal ids are one group, of any size, in any order.
-        mean: whose mean is the baseline; None for no baseline.
-        std: whose standard deviation divides; None for no division.
-        leave_one_out: the mean leaves the trajectory itself out.
+        group_ids: int [B]; trajectories with the same id form a group, of any size, in any order.
+        mean: the baseline is the mean of the group or the batch; None for no baseline.
+        std: divide by the standard deviation of the group or the batch; None for no division.
+        leave_one_out: exclude the trajectory itself from its mean.
         unbiased: divide the variance by n - 1 instead of n.
         eps: keeps a small standard deviation from making large advantages.
 
     Returns:
-        [B], in the rewards' dtype. Exactly 0 in a group (or batch) of one, and where all rewards behind a mean or a
-        standard deviation are equal.
+        [B], in the rewards' dtype. Exactly 0 in a group (or batch) of one, and where the mean or the standard deviation
+        is taken over equal rewards.
     """
     check_same_shape(rewards=rewards, group_ids=group_ids)
     check_choice((*get_args(Statistic), None), mean=mean, std=std)
     if leave_one_out and mean is None:
-        raise ValueError("leave_one_out needs a mean to leave the trajectory out of: that of the group or the batch.")
+        raise ValueError("leave_one_out needs a mean: set mean to 'group' or 'batch'.")
     if rewards.numel() == 0:
         return torch.zeros_like(rewards)
     # In float64, so that equal rewards in groups of different sizes or offsets give equal advantages.
@@ -74,7 +74,7 @@ def group_advantages(
 def optimal_advantages(rewards: Tensor, group_ids: Tensor, beta: float) -> Tensor:
     """r - V with V = β · log mean exp(r / β) over the group: OAPL's estimate of the optimal policy's value.
 
-    The policy that maximizes reward less β · KL to the policy that sampled has log-ratio (r - V) / β. V is between the
+    The policy that maximizes reward - β · KL to the sampling policy has log-ratio (r - V) / β. V is between the
     group's mean (β → ∞) and its largest reward (β → 0).
 
     Source: OAPL, https://arxiv.org/abs/2602.19362.
@@ -103,7 +103,7 @@ def optimal_advantages(rewards: Tensor, group_ids: Tensor, beta: float) -> Tenso
 def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5, total: Total = of_one_rank) -> Tensor:
     """(value - mean) / (std + eps) with mean and standard deviation over all loss tokens of the batch.
 
-    REINFORCE++'s global normalization: every token counts once, so long trajectories weigh more.
+    This is REINFORCE++'s global normalization: every token counts once, so long trajectories weigh more.
 
     Source: https://arxiv.org/abs/2501.03262.
 
@@ -111,10 +111,10 @@ def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5, to
         values: [B, T]; masked values have no effect.
         loss_mask: bool [B, T].
         eps: keeps a small standard deviation from making large values.
-        total: over ranks that have other trajectories of the batch.
+        total: reduces over the ranks that hold the batch's other trajectories.
 
     Returns:
-        [B, T], 0 where masked, and everywhere if all values are equal.
+        [B, T], 0 where masked; 0 everywhere if all values are equal.
     """
     check_same_shape(values=values, loss_mask=loss_mask)
     selected = values[loss_mask].double()
@@ -126,7 +126,7 @@ def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5, to
 
 
 def moments(values: Tensor, total: Total = of_one_rank) -> tuple[Tensor, Tensor, bool]:
-    """Mean and unbiased variance of the values of all ranks, float64 [n] on each, and whether all are equal."""
+    """Returns mean and unbiased variance over all ranks, and whether all values are equal; `values` is float64 [n]."""
     count = total(torch.tensor(len(values)))
     bounds = torch.stack([values.amax(), -values.amin()]) if len(values) else torch.full((2,), -torch.inf).double()
     highest, lowest = total(bounds, "max").unbind()
@@ -136,7 +136,7 @@ def moments(values: Tensor, total: Total = of_one_rank) -> tuple[Tensor, Tensor,
 
 
 def _members(group_ids: Tensor, of: Statistic) -> Tensor:
-    """The statistic that each trajectory belongs to, [B]: its group's, numbered from 0, or the batch's."""
+    """Returns which mean each trajectory counts in, [B]: its group, numbered from 0, or always 0 for the batch."""
     if of == "batch":
         return torch.zeros_like(group_ids, dtype=torch.int64)
     members: Tensor = torch.unique(group_ids, return_inverse=True)[1]
@@ -150,7 +150,7 @@ def _count_and_mean(values: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _are_equal(values: Tensor, members: Tensor) -> Tensor:
-    """Whether all values of a statistic are equal, [B]; rounding can give equal values a deviation of 1e-17."""
+    """Whether all values in a trajectory's group are equal, [B]; rounding can make their deviation 1e-17, not 0."""
     lowest = torch.zeros_like(values).scatter_reduce(0, members, values, "amin", include_self=False)
     highest = torch.zeros_like(values).scatter_reduce(0, members, values, "amax", include_self=False)
     return lowest.eq(highest).index_select(0, members)

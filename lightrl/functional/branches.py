@@ -1,12 +1,12 @@
-"""Rows of trajectories that are trees of conversations: what a model reads, and its outputs back in the tree.
+"""Rows of trajectories that are trees of conversations: a model reads rows, and its outputs return to tree order.
 
-A tree has each token once; a row is one conversation, from its first token to its last. A model reads whole rows, so
-tokens that rows share are read with each of them. They train in the first of their rows, so each trains once:
+A tree stores each token once; a row is one conversation, from its first token to its last. A model reads whole rows,
+so it reads a token that several rows share once per row. The token trains only in the first of them:
 
     tree   p a s x o b          rows   s x          first   ✓ ✓
     gaps   0 0 2 0 2 0                 p a o b              ✓ ✓ ✓ ✓
 
-Shapes: B trajectories, T tokens; R rows of all of them, W tokens of the longest row.
+Shapes: B trajectories, T tokens; R rows of all trajectories together, W tokens in the longest row.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from lightrl.trajectory import Span, rows_of
 
 
 def row_spans(gaps: Sequence[int] | np.ndarray[Any, Any]) -> list[list[Span]]:
-    """`Trajectory.rows`, from the gaps of its T tokens."""
+    """Computes `Trajectory.rows` from the gaps of its T tokens."""
     values = np.asarray(gaps)
     starts = np.flatnonzero(values)
     return rows_of(len(values), zip(starts.tolist(), values[starts].tolist(), strict=True))
 
 
 def row_lengths(gaps: Sequence[int] | np.ndarray[Any, Any]) -> list[int]:
-    """The tokens of each row, from the gaps of a trajectory's T tokens."""
+    """Returns the number of tokens in each row, given the gaps of a trajectory's T tokens."""
     return [sum(end - start for start, end in spans) for spans in row_spans(gaps)]
 
 
 @dataclass(frozen=True)
 class BranchRows:
-    """The place of each row's tokens in their tree, and the reverse."""
+    """Maps tokens of rows to their positions in the tree, and back."""
 
-    trees: Tensor  # int64 [R], the trajectory of each row
+    trees: Tensor  # int64 [R], index of the trajectory that each row belongs to
     lengths: Tensor  # int64 [R]
-    columns: Tensor  # int64 [R, W], the places of its tokens in the tree; 0 on the padding
-    is_first: Tensor  # bool [R, W], True where this row is the first with the token
-    tree_rows: Tensor  # int64 [B, T], of each token the first row; 0 on the padding
-    tree_columns: Tensor  # int64 [B, T], and the place there; 0 on the padding
+    columns: Tensor  # int64 [R, W], position of each token in its tree; 0 on the padding
+    is_first: Tensor  # bool [R, W], True where this is the first row that contains the token
+    tree_rows: Tensor  # int64 [B, T], the first row that contains each token; 0 on the padding
+    tree_columns: Tensor  # int64 [B, T], the token's position in that row; 0 on the padding
 
     @classmethod
     def of(cls, gaps: Tensor, lengths: Tensor) -> BranchRows:
-        """Find the rows of trees, those of a tree one after another.
+        """Finds the rows of each tree; rows of the same tree are consecutive.
 
         Args:
-            gaps: int64 [B, T]; their device is that of the result.
-            lengths: int64 [B], tokens of each tree.
+            gaps: int64 [B, T]; the result is on their device.
+            lengths: int64 [B], number of tokens in each tree.
         """
         device, sizes = gaps.device, on_host(lengths).tolist()
         trees, positions = [], []
@@ -73,14 +73,14 @@ class BranchRows:
         return cls(*(to_device(torch.as_tensor(value), device) for value in made))
 
     def spread(self, values: Tensor, fill: float = 0) -> Tensor:
-        """Values of the trees' tokens [B, T, ...] for each row's tokens [R, W, ...], with `fill` on the padding."""
+        """Copies values of the trees' tokens [B, T, ...] to the rows [R, W, ...], with `fill` on the padding."""
         picked = values[self.trees[:, None], self.columns]
         is_token = torch.arange(self.columns.shape[1], device=values.device) < self.lengths[:, None]
         return torch.where(is_token[(...,) + (None,) * (picked.dim() - 2)], picked, picked.new_full((), fill))
 
     def join(self, values: Tensor) -> Tensor:
-        """A model's outputs for the rows' tokens [R, W, ...] as [B, T, ...], each from its first row; with gradient.
+        """Gathers a model's outputs [R, W, ...] into [B, T, ...], each from the token's first row; keeps the gradient.
 
-        The padding gets what the first token of a row has: 0, since nothing predicts it.
+        The padding gets the output of row 0's first token, which is 0 since nothing predicts that token.
         """
         return values[self.tree_rows, self.tree_columns]

@@ -1,7 +1,7 @@
-"""Copies between host and device that the host does not wait for: it remembers what it sent.
+"""Asynchronous copies to a device; the host keeps the original to read values without waiting.
 
-A number that the host reads from a GPU makes it wait until the GPU has done all its work, which then has nothing to do.
-So what the host must know of a tensor (lengths, masks) it reads from the copy that the tensor was made of.
+Reading a number from a GPU makes the host wait until the GPU has finished all queued work and stands idle. So the host
+reads what it needs of a tensor (lengths, masks) from the host tensor that was copied.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device of a tensor in host memory, without a wait; `on_host` finds the original."""
+    """Copies a tensor from host memory to the device without waiting; `on_host` finds the original."""
     if tensor.device.type != "cpu" or device.type == "cpu":
         return tensor.to(device)
     source = tensor.pin_memory() if device.type == "cuda" else tensor
@@ -21,7 +21,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The tensor in host memory: what `to_device` copied, if neither has changed, or a copy that the host waits for."""
+    """Returns the original that `to_device` copied, if neither has changed; otherwise copies to the host and waits."""
     if tensor.device.type == "cpu":
         return tensor
     source, source_version, version = getattr(tensor, "host_copy", (None, 0, 0))
@@ -31,8 +31,8 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def remember(tensor: Tensor, source: Tensor) -> Tensor:
-    """The tensor on a device, whose values `source` has in host memory; for `on_host`, unless in inference mode."""
-    if not (tensor.is_inference() or source.is_inference()):  # these have no versions that would show a change
+    """Records that `source` holds the tensor's values in host memory, for `on_host`; does nothing in inference mode."""
+    if not (tensor.is_inference() or source.is_inference()):  # no version counter to detect changes
         made: Any = tensor
         made.host_copy = (source, source._version, tensor._version)
     return tensor

@@ -1,4 +1,4 @@
-"""Corrections for stale or foreign logprobs: importance weights, M2PO's mask, a proximal policy without its forward.
+"""Corrections for stale or engine logprobs: importance weights, M2PO's mask, proximal logprobs without a forward pass.
 
 Shapes: B trajectories, T tokens. Every [B, T] tensor is aligned to the token it describes; logprobs are in nats.
 """
@@ -18,17 +18,17 @@ from lightrl.functional.reduction import neutralize
 
 
 def policy_ratio(logprobs: Tensor, proximal_logprobs: Tensor) -> Tensor:
-    """Policy ÷ proximal policy for each token, [B, T]; the gradient goes to `logprobs` only."""
+    """Returns policy ÷ proximal policy for each token, [B, T]; the gradient goes to `logprobs` only."""
     check_same_shape(logprobs=logprobs, proximal_logprobs=proximal_logprobs)
     return bounded_exp(logprobs - proximal_logprobs.detach())
 
 
 def sequence_ratio(logprobs: Tensor, proximal_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-    """GSPO's ratio: the geometric mean of the token ratios over the trajectory's loss tokens, at each of its tokens.
+    """Computes GSPO's ratio: the geometric mean of the token ratios over a trajectory's loss tokens.
 
-    It has the form of GSPO-token: every token of a trajectory has the same value, and token t's gradient is that value
+    It is the GSPO-token variant: every token of a trajectory has the same value, and token t's gradient is that value
     times the gradient of its own logprob. With advantages that are constant along a trajectory and the reduction
-    "sequence", loss and gradient are those of GSPO; advantages per token work too. For `clipped_ratio_loss`.
+    "sequence", loss and gradient are those of GSPO; per-token advantages work too. Pass it to `clipped_ratio_loss`.
 
     Source: GSPO, equations 7, 13 and 14, https://arxiv.org/abs/2507.18071.
 
@@ -47,12 +47,12 @@ def sequence_ratio(logprobs: Tensor, proximal_logprobs: Tensor, loss_mask: Tenso
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """The ratio; a log-ratio beyond ±20 counts as ±20, a ratio of 4.9e8 or 2.1e-9, and has no gradient."""
+    """Returns exp of the log-ratio clamped to ±20 (ratios of 4.9e8 and 2.1e-9); beyond, there is no gradient."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def trajectory_mean(values: Tensor, loss_mask: Tensor) -> Tensor:
-    """[B, T], 0 where masked -> [B, 1], over the loss tokens; 0 for a trajectory without any."""
+    """Averages [B, T], 0 where masked, over the loss tokens: [B, 1]; 0 for a trajectory without loss tokens."""
     return values.sum(dim=1, keepdim=True) / loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
@@ -61,15 +61,15 @@ WeightLevel = Literal["token", "sequence", "product"]
 WeightMetric = Literal["ratio", "k1", "k2", "k3"]
 WeightAggregation = Literal["mean", "sum", "max"]
 
-# How the log-ratios of a trajectory's tokens become one number; None where each token has its own.
+# How the log-ratios of a trajectory's tokens are reduced to one number; None: each token keeps its own.
 _AGGREGATION_OF: dict[str, WeightAggregation | None] = {"token": None, "sequence": "mean", "product": "sum"}
 
 
 @dataclass(frozen=True)
 class ImportanceWeights:
-    """Proximal ÷ behavior policy: what a token's loss is multiplied by because another policy sampled it.
+    """Proximal ÷ behavior policy: the factor on a token's loss that corrects for the policy that sampled it.
 
-    The factor of the decoupled loss, and of truncated (TIS, "clamp") or masked (MIS, "mask") importance sampling
+    It is the factor in the decoupled loss, and in truncated (TIS, "clamp") or masked (MIS, "mask") importance sampling
     between engine and trainer; IcePop is "mask" with both bounds. A bound applies to the weight itself, or to an
     estimate of KL(behavior ‖ proximal): with r the ratio, k1 is -log r, k2 is (log r)²/2, k3 is r - 1 - log r.
 
@@ -80,16 +80,16 @@ class ImportanceWeights:
 
     Args:
         cap: upper bound on the weight, or on the estimate; None for no bound.
-        floor: lower bound, likewise.
+        floor: lower bound on the same quantity; None for no bound.
         mode: a weight beyond a bound becomes 0 ("mask") or the bound ("clamp").
-        level: "token"; "sequence", where each token of a trajectory has the geometric mean over its loss tokens; or
-            "product", where it has their product, the trajectory's exact weight.
-        metric: what the bounds apply to: "ratio", the weight, or the estimate "k1", "k2" or "k3", in nats; with an
-            estimate the mode is "mask".
+        level: "token"; "sequence", where each token gets the geometric mean over its trajectory's loss tokens; or
+            "product", where it gets their product, the trajectory's exact weight.
+        metric: what the bounds apply to: "ratio", the weight, or the estimate "k1", "k2" or "k3", in nats. An estimate
+            requires the mode "mask".
         aggregation: apply the bounds to whole trajectories, by the "mean", "sum" or "max" of the metric over the loss
-            tokens (mean and sum of "ratio" are those of log r). None follows the level: each token, the mean, the sum.
-        approximate_proximal: interpolate the proximal logprobs (`interpolated_proximal_logprobs`) and save their
-            forward.
+            tokens (for "ratio", mean and sum are of log r). None follows the level: each token, the mean, the sum.
+        approximate_proximal: interpolate the proximal logprobs (`interpolated_proximal_logprobs`) instead of running a
+            forward pass for them.
     """
 
     cap: float | None = None
@@ -116,8 +116,8 @@ class ImportanceWeights:
         bounds_an_estimate = self.metric != "ratio" or self.aggregation is not None
         if bounds_an_estimate and (self.mode == "clamp" or not self._has_bound):
             raise ValueError(
-                f"metric={self.metric!r} and aggregation={self.aggregation!r} of importance weights select what the "
-                "bounds mask: they need cap or floor, and mode='mask'."
+                f"metric={self.metric!r} and aggregation={self.aggregation!r} of importance weights choose what the "
+                "bounds apply to; they need cap or floor, and mode='mask'."
             )
 
     @property
@@ -125,7 +125,7 @@ class ImportanceWeights:
         return self.cap is not None or self.floor is not None
 
     def __call__(self, proximal_logprobs: Tensor, behavior_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-        """The weights.
+        """Computes the weights.
 
         Args:
             proximal_logprobs: [B, T] of the policy at the start of the update.
@@ -150,7 +150,7 @@ class ImportanceWeights:
 def _measured(
     metric: WeightMetric, aggregation: WeightAggregation | None, proximal: Tensor, behavior: Tensor, loss_mask: Tensor
 ) -> Tensor:
-    """[B, T] of each token, or of its trajectory; the logprobs are 0 where masked."""
+    """Computes the metric, [B, T], per token or aggregated over its trajectory; logprobs must be 0 where masked."""
     values = proximal - behavior if metric == "ratio" else kl(behavior, proximal, estimator=metric)
     if aggregation == "mean":
         values = trajectory_mean(values, loss_mask).expand_as(values)
@@ -164,17 +164,17 @@ def _measured(
 def second_moment_mask(
     logprobs: Tensor, behavior_logprobs: Tensor, loss_mask: Tensor, *, threshold: float = 0.04
 ) -> Tensor:
-    """M2PO's mask: drops the tokens with the largest squared log-ratio until the mean over the rest is small enough.
+    """M2PO's mask: drops tokens with the largest squared log-ratios until the mean of the rest is at most `threshold`.
 
-    A few outliers carry most of the second moment, so few tokens are lost where clipping would lose many.
+    A few outliers account for most of the second moment, so this drops far fewer tokens than clipping.
 
     Source: M2PO, equations 5 to 7, https://arxiv.org/abs/2510.01161.
 
     Args:
-        logprobs: [B, T] of the policy, all trajectories of the iteration together.
+        logprobs: [B, T] of the policy, for all trajectories of the iteration.
         behavior_logprobs: [B, T] of the policy that sampled the tokens.
         loss_mask: bool [B, T]; logprobs elsewhere have no effect.
-        threshold: bound on the mean of log_ratio² over the kept tokens, nats².
+        threshold: upper bound on the mean of log_ratio² over the kept tokens, in nats².
 
     Returns:
         bool [B, T], True for the kept tokens, False where the loss mask is False. Tokens with equal ratios are kept or
@@ -198,11 +198,11 @@ def second_moment_mask(
 def interpolated_proximal_logprobs(
     logprobs: Tensor, behavior_logprobs: Tensor, weight_versions: Tensor, weight_version: int
 ) -> Tensor:
-    """The proximal policy's logprobs, interpolated between their two neighbors in time; saves a forward.
+    """Interpolates the proximal policy's logprobs between behavior and trained policy, which saves a forward pass.
 
-    A straight line over weight versions, from the behavior policy (version b) to the policy being trained (version
-    v + 1), read at the proximal policy (version v): behavior + (v - b)/(v + 1 - b) · (policy - behavior). A token that
-    the current weights sampled (b = v) gets its behavior logprob.
+    The interpolation is linear in the weight version, from the behavior policy (version b) to the policy being trained
+    (version v + 1), evaluated at the proximal policy (version v): behavior + (v - b)/(v + 1 - b) · (policy - behavior).
+    A token that the current weights sampled (b = v) gets its behavior logprob.
 
     Source: AReaL, https://inclusionai.github.io/AReaL/algorithms/prox_approx.html; A-3PO,
     https://arxiv.org/abs/2512.06547.
@@ -210,8 +210,8 @@ def interpolated_proximal_logprobs(
     Args:
         logprobs: [B, T] of the policy being trained; gets no gradient.
         behavior_logprobs: [B, T] of the policy that sampled the tokens.
-        weight_versions: int [B, T], b of each token.
-        weight_version: v, of the weights at the start of the update.
+        weight_versions: int [B, T], b for each token.
+        weight_version: v, the version of the weights at the start of the update.
 
     Returns:
         [B, T], detached.

@@ -1,6 +1,6 @@
 """Divergences between policies, per token, in nats: from sampled tokens, or from a teacher's top-k tokens.
 
-Shapes: B trajectories, T tokens, K of the teacher's tokens; tensors are aligned to the token they describe.
+Shapes: B trajectories, T tokens, K top tokens of the teacher; tensors are aligned to the token they describe.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from lightrl.checks.bounds import check_bounds, check_choice, check_positive, ch
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
-# exp of more than this is of no use as a number and soon overflows; ordinary log-ratios are below 1.
+# Ordinary log-ratios are below 1; exp of much larger ones than this overflows.
 MAX_LOG_RATIO = 20.0
 
-# Far below any weight that matters, and far above where a float becomes 0.
+# Far below any weight that matters, and far above the smallest positive float.
 _MIN_COEF = 1e-30
 
 
 def kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator = "k3") -> Tensor:
-    """KL(policy ‖ reference) as estimated from each sampled token; with d = logprobs - reference_logprobs:
+    """Estimates KL(policy ‖ reference) from each sampled token.
 
-    k1 is d (unbiased, may be negative), k2 is d²/2 (biased, low variance), k3 is exp(-d) - 1 + d (unbiased, never
-    negative). Expectations are over tokens that the policy itself sampled.
+    With d = logprobs - reference_logprobs: k1 is d (unbiased, may be negative), k2 is d²/2 (biased, low variance), k3
+    is exp(-d) - 1 + d (unbiased, never negative). Expectations are over tokens that the policy itself sampled.
 
-    As a loss it is the gradient that counts: k1's is 0 in expectation, k2's is that of KL(policy ‖ reference), k3's is
-    that of KL(reference ‖ policy), to first order the same.
+    In a loss only the gradient counts. In expectation, k1's is 0, k2's is that of KL(policy ‖ reference), and k3's is
+    that of KL(reference ‖ policy), which is the same to first order.
 
     Source: J. Schulman, Approximating KL divergence, http://joschu.net/blog/kl-approx.html; gradients,
     https://arxiv.org/abs/2506.09477 and https://arxiv.org/abs/2510.01555.
@@ -38,7 +38,7 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator = "k
     Args:
         logprobs: [B, T] of the policy being trained; carries the gradient.
         reference_logprobs: [B, T] of the reference policy.
-        estimator: "k1", "k2" or "k3". In k3 the exponent -d counts as 20 where it is larger, so that no loss overflows.
+        estimator: "k1", "k2" or "k3". k3 caps the exponent -d at 20, so that no loss overflows.
 
     Returns:
         The estimate for each token, [B, T], nats.
@@ -56,17 +56,17 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator = "k
 
 @dataclass
 class KLController:
-    """The weight of a KL penalty: fixed, or moved in proportion to how far the KL is from its target.
+    """The weight of a KL penalty: fixed, or adapted in proportion to how far the KL is from its target.
 
-    A weight above 0 stays above 0: an update moves it by 20 % at most, however many trajectories it had.
+    A weight above 0 stays above 0: one update changes it by at most 20 %, whatever the number of trajectories.
 
     Source: https://arxiv.org/abs/1909.08593, section 2.2.
 
     Args:
-        coef: the weight, at the start where it adapts.
-        target_nats: KL per token to keep; None for a fixed weight.
-        horizon: trajectories after which an error of 20 % has been answered by about 20 %; larger is slower. More than
-            so many in one update count as so many.
+        coef: the weight; the initial weight if it adapts.
+        target_nats: target KL per token; None for a fixed weight.
+        horizon: number of trajectories over which an error of 20 % changes the weight by about 20 %; larger is slower.
+            An update with more trajectories counts as one with `horizon`.
     """
 
     coef: float
@@ -89,18 +89,18 @@ class KLController:
 
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
 
-# Stands for the logprob of a token that cannot be sampled: 0 · (-inf) would be NaN.
+# Replaces the logprob -inf of a token that cannot be sampled: 0 · (-inf) would be NaN.
 _LOWEST_LOGPROB = -1e4
 
 
 def topk_divergence(
     logprobs: Tensor, teacher_logprobs: Tensor, divergence: Divergence = "reverse_kl", *, jsd_beta: float = 0.5
 ) -> Tensor:
-    """Divergence of the policy from the teacher at each position, over K tokens and one outcome for all the others.
+    """Divergence of the policy from the teacher at each position, over K tokens plus one outcome for all others.
 
-    Both are distributions over these K + 1 outcomes, so it is a divergence: never negative, and 0 only where they
-    agree. It is at most the divergence over the whole vocabulary (the data-processing inequality), and equal to it if
-    K is the vocabulary's size. With P the teacher and Q the policy:
+    Policy and teacher are distributions over these K + 1 outcomes, so this is a true divergence: never negative, and 0
+    only where they agree. It is at most the divergence over the whole vocabulary (the data-processing inequality), and
+    equal to it if K is the vocabulary size. With P the teacher and Q the policy:
 
     reverse_kl is KL(Q ‖ P): the policy lowers it by avoiding what the teacher would not generate; forward_kl is
     KL(P ‖ Q): the policy lowers it by covering everything the teacher would; jsd is β·KL(P ‖ M) + (1 - β)·KL(Q ‖ M)
@@ -112,7 +112,7 @@ def topk_divergence(
         logprobs: [..., K] of the policy being trained, for the teacher's top-k tokens; carries the gradient.
         teacher_logprobs: [..., K] of the teacher, for the same tokens, all different.
         divergence: "reverse_kl", "forward_kl" or "jsd".
-        jsd_beta: the teacher's share of the mixture, between 0 and 1; only for "jsd".
+        jsd_beta: the teacher's weight in the mixture, between 0 and 1; only for "jsd".
 
     Returns:
         The divergence at each position, [...], nats.
@@ -129,7 +129,7 @@ def topk_divergence(
 
 
 def rest_mass(logprobs: Tensor) -> Tensor:
-    """The probability of all tokens but these K, [...], from [..., K]; at least the machine epsilon."""
+    """Returns the probability of all tokens except these K, [..., K] → [...]; at least the machine epsilon."""
     return (1 - logprobs.exp().sum(-1)).clamp(min=torch.finfo(logprobs.dtype).eps)
 
 
@@ -141,7 +141,7 @@ def check_divergence(divergence: str, jsd_beta: float) -> None:
 
 
 def _with_rest(logprobs: Tensor) -> Tensor:
-    """[..., K] → [..., K + 1]."""
+    """Appends the logprob of all other tokens: [..., K] → [..., K + 1]."""
     return torch.cat([logprobs.clamp(min=_LOWEST_LOGPROB), rest_mass(logprobs).log()[..., None]], -1)
 
 

@@ -1,11 +1,11 @@
-"""Logprobs and entropies of tokens, from logits or from hidden states; the one place that shifts by one.
+"""Logprobs and entropies of tokens, from logits or hidden states; the only file that shifts by one.
 
 Shapes: B trajectories, T tokens, V vocabulary, H hidden size, N positions that predict a token, J candidate tokens at
-each of them. Logprobs and entropies are in nats, computed in float32 (float64 for float64 input), of the
+each position. Logprobs and entropies are in nats, computed in float32 (float64 for float64 input), and belong to the
 distribution softmax(logits / temperature).
 
 A causal model's output at position t - 1 predicts token t. Every [B, T] tensor outside this file is aligned to the
-token it describes, so position 0, which nothing predicts, is 0. The model path never holds logits of [B, T, V]:
+token it describes, so position 0, which nothing predicts, is 0. Training never materializes logits of [B, T, V]:
 
     loss_mask [B, T] ── predicting_positions ──► rows, columns [N]
     hidden [B, T, H] ── hidden[rows, columns] ─► [N, H] ─┐
@@ -33,19 +33,19 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def can_compile(device_type: str) -> bool:
-    """Whether functions and layers are compiled on this device: on NVIDIA GPUs, unless Triton or a compiler is missing.
+    """Whether functions and layers are compiled on this device: only NVIDIA GPUs, if Triton and a compiler are present.
 
     TORCH_COMPILE_DISABLE=1, torch's own variable, turns compilation off everywhere.
     """
     if device_type != "cuda":
         return False
-    # Layers of all models share their code: training, frozen, with shared prompts, under autocast, with a window, …
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # 8: runs the rest uncompiled
+    # Layers of all models share code; each variant (frozen, shared prompts, autocast, a window) is a recompilation.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # default: 8
     try:
         torch.compile(_trial, dynamic=True)(torch.ones(2, device=device_type))
     except (RuntimeError, ImportError, OSError, subprocess.SubprocessError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        log.warning("torch.compile fails on this GPU: decoder layers and the head run slower, uncompiled (%s)", reason)
+        log.warning("torch.compile fails on this GPU; decoder layers and the head run slower, uncompiled (%s)", reason)
         return False
     return True
 
@@ -54,11 +54,11 @@ def _trial(values: Tensor) -> Tensor:
     return values.exp() + 1
 
 
-# Up to this many logits are kept for the backward pass instead of being computed twice (64 MiB in float32).
+# Up to this many logits (64 MiB in float32) are kept for the backward pass instead of being recomputed.
 _KEPT_LOGITS = 2**24
-# Logits per chunk beyond that. Smaller chunks read the head more often: on a CPU, 512 tokens of a vocabulary of 50,000
-# took 0.9 s with 2^24 and 2^22, 1.4 s with 2^20, 3.9 s with 2^18. A GPU needs some hundred rows at a time, and a fused
-# chunk has no float32 copies.
+# Logits per chunk beyond that. Smaller chunks read the head more often: on a CPU, 512 tokens with a vocabulary of
+# 50,000 took 0.9 s with 2^24 and 2^22, 1.4 s with 2^20, 3.9 s with 2^18. A GPU needs a few hundred rows at a time;
+# fused chunks make no float32 copies.
 _CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26, "fused": 2**28}
 
 
@@ -71,19 +71,19 @@ def token_logprobs(
     masked_rows: Tensor | None = None,
     supports: Supports | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The logprob of each token, and the entropy of the distribution it was sampled from.
+    """Returns the logprob of each token, and the entropy of the distribution it was sampled from.
 
     Args:
         logits: [B, T, V], as the model returns them: `logits[b, t]` predicts token t + 1. Carries the gradient.
         token_ids: int64 [B, T], or [B, T, J] for several candidates at each position.
-        temperature: divides the logits; more than 0.
-        masked_ids: int64 [K], ids that could not be sampled at some tokens (stop tokens under `min_new_tokens`).
+        temperature: divides the logits; above 0.
+        masked_ids: int64 [K], ids that could not be sampled at some positions (stop tokens under `min_new_tokens`).
         masked_rows: bool [B, T], True at the tokens that could not be one of `masked_ids`.
-        supports: of the tokens from position 1 on, N = B · (T - 1); None if each could be any token of the vocabulary.
+        supports: for the tokens from position 1 on, N = B · (T - 1); None if any token could be sampled everywhere.
 
     Returns:
-        Logprobs, of the shape of `token_ids`, and entropies, [B, T], aligned to the token they describe; 0 at position
-        0. Both carry gradient.
+        Logprobs, in the shape of `token_ids`, and entropies, [B, T], aligned to the token they describe; 0 at position
+        0. Both carry the gradient.
     """
     if logits.dim() != 3 or logits.shape[:2] != token_ids.shape[:2]:
         raise ValueError(
@@ -119,9 +119,9 @@ def logits_logprobs(
     masked_rows: Tensor | None = None,
     supports: Supports | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`hidden_logprobs` from the logits themselves, [N, V], for models whose head is more than a matrix product."""
+    """Computes `hidden_logprobs` from logits [N, V], for models whose head is more than a matrix product."""
     mask = _checked(temperature, masked_ids, masked_rows, logits)
-    # A model may give -inf to ids it never generates; 0 · inf would make the entropy NaN.
+    # A model may assign -inf to ids it never generates; 0 · inf would make the entropy NaN.
     logits = logits.clamp(min=torch.finfo(logits.dtype).min)
 
     def read(rows: Tensor | slice) -> tuple[Tensor, Tensor]:
@@ -137,25 +137,25 @@ def logits_logprobs(
 
 
 def predicting_positions(loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the hidden states that predict the tokens of the mask: (rows [N], columns [N]), in row order.
+    """Finds the hidden states that predict the mask's tokens: (rows [N], columns [N]), in row order.
 
-    Position 0 of the mask, bool [B, T], does not count, since nothing predicts it.
+    The mask is bool [B, T]; its position 0 is ignored, since nothing predicts that token.
     """
     rows, columns = on_host(loss_mask)[:, 1:].nonzero(as_tuple=True)
     return to_device(rows, loss_mask.device), to_device(columns, loss_mask.device)
 
 
 def predicted_token_ids(token_ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """The tokens [N] that the positions of `predicting_positions` predict; also for other [B, T, ...] tensors."""
+    """Selects the tokens [N] that `predicting_positions` predict; works for other [B, T, ...] tensors too."""
     return token_ids[rows, columns + 1]
 
 
 def aligned_to_tokens(values: Tensor, rows: Tensor, columns: Tensor, shape: Sequence[int]) -> Tensor:
-    """Puts values [N, ...] at the tokens that those positions predict, 0 elsewhere. Keeps the gradient.
+    """Places values [N, ...] at the tokens that their positions predict, 0 elsewhere. Keeps the gradient.
 
     Args:
         values: [N] or [N, ...].
-        rows, columns: [N], of `predicting_positions`.
+        rows, columns: [N], from `predicting_positions`.
         shape: [B, T].
 
     Returns:
@@ -177,22 +177,22 @@ def hidden_logprobs(
     masked_rows: Tensor | None = None,
     supports: Supports | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` from hidden states and the output head, without [N, V] logits of many tokens at once.
+    """Computes `token_logprobs` from hidden states and the output head, without holding all [N, V] logits in memory.
 
-    Beyond one chunk the backward pass computes the logits again, chunk by chunk. Under autocast the head
-    is applied in autocast's dtype, as `torch.nn.Linear` would.
+    If there are several chunks, the backward pass recomputes the logits chunk by chunk. Under autocast the head runs in
+    autocast's dtype, as `torch.nn.Linear` would.
 
     Args:
         hidden: [N, H] at the positions of `predicting_positions`. Carries the gradient, like weight and bias.
         weight: [V, H] of the output head.
         bias: [V], or None.
-        token_ids: int64 [N], of `predicted_token_ids`; or [N, J], several at each position.
+        token_ids: int64 [N], from `predicted_token_ids`; or [N, J], several candidates at each position.
         temperature, masked_ids, masked_rows, supports: as in `token_logprobs`, for these N positions.
-        chunk_tokens: positions in a chunk; None chooses by vocabulary and device, one chunk if the logits are few.
+        chunk_tokens: positions per chunk; None chooses by vocabulary and device, one chunk if there are few logits.
         entropy_gradient: False returns the entropy detached, which saves memory.
 
     Returns:
-        Logprobs, of the shape of `token_ids`, and entropies, [N]. With N = 0 their sums still have gradients of zeros.
+        Logprobs, in the shape of `token_ids`, and entropies, [N]. With N = 0 their sums still have zero gradients.
     """
     if token_ids.dim() not in (1, 2) or token_ids.shape[:1] != hidden.shape[:1]:
         raise ValueError(
@@ -231,12 +231,12 @@ def hidden_topk(
     masked_ids: Tensor | None = None,
     masked_rows: Tensor | None = None,
 ) -> Tensor:
-    """Return the top `num` tokens at each position, int64 [N, num], the most likely first; the same at any temperature.
+    """Returns the `num` most likely tokens at each position, most likely first, int64 [N, num], at any temperature.
 
     Args:
         hidden, weight, bias, chunk_tokens, masked_ids, masked_rows: as in `hidden_logprobs`.
         num: at most V.
-        num_ids: only the first `num_ids` ids; None for all.
+        num_ids: considers only the first `num_ids` ids; None for all.
     """
     hidden, weight, bias, chunk_tokens = prepared(hidden, weight, bias, chunk_tokens)
     mask = _checked(1.0, masked_ids, masked_rows, hidden)
@@ -256,7 +256,7 @@ def logits_topk(
     masked_ids: Tensor | None = None,
     masked_rows: Tensor | None = None,
 ) -> Tensor:
-    """`hidden_topk` from the logits themselves, [N, V]."""
+    """Computes `hidden_topk` from logits [N, V]."""
     return _largest(logits, num, num_ids, _checked(1.0, masked_ids, masked_rows, logits))
 
 
@@ -270,7 +270,7 @@ def _largest(logits: Tensor, num: int, num_ids: int | None, mask: Mask | None) -
 def prepared(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_tokens: int | None
 ) -> tuple[Tensor, Tensor, Tensor | None, int]:
-    """The tensors in the head's dtype, and the size of a chunk."""
+    """Returns the tensors in the dtype that the head runs in, and the number of positions per chunk."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden must be [N, H] and weight [V, H], got shapes {tuple(hidden.shape)} and {tuple(weight.shape)}. "
@@ -286,10 +286,10 @@ def prepared(
 
 
 def tokens_per_chunk(num: int, vocabulary: int, form: str) -> int:
-    """Counts the positions, of `num`, that get their logits at once; all if the logits are few enough to be kept.
+    """Returns how many of `num` positions get their logits at a time; all if there are few enough logits to keep.
 
     Args:
-        form: the type of the device, or `fused` where the head's functions are compiled.
+        form: the device type, or `fused` if the head's functions are compiled.
     """
     if are_few_logits(num, vocabulary):
         return max(num, 1)
@@ -318,40 +318,40 @@ def _checked(temperature: float, masked_ids: Tensor | None, masked_rows: Tensor 
 
 def _check_one_token_each(token_ids: Tensor) -> None:
     if token_ids.dim() != 1:
-        raise ValueError("Only sampled tokens have logprobs within their supports: token_ids needs one per position.")
+        raise ValueError("With supports, token_ids must be [N]: only the sampled tokens have logprobs within them.")
 
 
 def _masked(values: Tensor, mask: Mask, number: float) -> Tensor:
-    """[N, V] with `number` at the (row, id) pairs that the mask removes; nothing asks the device how many there are."""
+    """Writes `number` at the (row, id) pairs of [N, V] that the mask removes, without synchronizing with the device."""
     ids, rows = mask
     return values.index_copy(1, ids, values.index_select(1, ids).masked_fill(rows[:, None], number))
 
 
 def masked_scores(logits: Tensor, temperature: float, mask: Mask | None) -> Tensor:
-    """[N, V] logits of any dtype -> the scores that the softmax gets."""
+    """Turns [N, V] logits of any dtype into the input of the softmax."""
     if logits.dtype.itemsize < 4:
         logits = logits.float()
     if temperature != 1:
         logits = logits / temperature
     if mask is not None:
-        # The lowest finite number instead of -inf: its probability is 0, and 0 times it is 0.
+        # The lowest finite number instead of -inf: its probability is 0, and their product is 0 instead of NaN.
         logits = _masked(logits, mask, torch.finfo(logits.dtype).min)
     return logits
 
 
 def _distribution(logits: Tensor, temperature: float, mask: Mask | None) -> tuple[Tensor, Tensor]:
-    """[N, V] logits of any dtype -> (log-probabilities, probabilities)."""
+    """Turns [N, V] logits of any dtype into (log-probabilities, probabilities)."""
     log_probabilities = torch.log_softmax(masked_scores(logits, temperature, mask), dim=-1)
     return log_probabilities, log_probabilities.exp()
 
 
 def _columns(values: Tensor) -> Tensor:
-    """[N] as [N, 1]; [N, J] as it is."""
+    """Reshapes [N] to [N, 1]; returns [N, J] unchanged."""
     return values[:, None] if values.dim() == 1 else values
 
 
 def _gather(log_probabilities: Tensor, probabilities: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The logprobs of the tokens, [N] or [N, J], and the entropies, [N]."""
+    """Returns the tokens' logprobs, [N] or [N, J], and the entropies, [N]."""
     logprobs = log_probabilities.gather(1, _columns(token_ids)).view(token_ids.shape)
     return logprobs, -torch.linalg.vecdot(probabilities, log_probabilities)
 
@@ -367,9 +367,9 @@ def logits_gradient(
     mask: Mask | None,
     is_here: Tensor | None = None,
 ) -> Tensor:
-    """d loss / d logits, [N, V]: of a logprob it is onehot - p, of the entropy -p · (log p + entropy).
+    """Computes d loss / d logits, [N, V], from onehot - p for a logprob and -p · (log p + entropy) for the entropy.
 
-    `is_here`: False where a token is among another rank's logits; None if these are all.
+    `is_here` is False where a token's logit is on another rank; None if this rank holds all logits.
     """
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(token_ids, dtype=entropy.dtype)
@@ -392,7 +392,7 @@ def logits_gradient(
 
 
 class _LogitsLogprobs(torch.autograd.Function):
-    """Keeps the probabilities, and forms the gradient in one pass instead of autograd's five."""
+    """Keeps the probabilities and computes the gradient in one pass; autograd would take five."""
 
     @staticmethod
     def forward(
@@ -420,7 +420,7 @@ _logits_logprobs: Callable[..., tuple[Tensor, Tensor]] = _LogitsLogprobs.apply
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """Keeps nothing of size V but the head; the backward pass computes each chunk's logits again."""
+    """Keeps nothing of size V except the head; the backward pass recomputes each chunk's logits."""
 
     @staticmethod
     def forward(
@@ -454,7 +454,7 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, bias, token_ids, *saved = ctx.saved_tensors
         _, gradient_of = _passes(hidden.device.type)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Summed in float32 at least: a bfloat16 sum of hundreds of chunks would lose most of the small ones.
+        # Summed in at least float32: a bfloat16 sum over hundreds of chunks would lose most small terms.
         sum_dtype = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=sum_dtype) if ctx.needs_input_grad[2] else None
@@ -480,7 +480,7 @@ _head_logprobs: Callable[..., tuple[Tensor, Tensor]] = _HeadLogprobs.apply
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, in the dtype of the total."""
+    """Adds left @ right to total, in the total's dtype."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:
@@ -490,7 +490,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _read(logits: Tensor, token_ids: Tensor, temperature: float, mask: Mask | None) -> tuple[Tensor, ...]:
-    """Logprobs and entropies of a chunk's logits [n, V]."""
+    """Computes logprobs and entropies from a chunk's logits [n, V]."""
     return _gather(*_distribution(logits, temperature, mask), token_ids)
 
 
@@ -503,14 +503,14 @@ def _gradient(
     grad_entropy: Tensor | None,
     entropy: Tensor,
 ) -> Tensor:
-    """The gradient of a chunk's logits, [n, V] in their dtype."""
+    """Computes the gradient of a chunk's logits, [n, V] in their dtype."""
     scores = _distribution(logits, temperature, mask)
     gradient = logits_gradient(*scores, token_ids, entropy, grad_logprobs, grad_entropy, temperature, mask)
     return gradient.to(logits.dtype)
 
 
-# The same for compilation: every [n, V] but the logits and their gradient stays within a kernel. The forward keeps the
-# largest score and the logarithm of the sum as well, so that the backward reads the logits once.
+# The same for torch.compile: every [n, V] but the logits and their gradient stays inside a kernel. The forward also
+# keeps the largest score and the log of the sum, so that the backward reads the logits once.
 
 
 def _fused_read(logits: Tensor, token_ids: Tensor, temperature: float, mask: Mask | None) -> tuple[Tensor, ...]:
@@ -555,13 +555,13 @@ _Pass = Callable[..., Any]
 
 
 def _passes(device_type: str) -> tuple[_Pass, _Pass]:
-    """Functions that read a chunk's logits, and that give their gradient."""
+    """Returns the function that reads a chunk's logits and the one that computes their gradient."""
     return (_compiled(_fused_read), _compiled(_fused_gradient)) if can_compile(device_type) else (_read, _gradient)
 
 
 @functools.cache
 def _compiled(function: _Pass) -> _Pass:
-    """The function as a kernel for any number of rows; the vocabulary is a constant of it."""
+    """Compiles a function for any number of rows and a fixed vocabulary."""
     fused = torch.compile(function)
 
     def call(logits: Tensor, token_ids: Tensor, temperature: float, mask: Mask | None, *rows: Tensor | None) -> Any:

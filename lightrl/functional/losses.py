@@ -1,6 +1,6 @@
-"""Policy losses per token, and losses of pairs; the framework masks and averages.
+"""Policy losses per token, and pairwise losses; the framework masks and averages.
 
-Shapes: B trajectories, or pairs with the logprobs of whole completions; T tokens. Every [B, T] tensor is aligned to the
+Shapes: B trajectories, or B pairs with logprobs of whole completions; T tokens. Every [B, T] tensor is aligned to the
 token it describes: `logprobs[b, t]` is the log-probability of `token_ids[b, t]` given the tokens before it, in nats.
 """
 
@@ -16,7 +16,7 @@ from lightrl.checks.bounds import check_bounds, check_choice, check_same_shape
 from lightrl.functional.importance import policy_ratio
 from lightrl.functional.reduction import neutralize
 
-_MIN_REST = 1e-9  # probability of the other tokens; a likely token's logprob may be rounded to 0 or above
+_MIN_REST = 1e-9  # least probability of the other tokens; rounding can make a likely token's logprob 0 or above
 
 
 def clipped_policy_loss(
@@ -27,7 +27,7 @@ def clipped_policy_loss(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """PPO's clipped surrogate; with `clip_high > clip_low` it is DAPO's clip-higher.
+    """Computes PPO's clipped surrogate loss; `clip_high > clip_low` is DAPO's clip-higher.
 
     Source: PPO, https://arxiv.org/abs/1707.06347; DAPO, https://arxiv.org/abs/2503.14476; dual clip,
     https://arxiv.org/abs/1912.09729.
@@ -36,9 +36,9 @@ def clipped_policy_loss(
         logprobs: [B, T] of the policy being trained; carries the gradient.
         proximal_logprobs: [B, T] of the policy at the start of the update, center of the clip.
         advantages: [B, T], constant along a trajectory for outcome rewards.
-        clip_low, clip_high: the ratio stops earning below `1 - clip_low` and above `1 + clip_high`.
-        dual_clip: bounds a token's loss by `dual_clip · |advantage|`, which matters where the advantage is negative and
-            the ratio large; greater than 1. None for no bound.
+        clip_low, clip_high: moving the ratio below `1 - clip_low` or above `1 + clip_high` reduces the loss no further.
+        dual_clip: caps a token's loss at `dual_clip · |advantage|`, which matters where the advantage is negative and
+            the ratio large; greater than 1. None for no cap.
 
     Returns:
         The loss of each token, [B, T]; lower is better.
@@ -50,7 +50,7 @@ def clipped_policy_loss(
 def clipped_ratio_loss(
     ratio: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
 ) -> Tensor:
-    """`clipped_policy_loss` of a given ratio: that of `policy_ratio`, or of `sequence_ratio` for GSPO.
+    """Computes `clipped_policy_loss` from a ratio: that of `policy_ratio`, or `sequence_ratio` for GSPO.
 
     Args:
         ratio: [B, T], carries the gradient.
@@ -71,7 +71,7 @@ def clipped_ratio_loss(
 def cispo_loss(
     logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, *, clip_low: float = 1.0, clip_high: float
 ) -> Tensor:
-    """CISPO: the policy gradient with a clipped ratio as its weight, so that no token loses its gradient.
+    """CISPO: the policy gradient weighted by a clipped ratio, so that no token loses its gradient.
 
     -stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) · advantages · logprobs.
 
@@ -82,10 +82,10 @@ def cispo_loss(
         proximal_logprobs: [B, T] of the policy at the start of the update, or of the behavior policy.
         advantages: [B, T].
         clip_low: 1 puts no lower bound on the weight, as in the paper.
-        clip_high: no default, since the paper tunes it and gives no number.
+        clip_high: has no default, since the paper tunes it and gives no value.
 
     Returns:
-        The loss of each token, [B, T]. Its gradient is what counts; its value means little.
+        The loss of each token, [B, T]. Only its gradient is meaningful.
     """
     check_same_shape(logprobs=logprobs, proximal_logprobs=proximal_logprobs, advantages=advantages)
     check_bounds(0, clip_low=clip_low, clip_high=clip_high)
@@ -96,9 +96,9 @@ def cispo_loss(
 def sapo_loss(
     ratio: Tensor, advantages: Tensor, *, temperature_positive: float = 1.0, temperature_negative: float = 1.05
 ) -> Tensor:
-    """SAPO: a smooth gate instead of the clip, so that a token's gradient fades instead of vanishing.
+    """SAPO: a smooth gate replaces the clip, so that a token's gradient decays gradually instead of dropping to 0.
 
-    -gate(ratio) · advantages with gate(r) = 4/τ · sigmoid(τ·(r - 1)), whose slope at r = 1 is 1, as the ratio's own.
+    -gate(ratio) · advantages with gate(r) = 4/τ · sigmoid(τ·(r - 1)), whose slope at r = 1 is 1, like the ratio's own.
 
     Source: https://arxiv.org/abs/2511.20347, equations 5 and 6.
 
@@ -106,7 +106,7 @@ def sapo_loss(
         ratio: [B, T], carries the gradient.
         advantages: [B, T].
         temperature_positive, temperature_negative: τ where the advantage is above 0, and elsewhere; the larger, the
-            faster the gradient fades off-policy.
+            faster the gradient decays off-policy.
 
     Returns:
         The loss of each token, [B, T].
@@ -122,12 +122,12 @@ def sapo_loss(
 
 
 def tapered_weights(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """TOPR's weight of each token's policy gradient: 1 where the advantage is above 0, min(ratio, 1) elsewhere.
+    """TOPR's weight on each token's policy gradient: 1 where the advantage is above 0, min(ratio, 1) elsewhere.
 
-    What was better than expected is imitated, what was worse fades as the policy leaves it. No weight is above 1, so
-    stale data cannot make the gradient large.
+    Tokens that did better than expected keep their full weight; the others lose weight as the policy makes them less
+    likely. No weight is above 1, so stale data cannot make the gradient large.
 
-    Source: TOPR, https://arxiv.org/abs/2503.14286, with each token's ratio instead of the trajectory's.
+    Source: TOPR, https://arxiv.org/abs/2503.14286, but with the token's ratio instead of the trajectory's.
 
     Args:
         logprobs: [B, T] of the policy being trained.
@@ -147,9 +147,9 @@ def regression_loss(
 ) -> Tensor:
     """OAPL: regresses β times each trajectory's log-ratio on its advantage, under any behavior policy.
 
-    -stop_gradient(advantages - β · L) · logprobs with L the trajectory's log-ratio, summed over its loss tokens. Summed
-    over a trajectory that is the gradient of (β · L - advantage)² / (2β): the policy gradient on-policy, and 0 where
-    the policy has the log-ratio that `optimal_advantages` asks for, so no importance weight is needed.
+    -stop_gradient(advantages - β · L) · logprobs, where L is the sum of the log-ratios of the trajectory's loss tokens.
+    Its gradient, summed over a trajectory, is that of (β · L - advantage)² / (2β): the policy gradient on-policy, and 0
+    where L equals advantage / β, which is optimal (`optimal_advantages`). So no importance weight is needed.
 
     Source: OAPL, https://arxiv.org/abs/2602.19362.
 
@@ -161,7 +161,7 @@ def regression_loss(
         beta: β, in units of the reward.
 
     Returns:
-        The loss of each token, [B, T]. Its gradient is what counts; its value means little.
+        The loss of each token, [B, T]. Only its gradient is meaningful.
     """
     check_same_shape(logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages, loss_mask=loss_mask)
     policy, behavior = neutralize(loss_mask, logprobs.detach(), behavior_logprobs)
@@ -170,19 +170,19 @@ def regression_loss(
 
 
 def leaves_trust_region(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, *, max_nats: float) -> Tensor:
-    """DPPO's mask: where a token's step would lead further away and the policies are already too far apart.
+    """DPPO's mask: True where the policies are too far apart already and the token's step would increase the distance.
 
-    Far apart means by the KL divergence of two distributions over two outcomes, this token or any other: with q and p
-    the token's probability under behavior policy and policy, q log(q/p) + (1 - q) log((1 - q)/(1 - p)). A ratio alone
-    stops rare tokens early and likely ones late.
+    The distance is the KL divergence over two outcomes, this token or any other: with q and p the token's probability
+    under behavior policy and policy, q log(q/p) + (1 - q) log((1 - q)/(1 - p)). A bound on the ratio would stop rare
+    tokens too early and likely ones too late.
 
     Source: DPPO with the binary KL, https://arxiv.org/abs/2602.04879.
 
     Args:
         logprobs: [B, T] of the policy being trained.
         behavior_logprobs: [B, T] of the policy that sampled the tokens.
-        advantages: [B, T]; where one is above 0 only a risen probability is too far, where below 0 a fallen one.
-        max_nats: bound on the divergence.
+        advantages: [B, T]; above 0 a token is masked only if its probability rose, below 0 only if it fell.
+        max_nats: upper bound on the divergence.
 
     Returns:
         bool [B, T].
@@ -191,7 +191,7 @@ def leaves_trust_region(logprobs: Tensor, behavior_logprobs: Tensor, advantages:
     if not max_nats > 0:
         raise ValueError(f"max_nats must be above 0 (0.05 is usual), got {max_nats}.")
     policy, behavior = logprobs.detach().double(), behavior_logprobs.double()
-    # In float32, 1 - p of a likely token is mostly rounding.
+    # In float32, 1 - p of a likely token is mostly rounding error.
     rest, behavior_rest = ((-value.clamp(max=-_MIN_REST).expm1()).log() for value in (policy, behavior))
     divergence = behavior.exp() * (behavior - policy) + behavior_rest.exp() * (behavior_rest - rest)
     is_leaving = ((advantages > 0) & (policy > behavior)) | ((advantages < 0) & (policy < behavior))
@@ -199,12 +199,12 @@ def leaves_trust_region(logprobs: Tensor, behavior_logprobs: Tensor, advantages:
 
 
 def is_clipped(ratio: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Tensor:
-    """1 where the clip takes a token's gradient away, 0 elsewhere; its mean is the clipped fraction.
+    """Returns 1 where the clip removes a token's gradient, 0 elsewhere; its mean is the clipped fraction.
 
     Args:
-        ratio: [B, T], of `policy_ratio` or `sequence_ratio`.
+        ratio: [B, T], from `policy_ratio` or `sequence_ratio`.
         advantages: [B, T].
-        clip_low, clip_high: those of the loss.
+        clip_low, clip_high: the same as for the loss.
 
     Returns:
         float [B, T], detached.
@@ -220,13 +220,13 @@ PreferenceLoss = Literal["sigmoid", "ipo"]
 
 
 def bradley_terry_loss(chosen_rewards: Tensor, rejected_rewards: Tensor) -> Tensor:
-    """-log P(chosen is preferred) where P = sigmoid(difference of the rewards), [B].
+    """Returns -log P(chosen is preferred), [B], with P = sigmoid(chosen reward - rejected reward).
 
     Source: Bradley and Terry, 1952, https://doi.org/10.2307/2334029; for reward models,
     https://arxiv.org/abs/2203.02155, equation 1.
 
     Args:
-        chosen_rewards, rejected_rewards: [B], of the two trajectories of each pair; both carry the gradient.
+        chosen_rewards, rejected_rewards: [B], for the two trajectories of each pair; both carry the gradient.
     """
     check_same_shape(chosen_rewards=chosen_rewards, rejected_rewards=rejected_rewards)
     return -logsigmoid(chosen_rewards - rejected_rewards)
@@ -238,11 +238,11 @@ def preference_margin(
     reference_chosen_logprobs: Tensor,
     reference_rejected_logprobs: Tensor,
 ) -> Tensor:
-    """Preference of the policy for the chosen completion, beyond that of the reference policy, [B] nats.
+    """How much more the policy prefers the chosen completion than the reference policy does, [B] nats.
 
     Args:
-        chosen_logprobs, rejected_logprobs: [B], Σ over the completion's tokens; carry the gradient.
-        reference_chosen_logprobs, reference_rejected_logprobs: [B], the same for the reference policy.
+        chosen_logprobs, rejected_logprobs: [B], summed over the completion's tokens; both carry the gradient.
+        reference_chosen_logprobs, reference_rejected_logprobs: [B], the same sums for the reference policy.
     """
     check_same_shape(
         chosen_logprobs=chosen_logprobs,
@@ -255,16 +255,16 @@ def preference_margin(
 
 
 def preference_loss(margin: Tensor, *, kl_coef: float = 0.1, kind: PreferenceLoss = "sigmoid") -> Tensor:
-    """DPO ("sigmoid") or IPO ("ipo") of each pair's margin, [B].
+    """Computes the DPO ("sigmoid") or IPO ("ipo") loss of each pair from its margin, [B].
 
-    sigmoid: -log sigmoid(kl_coef · margin), which increases every margin without end; ipo: (margin - 1/(2·kl_coef))²,
-    which has a target.
+    sigmoid: -log sigmoid(kl_coef · margin), which keeps increasing every margin; ipo: (margin - 1/(2·kl_coef))²,
+    which has a target margin.
 
     Source: DPO, equation 7, https://arxiv.org/abs/2305.18290; IPO, equation 17, https://arxiv.org/abs/2310.12036.
 
     Args:
-        margin: [B] of `preference_margin`; carries the gradient.
-        kl_coef: β (DPO) or τ (IPO) of the papers: the larger, the closer the policy stays to the reference.
+        margin: [B], from `preference_margin`; carries the gradient.
+        kl_coef: β (DPO) or τ (IPO) in the papers: the larger, the closer the policy stays to the reference.
         kind: which loss.
     """
     check_choice(get_args(PreferenceLoss), kind=kind)

@@ -1,6 +1,6 @@
-"""Trajectories of unequal length without their padding: rectangles of like length, and packed rows.
+"""Batches of trajectories with little or no padding: rectangles of similar lengths, and packed rows.
 
-Shapes: B trajectories, T tokens. Two exact forms of the same forward pass:
+Shapes: B trajectories, T tokens. Both layouts give exactly the same forward pass:
 
     rectangles (CPU)                       packed rows (variable-length attention)
     ┌───┬───┐  ┌─────────────┐             ┌──────┬────┬──────┬──┐
@@ -9,7 +9,7 @@ Shapes: B trajectories, T tokens. Two exact forms of the same forward pass:
     └───────┘  └─────────────┘
 
 In a rectangle the padding is on the right, where a causal model needs no attention mask. In a packed row
-(shared_prefix.py in strategies/layouts) attention gets the starts of the trajectories (packed_attention.py there).
+(strategies/layouts/shared_prefix.py) attention gets the starts of the trajectories (packed_attention.py).
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from lightrl.checks.bounds import check_bounds
 
 
 def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[int]]:
-    """The cheapest partition into groups of like length, each run as one right-padded rectangle.
+    """Finds the cheapest partition into groups of similar length, each run as one right-padded rectangle.
 
-    Minimizes Σ rows · longest + overhead_tokens · number of rectangles, exactly: some best partition cuts the sorted
-    lengths, equal ones together, so dynamic programming over the distinct lengths finds it.
+    The cost is Σ rows · longest + overhead_tokens · number of rectangles. Some optimal partition cuts the sorted
+    lengths without separating equal ones, so dynamic programming over the distinct lengths finds the exact minimum.
 
     Args:
         lengths: tokens of each trajectory, 0 or more.
-        overhead_tokens: what one more forward pass costs, in tokens.
+        overhead_tokens: cost of one more forward pass, in tokens.
 
     Returns:
-        Row indices of each rectangle, shortest rectangle first, rows in ascending order within one. Every row is in
-        exactly one.
+        Row indices of each rectangle, shortest rectangle first, in ascending order within each. Every row is in
+        exactly one rectangle.
     """
-    check_bounds(0, **{"overhead_tokens": overhead_tokens, "the least of lengths": min(lengths, default=0)})
+    check_bounds(0, **{"overhead_tokens": overhead_tokens, "the shortest length": min(lengths, default=0)})
     rows_of: defaultdict[int, list[int]] = defaultdict(list)
     for row, length in enumerate(lengths):
         rows_of[length].append(row)
     distinct = sorted(rows_of)
     num_shorter = [0]  # trajectories shorter than distinct[end]
-    best_cost, best_start = [0], [0]  # for the lengths before distinct[end]; where their last rectangle starts
+    best_cost, best_start = [0], [0]  # for lengths before distinct[end]; start of their last rectangle
     for end, longest in enumerate(distinct, start=1):
         num_shorter.append(num_shorter[-1] + len(rows_of[longest]))
         cost, start = min((best_cost[start] - num_shorter[start] * longest, start) for start in range(end))
@@ -57,12 +57,12 @@ def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[in
 
 
 def bins(sizes: Sequence[int], max_size: int) -> list[list[int]]:
-    """Parts of at most `max_size` in sum, as few as best-fit decreasing makes; a larger item gets a part of its own.
+    """Partitions items into bins of at most `max_size` by best-fit decreasing; a larger item gets its own bin.
 
-    Where that costs no further part, items of like size stay together: they make rectangles with little padding.
+    If it takes no more bins, items of similar size share a bin, which makes rectangles with little padding.
 
     Returns:
-        Indices into `sizes`, the largest of each part first. Every index is in exactly one part.
+        Indices into `sizes`, the largest item of each bin first. Every index is in exactly one bin.
     """
     order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     alike: list[list[int]] = []
@@ -74,7 +74,7 @@ def bins(sizes: Sequence[int], max_size: int) -> list[list[int]]:
         alike[-1].append(index)
         left -= sizes[index]
     best: list[list[int]] = []
-    spaces: list[tuple[int, int]] = []  # (what is left of a part, its number), ascending
+    spaces: list[tuple[int, int]] = []  # (free space of a bin, its index), ascending
     for index in order:
         place = bisect.bisect_left(spaces, (sizes[index], 0))
         if place == len(spaces):
@@ -88,7 +88,7 @@ def bins(sizes: Sequence[int], max_size: int) -> list[list[int]]:
 
 
 def microbatch_bins(lengths: Sequence[int], units: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """The rows of each microbatch of at most `max_tokens`, or one unit; units are rows that stay together."""
+    """Returns the rows of each microbatch of at most `max_tokens`, or one unit: rows that must stay together."""
     if sum(lengths[row] for rows in units for row in rows) <= max_tokens:
         return [sorted(row for rows in units for row in rows)]
     sizes = [sum(lengths[row] for row in rows) for rows in units]

@@ -1,9 +1,9 @@
-"""Losses per token reduced to one number: masking before and after the loss, and the three ways to average.
+"""Reduces losses per token to one number: masking before and after the loss, and three ways to average.
 
 Shapes: B trajectories, T tokens. The loss mask is bool [B, T], True where a token trains.
 
-Where a masked log-ratio is infinite, the gradient would be 0 · inf = NaN. So masked values become 0 before the loss
-(`neutralize`) and do not count after it (`reduce_loss`).
+Where a masked log-ratio is infinite, the gradient would be 0 · inf = NaN. So masked values are set to 0 before the loss
+(`neutralize`) and excluded after it (`reduce_loss`).
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ LossReduction = Literal["token", "sequence", "fixed"]
 
 
 class Total(Protocol):
-    """The sum, or the maximum, over all ranks: each has the tokens of other trajectories; see `Experience.total`."""
+    """Reduces by sum or maximum over all ranks, each of which holds different trajectories; see `Experience.total`."""
 
     def __call__(self, values: Tensor, operation: Literal["sum", "max"] = "sum") -> Tensor: ...
 
 
 def of_one_rank(values: Tensor, operation: Literal["sum", "max"] = "sum") -> Tensor:
-    """The Total of one rank, which has all trajectories."""
+    """The Total of a single rank, which holds all trajectories: returns the values."""
     return values
 
 
 def neutralize(loss_mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors with 0 where the mask is False, also in place of NaN and ±inf; same dtypes, same order.
+    """Returns the tensors with 0 where the mask is False, even where they are NaN or ±inf; same dtypes, same order.
 
     No gradient reaches masked positions.
 
     Args:
         loss_mask: bool, [B, T] (or [B], with tensors [B]).
-        tensors: of the mask's shape, or with further dimensions after it.
+        tensors: have the mask's shape, possibly followed by further dimensions.
     """
     dims = loss_mask.dim()
     neutral = []
@@ -49,12 +49,12 @@ def neutralize(loss_mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def masked_mean(values: Tensor, mask: Tensor, total: Total = of_one_rank) -> Tensor:
-    """The mean over the positions where the mask is True, a scalar; 0 if there is none.
+    """Returns the mean over the positions where the mask is True, a scalar; 0 if the mask is False everywhere.
 
     Args:
-        values: [B, T] or [B]; masked ones have no effect on value or gradient.
+        values: [B, T] or [B]; masked ones affect neither the mean nor its gradient.
         mask: bool, of the same shape.
-        total: over ranks that have other trajectories.
+        total: reduces over the ranks that hold other trajectories.
     """
     (selected,) = neutralize(mask, values)
     return total(selected.sum()) / total(mask.sum()).clamp(min=1)
@@ -69,11 +69,11 @@ def reduce_loss(
     num_sequences: int,
     max_new_tokens: int | None = None,
 ) -> Tensor:
-    """Computes a microbatch's share of the minibatch's loss: those of all microbatches and ranks sum to the whole.
+    """Computes a microbatch's share of the minibatch's loss; the shares of all microbatches and ranks sum to the loss.
 
     With N = num_tokens, B = num_sequences, n_i the loss tokens of trajectory i:
     "token" Σ/N (DAPO), "sequence" Σ_i(Σ_t/n_i)/B (GRPO), "fixed" Σ/(B · max_new_tokens) (Dr. GRPO).
-    A loss per trajectory, [B], counts once for each trajectory with loss tokens and is divided by B in every mode.
+    A loss per trajectory, [B], counts once for each trajectory that has loss tokens and is divided by B in every mode.
 
     Source: GRPO, https://arxiv.org/abs/2402.03300; DAPO, https://arxiv.org/abs/2503.14476; Dr. GRPO,
     https://arxiv.org/abs/2503.20783.
@@ -82,8 +82,8 @@ def reduce_loss(
         per_token: [B, T] or [B]; NaN and ±inf at masked positions have no effect on value or gradient.
         loss_mask: bool [B, T].
         mode: "token", "sequence" or "fixed".
-        num_tokens: loss tokens of the whole minibatch, all microbatches and ranks.
-        num_sequences: trajectories with at least one loss token, of the whole minibatch, all microbatches and ranks.
+        num_tokens: loss tokens in the whole minibatch, over all microbatches and ranks.
+        num_sequences: trajectories of the whole minibatch that have loss tokens, over all microbatches and ranks.
         max_new_tokens: length limit of a completion; required by "fixed".
 
     Returns:
@@ -92,7 +92,7 @@ def reduce_loss(
     check_choice(get_args(LossReduction), mode=mode)
     if mode == "fixed" and (max_new_tokens is None or max_new_tokens < 1):
         raise ValueError(
-            "loss_reduction='fixed' needs max_new_tokens, the length limit of a completion, at least 1, got "
+            "loss_reduction='fixed' needs max_new_tokens, the length limit of a completion, to be at least 1, got "
             f"{max_new_tokens}."
         )
     num_sequences = max(num_sequences, 1)

@@ -1,4 +1,4 @@
-"""Trajectories as rows of tensors: what Experience is made of, on one rank or on several."""
+"""Turns trajectories into the rows of tensors that make an Experience, on one rank or several."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightrl.trajectory import Trajectory
 
 
 def token_rows(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
-    """Return what each token has, numpy arrays for each row, but for columns that come with the reward.
+    """Returns the columns of all tokens, one numpy array per row, except those that come with the reward.
 
     Raises:
-        ValueError: if trajectories have values of different widths, which are of different models.
+        ValueError: if a column has different widths in different trajectories, which means different models.
     """
     rows: dict[str, list[Any]] = {}
     for name, column in TOKENS.items():
@@ -29,9 +29,9 @@ def token_rows(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
 
 
 def row_tensors(field: str, rows: Sequence[Any]) -> dict[str, Tensor]:
-    """The fields of an Experience for the rows of a column: [B, T, ...], int32 as int64; or three, for codes.
+    """Builds a column's fields of an Experience: one of [B, T, ...], int32 as int64, or three if the column is coded.
 
-    The codes of all rows are stored end to end; two int64 [B] say where those of a row begin, and their bytes.
+    The codes of all rows are stored end to end; two int64 [B] give the start and the size in bytes of each row's codes.
     """
     column = column_of(field)
     assert column is not None
@@ -47,7 +47,7 @@ def row_tensors(field: str, rows: Sequence[Any]) -> dict[str, Tensor]:
 
 
 def row_fields(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-    """Return the fields [B] that the rollout fills in; rewards, which may still be awaited, are NaN."""
+    """Returns the fields [B] that the rollout fills in; rewards, which may still be pending, are NaN."""
     return {
         "rewards": torch.full((len(trajectories),), torch.nan, dtype=torch.float32),
         "group_ids": torch.tensor([item.group_id for item in trajectories], dtype=torch.int64),
@@ -57,7 +57,7 @@ def row_fields(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
 
 
 def reward_fields(trajectories: Sequence[Trajectory]) -> tuple[Tensor, list[Any] | None]:
-    """Return the rewards, float32 [B], and for each row those of its tokens, float32, if any row has them."""
+    """Returns the rewards, float32 [B], and each row's rewards per token, float32, or None if no row has them."""
     rewards = torch.tensor([item.reward for item in trajectories], dtype=torch.float32)
     if all(item.rewards is None for item in trajectories):
         return rewards, None
@@ -66,9 +66,9 @@ def reward_fields(trajectories: Sequence[Trajectory]) -> tuple[Tensor, list[Any]
 
 
 def check_trajectories(trajectories: Sequence[Trajectory], *, has_rewards: bool = True) -> None:
-    """Raise ValueError if they cannot make an Experience; see `Experience.from_trajectories`."""
+    """Raises ValueError if they cannot make an Experience; see `Experience.from_trajectories`."""
     if not trajectories:
-        raise ValueError("This iteration has no trajectory: every group was dropped.")
+        raise ValueError("This iteration has no trajectories: every group was dropped.")
     without = [item.prompt.id for item in trajectories if item.reward is None]
     if without and has_rewards:
         raise ValueError(f"A trajectory of prompt {without[0]!r} has no reward. Compute it first.")
@@ -87,12 +87,12 @@ def _check_tokens(trajectory: Trajectory) -> None:
         gaps, most = np.asarray(trajectory.gaps, np.int64), np.arange(num)
         if ((gaps < 0) | (gaps > most)).any() or trajectory.prompt.images or trajectory.images:
             raise ValueError(
-                f"A trajectory of prompt {trajectory.prompt.id!r} has gaps, which must be from 0 to the number of "
-                "tokens before the token, and are for trajectories without images. Fix the workflow."
+                f"A trajectory of prompt {trajectory.prompt.id!r} has gaps. Each must be from 0 to the number of "
+                "tokens before its token, and the trajectory must have no images. Fix the workflow."
             )
         firsts = np.flatnonzero(gaps == most).tolist()
     if any(trajectory.loss_mask[first] for first in firsts):
         raise ValueError(
             f"A trajectory of prompt {trajectory.prompt.id!r} trains its first token, which nothing predicts. Its "
-            "prompt needs at least one token, such as a start token."
+            "prompt needs at least one token, for example a start token."
         )

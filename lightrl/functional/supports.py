@@ -1,15 +1,15 @@
-"""Supports: the tokens that could be sampled at a position, under top-p or top-k; as bytes, and in a softmax.
+"""Supports: the tokens that top-p or top-k allowed at a position, encoded as bytes and used in the softmax.
 
-The logprob of a token sampled from a truncated distribution is that of the softmax over its support. So the support of
-each sampled token travels with it, and every model that computes its logprob renormalizes over it:
+The logprob of a token sampled from a truncated distribution comes from the softmax over its support. So each sampled
+token carries its support, and every model that computes the token's logprob renormalizes over it:
 
     engine ── bytes ──► Completion ──► Trajectory ──► Experience ── Supports.at ──► logits of M ids ──► softmax
 
-The code of a token is the sorted ids of its support without the sampled one, as gaps in variable-length bytes (LEB128)
-and an end: 0, or 1 if every token of the vocabulary could be sampled. A support of one id takes 1 byte, one of k ids of
-a vocabulary of 150,000 about 2·k. Codes are concatenated like the tokens they belong to.
+A token's code lists the sorted ids of its support except the sampled one, as differences in variable-length bytes
+(LEB128), then an end mark: 0, or 1 if every token of the vocabulary could be sampled. A support of one id takes 1 byte;
+one of k ids takes about 2·k with a vocabulary of 150,000. Codes are concatenated like the tokens they belong to.
 
-Shapes: T tokens; N positions that predict a token, n of them with a support; M ids of all supports; V vocabulary.
+Shapes: T tokens; N positions that predict a token, n of them with a support; M ids in all supports; V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from torch.nn.functional import linear
 
 from lightrl.functional.device_copy import on_host, to_device
 
-_BITS = 7  # each byte holds seven bits of a number; the eighth says that more follow
-_MORE_BYTES = [2 ** (_BITS * count) for count in range(1, 5)]  # the least numbers of 2, 3, 4 and 5 bytes
+_BITS = 7  # each byte holds seven bits of a number; the eighth is set if more bytes follow
+_MORE_BYTES = [2 ** (_BITS * count) for count in range(1, 5)]  # smallest numbers of 2, 3, 4 and 5 bytes
 
 _Ints = np.ndarray[Any, np.dtype[Any]]
 _Pair = tuple[Tensor, Tensor]
 
 
 def encode_supports(rows: _Ints, ids: _Ints, sampled: _Ints, vocabulary: int | None = None) -> list[bytes]:
-    """The code of each of `len(sampled)` tokens.
+    """Encodes the support of each of `len(sampled)` tokens.
 
     Args:
-        rows: int [M], ascending: the token of each id.
-        ids: int [M], of the supports, ascending within a token; no ids if every token could be sampled.
-        sampled: int [n], the tokens.
-        vocabulary: V, to recognize supports that are the whole vocabulary; None if it is not known.
+        rows: int [M], ascending: index of the token that each id belongs to.
+        ids: int [M], the supports' ids, ascending within a token; no ids if every token could be sampled.
+        sampled: int [n], the sampled tokens.
+        vocabulary: V, to recognize supports that are the whole vocabulary; None if unknown.
     """
     num = len(sampled)
     counts = np.bincount(rows, minlength=num)
     is_sampled = ids == sampled[rows]
     if int(is_sampled.sum()) != int((counts > 0).sum()):
-        raise ValueError("A sampled token is outside the support that it was sampled from.")
+        raise ValueError("A sampled token is not in the support that it was sampled from.")
     is_every = (counts == 0) | (counts == vocabulary)
     is_coded = ~(is_sampled | is_every[rows])
     rows, ids = rows[is_coded], ids[is_coded].astype(np.int64)
@@ -73,11 +73,11 @@ def encode_supports(rows: _Ints, ids: _Ints, sampled: _Ints, vocabulary: int | N
 
 
 def decode_supports(codes: _Ints) -> tuple[_Ints, _Ints, _Ints]:
-    """The inverse of `encode_supports`, for codes end to end, uint8.
+    """Decodes concatenated codes of `encode_supports`, uint8.
 
     Returns:
-        For each token whether every token could be sampled, bool [T]; how many others than the sampled one are in its
-        support, int64 [T]; and their ids, int64 [M], end to end.
+        Whether every token could be sampled, bool [T]; the number of ids in the support besides the sampled one,
+        int64 [T]; and those ids, int64 [M], concatenated.
     """
     if not len(codes):
         return np.zeros(0, bool), np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -96,26 +96,26 @@ def decode_supports(codes: _Ints) -> tuple[_Ints, _Ints, _Ints]:
 
 @dataclass(frozen=True)
 class Supports:
-    """The supports of those of N positions that have one; n positions with M ids in all."""
+    """The supports of the n out of N positions that have one, with M ids in total."""
 
     limited: Tensor  # int64 [n], ascending: the positions with a support
-    others: Tensor  # int64 [N - n], ascending: those where every token could be sampled
-    ids: Tensor  # int64 [M], end to end; the sampled token is the last of each
-    rows: Tensor  # int64 [M], ascending: which of the n has the id
-    counts: Tensor  # int64 [n]
-    ends: list[int]  # [n], of the ids of each; on the host, which cuts chunks
+    others: Tensor  # int64 [N - n], ascending: positions where every token could be sampled
+    ids: Tensor  # int64 [M], concatenated; the sampled token is the last of each support
+    rows: Tensor  # int64 [M], ascending: index, among the n, of the support that each id belongs to
+    counts: Tensor  # int64 [n], ids in each support
+    ends: list[int]  # [n], end of each support in `ids`; a list, since the host cuts the chunks
 
     @classmethod
     def at(cls, codes: Sequence[Tensor], lengths: Tensor, token_ids: Tensor, rows: Tensor, columns: Tensor) -> Supports:
-        """Selects positions (rows [N], columns [N]), which predict the token in the next column.
+        """Selects the supports at positions (rows [N], columns [N]); each predicts the token in the next column.
 
         Args:
-            codes: uint8, of each row's tokens; on the host.
-            lengths: int64 [B], tokens of each row.
-            token_ids: int64 [B, T]; their device is that of the result.
+            codes: uint8, the codes of each row's tokens; on the host.
+            lengths: int64 [B], number of tokens in each row.
+            token_ids: int64 [B, T]; the result is on their device.
         """
         is_every, num_others, ids = decode_supports(torch.cat(list(codes)).numpy())
-        # Where the tokens are among all; one more, without a support, stands for those in the padding.
+        # The index of each token among all tokens; an extra one without a support stands for the padding.
         sizes = on_host(lengths).numpy()
         row, column = on_host(rows).numpy(), on_host(columns).numpy() + 1
         token = np.where(column < sizes[row], (sizes.cumsum() - sizes)[row] + column, len(num_others))
@@ -144,20 +144,20 @@ class Supports:
         )
 
     def chunks(self, num: int) -> Iterator[tuple[slice, slice]]:
-        """Yields at most `num` of the n positions at a time, and their ids."""
+        """Yields slices of at most `num` of the n positions, each with the slice of their ids."""
         for start in range(0, len(self.ends), num):
             end = min(start + num, len(self.ends))
             yield slice(start, end), slice(self.ends[start - 1] if start else 0, self.ends[end - 1])
 
     def logprobs(self, scores: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Logprobs of the sampled tokens and entropies, [n] each, of the softmax over each support.
+        """Returns the sampled tokens' logprobs and the entropies, [n] each, under the softmax over each support.
 
         Args:
             scores: [M], logits of the ids. Carries the gradient.
         """
-        # The check that unsafe leaves out reads the lengths from the device.
+        # unsafe skips a check that would read the lengths from the device.
         reduce = functools.partial(torch.segment_reduce, lengths=self.counts, unsafe=True)
-        shifted = (scores - reduce(scores.detach(), "max")[self.rows]) / temperature  # else large logits lose digits
+        shifted = (scores - reduce(scores.detach(), "max")[self.rows]) / temperature  # keeps the digits of large logits
         powers = shifted.exp()
         total = reduce(powers, "sum")
         weighted = reduce(powers * shifted, "sum")
@@ -165,11 +165,11 @@ class Supports:
         return shifted[self.counts.cumsum(0) - 1] - normalizer, normalizer - weighted / total
 
     def filled(self, within: tuple[Tensor, Tensor], read: Callable[[Tensor], tuple[Tensor, Tensor]]) -> _Pair:
-        """Logprobs and entropies of all N positions.
+        """Returns logprobs and entropies of all N positions.
 
         Args:
-            within: those of the n positions with a support.
-            read: gives those of other positions; called only if there are any.
+            within: logprobs and entropies of the n positions with a support.
+            read: computes them for the other positions; called only if there are any.
         """
         if not len(self.others):
             return within
@@ -191,15 +191,15 @@ def support_scores(
     first_id: int = 0,
     total: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
-    """The logits of the supports' ids, float32 [M]; keeps nothing of size V but the head.
+    """Computes the logits of the supports' ids, float32 [M]; keeps nothing of size V except the head.
 
     Args:
         hidden: [n, H] at the positions with a support. Carries the gradient, like weight and bias.
         weight: [V, H] of the output head, or this rank's rows of it.
         bias: [V], or None.
-        chunk_tokens: positions whose logits exist at a time.
-        first_id: the id of the first of this rank's rows.
-        total: sums [M] in place over the ranks that have the other rows; None if this one has all.
+        chunk_tokens: number of positions whose logits are in memory at a time.
+        first_id: the token id of this rank's first row.
+        total: sums [M] in place over the ranks that hold the other rows; None if this rank holds all.
     """
     scores: Tensor = _SupportScores.apply(hidden, weight, bias, supports, chunk_tokens, first_id, total)  # type: ignore[no-untyped-call]
     return scores
@@ -239,7 +239,7 @@ class _SupportScores(torch.autograd.Function):
         if is_here is not None:
             grad_scores = torch.where(is_here, grad_scores, 0.0)
         grad_hidden = torch.empty_like(hidden)
-        # Summed in float32 at least: a bfloat16 sum of hundreds of chunks would lose most of the small ones.
+        # Summed in at least float32: a bfloat16 sum over hundreds of chunks would lose most small terms.
         grad_weight = torch.zeros_like(weight, dtype=grad_scores.dtype)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=grad_scores.dtype)
         for positions, part in ctx.supports.chunks(ctx.chunk_tokens):

@@ -1,6 +1,6 @@
-"""A critic's values: returns and advantages from them, its loss, its running normalization; reward shaping.
+"""A critic's values: advantages and returns computed from them, value loss and normalization; reward shaping.
 
-Shapes: B trajectories, T tokens. The steps of a trajectory are its loss tokens: what an environment or a tool writes
+Shapes: B trajectories, T tokens. The steps of a trajectory are its loss tokens: text of an environment or a tool
 between them is skipped, not discounted. `values[b, t]` is the value of the state before `token_ids[b, t]` was sampled.
 """
 
@@ -27,20 +27,20 @@ def gae(
     lam: float = 0.95,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation over the loss tokens t of each trajectory, t' the loss token after t:
+    """Computes generalized advantage estimates over the loss tokens of each trajectory.
 
-    delta_t = reward_t + gamma·value_t' - value_t;  advantage_t = delta_t + gamma·lam·advantage_t'. After the last loss
-    token the value is `bootstrap`, the advantage 0. Return_t is advantage_t + value_t.
+    With t' the loss token after t: delta_t = reward_t + gamma·value_t' - value_t, advantage_t = delta_t + gamma·lam·
+    advantage_t', return_t = advantage_t + value_t. After the last loss token the value is `bootstrap`, the advantage 0.
 
     Source: https://arxiv.org/abs/1506.02438.
 
     Args:
-        rewards: [B, T]; only those at loss tokens count, see `on_loss_tokens`.
+        rewards: [B, T]; only rewards at loss tokens count, see `on_loss_tokens`.
         values: [B, T].
         loss_mask: bool [B, T]; rewards and values elsewhere have no effect.
-        gamma: discount of one loss token, 0 to 1.
-        lam: 0 trusts the critic for everything that follows, 1 the rewards.
-        bootstrap: [B], the value of the state after a truncated trajectory, 0 for one that ended; None for 0.
+        gamma: discount per loss token, 0 to 1.
+        lam: 0 relies on the critic for everything that follows, 1 on the rewards.
+        bootstrap: [B], the value of the state after a truncated trajectory, 0 if it was not truncated; None for all 0.
 
     Returns:
         Advantages and returns, [B, T], without gradient, 0 where the mask is False.
@@ -62,27 +62,27 @@ def gae(
 
 
 def on_last_loss_token(rewards: Tensor, loss_mask: Tensor) -> Tensor:
-    """An outcome reward per trajectory as rewards per token: on the last loss token.
+    """Turns one reward per trajectory into rewards per token: the reward goes to the last loss token.
 
     Args:
         rewards: [B].
-        loss_mask: bool [B, T]; a trajectory without loss tokens loses its reward.
+        loss_mask: bool [B, T]; the reward of a trajectory without loss tokens is dropped.
 
     Returns:
         [B, T].
     """
     check_same_shape(rewards=rewards, loss_mask=loss_mask.any(1))
-    left = loss_mask.flip(1).cumsum(1).flip(1)  # loss tokens from here on
+    left = loss_mask.flip(1).cumsum(1).flip(1)  # number of loss tokens from here on
     return torch.where(loss_mask & (left == 1), rewards[:, None], 0.0)
 
 
 def on_loss_tokens(rewards: Tensor, loss_mask: Tensor) -> Tensor:
-    """Rewards per token, with those between loss tokens moved to the loss token before them, which earned them.
+    """Moves rewards between loss tokens to the loss token before them, which earned them.
 
     Rewards before the first loss token are dropped: no action earned them.
 
     Args:
-        rewards: [B, T], such as an environment's, which may come on the tokens of its answer.
+        rewards: [B, T]; an environment may place its rewards on the tokens of its reply.
         loss_mask: bool [B, T].
 
     Returns:
@@ -102,7 +102,7 @@ class RewardShaping:
     Args:
         bias: added to the reward of each trajectory.
         scaling: multiplies every reward.
-        clip: bounds the absolute value of a token's reward; None for no bound.
+        clip: upper bound on the absolute value of a token's reward; None for no bound.
     """
 
     bias: float = 0.0
@@ -111,12 +111,12 @@ class RewardShaping:
 
     def __post_init__(self) -> None:
         if self.scaling == 0:
-            raise ValueError("scaling of reward_shaping must not be 0, which makes every reward 0. 1 keeps them.")
+            raise ValueError("scaling of reward_shaping must not be 0, which makes every reward 0. 1 is no scaling.")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip of reward_shaping must be above 0 or None, got {self.clip}.")
 
     def __call__(self, rewards: Tensor, loss_mask: Tensor) -> Tensor:
-        """The shaped rewards, [B, T], of rewards [B, T] and a bool mask [B, T]."""
+        """Shapes rewards [B, T], given a bool mask [B, T]; returns [B, T]."""
         bias = torch.full_like(rewards[:, 0], self.bias)
         shaped = (rewards + on_last_loss_token(bias, loss_mask)) * self.scaling
         return shaped if self.clip is None else shaped.clamp(-self.clip, self.clip)
@@ -130,10 +130,10 @@ def value_loss(
     value_clip: float | None = None,
     huber_delta: float | None = None,
 ) -> Tensor:
-    """Half the squared distance of a value from its return, per token; linear far out with `huber_delta`.
+    """Computes half the squared error of each value; with `huber_delta`, large errors count linearly.
 
-    With `value_clip`, a value that has moved further than that from the old one has the worse loss of itself and the
-    bound, so it gains nothing by moving further.
+    With `value_clip`, the loss is the larger of that of the value and that of the value clipped to `value_clip` around
+    the old one, so a value gains nothing by moving further.
 
     Source: PPO's implementations, https://arxiv.org/abs/2005.12729; Huber, https://doi.org/10.1214/aoms/1177703732.
 
@@ -141,8 +141,8 @@ def value_loss(
         values: [B, T], carry the gradient.
         returns: [B, T].
         old_values: [B, T], from before the update; required with `value_clip`.
-        value_clip: bound on the move; None for no bound.
-        huber_delta: distance beyond which the loss grows linearly; None for never.
+        value_clip: bound on the distance from the old value; None for no bound.
+        huber_delta: error beyond which the loss grows linearly; None for never.
 
     Returns:
         [B, T].
@@ -161,9 +161,9 @@ def value_loss(
 
 
 def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor, total: Total = of_one_rank) -> float:
-    """1 - Var(returns - values) / Var(returns) over the loss tokens: 1 is a perfect critic, 0 a constant one.
+    """Computes 1 - Var(returns - values) / Var(returns) over the loss tokens: 1 is a perfect critic, 0 a constant one.
 
-    0 if the returns do not vary. `total` is over ranks that have other trajectories.
+    Returns 0 if the returns do not vary. `total` reduces over the ranks that hold other trajectories.
     """
     check_same_shape(values=values, returns=returns, loss_mask=loss_mask)
     predicted, actual = values[loss_mask].double(), returns[loss_mask].double()
@@ -174,23 +174,23 @@ def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor, total
 
 @dataclass
 class ValueNormalizer:
-    """Mean and deviation of the returns seen so far; the critic predicts normalized returns.
+    """Mean and standard deviation of the returns so far; the critic predicts normalized returns.
 
-    `running` counts each return once, so that statistics settle; `exponential` forgets, so that they follow a policy
-    that gets better. Before the first update values stay as they are.
+    `running` weighs all returns equally, so its statistics converge; `exponential` discounts old returns, so it follows
+    an improving policy. Before the first update, normalization changes nothing.
 
     Source: https://arxiv.org/abs/2006.05990, https://arxiv.org/abs/2103.01955.
 
     Args:
         kind: `running` or `exponential`.
-        decay: of `exponential`, per iteration.
+        decay: factor on old returns per iteration, for `exponential`.
     """
 
     kind: ValueNormalization = "exponential"
     decay: float = 0.99
     mean: float = 0.0
     mean_square: float = 0.0
-    weight: float = 0.0  # running: the number of returns; exponential: 1 - decay^iterations, its debiasing term
+    weight: float = 0.0  # running: number of returns; exponential: 1 - decay^iterations, the bias correction
 
     def __post_init__(self) -> None:
         check_choice(get_args(ValueNormalization), value_normalization=self.kind)
@@ -198,7 +198,7 @@ class ValueNormalizer:
             raise ValueError(f"value_decay must be at least 0 and below 1, got {self.decay}.")
 
     def update(self, returns: Tensor, over_ranks: Total = of_one_rank) -> None:
-        """Adds the returns of an iteration, of any shape, those of all ranks; without any, nothing changes."""
+        """Adds the returns, of any shape, of one iteration on all ranks; does nothing if there are none."""
         values = returns.double()
         num, sum_, square_sum = over_ranks(
             torch.stack([torch.tensor(values.numel()).double(), values.sum(), values.square().sum()])
@@ -214,7 +214,7 @@ class ValueNormalizer:
 
     @property
     def std(self) -> float:
-        """The scale, at least 1e-2, since it divides."""
+        """The standard deviation, at least 1e-2 so that dividing by it is safe; 1 before the first update."""
         return 1.0 if self.weight == 0 else max(self.mean_square - self.mean**2, 1e-4) ** 0.5
 
     def normalize(self, returns: Tensor) -> Tensor:

@@ -4,15 +4,15 @@ Reading order:
     rollout_stage.py  what a fit or validate opens, checks and closes: reward worker, engine, rollout
     rollout_loop.py   one iteration from groups to new weights, called by Lightning's fit loop
     score.py          model calls and advantages on the whole iteration
-    run_calls.py      each call as soon as what it needs is there, where its model is
+    run_calls.py      runs each call as soon as its inputs are ready, on the ranks that hold its model
     update.py         minibatches, microbatches, loss reduction, the optimizer step
-    metrics.py        means, sums and bounds that do not depend on microbatches or ranks; step_log.py: logged together
-    resume.py         what a resumed run continues from; fast_dev_run's check of it
+    metrics.py        means, sums and bounds that do not depend on microbatches or ranks; step_log.py logs them together
+    resume.py         what a resumed run continues from; the check that fast_dev_run makes of it
     interrupt.py      Ctrl-C and SIGTERM wait for the end of an update
     shared_rollout.py rank 0's rollout controller as every rank sees it
-    sharing.py        rows, rewards and outputs of calls to the ranks that work on them; shared_tables.py: tables
+    sharing.py        sends rows, rewards and call outputs to the ranks that need them; shared_tables.py: attachments
 
-May import: everything below; Lightning's private names, each listed in tests/test_structure.py.
+May import: everything below; those private names of Lightning that tests/test_structure.py lists.
 """
 
 from lightrl.loops.resume import CheckpointConnector, check_resume

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: they end the start of a stage at once, and wait for the end of an update, which must be whole."""
+"""Ctrl-C and SIGTERM: they stop the start of a stage immediately, but let an update finish."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _IGNORED: dict[signal.Signals, _Handler] = dict.fromkeys((signal.SIGINT, signal.
 
 
 class InterruptGate:
-    """Holds one SIGINT back while an update runs; `check` raises it afterwards. A second Ctrl-C is not held back."""
+    """Holds back the first SIGINT while an update runs; `check` raises it afterwards. A second Ctrl-C gets through."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Forgets what came in an earlier stage."""
+        """Forgets the signals of earlier stages."""
         self.is_held = False
-        self.is_terminated = False  # SIGTERM came while it was held back
+        self.is_terminated = False  # a SIGTERM was held back
 
     def check(self) -> None:
         """Raises the KeyboardInterrupt that was held back, if there is one."""
@@ -35,7 +35,7 @@ class InterruptGate:
 
     @contextlib.contextmanager
     def held_back(self) -> Iterator[None]:
-        """Inside, the first SIGINT is remembered instead of raised. Does nothing off the main thread."""
+        """Remembers the first SIGINT inside the context instead of raising it. Does nothing off the main thread."""
         previous = signal.getsignal(signal.SIGINT)
 
         def interrupt(number: int, frame: FrameType | None) -> None:
@@ -48,10 +48,10 @@ class InterruptGate:
 
     @contextlib.contextmanager
     def raised_at_once(self, ranks: Ranks) -> Iterator[None]:
-        """Inside, the first SIGTERM raises SIGTERMException at once, so that it ends a start that waits for servers.
+        """Raises SIGTERMException immediately inside the context, so that it ends a start that waits for servers.
 
-        Lightning's own handler only notes the signal, for the end of a batch. Of several ranks, rank 0 raises it; the
-        others ignore the signal, since rank 0's message ends them.
+        Lightning's handler only records the signal until the end of a batch. With several ranks, rank 0 raises it; the
+        others ignore the signal, because rank 0's message ends them.
         """
         lightning_handler = signal.getsignal(signal.SIGTERM)
         num_received = 0
@@ -59,7 +59,7 @@ class InterruptGate:
         def terminate(number: int, frame: FrameType | None) -> None:
             nonlocal num_received
             num_received += 1
-            if ranks.size == 1 and callable(lightning_handler):  # that of several ranks would wait for the others
+            if ranks.size == 1 and callable(lightning_handler):  # on several ranks it would wait for the others
                 lightning_handler(number, frame)
             if num_received == 1:
                 raise SIGTERMException
@@ -69,10 +69,10 @@ class InterruptGate:
 
     @contextlib.contextmanager
     def held_back_on_all_ranks(self, ranks: Ranks) -> Iterator[None]:
-        """Inside, Ctrl-C and SIGTERM end several ranks at the same place, where rank 0 says so; one rank as ever.
+        """Makes Ctrl-C and SIGTERM end all ranks at the same place, chosen by rank 0; changes nothing for one rank.
 
-        A terminal sends Ctrl-C to all processes and Slurm SIGTERM to all tasks; a rank that stopped by itself would
-        leave the others in the middle of a collective. A second Ctrl-C on rank 0 is not held back.
+        A terminal sends Ctrl-C to all processes, and Slurm sends SIGTERM to all tasks; a rank that stopped on its own
+        would leave the others in the middle of a collective. A second Ctrl-C on rank 0 is not held back.
         """
 
         def terminate(number: int, frame: FrameType | None) -> None:
@@ -90,7 +90,7 @@ class InterruptGate:
 
 @contextlib.contextmanager
 def _handled_by(handlers: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
-    """Inside, these signals have these handlers; nothing changes off the main thread, where Python allows none."""
+    """Sets these signal handlers inside the context; does nothing off the main thread, where Python allows none."""
     is_main_thread = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number, handler in handlers.items() if is_main_thread}
     try:

@@ -1,22 +1,23 @@
-"""Metrics of an update, the same numbers however an iteration is cut into microbatches, minibatches and ranks.
+"""Metrics of an update: the same numbers however an iteration is divided into microbatches, minibatches and ranks.
 
-A metric is a mean, over loss tokens if it is [B, T] and over trajectories with loss tokens if it is [B]; as a pair of
-values and weights of one shape it is their weighted mean, Σ w·v / Σ w. If its name starts with `max_` or `min_` it is
-the largest or smallest value whose weight is not 0, with `num_` the weighted sum. A metric without any weight is left
-out.
+A metric is a mean, over loss tokens if it is [B, T] and over trajectories with loss tokens if it is [B]. A pair of
+values and weights of the same shape gives their weighted mean, Σ w·v / Σ w. If the name starts with `max_` or `min_`,
+the metric is the largest or smallest value whose weight is not 0; with `num_`, it is the weighted sum. A metric whose
+weights are all 0 is left out.
 
 A part of a metric is a tensor [2], the number so far and the sum of its weights: Σ w·v (or the bound) and Σ w. Parts of
 microbatches, ranks and minibatches are joined in the same way.
 
-The effective sample size needs two sums. With w the weight of a token's policy gradient, the means of w and of w² over
-the tokens that learn (w ≠ 0) are joined as two metrics, of which `values_of` makes one: `ess_fraction` = mean(w)² /
-mean(w²), which is (Σw)² / (N Σw²): 1 on-policy, about 1/N if one of N tokens has all the weight. Of tokens, not of
-trajectories: our losses weight tokens, and the product of a long trajectory's ratios is ruled by rounding (30,000
-tokens that differ by 0.01 nats have a standard deviation of 1.7 nats, an effective sample size of 5 % on-policy).
+The effective sample size needs two sums. Let w be the weight of a token's policy gradient. The means of w and of w²
+over the tokens that learn (w ≠ 0) are joined as two metrics, from which `values_of` computes `ess_fraction` = mean(w)²
+/ mean(w²) = (Σw)² / (N Σw²): 1 on-policy, about 1/N if one of N tokens has all the weight. It counts tokens, not
+trajectories, because the losses weight tokens, and because rounding dominates the product of a long trajectory's ratios
+(30,000 tokens that differ by 0.01 nats have a standard deviation of 1.7 nats: an effective sample size of 5 %
+on-policy).
 
-They are not torchmetrics Metrics, unlike those of validation: a Metric reduces each of its states by a collective of
-its own, about 60 per update instead of two, in every process and not among a role's ranks, and all ranks must have the
-same metrics. Shapes: B trajectories, T tokens.
+Unlike validation's, they are not torchmetrics Metrics. A Metric reduces each of its states with a separate collective
+(about 60 per update instead of two) in every process instead of a role's ranks, and requires the same metrics on all
+ranks. Shapes: B trajectories, T tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Reduction = Literal["mean", "sum", "max", "min"]
 
 
 def reduction_of(name: str) -> Reduction:
-    """How values of a metric of this name are joined; the part before its last slash does not matter."""
+    """Returns how values of a metric with this name are joined; the part before the last slash does not matter."""
     word = name.rsplit("/", 1)[-1].split("_", 1)[0]
     reductions: dict[str, Reduction] = {"max": "max", "min": "min", "num": "sum"}
     return reductions.get(word, "mean")
@@ -46,15 +47,15 @@ def reduction_of(name: str) -> Reduction:
 
 @torch.no_grad()
 def parts_of(metrics: Mapping[str, Metric], loss_mask: Tensor) -> dict[str, Tensor]:
-    """A microbatch's parts of metrics; those with the same weights share what is made of these.
+    """Returns a microbatch's parts of metrics; computes masks and sums only once for metrics that share weights.
 
     Args:
-        metrics: by name, see `reduction_of`: values [B, T] or [B], or a pair of them and their weights; masked
-            positions and values with weight 0 have no effect.
+        metrics: name (see `reduction_of`) → values [B, T] or [B], or a pair of values and weights; masked positions
+            and values with weight 0 have no effect.
         loss_mask: bool [B, T].
     """
     masks = {2: loss_mask, 1: loss_mask.any(1)}
-    # Dimensions of values without weights, or the id of weights → these, where they count, and their sum.
+    # Dimensions of unweighted values, or id of weights → the weights, the mask where they count, and their sum.
     weights_by_key: dict[int, tuple[Tensor | None, Tensor, Tensor]] = {}
     numbers, sums = [], []
     for name, metric in metrics.items():
@@ -79,7 +80,7 @@ def parts_of(metrics: Mapping[str, Metric], loss_mask: Tensor) -> dict[str, Tens
 
 
 def joined(name: str, first: Tensor, second: Tensor) -> Tensor:
-    """Two parts of one metric as one."""
+    """Joins two parts of one metric."""
     reduction = reduction_of(name)
     if reduction in ("mean", "sum"):
         return first + second
@@ -88,7 +89,7 @@ def joined(name: str, first: Tensor, second: Tensor) -> Tensor:
 
 
 def values_of(parts: Mapping[str, Tensor]) -> dict[str, float]:
-    """The metrics, from complete parts; without those that have no weight."""
+    """Returns the metrics of complete parts, except metrics without weight."""
     values: dict[str, float] = {}
     for name, part in parts.items():
         number, weight = part.tolist()
@@ -100,13 +101,9 @@ def values_of(parts: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def over_ranks(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """The joined parts of all ranks, the same on each; a name may be missing on some of them.
+    """Joins this rank's parts with those of the other ranks, the same result on each; ranks may have different names.
 
-    It needs only sums: each rank writes its own column and reads all.
-
-    Args:
-        parts: this rank's.
-        ranks: those with the other parts.
+    A sum suffices: each rank writes its own column and reads all.
     """
     if ranks.dp_size == 1:
         return dict(parts)
@@ -125,13 +122,13 @@ def over_ranks(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
 
 
 def add_parts(whole: dict[str, Tensor], parts: Mapping[str, Tensor]) -> None:
-    """Joins these parts of metrics with those in `whole`."""
+    """Joins these parts of metrics into `whole`."""
     for name, part in parts.items():
         whole[name] = joined(name, whole[name], part) if name in whole else part
 
 
 def _all_names(own: list[str], ranks: Ranks) -> list[str]:
-    """The names that any rank has. They are not sent if a checksum shows that all ranks have the same ones."""
+    """Returns the names that any rank has; sends no names if a checksum shows that all ranks have the same ones."""
     encoded = json.dumps(own).encode()
     head = torch.zeros(ranks.dp_size, 2, dtype=torch.float64)
     head[ranks.dp_rank] = torch.tensor([zlib.crc32(encoded), len(encoded)])

@@ -1,6 +1,6 @@
-"""Resume: what a resumed run, or the next fit, continues from, and when it would be wrong to save that.
+"""Resume: the state from which a resumed run or the next fit continues, and when a checkpoint must not be saved.
 
-`check_resume` is what fast_dev_run does in place of a checkpoint.
+`check_resume` is what fast_dev_run does instead of saving a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightrl.errors import LightRLError
 from lightrl.loops.update import GradientGuard
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import FSDP2Strategy, is_on_all_ranks, mark_as_on_all_ranks, ranks_of
-from lightrl.strategies.checkpoints.one_file import explained_mismatch, load_optimizers
+from lightrl.strategies.checkpoint.one_file import explained_mismatch, load_optimizers
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +34,9 @@ OptimizerSettings = list[list[Settings]]  # optimizers, their groups, and each g
 
 
 def settings_of(trainer: RLTrainer, optimizers: OptimizerSettings) -> Settings:
-    """A fit's settings by path: the command's, or what a module keeps under the names of its constructor's arguments.
+    """Returns a fit's settings by path: the command's, or the module's attributes named like constructor arguments.
 
-    Args:
-        optimizers: what `configure_optimizers` set; for what the module's settings do not say.
+    The numbers in `optimizers`, which `configure_optimizers` set, are used if the module has no such setting.
     """
     settings = trainer.settings
     if settings is None:
@@ -53,14 +52,14 @@ def settings_of(trainer: RLTrainer, optimizers: OptimizerSettings) -> Settings:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a checkpoint may hold it, which is read as data."""
+    """Whether a checkpoint may contain this value: a checkpoint is read as data, not as code."""
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
 
 
 def by_path(value: object, path: str = "") -> Settings:
-    """Settings such as `model.sampling.temperature`: no secrets, no `init_args`, a class in a list by its name."""
+    """Returns settings by path, like `model.sampling.temperature`, without secrets; lists of classes by class name."""
     if dataclasses.is_dataclass(value):
         value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
     if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
@@ -77,7 +76,7 @@ def by_path(value: object, path: str = "") -> Settings:
 
 
 def changes(before: Settings, now: Settings) -> list[str]:
-    """`model.group_size 8 → 4` for each setting that differs; a class on one side alone without its settings."""
+    """Returns `model.group_size 8 → 4` for each setting that differs; omits an added or removed class's settings."""
     is_whole = all("model.class_path" in settings for settings in (before, now))  # both are a command's
     both = before.keys() & now.keys()
     names = [name for name in dict.fromkeys([*before, *now]) if is_whole or name in both]
@@ -99,26 +98,26 @@ class Resume:
 
     Args:
         trainer: its rollout is open between `restore_rollout` and `keep_rollout`.
-        guard: counts the skipped updates.
+        guard: counts skipped updates.
     """
 
     def __init__(self, trainer: RLTrainer, guard: GradientGuard) -> None:
         self.trainer = trainer
         self.guard = guard
-        self.why_no_checkpoint: str | None = None  # what makes a checkpoint wrong at this moment
+        self.why_no_checkpoint: str | None = None  # why a checkpoint would be wrong at this moment
         self._rollout_state: Settings | None = None  # the last fit's or checkpoint's, for the next rollout
-        self._is_restored = False  # the open rollout has taken the state over
+        self._is_restored = False  # whether the open rollout has loaded the state
         self._optimizers: OptimizerSettings = []  # this fit's
         self._settings: Settings = {}  # path → setting of this fit
         self._saved: Settings = {}  # a checkpoint's `optimizers` and `settings`, until they are compared
 
     def begin(self) -> None:
-        """A stage begins: forgets what an earlier one, which may have failed, left behind."""
+        """Begins a stage: forgets what an earlier stage, which may have failed, left behind."""
         self.why_no_checkpoint = None
         self._is_restored = False
 
     def state_dict(self) -> Settings:
-        """State for a checkpoint; without the rollout's part if nothing was rolled out."""
+        """Returns the state for a checkpoint, without the rollout's part if nothing was rolled out."""
         state = (self.trainer.rollout.state_dict() if self._is_restored else None) or self._rollout_state
         settings = {"optimizers": self._optimizers, "settings": self._settings} if self._optimizers else {}
         if state is None:
@@ -141,7 +140,7 @@ class Resume:
         torch.set_rng_state(state_dict["torch_rng"])
 
     def keep_settings(self) -> None:
-        """Keeps the numbers that `configure_optimizers` set, before any checkpoint's state; `lr` without its factor."""
+        """Keeps the numbers that `configure_optimizers` set, before a checkpoint is loaded; `lr` before scheduling."""
         self._optimizers = [
             [
                 {name: value for name, value in group.items() if isinstance(value, float | tuple)}
@@ -152,7 +151,7 @@ class Resume:
         ]
 
     def apply_settings(self) -> None:
-        """Reports which settings of a resumed fit are not the checkpoint's, and gives the optimizers its own."""
+        """Reports which settings differ from the checkpoint's, and sets the optimizers to this fit's settings."""
         saved, self._saved = self._saved, {}
         self._settings = settings_of(self.trainer, self._optimizers)
         if changed := changes(saved.get("settings", {}), self._settings):
@@ -161,7 +160,7 @@ class Resume:
             log.log(level, "Changed since the checkpoint: %s.", "; ".join(changed))
         if saved and 0 < self.trainer.max_steps <= self.trainer.global_step:
             log.warning(
-                "Nothing is left to train: the checkpoint has all of trainer.max_steps=%d.", self.trainer.max_steps
+                "Nothing is left to train: the checkpoint is at trainer.max_steps=%d already.", self.trainer.max_steps
             )
         config_of = {id(config.scheduler.optimizer): config for config in self.trainer.lr_scheduler_configs}
         saved_optimizers = saved.get("optimizers", [])
@@ -176,7 +175,7 @@ class Resume:
     def _apply_rates(
         self, optimizer: Optimizer, groups: list[Settings], saved_groups: list[Settings], config: Any
     ) -> None:
-        """Gives an optimizer this fit's learning rates; `config` is its scheduler's, None without a scheduler."""
+        """Sets an optimizer to this fit's learning rates; `config` is its scheduler's, None without a scheduler."""
         was_scheduled = saved_groups[0]["is_scheduled"]
         if config is None:
             for group, new, old in zip(optimizer.param_groups, groups, saved_groups, strict=True):
@@ -208,14 +207,14 @@ class Resume:
             seed = self._rollout_state["run_seed"]
             if seed != self.trainer.run_seed:
                 log.warning(
-                    "The checkpoint was made with seed %d, this run has seed %d: prompts come in another order, some "
-                    "of them twice. Set seed_everything to %d.", seed, self.trainer.run_seed, seed,
+                    "The checkpoint was made with seed %d, but this run has seed %d: prompts come in another order, "
+                    "some of them twice. Set seed_everything to %d.", seed, self.trainer.run_seed, seed,
                 )  # fmt: skip
             self.trainer.rollout.load_state_dict(self._rollout_state)
         self._is_restored = True
 
     def keep_rollout(self) -> None:
-        """Before the rollout closes: keeps its state for checkpoints and later fits."""
+        """Keeps the rollout's state for checkpoints and later fits, before the rollout closes."""
         if not self._is_restored:
             return
         self._is_restored = False
@@ -227,15 +226,15 @@ class Resume:
             log.warning("The rollout's state could not be read for a checkpoint: %s", error)
 
     def note_failure(self, error: BaseException) -> None:
-        """A rank that fails alone cannot save what is spread over all of them."""
+        """Forbids a checkpoint if only this rank failed: state sharded over all ranks could not be saved."""
         ranks = ranks_of(self.trainer.strategy)
         if ranks.size > 1 and not is_on_all_ranks(error):
             self.why_no_checkpoint = f"rank {ranks.rank} failed and the others did not"
-            ranks.fail(error)  # now: what callbacks do on an exception may wait for other ranks
+            ranks.fail(error)  # before callbacks' on_exception, which may wait for other ranks
 
 
 class CheckpointConnector(_CheckpointConnector):
-    """Lightning's, which also loads a checkpoint of several processes in one, and explains what does not fit."""
+    """Lightning's connector, which can also load a multi-process checkpoint in one process, and explains mismatches."""
 
     def __init__(self, trainer: RLTrainer, resume: Resume) -> None:
         super().__init__(trainer)
@@ -261,10 +260,9 @@ class CheckpointConnector(_CheckpointConnector):
 
 
 def check_resume(trainer: RLTrainer) -> None:
-    """Saves all of a checkpoint but weights and optimizers in memory, loads and compares it; called on all ranks.
+    """Saves a checkpoint without weights and optimizers in memory, loads it and compares; called on all ranks.
 
-    Raises:
-        LightRLError: if a part cannot be loaded, or is another one then.
+    Raises LightRLError if a part cannot be loaded, or differs after loading.
     """
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     state = {name: part for name, part in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
@@ -275,11 +273,11 @@ def check_resume(trainer: RLTrainer) -> None:
 
 
 def _first_problem(state: Settings) -> str | None:
-    """Why a checkpoint would not keep this state; None if it does."""
+    """Returns why a checkpoint would not preserve this state, or None if it does."""
     leaves, structure = tree_flatten_with_path(state)
     try:
         loaded, loaded_structure = tree_flatten_with_path(_save_and_load(state))
-    except Exception as error:  # noqa: BLE001  # whatever the classes of a user's state raise when they are pickled
+    except Exception as error:  # noqa: BLE001  # a user's class may raise anything when pickled
         name = next((keystr(path) for path, value in leaves if not _can_be_loaded(value)), "")
         return (
             f"The checkpoint cannot be loaded with weights_only=True, because of checkpoint{name}: {error} The state "
@@ -309,7 +307,7 @@ def _can_be_loaded(value: object) -> bool:
 
 
 def _are_equal(left: object, right: object) -> bool:
-    """NaN equals NaN here."""
+    """Whether the values are equal, where NaN equals NaN."""
     if not isinstance(left, torch.Tensor):
         return bool(left == right or (left != left and right != right))
     if not isinstance(right, torch.Tensor) or left.shape != right.shape:

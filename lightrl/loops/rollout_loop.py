@@ -5,8 +5,8 @@
 On-policy, the loop waits for the last rewards while it runs the calls that need none (`defers_rewards`).
 
 It replaces `trainer.fit_loop.epoch_loop.automatic_optimization`, whose `run` Lightning calls once for each training
-batch. One batch is one iteration is one `global_step` is one weight version. A module that is not an RLModule goes
-through Lightning's own code untouched.
+batch. One batch is one iteration, one `global_step` and one weight version. A module that is not an RLModule uses
+Lightning's code unchanged.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from lightrl.trajectory import Group, Trajectory, sampling_seed
 
 _ENGINE = "trainer.engine's max_batch or prefill_tokens (SGLang: mem_fraction_static)"
 _ADVICE = {
-    "rollout": f"Lower {_ENGINE}, or model.microbatch_tokens, which leaves the engine more.",
+    "rollout": f"Lower {_ENGINE}, or model.microbatch_tokens, which leaves the engine more memory.",
     "sync": f"Lower {_ENGINE}.",
     "start": "Use more devices with trainer.strategy: FSDP2Strategy, or a smaller model.",
 }
@@ -63,7 +63,7 @@ class RolloutLoop(_AutomaticOptimization):
         self.gate = InterruptGate()
         self.guard = GradientGuard()
         self.resume = Resume(trainer, self.guard)
-        self.phase = "start"  # the present one, or the last
+        self.phase = "start"  # the current phase, or the last one
         self.sizes = ""  # the sizes of this iteration's tensors, in words
 
     @property
@@ -76,7 +76,7 @@ class RolloutLoop(_AutomaticOptimization):
         if not isinstance(module, RLModule):
             self.phase = "training step"
             return super().run(optimizer, batch_idx, kwargs)
-        if self.ranks.size == 1:  # else all ranks stop together, in rank 0's next rollout
+        if self.ranks.size == 1:  # several ranks stop together, in rank 0's next rollout
             self.gate.check()
         self.trainer.phase_seconds = {}
         with self.trainer.profiler.profile("run_training_step"):  # PyTorchProfiler's schedule counts these
@@ -88,9 +88,9 @@ class RolloutLoop(_AutomaticOptimization):
 
     @contextlib.contextmanager
     def _own_randomness(self, module: RLModule) -> Iterator[None]:
-        """Random numbers inside depend on (seed, weight version) alone, and do not change those outside.
+        """Seeds random numbers inside the context from (seed, weight version), and restores the state afterwards.
 
-        A resumed run cannot repeat what loaders and validation took from the global state in between.
+        A resumed run could not repeat the random numbers that loaders and validation drew from the global state.
         """
         is_cuda = module.device.type == "cuda"
         # torch.manual_seed formats the stack for each kind of accelerator that is missing.
@@ -125,7 +125,7 @@ class RolloutLoop(_AutomaticOptimization):
         self.resume.why_no_checkpoint = None
 
     def _score(self, module: RLModule, groups: list[Group]) -> ShardedExperience:
-        """The iteration's Experience with the outputs of the model calls, rewards and advantages."""
+        """Returns the iteration's Experience with the outputs of the model calls, rewards and advantages."""
         rollout = self.trainer.rollout
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         with self._phase("score"):
@@ -147,7 +147,7 @@ class RolloutLoop(_AutomaticOptimization):
             return self._run_calls(module, experience, trajectories, left_out=scored)
 
     def _make_experience(self, module: RLModule, trajectories: list[Trajectory]) -> ShardedExperience:
-        """The trajectories as an Experience on the host: the numbers of all, the tokens of those that train here."""
+        """Returns an Experience on the host, with numbers of all trajectories and tokens of those that train here."""
         rollout = self.trainer.rollout
         if isinstance(rollout, SharedRollout):
             experience, has_all = rollout.pop_experience(), range(1)
@@ -163,7 +163,7 @@ class RolloutLoop(_AutomaticOptimization):
     def _drop_unrewarded_rows(
         self, module: RLModule, experience: ShardedExperience, groups: list[Group], trajectories: list[Trajectory]
     ) -> tuple[ShardedExperience, list[Trajectory]]:
-        """Drop rows without a reward, and what the loss reads together with them; all others stay where they are."""
+        """Drops rows without a reward and their loss units' other rows; all others stay on their ranks."""
         units = experience.units(module.loss_unit)
         has_reward = [trajectory.reward is not None for trajectory in trajectories]
         rewarded_rows = sorted(row for rows in units if all(has_reward[row] for row in rows) for row in rows)
@@ -228,10 +228,9 @@ class RolloutLoop(_AutomaticOptimization):
         *,
         is_first: bool,
     ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-        """One optimizer step through Lightning's own `optimizer_step`, so clipping and precision plugins apply.
+        """Takes one optimizer step through Lightning's `optimizer_step`, so clipping and precision plugins apply.
 
-        Returns:
-            The minibatch's metrics, and their parts, from which the iteration's are made.
+        Returns the minibatch's metrics, and their parts, from which the iteration's metrics are made.
         """
         trainer = self.trainer
         plugin = trainer.precision_plugin
@@ -240,7 +239,7 @@ class RolloutLoop(_AutomaticOptimization):
         parts_of_roles = by_role(module, module.trained_roles(), parameters)
         version = trainer.weight_version if is_first else None
         losses = [MinibatchLoss(module, minibatch, str(call.role), self.ranks, version) for call in train_calls]
-        norms: dict[str, float] = {}  # of each role, by metric
+        norms: dict[str, float] = {}  # metric → a role's gradient norm
 
         def zero_grad() -> None:
             with logging_allowed(module):
@@ -269,10 +268,10 @@ class RolloutLoop(_AutomaticOptimization):
             self.ranks.average_gradients()
             for loss in losses:
                 loss.reduce()
-            if getattr(plugin, "scaler", None) is None:  # a scaler skips such steps by itself
+            if getattr(plugin, "scaler", None) is None:  # a scaler skips non-finite steps itself
                 bound = module.max_skipped_updates
                 norm = self.guard.check(parameters, zero_grad, max_in_a_row=bound, ranks=self.ranks)
-                for name, part in parts_of_roles.items() if math.isfinite(norm) else ():  # alike on all ranks
+                for name, part in parts_of_roles.items() if math.isfinite(norm) else ():  # the same on all ranks
                     key = "grad_norm" if name == "policy" else f"{name}/grad_norm"
                     gradients = [item.grad for item in part if item.grad is not None]
                     norms[key] = norm if len(parts_of_roles) == 1 else self.ranks.total_norm(gradients)
@@ -285,7 +284,7 @@ class RolloutLoop(_AutomaticOptimization):
         return values_of(parts), parts
 
     def _offer(self, experience: ShardedExperience) -> ShardedExperience:
-        """Shows the Experience to callbacks and the module; each may return one with another mask or advantages."""
+        """Calls `on_experience_ready`; callbacks and module may return another loss mask or advantages."""
         shown = experience.shown
         for hook in self.trainer.rl_hooks("on_experience_ready"):
             with logging_allowed(self.trainer.lightning_module):
@@ -296,7 +295,7 @@ class RolloutLoop(_AutomaticOptimization):
         return experience
 
     def rewarded_groups(self, batch: object) -> list[Group]:
-        """Roll out and reward the prompts of a validation, test or predict batch, or rows of a user's own loader."""
+        """Rolls out and rewards the prompts of a validation, test or predict batch, or rows of a user's loader."""
         trainer = self.trainer
         module = cast("RLModule", trainer.lightning_module)
         stage: Any = trainer.state.fn
@@ -306,7 +305,7 @@ class RolloutLoop(_AutomaticOptimization):
             TrainerFn.TESTING: trainer.test_loop,
             TrainerFn.PREDICTING: trainer.predict_loop,
         }
-        # The batch's number within its loop: ids, and with them the seeds, are the same in each validation.
+        # With the batch's number in its loop, ids and therefore seeds are the same in each validation.
         name = f"{stage.value}-{loops[stage].batch_progress.current.ready}"
         groups = trainer.rollout.evaluate(
             prompts_of(batch, module.tokenizer, name=name, max_prompt_tokens=module.max_prompt_tokens),
@@ -326,7 +325,7 @@ class RolloutLoop(_AutomaticOptimization):
         self.num_updates = int(state_dict.get("num_updates", self.num_updates))
 
     def _make_on_wait(self, hook: str | None = None) -> OnWait:
-        """The function that a rollout calls while it waits; the RL hook reports how far it is."""
+        """Returns the function that a rollout calls while it waits; it calls the RL hook with the progress."""
 
         def on_wait(done: int, total: int) -> None:
             self.ranks.step()
@@ -339,12 +338,12 @@ class RolloutLoop(_AutomaticOptimization):
         return on_wait
 
     def _report_drops(self) -> None:
-        """Reports the trajectories dropped since the last time to callbacks and the module."""
+        """Reports the trajectories dropped since the last report to callbacks and the module."""
         for drop in self.trainer.rollout.drain_drops():
             self.trainer.call_rl_hook("on_trajectory_dropped", drop.reason, drop.message)
 
     def out_of_memory(self, error: torch.OutOfMemoryError, module: object) -> TrainingError:
-        """The error to raise instead: the phase, its sizes, what was estimated, and what to set."""
+        """Returns the error to raise instead, with the phase, its sizes, the estimated memory, and what to change."""
         tokens = getattr(module, "microbatch_tokens", None)
         smaller = "data.batch_size" if tokens is None else f"model.microbatch_tokens (now {tokens})"
         other = f"Lower {smaller}, or set activation_checkpointing of trainer.strategy (FSDP2Strategy) to true."
@@ -365,7 +364,7 @@ class RolloutLoop(_AutomaticOptimization):
 
 @contextlib.contextmanager
 def logging_allowed(module: Any) -> Iterator[None]:
-    """`self.log` works inside: Lightning allows it only inside a hook that it has called itself."""
+    """Makes `self.log` work inside the context; Lightning allows it only inside a hook that it called."""
     before = module._current_fx_name
     if before is None:
         module._current_fx_name = "training_step"

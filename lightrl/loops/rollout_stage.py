@@ -1,6 +1,6 @@
 """RolloutStage: what a fit, validate, test or predict of an RLModule opens: models, reward worker, engine and rollout.
 
-It checks their settings before a device is touched, logs what follows from them, and closes each in any case.
+It checks their settings before it uses a device, logs the derived settings, and always closes what it opened.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import gc
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ _AVERAGES = (
 
 _INSTEAD: dict[type[Callback], str] = {
     LearningRateFinder: (
-        "it looks for the fastest fall of the loss, but a policy's loss does not measure its progress. Compare short "
+        "it searches for the steepest drop of the loss, but a policy's loss does not measure progress. Compare short "
         "runs with several values of model.lr."
     ),
     BatchSizeFinder: (
@@ -72,34 +71,24 @@ _INSTEAD: dict[type[Callback], str] = {
         "`update/tokens_per_s` are logged anyway."
     ),
     SpikeDetection: (
-        "it compares the loss with earlier ones, but a policy's loss has no level of its own. Set "
+        "it compares the loss with earlier ones, but a policy's loss has no typical level. Set "
         "trainer.gradient_clip_val; an update without a finite gradient is skipped anyway."
     ),
-    ModelPruning: (
-        "it renames the parameters, which the engine would look for in vain. Prune the exported model instead."
-    ),
+    ModelPruning: ("it renames the parameters, so the engine would not find them. Prune the exported model instead."),
     RichProgressBar: (
-        "its line has no room for an iteration's numbers and wraps. Leave it out for RolloutProgressBar, which shows "
-        "the phases too, or use TQDMProgressBar."
+        "its line is too short for an iteration's numbers and wraps. Leave it out to get RolloutProgressBar, which "
+        "also shows the phases, or use TQDMProgressBar."
     ),
     BaseFinetuning: (
-        "it freezes layers before the models are loaded. Override configure_model: call super's, then requires_grad_ "
-        "of what stays as it is."
+        "it freezes layers before the models are loaded. Override configure_model: call super's, then "
+        "requires_grad_(False) on what to freeze."
     ),
 }
 
 
-def check_callbacks(callbacks: Iterable[object]) -> None:
-    """Raises ValueError for the first callback that cannot work; `Tuner` is found by the finder that it adds."""
-    for callback in callbacks:
-        for kind, reason in _INSTEAD.items():
-            if isinstance(callback, kind):
-                raise ValueError(f"{type(callback).__name__} cannot be used with an RLModule: {reason}")
-
-
 log = logging.getLogger(__name__)
 
-# New objects until Python collects garbage; with 700, its default, 40 collections took 14 ms of an iteration's 340.
+# New objects per garbage collection. With Python's default, 700, an iteration of 340 ms spent 14 ms in 40 collections.
 _OBJECTS_A_COLLECTION = 20_000
 
 
@@ -108,7 +97,7 @@ class RolloutStage:
 
     Args:
         trainer: gets `open_rollout` while the stage is open, and LocalEngine as its engine if it has none.
-        resume: takes over the rollout's state when it closes, and gives it to the next.
+        resume: keeps the rollout's state when it closes, and gives it to the next rollout.
     """
 
     def __init__(self, trainer: RLTrainer, resume: Resume) -> None:
@@ -138,10 +127,13 @@ class RolloutStage:
             )
         if module.workflow_workers:
             (self.trainer.engine or LocalEngine()).check_workers(module.workflow_workers)
-        check_callbacks(getattr(self.trainer, "callbacks", ()))
+        for callback in getattr(self.trainer, "callbacks", ()):  # `Tuner` adds the finders
+            for kind, reason in _INSTEAD.items():
+                if isinstance(callback, kind):
+                    raise ValueError(f"{type(callback).__name__} cannot be used with an RLModule: {reason}")
 
     def start_reward_worker(self, module: RLModule) -> RewardWorker:
-        """Before any model is built, on the main process alone: fails if there is no such reward function."""
+        """Starts it before any model is built, only on rank 0; fails if the reward function does not exist."""
         worker = self._reward_worker = self._reward_worker or make_reward_worker(
             module.reward_source if module.reward_source is not None else module.reward,
             workers=module.reward_workers,
@@ -154,15 +146,11 @@ class RolloutStage:
         return worker
 
     def open(self, module: RLModule) -> None:
-        """Once the module has its models and its restored state.
-
-        Raises:
-            ValueError: if the settings of module, data, callbacks and trainer do not fit together.
-        """
+        """Opens the stage, once the module has its models and restored state; raises ValueError for bad settings."""
         trainer, self._num_threads = self.trainer, torch.get_num_threads()
         is_fit = trainer.state.fn == TrainerFn.FITTING
         recorded = getattr(getattr(trainer, "datamodule", None), "recorded_groups", None) if is_fit else None
-        graph = module.data_flow(from_file=recorded is not None)  # refuses calls that make no graph
+        graph = module.data_flow(from_file=recorded is not None)  # raises if the calls form no valid graph
         module.parallel_models = _parallel_models(trainer, module)
         self._precision = trainer.precision_plugin
         trainer.strategy.precision_plugin = subclassed(self._precision, LeavesBatches)
@@ -181,15 +169,15 @@ class RolloutStage:
             _log_what_runs(trainer, module, trainer.rollout.settings if is_fit else None)
         num_parameters = sum(parameter.numel() for parameter in module.parameters())
         if module.device.type == "cpu" and num_parameters < SMALL_MODEL_PARAMETERS:
-            torch.set_num_threads(1)  # OpenMP's others would spin next to the threads of rollout and update
-        gc.freeze()  # a full collection, every fifth iteration, took 250 ms for what imports have made
+            torch.set_num_threads(1)  # more OpenMP threads would spin and slow down rollout and update
+        gc.freeze()  # otherwise full collections take 250 ms, every fifth iteration, for objects made by imports
         self._gc_threshold = gc.get_threshold()
         gc.set_threshold(_OBJECTS_A_COLLECTION, *self._gc_threshold[1:])
 
     def close(self) -> None:
-        """Keeps the rollout's state for checkpoints and later fits; ends threads and processes, each in any case.
+        """Keeps the rollout's state for checkpoints and later fits, then ends threads and processes, whatever fails.
 
-        May be called again, after a Ctrl-C that cut the first call short.
+        May be called again after a Ctrl-C that interrupted the first call.
         """
         if self._precision is not None:
             self.trainer.strategy.precision_plugin, self._precision = self._precision, None
@@ -216,7 +204,7 @@ class RolloutStage:
             self._engine_is_open = False
 
     def _open_live(self, module: RLModule, graph: DataFlowGraph, is_fit: bool) -> Rollout:
-        """The controller, or on several ranks rank 0's as all of them see it."""
+        """Returns the controller; with several ranks, a SharedRollout of rank 0's controller."""
         trainer, ranks = self.trainer, ranks_of(self.trainer.strategy)
         settings = RolloutSettings(
             group_size=module.group_size,
@@ -247,7 +235,7 @@ class RolloutStage:
     def _start_controller(
         self, module: RLModule, settings: RolloutSettings, prompts: PromptStream | None, folder: Path | None
     ) -> RolloutController:
-        """Reward worker, engine and controller; on rank 0 only. They write files to the folder, if there is one."""
+        """Starts reward worker, engine and controller, only on rank 0. They write files to the folder, if not None."""
         worker = self.start_reward_worker(module)
         if folder is not None:
             self._reward_worker = worker = FailureLog(worker, folder / "failed_rewards.jsonl")
@@ -276,7 +264,7 @@ class RolloutStage:
 
 
 def _parallel_models(trainer: RLTrainer, module: RLModule) -> dict[str, ParallelModel]:
-    """Role → what the strategy makes of the models that are here."""
+    """Returns role → the strategy's parallel model, for roles whose model is not on a server."""
     sampling = with_stop_tokens(module.sampling, module.stop_token_ids())
     settings = LogprobSettings(
         temperature=sampling.temperature,
@@ -316,13 +304,13 @@ def _check_sizes(module: RLModule, groups_per_iteration: int, ranks: Ranks) -> N
 
 
 def _apply_hooks(trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
-    """The settings after every `configure_rollout` hook."""
+    """Returns the settings after all `configure_rollout` hooks."""
     for hook in trainer.rl_hooks("configure_rollout"):
         changed: object = hook(settings)
         if not isinstance(changed, RolloutSettings):
             raise TypeError(
-                f"configure_rollout must return RolloutSettings, got {type(changed).__name__}. Return the settings it "
-                "was given, or dataclasses.replace(settings, ...)."
+                f"configure_rollout must return RolloutSettings, got {type(changed).__name__}. Return the given "
+                "settings, or dataclasses.replace(settings, ...)."
             )
         settings = changed
     if module.loss_unit == "pair" and settings.incomplete_groups == "train":
@@ -331,7 +319,7 @@ def _apply_hooks(trainer: RLTrainer, module: RLModule, settings: RolloutSettings
 
 
 def _share_settings(settings: RolloutSettings, ranks: Ranks) -> RolloutSettings:
-    """Rank 0's settings on every rank; other ranks get no filter and no curriculum, which only rank 0 uses."""
+    """Returns rank 0's settings on every rank, without filter and curriculum on other ranks, which do not use them."""
     plain = {name: value for name, value in vars(settings).items() if isinstance(value, int | float | str | None)}
     plain = ranks.broadcast_json(plain)
     others: dict[str, None] = {} if ranks.is_main else dict.fromkeys(vars(settings).keys() - plain.keys())
@@ -339,7 +327,7 @@ def _share_settings(settings: RolloutSettings, ranks: Ranks) -> RolloutSettings:
 
 
 def devices_text(trainer: RLTrainer) -> str:
-    """Describes who has which device on this machine; sets the trainer's in the engine."""
+    """Describes which devices trainer and engine use on this machine; tells the engine the trainer's devices."""
     devices = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
     engine = trainer.engine or LocalEngine()
     text = f"trainer {', '.join(map(str, devices))}; {type(engine).__name__} {engine.place(devices)}"
@@ -347,7 +335,7 @@ def devices_text(trainer: RLTrainer) -> str:
 
 
 def _log_what_runs(trainer: RLTrainer, module: RLModule, settings: RolloutSettings | None) -> None:
-    """The settings that follow from those of a fit."""
+    """Logs settings that were derived from the given ones."""
     engine, threads = trainer.engine, count_text(torch.get_num_threads(), "update thread")
     decoding = f", {count_text(engine.threads, 'decoding thread')}" if engine is not None and engine.threads else ""
     log.info("engine: %s%s; %s", type(engine).__name__, decoding, threads)

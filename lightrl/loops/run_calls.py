@@ -1,4 +1,4 @@
-"""run_calls: executes the infer calls of a DataFlowGraph, each as soon as its inputs are there.
+"""run_calls: executes the infer calls of a DataFlowGraph, each as soon as its inputs are ready.
 
 rank 0    policy's calls ...   function (thread) ...  ─┐
 rank 1    critic's calls ...                          ─┴─► each result to all ranks when a call needs it, or at the end
@@ -33,23 +33,23 @@ def run_calls(
     share: Callable[[ModelCall, _Outputs], _Outputs] | None = None,
     on_wait: Callable[[], None] = lambda: None,
 ) -> _State:
-    """`start` with the results of all infer calls added.
+    """Runs all infer calls and returns `start` with their results added.
 
-    The trainer's calls run here, each of the others in its own thread. A call that misses its deadline is named
-    in the error and abandoned; its thread is a daemon.
+    Calls of the trainer's models run in this thread, each other call in its own thread. A call that misses its deadline
+    is named in the error and abandoned; its thread is a daemon.
 
-    With several ranks each runs its own calls, the trainer's in the graph's order. Results are shared as late as
+    With several ranks, each rank runs its own calls, the trainer's in the graph's order. Results are shared as late as
     possible, when a call needs them or at the end, so that calls on different ranks run at the same time.
 
     Args:
-        graph: its train calls are left out.
+        graph: the calls; its train calls are skipped.
         start: an Experience; `add(experience, tensors)` returns one with more keys.
-        run: returns the outputs of a call by key; called from several threads at once.
+        run: returns the outputs of a call by key; called from several threads concurrently.
         left_out: names of calls whose outputs `start` has, or that run later.
         runs_here: whether this rank runs a call.
-        share: gives every rank what it needs of the outputs of the ranks that ran the call; all ranks call it, in the
+        share: gives every rank the outputs that it needs from the ranks that ran the call; all ranks call it, in the
             same order. None for one rank, which runs the trainer's calls in the order in which they become ready.
-        on_wait: called about once a second while a call of another thread is awaited.
+        on_wait: called about once a second while waiting for a call in another thread.
 
     Raises:
         TrainingError: if a call misses its deadline.
@@ -72,7 +72,7 @@ def run_calls(
 
 @dataclass
 class _Execution(Generic[_State]):
-    """Results of this rank. Threads of calls next to the trainer add theirs and start the calls that need them."""
+    """This rank's results. The calls' threads add theirs and start the calls that were waiting for them."""
 
     graph: DataFlowGraph
     calls: list[ModelCall]
@@ -85,7 +85,7 @@ class _Execution(Generic[_State]):
 
     def __post_init__(self) -> None:
         self._todo = {call.name for call in self.calls}
-        self._partial: set[str] = set()  # outputs that other ranks have a share of
+        self._partial: set[str] = set()  # calls whose outputs are still divided over several ranks
         self._started: set[str] = set()
         self._running: dict[str, tuple[ModelCall, float]] = {}  # in other threads, with their deadlines
         self._error: BaseException | None = None
@@ -149,7 +149,7 @@ class _Execution(Generic[_State]):
             self._changed.notify_all()
 
     def wait_for(self, is_enough: Callable[[], bool]) -> None:
-        """Raises the error of a call in another thread, and TrainingError at the first deadline."""
+        """Waits; raises the error of a call in another thread, or TrainingError at the first missed deadline."""
         with self._changed:
             self._raise_if_failed()
             while not is_enough():
@@ -170,7 +170,7 @@ class _Execution(Generic[_State]):
             with span(call.name, "score"):
                 outputs = self.run(call, state)
             self.learn(call.name, outputs)
-        except BaseException as error:  # noqa: BLE001  # of a thread; raised where the results are awaited
+        except BaseException as error:  # noqa: BLE001  # `wait_for` raises it in the main thread
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 def asked_once(
     call: ModelCall, trajectories: Sequence[Trajectory], ask: Callable[[], Mapping[str, Tensor]]
 ) -> Mapping[str, Tensor]:
-    """The call's outputs, [B] or [B, T, ...]: from its trajectories if TrajectoryLog recorded them, else from `ask()`.
+    """Returns the call's outputs, [B] or [B, T, ...]: those recorded in the trajectories, otherwise those of `ask()`.
 
-    Asked again, a function or a server might answer differently, or be gone. Floats are float32, asked or recorded.
-    Recorded ones have 0 on the padding.
+    A second call of a function or server might answer differently, or fail. Floats are float32 in both cases. Recorded
+    outputs have 0 on the padding.
     """
     recorded = [item.call_outputs for item in trajectories]
     is_recorded = bool(recorded) and all(key in outputs for outputs in recorded for key in call.outputs)
@@ -46,7 +46,7 @@ def asked_once(
 
 
 def _as_tensor(values: list[object]) -> Tensor:
-    """A tensor of numbers, or of arrays [T, ...] with padding."""
+    """Returns a tensor of numbers, or of padded arrays [T, ...]."""
     values = [as_array(value) for value in values]
     if isinstance(values[0], np.ndarray):
         return pad_sequence([torch.from_numpy(value) for value in values], batch_first=True)
@@ -66,16 +66,16 @@ def score(
     forward_context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     left_out: Collection[str] = (),
 ) -> ShardedExperience:
-    """Experience with the outputs of the module's model calls and its advantages, [B, T].
+    """Returns the Experience with the outputs of the module's model calls and its advantages, [B, T].
 
     Args:
         module: has `model_calls`, `advantages` and the models.
-        experience: of the whole iteration, or what `shard` made of it. Each of its ranks infers its share of the rows,
-            for the roles that it holds; functions and servers are called on rank 0 only, because a function may answer
-            differently the second time.
+        experience: the whole iteration's, or its sharded form from `shard`. Each rank infers its share of the rows for
+            the roles that it holds. Functions and servers are called only on rank 0, because a second call may answer
+            differently.
         trajectories: its rows, for calls that read texts; on rank 0.
-        forward_context: the precision plugin's, around the models only: half precision would make bfloat16 the default
-            dtype of what `advantages` creates.
+        forward_context: the precision plugin's, only around the models: half precision would make bfloat16 the default
+            dtype of tensors that `advantages` creates.
         left_out: names of calls whose outputs `experience` has, or that run later.
     """
     rows = list(trajectories)
@@ -111,11 +111,11 @@ def score(
 
 
 def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ranks: Ranks) -> _Outputs:
-    """One forward over this rank's share of the trajectories: the call's outputs, float32.
+    """Runs one forward over this rank's share of the trajectories and returns the call's outputs, float32.
 
-    `values` are a critic's, per token, and `bootstrap_values` the one of the state after a truncated end, [B]. Any
-    other output is the number of a scalar head after the last token, [B], or the logprobs of a language model, per
-    token; with the call's `topk` its most likely tokens and their logprobs too, K of them.
+    `values` are a critic's, per token; `bootstrap_values` is its value of the state after a truncated end, [B]. Any
+    other output is a scalar head's number after the last token, [B], or a language model's logprobs, per token; with
+    the call's `topk`, also the K most likely tokens and their logprobs.
     """
     role, key = call.role or "policy", call.outputs[0]
     scores_ends = key != "values" and module.models()[role].spec.head == "scalar"
@@ -124,7 +124,7 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
         has_end = torch.ones_like(experience.is_truncated)
     elif "bootstrap_values" in call.outputs:
         has_end = experience.is_truncated
-    # Another policy, such as this one's base, did not sample the tokens.
+    # Another policy, like the base model, did not sample the tokens.
     lengths, rated = experience.lengths, experience.rollout_part(has_end, is_sampler=not call.base_only)
     rows = microbatch_rows(rated, ranks, call.microbatch_tokens or module.microbatch_tokens)
     parts = Microbatches(rated, rows, module.device)
@@ -154,17 +154,17 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
         at_end = torch.zeros(len(lengths), dtype=torch.float32)
         for index, part in zip(rows, numbers[key], strict=True):
             if index:
-                ends = lengths[index].clamp(max=part.shape[1] - 1)  # any place for rows without an end
+                ends = lengths[index].clamp(max=part.shape[1] - 1)  # rows without an end read any position
                 at_end[index] = part.gather(1, ends[:, None])[:, 0]
         result[key if scores_ends else "bootstrap_values"] = torch.where(has_end, at_end, 0.0)
     return result
 
 
 def _advantages(module: RLModule, experience: ShardedExperience) -> _Outputs:
-    """Calls the module's `advantages`, for rewards that include the reward model's scores.
+    """Calls the module's `advantages`, with the reward model's scores added to the rewards.
 
     Raises:
-        ValueError: if those are all 0: its head could not be checked where models start without memory.
+        ValueError: if all scores are 0: the head may be untrained, which a model on the meta device does not show.
     """
     changes: _Outputs = {}
     if "reward_model_scores" in experience.rows:
@@ -188,7 +188,7 @@ def _advantages(module: RLModule, experience: ShardedExperience) -> _Outputs:
 
 
 def _on_loss(name: str, values: Tensor, experience: ShardedExperience, is_whole: bool) -> OnLossTokens | TokenRows:
-    """Prepares what `advantages` returned, [B] or per token: 0 on tokens that do not train."""
+    """Checks what `advantages` returned, [B] or per token, and sets it to 0 on tokens that do not train."""
     num = len(experience)
     if tuple(values.shape) == (num,):
         return OnLossTokens(values.detach().float().cpu())
@@ -206,7 +206,7 @@ def _on_loss(name: str, values: Tensor, experience: ShardedExperience, is_whole:
 
 @contextlib.contextmanager
 def _on_device(module: RLModule, role: str) -> Iterator[None]:
-    """Inside, the role's model is on the module's device; one with `offload` is in CPU memory outside."""
+    """Moves a model with `offload` to the module's device inside the context, and back to CPU memory afterwards."""
     if not module.models()[role].offload:
         yield
         return
@@ -221,12 +221,12 @@ def _on_device(module: RLModule, role: str) -> Iterator[None]:
 def _function_outputs(
     call: ModelCall, experience: ShardedExperience, trajectories: list[Trajectory]
 ) -> dict[str, Tensor]:
-    """Calls a call's own function; returns its results by key.
+    """Calls the function of a model call and returns its results by key.
 
     Raises:
-        TrainingError: if it raises anything but an error of ours, which names its own source.
-        ValueError: if it is not a tensor for each of the call's outputs, with a row for each trajectory, or has NaN
-            because the rewards are NaN until they are there.
+        TrainingError: if the function raises anything but a LightRLError, which names its own source.
+        ValueError: if the result is not a tensor for each output, with a row for each trajectory, or contains NaN
+            because it read rewards, which are NaN until they are known.
     """
     assert call.run is not None
     try:
@@ -253,7 +253,7 @@ def _function_outputs(
             )
         if "rewards" not in call.inputs and value.isnan().any() and experience.rewards.isnan().any():
             raise ValueError(
-                f"Model call {call.name!r} returned NaN in {name!r} before the rewards were there. If it reads rewards,"
+                f"Model call {call.name!r} returned NaN in {name!r} before the rewards were known. If it reads rewards,"
                 " add 'rewards' to its inputs: it then runs after them."
             )
     return {name: value.detach() for name, value in outputs.items()}

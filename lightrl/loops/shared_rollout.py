@@ -1,11 +1,11 @@
-"""SharedRollout: rank 0's rollout controller on every rank: what concerns all, drops and errors from the same call.
+"""SharedRollout: shares rank 0's rollout controller with every rank: groups, drops, progress and errors.
 
 An iteration's texts stay on rank 0; the other ranks get a summary of each trajectory. `sharing.py` sends each rank the
 tokens that it works on.
 
 Rank 0 rolls out; the others wait for its messages on the CPU group, one every second with the progress so far. So no
-device collective is pending meanwhile, and an error or Ctrl-C on rank 0 reaches every rank at once, as the same
-exception at the same place.
+device collective is pending meanwhile, and an error or Ctrl-C on rank 0 promptly reaches every rank, as the same
+exception from the same call.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import collections
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, TypeVar
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -39,13 +38,13 @@ _Groups = TypeVar("_Groups", bound=Sequence[Group])
 
 
 class _OnOtherRanks:
-    """What ranks other than 0 have of a prompt or of a trajectory; explains where the rest is."""
+    """Base of the prompts and trajectories on ranks other than 0; explains where missing attributes are."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # a copy asks for these before it has anything
+        if name.startswith("__"):  # copying looks these up before the fields are set
             raise AttributeError(name)
         raise AttributeError(
-            f"Rank 0 has {name!r} of {self!r}, with its tokens and texts; other ranks have its numbers: reward, "
+            f"Only rank 0 has {name!r} of {self!r}, with its tokens and texts; other ranks have its numbers: reward, "
             "metrics, versions. Read it if trainer.is_global_zero, or read tensors of experience.local in "
             "on_experience_ready."
         )
@@ -78,7 +77,7 @@ class RemoteTrajectory(_OnOtherRanks):
 
 
 def summaries_of(groups: Sequence[Group]) -> _Summaries:
-    """Return JSON from which `groups_of` makes what the other ranks have."""
+    """Returns JSON from which `groups_of` makes the groups of the other ranks."""
     names = ("sample", "finish_reason", "is_truncated", "oldest_version", "newest_version", "reward")
 
     def summary(item: Trajectory) -> dict[str, object]:
@@ -89,7 +88,7 @@ def summaries_of(groups: Sequence[Group]) -> _Summaries:
 
 
 def groups_of(summaries: _Summaries) -> list[Group]:
-    """Make groups whose prompts and trajectories are those of ranks other than 0."""
+    """Makes groups of RemotePrompts and RemoteTrajectories."""
     groups = []
     for group_id, prompt_id, records in summaries:
         prompt: Any = RemotePrompt(prompt_id)
@@ -99,7 +98,7 @@ def groups_of(summaries: _Summaries) -> list[Group]:
 
 
 def set_remote_rewards(groups: Sequence[Group], summaries: _Summaries) -> None:
-    """Set the rewards of later summaries of the same groups; remove trajectories without one."""
+    """Sets the rewards from later summaries of the same groups; removes trajectories without one."""
     for group, later in zip(groups, groups_of(summaries), strict=True):
         items = {item.sample: item for item in group.trajectories}
         group.trajectories = [items[item.sample] for item in later.trajectories]
@@ -108,11 +107,11 @@ def set_remote_rewards(groups: Sequence[Group], summaries: _Summaries) -> None:
 
 
 class SharedRollout:
-    """The controller's methods. All ranks call them together, except those documented as local.
+    """Has the controller's methods. All ranks call them together, except those documented as local.
 
     Args:
-        start: makes the controller, on rank 0 alone; the others wait for it here, and raise its errors.
-        ranks: of the run.
+        start: makes the controller, only on rank 0; the other ranks wait for it here, and raise its errors.
+        ranks: all ranks of the run.
         run_seed, settings: the controller's.
     """
 
@@ -130,9 +129,9 @@ class SharedRollout:
         self._group_drops: collections.Counter[str] = collections.Counter()
         self._progress: dict[str, float] = collections.defaultdict(int)
         self._taken: ShardedExperience | None = None
-        ranks.step()  # a rank that does not come here has made fewer
+        ranks.step()  # shows which ranks have come this far
         if ranks.is_main:
-            with self._errors_to_all(), ranks.own_deadline():  # the engine's
+            with self._errors_to_all(), ranks.own_deadline():  # the engine enforces it
                 self.controller = start()
             ranks.send(Message("data", done=self.controller.weight_version))
         else:
@@ -149,7 +148,7 @@ class SharedRollout:
         return self._remote_version if self.controller is None else self.controller.weight_version
 
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]:
-        """Takes as RolloutController does; other ranks get the groups without tokens and texts."""
+        """Takes groups like RolloutController; other ranks get them without tokens and texts."""
         controller = self.controller
         if controller is None:
             summaries, dtypes = self._follow(on_wait)
@@ -162,18 +161,14 @@ class SharedRollout:
         return groups
 
     def pop_experience(self) -> ShardedExperience:
-        """Local: of the trajectories of the last `take`; their tokens are on rank 0.
-
-        Raises:
-            ValueError: on every rank, if there was none.
-        """
+        """Local: returns the Experience of the last `take`, whose tokens are on rank 0; ValueError if it is empty."""
         taken, self._taken = self._taken, None
         if taken is None:
-            raise mark_as_on_all_ranks(ValueError("This iteration has no trajectory: every group was dropped."))
+            raise mark_as_on_all_ranks(ValueError("This iteration has no trajectories: every group was dropped."))
         return taken
 
     def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None:
-        """Waits as RolloutController does, with the same rewards on each rank's groups."""
+        """Waits like RolloutController, and sets the same rewards on each rank's groups."""
         controller = self.controller
         if controller is None:
             set_remote_rewards(groups, self._follow(on_wait))
@@ -188,7 +183,7 @@ class SharedRollout:
     def evaluate(
         self, prompts: Sequence[Prompt], *, sampling: Sampling, num_samples: int = 1, on_wait: OnWait | None = None
     ) -> list[Group]:
-        """Evaluates rank 0's prompts as RolloutController does, with the same groups on each rank."""
+        """Evaluates rank 0's prompts like RolloutController, and returns the same groups on each rank."""
         controller = self.controller
         if controller is None:
             return [Group.from_state(state) for state in self._follow(on_wait)]
@@ -199,10 +194,9 @@ class SharedRollout:
         )
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Loads as RolloutController does; every rank takes part in making the buckets, rank 0 loads them.
+        """Loads weights like RolloutController; every rank takes part in making the buckets, and rank 0 loads them.
 
-        Raises:
-            LightRLError: on every rank, if the engine raised it on rank 0.
+        An error that the engine raises on rank 0 is raised on every rank.
         """
         if self.controller is None:
             for _ in buckets:
@@ -220,36 +214,36 @@ class SharedRollout:
         self._remote_version = weight_version
 
     def commit(self) -> None:
-        """Local: the groups of the last `take` have been trained on."""
+        """Local: forgets the groups of the last `take`, which have been trained on."""
         if self.controller is not None:
             self.controller.commit()
 
     def drain_drops(self) -> list[Drop]:
-        """Local: the trajectories dropped until the last `take` or `evaluate`."""
+        """Local: returns the trajectories dropped until the last `take` or `evaluate`."""
         drops, self._drops = self._drops, []
         return drops
 
     def drain_group_drops(self) -> dict[str, int]:
-        """Local: as RolloutController's, until the last `take`."""
+        """Local: returns RolloutController's counts, up to the last `take`."""
         drops = dict(self._group_drops)
         self._group_drops.clear()
         return drops
 
     def progress(self) -> dict[str, float]:
-        """Local: queue depths, on rank 0 as they are, on the others as of the last `take` or `evaluate`."""
+        """Local: returns queue depths, on rank 0 as they are, on the others as of the last `take` or `evaluate`."""
         return dict(self._progress) if self.controller is None else self.controller.progress()
 
     def state_dict(self) -> State:
-        """Local: the controller's on rank 0, which writes checkpoints; empty on the others."""
+        """Local: returns the controller's state on rank 0, which writes checkpoints; empty on the others."""
         return {} if self.controller is None else self.controller.state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        """Local: rank 0's `state_dict`, which all ranks have read from the checkpoint."""
+        """Local: restores the controller's state on rank 0, although all ranks have read it from the checkpoint."""
         if self.controller is not None:
             self.controller.load_state_dict(state)
 
     def close(self) -> None:
-        """Local: ends rank 0's controller."""
+        """Local: closes the controller on rank 0."""
         if self.controller is not None:
             self.controller.close()
 
@@ -276,7 +270,7 @@ class SharedRollout:
         assert self.controller is not None
         with self._errors_to_all():
             if on_wait is not None:
-                on_wait(0, 0)  # raises a Ctrl-C from before this call
+                on_wait(0, 0)  # raises a Ctrl-C that came before this call
             groups = work(notify)
             drops = self.controller.drain_drops()
             report: State = {
@@ -305,22 +299,18 @@ class SharedRollout:
         self._progress = report["progress"]
         return report["result"]
 
-    def _errors_to_all(self) -> contextlib.ExitStack:
-        """Sends an error that is raised inside, on rank 0, to the others, which raise it too."""
-
-        def send(
-            kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-        ) -> None:
-            if error is not None:
-                names = [kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__)]
-                text = json.dumps([(names or [type(error).__name__])[0], str(error)]).encode()
-                is_stop = isinstance(error, KeyboardInterrupt | SIGTERMException)
-                self.ranks.send(Message("stop" if is_stop else "error", payload=text))
-                mark_as_on_all_ranks(error)
-
-        stack = contextlib.ExitStack()
-        stack.push(send)
-        return stack
+    @contextlib.contextmanager
+    def _errors_to_all(self) -> Iterator[None]:
+        """Sends an error that rank 0 raises inside the context to the other ranks, which raise it too."""
+        try:
+            yield
+        except BaseException as error:
+            names = [kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__)]
+            text = json.dumps([(names or [type(error).__name__])[0], str(error)]).encode()
+            is_stop = isinstance(error, KeyboardInterrupt | SIGTERMException)
+            self.ranks.send(Message("stop" if is_stop else "error", payload=text))
+            mark_as_on_all_ranks(error)
+            raise
 
     def _raise_if_error(self, message: Message) -> None:
         if message.kind not in ("error", "stop"):

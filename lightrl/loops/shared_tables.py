@@ -1,4 +1,4 @@
-"""The tables of an Experience, which rows point into: images, sent once to each rank that has rows which show them."""
+"""Tables that an Experience's rows refer to: each image is sent once to every rank whose rows show it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def share_tables(
     experience: ShardedExperience, trajectories: Sequence[Trajectory], module: RLModule, *, has_all: Collection[int]
 ) -> ShardedExperience:
-    """Read the images on the ranks `has_all`, and send each once to the ranks that work on it. Collective."""
+    """Reads the images on the ranks `has_all`, and sends each once to the ranks that work on it. Collective."""
     image_reader = module.image_reader
     ranks = experience.ranks
     rows = [(*item.prompt.images, *item.images) for item in trajectories] if ranks.rank in has_all else []

@@ -1,8 +1,8 @@
-"""Exchange between ranks in an iteration besides sums: rows of the rollout, rewards, outputs of model calls.
+"""What ranks exchange in an iteration besides sums: rows of the rollout, rewards, outputs of model calls.
 
-    rank 0 ── rows ──► who works on them        once, after the rollout
-    who inferred ── values … ──► who works on the same rows, where that is another rank
-    rank 0 ── outputs of functions, rewards per token ──► who works on the rows
+    rank 0 ── rows ──► the ranks that work on them        once, after the rollout
+    inferring ranks ── values … ──► other ranks that work on the same rows
+    rank 0 ── outputs of functions, rewards per token ──► the ranks that work on the rows
 
 B trajectories, W ranks.
 """
@@ -30,26 +30,24 @@ if TYPE_CHECKING:
 
 
 def holders_of(call: ModelCall, ranks: Ranks) -> Ranks:
-    """Return the ranks that hold the model of a call."""
+    """Returns the ranks that hold the model of a call."""
     return ranks.of_role(call.role or "policy")
 
 
 def is_forward(call: ModelCall) -> bool:
-    """Whether it is a forward of a model that is here, and no function or server."""
+    """Whether the call is a forward of the trainer's model, not a function or server."""
     return call.run is None and call.url is None
 
 
 def shard(
     experience: ShardedExperience, module: RLModule, ranks: Ranks, *, seed: int, has_all: Collection[int]
 ) -> ShardedExperience:
-    """Place the rows in minibatches and bring their tokens to the ranks that work on them. Collective.
+    """Assigns the rows to minibatches and sends their tokens to the ranks that work on them. Collective.
 
     Args:
         experience: all rows; their tokens are on the ranks `has_all`.
-        module: has the minibatches, and the roles of the ranks.
-        ranks: all of the run.
-        seed: of the minibatches.
-        has_all: ranks with the tokens of all rows.
+        ranks: all ranks of the run.
+        seed: determines the minibatches.
     """
     graph = module.data_flow()
     calls = [*graph.of_kind("train"), *(call for call in graph.of_kind("infer") if is_forward(call))]
@@ -66,12 +64,12 @@ def shard(
     reads_all = any(runs_in_thread(call) for call in graph.of_kind("infer") if call.name != REWARD)
     has = all_rows_of(placed, has_all)
     needs = working_rows(placed)
-    needs[0] |= reads_all  # for functions and servers, which rank 0 calls
+    needs[0] |= reads_all  # rank 0 calls functions and servers
     return placed.with_tensors(exchange(placed, placed.tokens, has, needs))
 
 
 def add_rewards(experience: ShardedExperience, trajectories: Sequence[Trajectory]) -> ShardedExperience:
-    """Set the rewards of the rows, which have all come; those per token are on rank 0 alone. Collective."""
+    """Sets the rewards of all rows; rewards per token come from rank 0. Collective."""
     rewarded = experience.with_rewards(trajectories)
     tokens, ranks = rewarded.tokens.get("token_rewards"), experience.ranks
     if ranks.size == 1 or not ranks.max_each([int(tokens is not None)])[0]:
@@ -82,11 +80,7 @@ def add_rewards(experience: ShardedExperience, trajectories: Sequence[Trajectory
 
 
 def gather(experience: ShardedExperience, names: Collection[str]) -> ShardedExperience:
-    """Bring these fields of all rows to every rank. Collective.
-
-    Raises:
-        KeyError: if the Experience has no such field.
-    """
+    """Sends these fields of all rows to every rank; raises KeyError if the Experience has no such field. Collective."""
     tokens = {name: experience.tokens[name] for name in names if name in experience.tokens}
     for name in set(names) - set(tokens):
         experience[name]
@@ -95,15 +89,11 @@ def gather(experience: ShardedExperience, names: Collection[str]) -> ShardedExpe
 
 
 def accept(before: ShardedExperience, local: Experience, changed: Experience | None) -> ShardedExperience:
-    """Take over what an `on_experience_ready` hook returned on this rank. Collective.
+    """Returns `before` with what an `on_experience_ready` hook changed on this rank. Collective; see accept_changes.
 
     Args:
-        before: what the hooks were given.
-        local: `before.local`.
-        changed: with other masks or advantages; None for no change.
-
-    Raises:
-        ValueError: see accept_changes.
+        before, local: the Experience that the hook got, and `before.local`.
+        changed: the hook's result, with other masks or advantages; None for no change.
     """
     accepted = local if changed is None else accept_changes(local, changed)
     rows = before.local_rows.tolist()
@@ -116,12 +106,11 @@ def accept(before: ShardedExperience, local: Experience, changed: Experience | N
 
 
 def accept_changes(before: Experience, changed: Experience) -> Experience:
-    """Return the Experience that an `on_experience_ready` hook returned, with its advantages masked.
+    """Checks the Experience that an `on_experience_ready` hook returned, and returns it with masked advantages.
 
     Raises:
         TypeError: if it is not an Experience with advantages.
-        ValueError: if it differs from `before` in more than loss mask and advantages, or trains tokens that the loss
-            mask left out.
+        ValueError: if it differs from `before` in more than loss mask and advantages, or adds tokens to the loss mask.
     """
     if not isinstance(changed, Experience) or changed.advantages is None:
         raise TypeError(
@@ -133,13 +122,13 @@ def accept_changes(before: Experience, changed: Experience) -> Experience:
         if name not in new or name not in old or not (new[name] is old[name] or torch.equal(new[name], old[name])):
             raise ValueError(
                 f"on_experience_ready changed {name!r}, but may change only loss_mask and advantages. Change what the "
-                "reward or the workflow returns instead."
+                "reward or workflow returns instead."
             )
     num_added = int((changed.loss_mask & ~before.loss_mask).sum())
     if num_added:
         raise ValueError(
             f"on_experience_ready added {count_text(num_added, 'token')} to loss_mask, but may only remove "
-            "some: the others have no logprobs. Return loss_mask & your_mask."
+            "tokens: added ones have no logprobs. Return loss_mask & your_mask."
         )
     return replace(changed, advantages=torch.where(changed.loss_mask, changed.advantages, 0.0))
 
@@ -147,17 +136,13 @@ def accept_changes(before: Experience, changed: Experience) -> Experience:
 def share_outputs(
     experience: ShardedExperience, module: RLModule, call: ModelCall, outputs: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Give every rank a call's outputs: [B] of all rows, per token of the rows that it works on. Collective.
+    """Gives every rank a call's outputs: [B] for all rows, per token for the rows that it works on. Collective.
 
-    Args:
-        experience: the iteration's.
-        module: has the calls.
-        call: that ran on the ranks of its role, each with its share of the rows, or on rank 0.
-        outputs: of this rank; none if the call did not run here.
+    The call ran on the ranks of its role, each with its share of the rows, or on rank 0; elsewhere `outputs` are empty.
     """
     ranks, needs = experience.ranks, working_rows(experience)
     with ranks.phase(f"score: {call.name}", has_own_deadline=runs_in_thread(call)):
-        if call.on_all_ranks:  # the advantages, of who answers for a row; with whole inputs every rank computes all
+        if call.on_all_ranks:  # advantages, from each row's owner; with `advantage_inputs` every rank computes all
             tokens = {name: value for name, value in outputs.items() if isinstance(value, TokenRows)}
             tokens = {name: value for name, value in tokens.items() if name not in rollout_fields()}
             has = torch.ones_like(needs) if module.advantage_inputs else _owned(experience)
@@ -165,7 +150,7 @@ def share_outputs(
         holders = holders_of(call, ranks) if is_forward(call) else None
         has = all_rows_of(experience, [0]) if holders is None else rows_by_rank(experience, holders, ranks.size)
         source = 0 if holders is None else holders.first_rank
-        # Dtypes and shapes: of an output per token without a row, of [B] as it is on one rank.
+        # Dtypes and shapes: an empty tensor for an output per token, one rank's tensor for an output [B].
         kinds = {
             name: torch.from_numpy(value.empty.copy()) if isinstance(value, TokenRows) else value
             for name, value in (outputs if ranks.rank == source else {}).items()
@@ -181,29 +166,29 @@ def share_outputs(
                 shared |= exchange(experience, tokens, has, needed)
             elif holders is None:
                 shared[name] = kinds[name]
-            else:  # each dp rank has its share, 0 elsewhere; its first member counts
+            else:  # each dp rank has its share and 0 elsewhere; its first member sends it
                 counts = holders.is_here and ranks.rank == holders.dp_members[holders.dp_rank][0]
                 shared[name] = ranks.total(outputs[name] if counts else torch.zeros_like(kinds[name]))
         return shared
 
 
 def working_rows(experience: ShardedExperience) -> Tensor:
-    """Return the rows that each rank works on, bool [W, B]."""
+    """Returns the rows that each rank works on, bool [W, B]."""
     return experience.rows["_work"].T.clone()
 
 
 def _owned(experience: ShardedExperience) -> Tensor:
-    """Return the rows that each rank answers for, bool [W, B]."""
+    """Returns the rows that each rank owns, bool [W, B]."""
     return torch.arange(experience.ranks.size)[:, None] == experience.rows["_owner"]
 
 
 def all_rows_of(experience: ShardedExperience, ranks: Collection[int]) -> Tensor:
-    """Return bool [W, B]: these ranks have all rows, the others none."""
+    """Returns bool [W, B]: these ranks have all rows, the others none."""
     has = torch.zeros(experience.ranks.size, len(experience), dtype=torch.bool)
     has[list(ranks)] = True
     return has
 
 
 def nowhere(experience: ShardedExperience, empty: Tensor) -> TokenRows:
-    """Return a field of which all rows are on other ranks."""
+    """Returns a field whose rows are all on other ranks."""
     return TokenRows([None] * len(experience), empty.numpy())

@@ -1,7 +1,7 @@
-"""StepLog: the numbers that an iteration logs, kept as one dict next to what Lightning keeps for each name.
+"""StepLog: keeps the numbers that an iteration logs in one dict, beside Lightning's results for other values.
 
-For each value Lightning's `log` makes metadata, compares it with that of the call before, and updates a torchmetrics
-Metric: 0.3 ms, of which an iteration with 30 values has 30. A plain number of the present step needs none of this.
+For each value, Lightning's `log` makes metadata, compares it with the previous call's, and updates a torchmetrics
+Metric. That takes 0.3 ms, 30 times in an iteration with 30 values. A plain number of the current step needs none of it.
 Everything that reads metrics (loggers, callbacks, progress bar) gets both kinds together, in one row.
 """
 
@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 class StepLog(_LoggerConnector):
-    """Keeps the value of a number that is not logged again until the end of the epoch, as Lightning does."""
+    """Keeps a number's last value until the end of the epoch, like Lightning."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
@@ -35,7 +35,7 @@ class StepLog(_LoggerConnector):
         self._tensors: dict[str, Tensor] = {}  # the numbers as float32, like Lightning's
 
     def put(self, name: str, value: float, settings: Mapping[str, object]) -> bool:
-        """Keeps a number of this training batch; False if Lightning must log it: for the epoch, or in another way."""
+        """Keeps a number of this training batch; returns False if Lightning must log it, for example for the epoch."""
         if not self._is_in_batch or not _is_plain(settings):
             return False
         self._numbers[name] = float(value)
@@ -52,7 +52,7 @@ class StepLog(_LoggerConnector):
         metrics["pbar"].update(self._own_in_bar())
         return metrics
 
-    # Lightning reads `metrics` for these only if something was logged its way.
+    # Lightning derives these from `metrics` only if something was logged through Lightning.
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
@@ -67,7 +67,7 @@ class StepLog(_LoggerConnector):
         return _updated(super().progress_bar_metrics, self._own_in_bar())
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """Gives a row to the loggers; raises OSError with the file's name if it cannot be written."""
+        """Sends a row to the loggers; raises OSError with the file's name if it cannot be written."""
         writable = {name.encode("utf-8", "backslashreplace").decode(): value for name, value in metrics.items()}
         try:
             super().log_metrics(writable, step)
@@ -76,7 +76,7 @@ class StepLog(_LoggerConnector):
             logger = next((owner for owner in owners if isinstance(owner, CSVLogger)), None)
             if logger is None:
                 raise
-            logger.experiment.metrics = []  # or its end would fail again
+            logger.experiment.metrics = []  # otherwise finalizing the logger would fail again
             place = Path(logger.log_dir) / logger.experiment.NAME_METRICS_FILE
             raise OSError(
                 f"Metrics could not be written to {place}: {write_problem(error, place)}. Free some space, or set "
@@ -104,7 +104,7 @@ class StepLog(_LoggerConnector):
 
 
 def keep_rows(loggers: Iterable[Logger]) -> None:
-    """Lets CSVLogger continue the file that its folder has, of the run that is resumed; Lightning would delete it."""
+    """Makes CSVLogger continue the resumed run's file in its folder, which Lightning would delete."""
     for logger in [one for one in loggers if isinstance(one, CSVLogger)]:
         path = Path(logger.log_dir, "metrics.csv")
         if not path.is_file():
@@ -117,7 +117,7 @@ def keep_rows(loggers: Iterable[Logger]) -> None:
                 writer = logger.experiment
         finally:
             kept.replace(path)
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # a killed process may have left a part of a row
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # a killed process may have left a partial row
         with path.open(newline="", encoding="utf-8") as file:
             writer.metrics_keys = next(csv.reader(file), [])
 

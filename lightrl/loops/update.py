@@ -1,6 +1,6 @@
 """The update phase: one optimizer step per minibatch, with the loss reduced over all its microbatches.
 
-N loss tokens and B trajectories are those of the whole minibatch, so gradients do not depend on how it is cut.
+N loss tokens and B trajectories count the whole minibatch, so gradients do not depend on how it is divided.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def in_words(where: str, experience: Experience) -> Iterator[None]:
-    """Usual mistakes in a user's loss leave as a sentence that says how to fix them."""
+    """Turns errors from common mistakes in a user's loss into messages that say how to fix them."""
     try:
         yield
     except MisconfigurationException as error:
@@ -49,21 +49,21 @@ def in_words(where: str, experience: Experience) -> Iterator[None]:
         if "NoneType" in str(error) and "proximal_logprobs" in missing:
             raise ValueError(
                 f"{where} computes with None ({error}): experience has no {', '.join(sorted(missing))}. Set "
-                "needs_proximal_logprobs = True for the proximal ones, add a model call for others."
+                "needs_proximal_logprobs = True for the proximal logprobs; add a model call for the others."
             ) from error
         raise
 
 
 @dataclass
 class MinibatchLoss:
-    """Reduces what `RLModule.loss` or `value_loss` returns for the microbatches of one minibatch, and their metrics.
+    """Reduces the losses and metrics that `RLModule.loss` or `value_loss` returns for a minibatch's microbatches.
 
     Args:
         module: has the losses and `loss_reduction`.
         minibatch: all microbatches of all ranks together.
         role: whose model is trained.
-        ranks: all of the run; the role's have the other microbatches.
-        weight_version: of the weights before this update, if they are still those that sampled; None later.
+        ranks: all ranks of the run; the role's ranks have the other microbatches.
+        weight_version: the version of the present weights in an iteration's first update; None in later ones.
     """
 
     module: RLModule
@@ -79,9 +79,9 @@ class MinibatchLoss:
         self.num_sequences = max(1, int((self.minibatch.loss_token_counts > 0).sum()))
 
     def __call__(self, experience: Experience, outputs: Outputs) -> Tensor:
-        """Computes this microbatch's share of the minibatch's loss, a number that carries the gradient.
+        """Computes this microbatch's share of the minibatch's loss, a scalar with gradient.
 
-        A policy whose body has the critic's head has both losses: loss + value_coef · value loss.
+        If the critic is a head on the policy's body, it is loss + value_coef · value loss.
         """
         experience, outputs = self._neutral(experience, outputs)
         if self.role != "policy":
@@ -107,12 +107,12 @@ class MinibatchLoss:
             mismatch = (outputs.logprobs - experience.behavior_logprobs).abs()
             metrics |= {"behavior_abs_dlogp_nats": mismatch, "max_behavior_abs_dlogp_nats": mismatch}
             if self.weight_version is not None:
-                # One version in trainer and engine: the engine's numbers alone, without the policy's lag.
+                # The same version in trainer and engine: this measures numerics only, without the policy's lag.
                 is_present = experience.weight_versions == self.weight_version
                 metrics["sync/mismatch_k3_nats"] = difference, is_present
                 metrics["sync/mismatch_abs_dlogp_nats"] = mismatch, is_present
                 metrics["sync/max_mismatch_abs_dlogp_nats"] = mismatch, is_present
-                # Whole rows: after older tokens, an engine may reuse their key-values.
+                # Only rows without older tokens, whose key-values an engine may reuse.
                 is_present = (is_present | (experience.weight_versions < 0)).all(1)[:, None].expand_as(mask)
                 metrics["sync/mismatch_present_abs_dlogp_nats"] = mismatch, is_present
                 metrics["sync/max_mismatch_present_abs_dlogp_nats"] = mismatch, is_present
@@ -147,7 +147,7 @@ class MinibatchLoss:
     def _share(
         self, hook: str, result: Mapping[str, Metric], experience: Experience, metrics: dict[str, Metric], prefix: str
     ) -> Tensor:
-        """The loss that a hook returned, reduced; adds its metrics under their names with the prefix."""
+        """Returns a hook's reduced loss; adds its other metrics to `metrics` under their prefixed names."""
         mask, weights = experience.loss_mask, self._token_weights(experience)
         hook = self._name(hook)
         if "loss" not in result:
@@ -168,12 +168,12 @@ class MinibatchLoss:
             num_sequences=self.num_sequences,
             max_new_tokens=self.module.sampling.max_new_tokens,
         )
-        # The number that is minimized, under any reduction: the sum of the shares, whose weights sum to 1.
+        # The minimized number, under any reduction: the sum of the shares; their weights sum to 1.
         add_parts(self.parts, {f"{prefix}loss": torch.stack([share.detach(), mask.sum() / self.num_tokens])})
         return share
 
     def _token_weights(self, experience: Experience) -> Tensor | None:
-        """`row_weights` for each token, [B, T]; None if all are 1."""
+        """Returns `row_weights` for each token, [B, T]; None if all are 1."""
         if experience.gaps is None:
             return None
         rows = BranchRows.of(experience.gaps, experience.lengths)
@@ -186,7 +186,7 @@ class MinibatchLoss:
         return weights[rows.tree_rows]
 
     def reduce(self) -> None:
-        """After the last microbatch: joins the parts of all ranks, so that every rank reports the same numbers."""
+        """Joins the parts of all ranks after the last microbatch, so that every rank reports the same numbers."""
         if self.holders.is_here:
             self.parts = over_ranks(self.parts, self.holders)
         if self.holders.size < self.ranks.size:
@@ -237,10 +237,9 @@ class GradientGuard:
     def check(
         self, parameters: list[Tensor], zero_grad: Callable[[], None], *, max_in_a_row: int, ranks: Ranks | None = None
     ) -> float:
-        """The gradient norm over all parameters; if it is not finite, the gradients are gone afterwards.
+        """Returns the gradient norm over all parameters; if it is not finite, deletes the gradients.
 
-        Raises:
-            TrainingError: after `max_in_a_row` skipped updates in a row.
+        Raises TrainingError after `max_in_a_row` skipped updates in a row.
         """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = (ranks or Ranks()).total_norm(gradients)

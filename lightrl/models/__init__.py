@@ -1,22 +1,22 @@
-"""Models: what a role is, how its model is loaded and saved, and what a strategy can do with it.
+"""Models: roles, how their models are loaded and saved, and what a strategy can do with a model.
 
 Reading order:
-    role.py           Role: a model in a run, how it is trained and on which ranks (RoleMesh); its model, checked
+    role.py           Role: a model in a run, how it is trained and on which ranks (RoleMesh); loads and checks it
     model_spec.py     ModelSpec: where a role's model and tokenizer come from
     parallel_model.py Outputs, and ParallelModel, which each strategy implements
     conversion.py     names and layouts of checkpoints and servers ◄─► those of a model's modules
-    tuning.py         what training changes of a model: all weights, or weights added to a base (lora.py)
-    moe.py            the blocks with experts, their routers; expert_parallel.py: experts divided over ranks
+    tuning.py         what training changes in a model: all weights, or weights added to a base (lora.py)
+    moe.py            MoE blocks and their routers; expert_parallel.py: experts divided over ranks
     routes.py         the experts that each token was sampled with, recorded and replayed
     images.py         models and prompts with images
-    hybrids.py        layers that keep states of fixed size, next to key-values
+    hybrids.py        models with layers that keep states of fixed size
     model_folder.py   models as Hugging Face folders, complete or absent
     optimizer.py      parameters by role, and the schedule of the learning rate
-    precision.py      what stays float32 in bfloat16 models, and a warning about the rest
-    chat_template.py  chats as text, what the policy generated, and which ids end a completion
+    precision.py      modules that stay float32 in bfloat16 models, and a warning about the rest
+    chat_template.py  renders chats, reads what the policy generated, and lists stop tokens
 
-May import: errors, checks, trajectory, experience, functional, weights. To support one more model family, nothing is
-needed here: transformers loads it. strategies/tensor_plans.py reads which can be split.
+May import: errors, checks, trajectory, experience, functional, weights. Another model family
+needs no code here: transformers loads it. strategies/tensor_plans.py reads which families can be split.
 """
 
 from lightrl.models.images import Attachments, auto_model, new_model, self_contained

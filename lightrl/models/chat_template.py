@@ -1,11 +1,11 @@
-"""ChatTemplate: chats as text, for data, workflows, stop tokens and exports. The policy's tokenizer owns the template,
-and `set_chat_template` changes it there.
+"""ChatTemplate: renders chats as text, for data, workflows, stop tokens and exports. The policy's tokenizer owns the
+template, and `set_chat_template` changes it there.
 
-A chat that ends with an assistant's message continues in that message. What the prompt opens of the policy's turn, such
-as `<think>`, belongs to that turn. A template that writes the date writes that of the run's start.
+If a chat ends with an assistant's message, the policy continues that message. If the prompt already opens the policy's
+turn, for example with `<think>`, that text belongs to the turn. A template that writes a date gets the run's start.
 
 Special tokens that somebody typed into a message, a tool's result or a schema are text: rendered texts have a mark
-inside of each, at which they are cut before they are encoded, so that only the template's own become tokens.
+inside each of them and are split there before encoding, so that only the template's special tokens become tokens.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ Messages = Sequence[Mapping[str, Any]]
 Template = str | Mapping[str, str] | None  # Jinja text, or several by name
 
 _OPENED = re.compile(rf"(?:{THINKING_OPENS})\s*(?:(?:{THINKING_CLOSES})\s*)?\Z")
-_TAIL_TOKENS = 32  # a prompt's last tokens: enough for `<think>` and white space, in bytes too
+_TAIL_TOKENS = 32  # of a prompt: enough for `<think>` and white space, even as byte tokens
 _ANSWER = "lightrl"
-_MARK = "\ufdd0\ufdd1"  # noncharacters, inside of a special token that is text
+MARK = "\ufdd0\ufdd1"  # noncharacters, inside a special token that is text
 _CALL = {"type": "function", "id": "call_0", "function": {"name": "f", "arguments": {"x": _ANSWER}}}
 _DATES = [f"%{flag}{letter}" for flag in ("-", "") for letter in string.ascii_letters]
 _STRFTIME = (
@@ -64,11 +64,11 @@ KEEP_HISTORY = (
 def set_chat_template(
     tokenizer: PreTrainedTokenizerBase, template: str | None, arguments: Mapping[str, object] | None = None
 ) -> None:
-    """Gives the tokenizer a chat template, and arguments of it, which are written into it: exports have them too.
+    """Sets the tokenizer's chat template, and writes the arguments into it, so that exports have them too.
 
     Args:
         template: a Jinja file or the template itself; None keeps the tokenizer's.
-        arguments: by name, such as `{"enable_thinking": False}`; a row may override them.
+        arguments: by name, for example `{"enable_thinking": False}`; a row may override them.
 
     Raises:
         ValueError: if there is no such file, or the template does not read an argument.
@@ -98,10 +98,10 @@ def _check_arguments(arguments: Mapping[str, object], template: Template) -> Non
 
 
 def run_start(restored: str | None = None) -> datetime:
-    """When the run started, so that a prompt is the same after midnight; child processes inherit it.
+    """Returns the start time of the run, so that prompts do not change at midnight; child processes inherit it.
 
     Args:
-        restored: sets it to that of the run that is resumed, in ISO format.
+        restored: the start time of the resumed run, in ISO format, which replaces the present one.
     """
     if restored is not None:
         os.environ[_RUN_START] = restored
@@ -109,21 +109,21 @@ def run_start(restored: str | None = None) -> datetime:
 
 
 class ChatTemplate:
-    """Renders chats with the policy's tokenizer, and reads back what the policy generated."""
+    """Renders chats with the policy's tokenizer, and decodes what the policy generated."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, image_reader: ImageReader | None = None) -> None:
-        self.tokenizer, self.image_reader = tokenizer, image_reader  # None if the policy takes no images
-        self.end_token_ids: set[int] = set()  # further ends of a turn, besides the tokenizer's and the template's own
+        self.tokenizer, self.image_reader = tokenizer, image_reader  # None if the policy accepts no images
+        self.end_token_ids: set[int] = set()  # further ends of a turn, besides those of tokenizer and template
         self._ends: tuple[Template, set[int | None]] | None = None  # the template, and the ends of its turns
-        # A template, whether it reads text, not only parts, and calls' arguments as objects, not only as JSON text.
+        # A template, whether it reads plain text besides parts, and whether it reads calls' arguments as objects.
         self._reads: tuple[Template, bool, bool] = None, True, True
-        # A template, and what is text where others typed it, and where the assistant did.
+        # A template, and the special tokens that are text in others' messages, and in the assistant's.
         self._typed: tuple[object, re.Pattern[str], re.Pattern[str]] = self, _one_of([]), _one_of([])
         self._has_warned = False
 
     @property
     def chat_template(self) -> Template:
-        """The tokenizer's."""
+        """The tokenizer's template."""
         template: Template = getattr(self.tokenizer, "chat_template", None)
         return template
 
@@ -133,14 +133,14 @@ class ChatTemplate:
         return "strftime_now" in str(self.chat_template)
 
     def row_arguments(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """The template's arguments in a row's columns `chat_template_kwargs` and `tools`, or of these `tools`."""
+        """Returns the template's arguments from a row's `chat_template_kwargs`, and `tools`, by default the row's."""
         given, of_row = prompt.fields.get("chat_template_kwargs") or {}, tools is None and prompt.fields.get("tools")
         if isinstance(of_row, str):
             with contextlib.suppress(ValueError):
                 of_row = json.loads(of_row)
         if not isinstance(given, Mapping):
             raise ValueError(
-                "The column 'chat_template_kwargs' must be a dict of the chat template's arguments, such as "
+                "The column 'chat_template_kwargs' must be a dict of the chat template's arguments, for example "
                 f"{{'enable_thinking': False}}, got {given!r:.100}."
             )
         if of_row and not (isinstance(of_row, list) and all(isinstance(tool, Mapping) for tool in of_row)):
@@ -154,9 +154,9 @@ class ChatTemplate:
         return {**arguments, "tools": list(tools)} if tools else arguments
 
     def render(self, messages: Messages, arguments: Mapping[str, object], *, is_whole: bool = False) -> str:
-        """Return the text of these messages, up to where the policy continues; with `is_whole`, to their end.
+        """Returns the text of these messages, up to where the policy continues, or to their end if `is_whole`.
 
-        It is for `encode`: it has marks in what only looks like a special token.
+        Only `encode` should read it: text that looks like a special token has a mark inside.
         """
         messages = [self._as_read(message) for message in messages]
         text = self._rendered(messages, arguments, is_whole=is_whole)
@@ -165,16 +165,16 @@ class ChatTemplate:
         shown_arguments = _marked(arguments, others)
         if marked != messages or shown_arguments != arguments:
             shown = self._rendered(marked, shown_arguments, is_whole=is_whole)
-            if shown.replace(_MARK, "") == text.replace(_MARK, ""):
+            if shown.replace(MARK, "") == text.replace(MARK, ""):
                 text = shown
             else:
-                self._warn_of_typed(shown.count(_MARK), "the chat template reads them itself, so")
+                self._warn_of_typed(shown.count(MARK), "the chat template reads them itself, so")
         return self._framed(text)
 
     def _rendered(self, messages: Messages, arguments: Mapping[str, object], *, is_whole: bool) -> str:
         continues = not is_whole and messages[-1].get("role") == "assistant"
         dated: dict[str, Any] = {}
-        if self.is_dated:  # templates get data, no functions
+        if self.is_dated:  # templates get data, not functions
             template = self.tokenizer.get_chat_template(None, arguments.get("tools"))
             dates = {code: run_start().strftime(code) for code in _DATES if code in template}
             dated = {"chat_template": _STRFTIME + template, "run_start": dates}
@@ -189,7 +189,7 @@ class ChatTemplate:
         return str(text)
 
     def _typed_tokens(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        """What looks like a token but is text: special tokens and the template's; for the assistant those of turns."""
+        """Returns patterns of tokens that are text if typed: all special ones; by the assistant, those of turns."""
         if self._typed[0] is not self.chat_template:
             self._typed = self.chat_template, _one_of([]), _one_of([])  # for the probe
             added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
@@ -199,7 +199,7 @@ class ChatTemplate:
         return self._typed[1:]
 
     def _special_tokens(self) -> list[str]:
-        """The longest first."""
+        """Lists the special tokens, longest first."""
         added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         return sorted({*map(str, self.tokenizer.all_special_tokens), *added}, key=len, reverse=True)
 
@@ -207,12 +207,12 @@ class ChatTemplate:
         if num and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "A text of a prompt, an observation or a tool has %d special tokens typed out; %s they and later ones "
-                "are read as tokens. Remove them from the data if they are not meant.", num, reason,
+                "The text of a prompt, an observation or a tool contains %d special tokens; %s these and later ones "
+                "are read as tokens. Remove them from the data if that is not intended.", num, reason,
             )  # fmt: skip
 
     def _framed(self, text: str) -> str:
-        """The text with what Gemma 3 reads of an image, of which its template writes the first token."""
+        """Replaces the first token of each Gemma 3 image, which its template writes, by all that the model reads."""
         reader = self.image_reader
         if reader is None or reader.frame is None:
             return text
@@ -220,9 +220,10 @@ class ChatTemplate:
         return text.replace(self.decode([before]), f"\n\n{self.decode([before, reader.image_token_id, after])}\n\n")
 
     def _as_read(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The message with text and calls as the template reads them.
+        """Returns the message with text and calls in the form that the template reads.
 
-        Most print or drop lists of parts, some drop all else; most write arguments as JSON, some want it.
+        Most templates print or drop lists of parts, some drop everything else; most write arguments as JSON, some
+        expect JSON text.
         """
         if self._reads[0] is not self.chat_template:
             for reads_text in (True, False, True):
@@ -232,7 +233,7 @@ class ChatTemplate:
             for reads_objects in (True, False, True):
                 self._reads = self.chat_template, reads_text, reads_objects
                 written = self._probe(2, answer="", tool_calls=[_CALL])
-                if _ANSWER in written and f"'{_ANSWER}'" not in written:  # which is how Python prints an object
+                if _ANSWER in written and f"'{_ANSWER}'" not in written:  # how Python prints an object
                     break
         _, reads_text, reads_objects = self._reads
         if message.get("tool_calls"):
@@ -247,7 +248,7 @@ class ChatTemplate:
         return {**message, "content": content} if "content" in message else message
 
     def plain_text(self, messages: Messages) -> str:
-        """The text of these messages without a template, with an image token for each image."""
+        """Joins the text of these messages without a template, with an image token for each image."""
         reader = self.image_reader
         first = "" if reader is None else self.decode([(reader.frame or (reader.image_token_id,))[0]])
         typed = self._typed_tokens()[0].findall(plain_text(messages))
@@ -255,21 +256,21 @@ class ChatTemplate:
         return self._framed(plain_text(messages, first))
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, which may be a rendered one."""
-        text, *others = text.split(_MARK)
+        """Encodes a text, for example a rendered one."""
+        text, *others = text.split(MARK)
         token_ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-        for other in others:  # after a line's end: SentencePiece writes a space at the start of a text
+        for other in others:  # after a line break: SentencePiece adds a space at the start of a text
             end, after = self.encode("\n"), self.encode("\n" + other)
             token_ids += after[len(end) :] if after[: len(end)] == end else self.encode(other)
         return token_ids
 
     def encode_all(self, texts: list[str]) -> list[list[int]]:
-        """The tokens of texts, which is faster than one by one."""
+        """Encodes texts, faster than one by one."""
         encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
-        return [self.encode(text) if _MARK in text else list(ids) for text, ids in zip(texts, encoded, strict=True)]
+        return [self.encode(text) if MARK in text else list(ids) for text, ids in zip(texts, encoded, strict=True)]
 
     def encode_after(self, token_id: int, text: str) -> list[int]:
-        """The tokens of a text after this token: some tokenizers encode the start of a text differently."""
+        """Encodes a text that follows this token: some tokenizers encode the start of a text differently."""
         after = self.encode(self.decode([token_id]) + text)
         return after[1:] if after[:1] == [token_id] else self.encode(text)
 
@@ -277,7 +278,7 @@ class ChatTemplate:
         return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
 
     def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
-        """The bytes that each token writes: joined they are the text, of which a token may be part of a character."""
+        """Returns the bytes of each token; joined they are the text. A token may be a part of a character."""
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}  # as byte-level tokenizers write them
@@ -294,12 +295,12 @@ class ChatTemplate:
             return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
 
         parts = [bytes_of(token_id) for token_id in token_ids]
-        if parts and not self.decode(token_ids).startswith(" "):  # which SentencePiece writes, but not at the start
+        if parts and not self.decode(token_ids).startswith(" "):  # SentencePiece drops the space at the start
             parts[0] = parts[0].removeprefix(b" ")
         return parts
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """The text of the policy's tokens, less those that end a turn or pad it; other special tokens are text."""
+        """Decodes the policy's tokens without trailing ends of turn and padding; other special tokens are text."""
         ends, end = self.ends(), len(token_ids)
         while end and (token_ids[end - 1] in ends or token_ids[end - 1] == self.tokenizer.pad_token_id):
             end -= 1
@@ -312,13 +313,13 @@ class ChatTemplate:
         return self._ends[1]
 
     def opened_thinking(self, prompt: Prompt, token_ids: Sequence[int]) -> str:
-        """The thinking that the prompt of these tokens opens and does not close; empty if there is none."""
+        """Returns the thinking that the prompt of these tokens opens and does not close, or an empty string."""
         is_first = len(token_ids) == len(prompt.token_ids or [])
         started = _started_message(prompt.messages) if prompt.messages and is_first else ""
         return unclosed_thinking(started or opened(self.decode(token_ids[-_TAIL_TOKENS:])))
 
     def turn_end(self) -> int | None:
-        """The special token that the template writes after the assistant's message."""
+        """Returns the special token that the template writes after the assistant's message, or None."""
         _, _, after = self._probe(2).partition(_ANSWER)
         if not after:
             return None
@@ -326,7 +327,7 @@ class ChatTemplate:
         return None if end is None else int(self.tokenizer.convert_tokens_to_ids(end))
 
     def check_generation_prompt(self) -> None:
-        """Raises ValueError if the template writes a header before the assistant's message, but not for a prompt."""
+        """Raises ValueError if the template writes a header before the assistant's message, but not in a prompt."""
         prompt, question, chat = self._probe(1, is_whole=False), self._probe(1), self._probe(2)
         header = chat[len(prompt) : chat.find(_ANSWER)].strip() if chat.startswith(prompt) else ""
         if prompt and prompt == question and _ANSWER in chat and re.search(r"\w", header):
@@ -339,7 +340,7 @@ class ChatTemplate:
     def _probe(
         self, num_messages: int, *, question: str = "?", answer: str = _ANSWER, is_whole: bool = True, **fields: Any
     ) -> str:
-        """A question, and an answer with 2 messages; empty if the template cannot render them."""
+        """Renders a question, and with 2 messages its answer; returns an empty string if the template fails."""
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **fields}]
         try:
             return self.render(messages[:num_messages], {}, is_whole=is_whole)
@@ -348,7 +349,7 @@ class ChatTemplate:
 
 
 def _call_as_read(call: Mapping[str, Any], *, as_object: bool) -> Mapping[str, Any]:
-    """The call with its arguments as an object or as JSON text; what is no JSON stays as it is."""
+    """Returns the call with its arguments as an object or as JSON text; text that is not JSON stays unchanged."""
     function = call.get("function", call)
     arguments = function.get("arguments") or "{}"
     if as_object and isinstance(arguments, str):
@@ -363,7 +364,7 @@ def _call_as_read(call: Mapping[str, Any], *, as_object: bool) -> Mapping[str, A
 
 
 def _with_joined_texts(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The parts with texts that follow each other as one: they may be parts of a special token."""
+    """Joins adjacent text parts, which together may spell a special token."""
     joined: list[Mapping[str, Any]] = []
     for part in parts:
         if joined and joined[-1].get("type") == part.get("type") == "text":
@@ -373,37 +374,33 @@ def _with_joined_texts(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, 
     return joined
 
 
-def is_mark(character: str) -> bool:
-    return character in _MARK
-
-
 def _one_of(tokens: Sequence[str]) -> re.Pattern[str]:
-    """A pattern that finds each of these, the longest first."""
+    """Returns a pattern that matches any of these, the longest first."""
     names = sorted({name for name in tokens if len(name) > 1}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, names)) or "(?!)")
 
 
 def _marked(value: Any, typed: re.Pattern[str]) -> Any:
-    """The value with a mark in each of these tokens that a text in it has."""
+    """Returns the value with a mark inside each of these tokens in its texts."""
     if isinstance(value, str):
-        return typed.sub(lambda name: name[0][0] + _MARK + name[0][1:], value)
+        return typed.sub(lambda name: name[0][0] + MARK + name[0][1:], value)
     if isinstance(value, Mapping):
         return {_marked(key, typed): _marked(item, typed) for key, item in value.items()}
     return [_marked(item, typed) for item in value] if isinstance(value, list) else value
 
 
 def opened(text: str) -> str:
-    """The part of the policy's turn that a prompt's text opens: `<think>`, or thinking that is already closed."""
+    """Returns the start of the policy's turn in a prompt's text: `<think>`, or thinking that is already closed."""
     match = _OPENED.search(text)
     return match.group() if match else ""
 
 
 def with_turn(messages: Messages, opening: str, turn: Mapping[str, Any]) -> Iterator[list[Mapping[str, Any]]]:
-    """The chat with the policy's turn, in the forms that templates read: with its thinking as text, or apart.
+    """Yields the chat with the policy's turn in the forms that templates read: with thinking as text, or separate.
 
     Args:
-        messages: before the turn; an assistant's last message is its beginning.
-        opening: what the prompt opened of the turn.
+        messages: before the turn; if the last one is the assistant's, it begins the turn.
+        opening: the text with which the prompt already opened the turn.
         turn: the assistant's message with what the policy generated.
     """
     continues = messages[-1].get("role") == "assistant"
@@ -417,7 +414,7 @@ def with_turn(messages: Messages, opening: str, turn: Mapping[str, Any]) -> Iter
 
 
 def _started_message(messages: Messages) -> str:
-    """The text of a last message of the assistant, which the policy continues."""
+    """Returns the text of the last message if it is the assistant's, which the policy continues."""
     last = messages[-1]
     return content_text(last.get("content")) if last.get("role") == "assistant" else ""
 
@@ -425,7 +422,7 @@ def _started_message(messages: Messages) -> str:
 def stop_token_ids(
     policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
 ) -> dict[str, list[int]]:
-    """Source of stop tokens → their ids."""
+    """Maps each source of stop tokens to their ids."""
     sources: dict[str, list[int]] = {"sampling": list(sampling.stop_token_ids)}
     generation_config = getattr(policy, "generation_config", None)
     for name, value in (
@@ -440,6 +437,6 @@ def stop_token_ids(
 
 
 def with_stop_tokens(sampling: Sampling, sources: dict[str, list[int]]) -> Sampling:
-    """`sampling` with the ids of `stop_token_ids` added."""
+    """Returns `sampling` with the ids from `stop_token_ids` added."""
     ids = {token_id for ids in sources.values() for token_id in ids}
     return replace(sampling, stop_token_ids=tuple(sorted(ids | set(sampling.stop_token_ids))))

@@ -1,7 +1,7 @@
-"""The form of checkpoints: names and layouts of folders and servers on one side, of a model's modules on the other.
+"""Conversion between the names and layouts of checkpoints and servers and those of a model's modules.
 
 transformers fuses the experts of a mixture into one parameter and renames parts of models with a vision tower. Both
-directions go through its own functions. These are semi-private: SEMI_PRIVATE lists those that lightrl imports.
+directions use its functions. These are semi-private: SEMI_PRIVATE lists those that lightrl imports.
 
     folder, servers                                 module
     mlp.experts.0.gate_proj.weight [I, H] … E  ◄─►  mlp.experts.gate_up_proj [E, 2I, H]
@@ -27,12 +27,12 @@ from lightrl.models.tuning import tuning_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Names of exported parameters: those of the model's modules, or those of its checkpoint.
+# Names of exported parameters: as in the model's modules, or as in its checkpoint.
 Names = Literal["module", "checkpoint"]
 
 _RULES = "lightrl_conversions"  # attribute of a model: the rules for its names
 NEEDED = "5.23"  # release of transformers
-# What lightrl needs of transformers beyond its documented interface, by module.
+# Functions and classes that lightrl uses beyond transformers' documented interface, by module.
 SEMI_PRIVATE = {
     "transformers.conversion_mapping": ("get_model_conversion_mapping",),
     "transformers.core_model_loading": (
@@ -47,7 +47,7 @@ SEMI_PRIVATE = {
 
 
 def semi_private(name: str) -> Any:
-    """The function or class of transformers; raises ImportError with the needed release if that one lacks it."""
+    """Returns the function or class of transformers; raises ImportError with the needed release if it is missing."""
     module = next(module for module, names in SEMI_PRIVATE.items() if name in names)
     try:
         return getattr(importlib.import_module(module), name)
@@ -61,7 +61,7 @@ def semi_private(name: str) -> Any:
 
 
 def conversions(model: PreTrainedModel) -> list[Any]:
-    """Rules between the names of checkpoints and modules; called before a model is sharded, which renames its class."""
+    """Returns the rules between checkpoint and module names; called before sharding, which renames a model's class."""
     rules: list[Any] | None = vars(model).get(_RULES)
     if rules is None:
         rules = semi_private("get_model_conversion_mapping")(model, add_legacy=False)
@@ -70,7 +70,7 @@ def conversions(model: PreTrainedModel) -> list[Any]:
 
 
 def keep_first_axis(model: PreTrainedModel) -> bool:
-    """Whether parts along the first axis of a parameter come from the same parts of its checkpoint's tensors."""
+    """Whether a slice of a parameter along the first axis needs only the same slice of its checkpoint's tensors."""
     for rule in conversions(model):
         for operation in getattr(rule, "operations", ()):
             kind = type(operation).__name__
@@ -83,14 +83,14 @@ def keep_first_axis(model: PreTrainedModel) -> bool:
 
 
 def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Names and tensors that a checkpoint has for one parameter; views of `tensor`, or of one copy of its parts.
+    """Returns the checkpoint's tensors for one parameter, by name: views of `tensor`, or of one copy of its parts.
 
     Args:
-        name: of the model's module, as its base has it.
-        tensor: whole.
+        name: of the parameter in the model's base.
+        tensor: the whole parameter, not a shard.
 
     Raises:
-        ValueError: if a tensor of the model's checkpoint holds several of its parameters.
+        ValueError: if one tensor of the model's checkpoint holds several parameters.
     """
     if getattr(model, "_weight_conversions", None) is None:  # a model that was not loaded has no prefix to restore
         prefix = semi_private("PrefixChange")
@@ -106,21 +106,21 @@ def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dic
 
 
 def exported_tensors(model: PreTrainedModel, names: Names, name: str, sources: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Tensors to export for a name of `Tuning.sources`, from its whole sources."""
+    """Returns the tensors to export for a name of `Tuning.sources`, from its whole sources."""
     tuning = tuning_of(model)
     tensor = tuning.merge(model, name, sources)
     return {name: tensor} if names == "module" or tuning.adds(name) else checkpoint_tensors(model, name, tensor)
 
 
 class _Slice:
-    """A tensor in a file, of which only what is indexed is read."""
+    """A tensor in a file; only the indexed part is read."""
 
     def __init__(self, content: Any, on_tensor: Callable[[], None]) -> None:
         self._content = content
         self._on_tensor = on_tensor
 
     def get_shape(self) -> Any:
-        self._on_tensor()  # each rank asks once, even for a tensor of which it holds nothing
+        self._on_tensor()  # each rank asks once, even if it holds no part of the tensor
         return self._content.get_shape()
 
     def __getitem__(self, index: Any) -> Any:
@@ -136,18 +136,18 @@ def load_parts(
     renamed: Mapping[str, str] | None = None,
     is_whole: bool = True,
 ) -> None:
-    """Reads a checkpoint into a model, of sharded parameters this rank's shards only; replaces the parameters.
+    """Reads a checkpoint into a model, replacing its parameters; reads only this rank's shards of sharded ones.
 
     Args:
-        model: on `device`; what its tuning has added stays as it is.
+        model: on `device`; weights that its tuning has added stay unchanged.
         spec: has files, see `checkpoint_files`.
-        on_tensor: called once for each tensor of the checkpoint that is sharded, also where nothing of it is read.
-        renamed: name of a parameter → the end of the name in the checkpoint whose tensor it gets.
-        is_whole: False if the model is a part, so that the checkpoint has other weights too.
+        on_tensor: called once for each sharded tensor of the checkpoint, even if this rank reads nothing of it.
+        renamed: maps a parameter's name to the end of the name of the checkpoint's tensor for it.
+        is_whole: False if the model is only a part, so that the checkpoint has other weights too.
 
     Raises:
-        ValueError: if a weight is missing, has another shape than the config says, is not finite, or is tied but has
-            values of its own.
+        ValueError: if a weight is missing, does not have the config's shape, is not finite, or is tied but has
+            different values.
     """
     from safetensors import safe_open
 
@@ -155,7 +155,7 @@ def load_parts(
     slices = {name: _Slice(file.get_slice(name), on_tensor) for file in opened for name in file.keys()}  # noqa: SIM118
     for name, end in (renamed or {}).items():
         shape, dtype = list(model.get_parameter(name).shape), spec.build_options["dtype"]
-        names = [one for one in slices if one.endswith(end)]  # one may be of another tower
+        names = [one for one in slices if one.endswith(end)]  # one may belong to another tower
         source = min(names, key=lambda one: list(slices[one].get_shape()) != shape, default=None)
         if source is not None:
             if name in slices and not torch.equal(*(slices[one][:].to(dtype) for one in (name, source))):
@@ -168,14 +168,14 @@ def load_parts(
     tuning = tuning_of(model)
     with tuning.base_modules(model), _local_shapes(model), _one_at_a_time(), without_bars():
         info, _ = semi_private("convert_and_load_state_dict_in_model")(model, slices, config)
-        # A checkpoint may leave out a tied weight's second name; a part may hold the weight under it alone.
+        # A checkpoint may omit a tied weight's second name; a part may hold the weight only under that name.
         tied: dict[str, str] = (getattr(model, "all_tied_weights_keys", None) or {}) if is_whole else {}
         for name, source in tied.items():
             is_read = not {name, source} & info.missing_keys
             if is_read and not torch.equal(model.get_parameter(name), model.get_parameter(source)):
                 raise _untied(spec, name)
-        model._adjust_missing_and_unexpected_keys(info)  # what the family leaves out, or does without
-        # On more ranks than experts some hold none, and no rule makes a tensor of nothing.
+        model._adjust_missing_and_unexpected_keys(info)  # names that the family may omit or ignore
+        # With more ranks than experts some ranks hold none, and no rule makes an empty tensor.
         empty = {name for name, _ in model.named_parameters() if model.get_parameter(name).numel() == 0}
         missing = set(info.missing_keys) - empty - set(tied)
     for name, parameter in model.named_parameters():
@@ -191,7 +191,7 @@ def load_parts(
         raise ValueError(f"Weight {name!r} of {spec.path!r} cannot be converted: {problem}. Use an intact checkpoint.")
     if is_whole:
         model.tie_weights()
-    with tuning.base_modules(model):  # what is added has no values yet
+    with tuning.base_modules(model):  # added weights have no values yet
         check_loaded(f"Model {spec.path!r}", model, missing, info.unexpected_keys if is_whole else ())
 
 
@@ -203,7 +203,7 @@ def _untied(spec: ModelSpec, name: str) -> ValueError:
 
 
 def checkpoint_files(spec: ModelSpec) -> list[Path]:
-    """The safetensors files of a model, from a folder or the hub; none if its tensors cannot be read one by one."""
+    """Returns a model's safetensors files, from a folder or the hub; empty if its tensors cannot be read one by one."""
     if spec.path is None or spec.options:
         return []
     from transformers.utils import cached_file
@@ -220,7 +220,7 @@ def checkpoint_files(spec: ModelSpec) -> list[Path]:
 
 @contextlib.contextmanager
 def _local_shapes(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, `get_parameter` gives this rank's part, to whose shape some rules compare what was read."""
+    """Inside, `get_parameter` returns this rank's part. Some rules compare its shape with the tensor they read."""
     whole = model.get_parameter
 
     def part(name: str) -> Tensor:
@@ -237,7 +237,7 @@ def _local_shapes(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Inside, a tensor is read when it is needed; threads would read ahead of it, up to the whole model."""
+    """Inside, each tensor is read when it is needed; transformers' threads could read the whole model ahead."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -252,7 +252,7 @@ def _one_at_a_time() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """Hides Hugging Face's progress bar for files, which would interrupt the run's own."""
+    """Hides Hugging Face's progress bar for files, which would interrupt the run's progress bar."""
     from transformers.utils import logging as transformers_logging
 
     if not transformers_logging.is_progress_bar_enabled():

@@ -1,4 +1,4 @@
-"""Hybrids: models with layers that keep a state of fixed size, of a convolution or recurrence, next to key-values."""
+"""Hybrids: models whose layers keep states of fixed size, of convolutions or recurrences, besides key-values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NO_LIMITS = (0.0, inf)
 
 
 def keeps_states(config: PretrainedConfig) -> bool:
-    """Whether a layer keeps the state of a convolution or of a recurrence, such as linear attention."""
+    """Whether a layer keeps the state of a convolution or a recurrence, for example of linear attention."""
     from transformers import DynamicCache
     from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
@@ -22,9 +22,9 @@ def keeps_states(config: PretrainedConfig) -> bool:
 
 
 def set_time_step_limits(model: PreTrainedModel) -> None:
-    """Gives Mamba layers the limits of their config, as servers and the published code of Nemotron-H do.
+    """Sets the config's limits in Mamba layers, as servers and the published code of Nemotron-H do.
 
-    transformers 5.23 raises the lower bound of Nemotron-H's to `time_step_min` instead.
+    transformers 5.23 raises Nemotron-H's lower bound to `time_step_min` instead.
     """
     limits = getattr(model.config.get_text_config(), _LIMITS, None)
     for layer in model.modules():
@@ -33,6 +33,6 @@ def set_time_step_limits(model: PreTrainedModel) -> None:
 
 
 def time_step_limits(model: PreTrainedModel) -> tuple[float, float] | None:
-    """The limits, if there are any; transformers ignores them where a forward has one token."""
+    """Returns the limits, or None without any; transformers ignores them in a forward of one token."""
     limits = (getattr(layer, _LIMITS, _NO_LIMITS) for layer in model.modules())
     return next((limit for limit in limits if tuple(limit) != _NO_LIMITS), None)

@@ -1,11 +1,11 @@
-"""Images: what a model that sees images needs besides token ids, from strings in a prompt to a forward.
+"""Images: what a vision model needs besides token ids, from strings in a prompt to the forward.
 
     Prompt.images ─► a table of pixel values ─► features ──────► embeddings of the image's tokens
     paths, data:     [P, ...], grids [M, 3]     [K, H] of each   and their positions
 
 An image is K image tokens, which the token ids of its prompt or observation contain from the start: a fixed number for
-Llava and Gemma 3; for Qwen's models one for each square of patches. Only the first image tokens of a row are images;
-one that the policy samples is text, and so is its position.
+Llava and Gemma 3, one per square of patches for Qwen's models. Image tokens that the policy samples, after those of the
+row's images, are text and have text positions.
 
 Shapes: B trajectories, T tokens, M images, P their entries in the table, I most images of a row, H hidden size.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedModel
 
-# Llava's vision towers, whose images are a fixed number of tokens, and how many tokens each adds to its patches.
+# Llava's vision towers, with a fixed number of tokens per image, and how many tokens each adds to its patches.
 _EXTRA_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 # Models whose images are grids of patches, with positions in three dimensions.
 _GRIDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
@@ -45,25 +45,25 @@ SUPPORTED = (
     f"models of type {', '.join(_GRIDS)}, gemma3, or llava with a vision tower of type clip_vision_model or "
     "siglip_vision_model"
 )
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # another one, EPS, would run Ghostscript
-_CACHE_BYTES = 256 * 2**20  # pixel values are kept: the samples of a group have the same image
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # without EPS, which would run Ghostscript
+_CACHE_BYTES = 256 * 2**20  # of pixel values: the samples of a group have the same image
 
 
 class ImageTable(NamedTuple):
-    """Images end to end, and those that each row shows; the fields of an Experience.
+    """Concatenated images, and the images of each row; fields of an Experience.
 
     Example:
-        Of 2 × 4 and 4 × 4 patches of 96 numbers; the first row shows both, the second none:
+        Images of 2 × 4 and 4 × 4 patches of 96 numbers; the first row shows both, the second none:
         ImageTable(torch.zeros(24, 96), torch.tensor([[1, 2, 4], [1, 4, 4]]), torch.tensor([[0, 1], [-1, -1]]))
     """
 
     pixel_values: Tensor  # float32 [P, ...]: patches [D] of a grid, or images [C, height, width]
-    image_grids: Tensor  # int64 [M, 3], whose products are the entries of an image; on the host, or read there
-    image_rows: Tensor  # int64 [B, I], the images of each row in order; -1: none; on the host, or read there
+    image_grids: Tensor  # int64 [M, 3]; an image has as many entries as their product; read on the host
+    image_rows: Tensor  # int64 [B, I], the images of each row in order, padded with -1; read on the host
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[str]], image_reader: ImageReader | None) -> ImageTable | None:
-        """The images of rows, each once; None if there are none. Raises ValueError for a policy of text alone."""
+        """Reads the rows' images, each once; None if there are none. Raises ValueError for a text-only policy."""
         index_of = {image: index for index, image in enumerate(dict.fromkeys(itertools.chain(*rows)))}
         if not index_of:
             return None
@@ -74,7 +74,7 @@ class ImageTable(NamedTuple):
         return image_reader.read(list(index_of))._replace(image_rows=torch.tensor(image_rows))
 
     def shown(self) -> ImageTable:
-        """The same rows with only the images that they show, renumbered."""
+        """Returns the same rows with only the images that they show, renumbered."""
         values, grids, rows = self.pixel_values, on_host(self.image_grids), on_host(self.image_rows)
         is_shown, new_rows = renumbered(rows, len(grids))
         if not is_shown.all():
@@ -84,8 +84,8 @@ class ImageTable(NamedTuple):
 
 
 def renumbered(image_rows: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """A mask [num] of the images that the rows show; and the rows [B, I], numbered among those alone."""
-    is_shown = torch.zeros(num + 1, dtype=torch.bool)  # the last stands for none, -1
+    """Returns a mask [num] of the images that the rows show, and the rows [B, I] with those images renumbered."""
+    is_shown = torch.zeros(num + 1, dtype=torch.bool)  # the last stands for the padding, -1
     is_shown[image_rows] = True
     is_shown = is_shown[:-1]
     return is_shown, torch.cat([is_shown.cumsum(0) - 1, torch.tensor([-1])])[image_rows]
@@ -102,15 +102,15 @@ class ImageReader:
     image_token_id: int
     tokens_each: int | None  # K; None if it depends on the image's size
     processor: BaseImageProcessor  # on Pillow
-    frame: tuple[int, int] | None = None  # Gemma 3's tokens before and after an image's; its template writes the first
+    frame: tuple[int, int] | None = None  # Gemma 3's tokens around an image's; its template writes the first
     _cache: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> ImageReader | None:
-        """Makes the reader for a model of this config; None if it takes token ids only.
+        """Makes the reader for a model of this config; None if the model accepts only token ids.
 
-        The image processor comes from the checkpoint; for random weights one scales images to the tower's size, or
-        keeps the size of an image that becomes a grid.
+        The image processor comes from the checkpoint. Without one, images are scaled to the tower's size; those that
+        become grids keep their size.
         """
         kind = image_kind(config)
         if kind is None:
@@ -126,7 +126,7 @@ class ImageReader:
         return cls(token_id, num_patches + _EXTRA_TOKENS[vision.model_type] - dropped, processor)
 
     def counts(self, images: Sequence[str]) -> list[int]:
-        """K of each image, from its size alone: its pixels are not read."""
+        """Returns K of each image from its size, without reading its pixels."""
         if self.tokens_each is not None:
             return [self.tokens_each] * len(images)
         made: Any = self.processor
@@ -134,7 +134,7 @@ class ImageReader:
         return [made.get_number_of_image_patches(high, wide, {}) // made.merge_size**2 for wide, high in sizes]
 
     def expanded(self, token_ids: Sequence[int], images: Sequence[str], *, where: str) -> list[int]:
-        """Token ids with K image tokens for each image, from one for each, or K already."""
+        """Returns token ids with K image tokens per image, from ids with one, or already K, per image."""
         token_ids, counts = list(token_ids), self.counts(images)
         num_tokens = token_ids.count(self.image_token_id)
         if num_tokens not in (len(images), sum(counts)):
@@ -145,7 +145,7 @@ class ImageReader:
         runs = (is_image for is_image, _ in itertools.groupby(token_ids, lambda token: token == self.image_token_id))
         if self.tokens_each is None and sum(runs) != len(images):
             raise ValueError(
-                f"{where} has two images with nothing between them, which positions in a grid need. Put text between "
+                f"{where} has two images with nothing between them, but positions in a grid need it. Put text between "
                 "them, or use a chat template that writes tokens around an image."
             )
         if num_tokens == sum(counts):
@@ -173,7 +173,7 @@ class ImageReader:
             )
 
     def read(self, images: Sequence[str]) -> ImageTable:
-        """A table with one row, which shows these images; recent ones are cached."""
+        """Returns a table with one row of these images; recent images are cached."""
         pairs = []
         for image in images:
             pair = self._cache.get(image)
@@ -190,21 +190,21 @@ class ImageReader:
 
 @dataclass(frozen=True)
 class Attachments:
-    """The images of a prompt as servers take them, next to its tokens."""
+    """The images of a prompt in the form that servers accept, and the prompt's tokens."""
 
     prompt: list[int]  # the prompt's token ids, with one image token for each image: the server repeats it
-    body: dict[str, list[str]]  # joins the body of a request: data: URLs, for servers on other machines
+    body: dict[str, list[str]]  # for the body of a request: data: URLs, since servers may be on other machines
     image_token_id: int  # the id that stands for an image
 
     @classmethod
     def of(cls, image_reader: ImageReader | None, images: Sequence[str], token_ids: list[int]) -> Attachments:
-        """The images of a prompt, given how the policy reads them; raises ValueError if it takes none."""
+        """Makes the attachments of a prompt; raises ValueError if the policy cannot read them, or servers cannot."""
         if image_reader is None:
             raise ValueError(refusal(len(images)))
         if image_reader.frame:
             raise ValueError(
-                "Servers take no images for models of type gemma3: they write line breaks around an image, which the "
-                "tokens of its prompt have already. Use LocalEngine."
+                "Servers cannot be used with images and models of type gemma3: they add line breaks around an image, "
+                "which the prompt's tokens already have. Use LocalEngine."
             )
         image_reader.check(images, token_ids)
         prompt = image_reader.collapsed(token_ids, images)
@@ -212,7 +212,7 @@ class Attachments:
         return cls(prompt, body, image_reader.image_token_id)
 
     def input_ids(self, generated: Sequence[int]) -> list[int]:
-        """The prompt and what follows; raises RolloutError if a server would take one of its tokens for an image."""
+        """Joins the prompt and its completion; raises RolloutError if a server would take a token for an image."""
         token_ids = [*self.prompt, *generated]
         if token_ids.count(self.image_token_id) != len(self.body["image_data"]):
             raise RolloutError(
@@ -223,10 +223,10 @@ class Attachments:
 
 
 def image_kind(config: PretrainedConfig) -> Literal["plain", "grid", "bidirectional"] | None:
-    """How models of this config see images; None if they cannot get any from us.
+    """Returns how models of this config see images; None if lightrl cannot give them any.
 
     plain: an image's tokens have the positions and the mask of text. grid: they have positions in three dimensions.
-    bidirectional: they see each other in both directions.
+    bidirectional: they attend to each other in both directions.
     """
     if config.model_type in _GRIDS:
         return "grid"
@@ -237,7 +237,7 @@ def image_kind(config: PretrainedConfig) -> Literal["plain", "grid", "bidirectio
 
 
 def auto_model(config: PretrainedConfig) -> Any:
-    """The auto class for a language model of this config; with an image tower if it has one, even on text alone."""
+    """Returns the auto class for a language model of this config, with its image tower even if only text is used."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     has_tower = hasattr(config, "vision_config") and type(config) in AutoModelForImageTextToText._model_mapping
@@ -245,16 +245,16 @@ def auto_model(config: PretrainedConfig) -> Any:
 
 
 def new_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-    """A language model with random weights; `options` are those of `from_config`."""
+    """Makes a language model with random weights; `options` are those of `from_config`."""
     model: PreTrainedModel = auto_model(config).from_config(config, **options)
     finish_model(model)
     return model
 
 
 def finish_model(model: PreTrainedModel) -> None:
-    """Sets limits of Mamba layers, a pad id for image tokens, and a text model's way to add image features in layers.
+    """Sets Mamba layers' limits and a missing pad id, and lets a text model add image features in its layers.
 
-    The pad id is set on a finished model: embeddings made with one would have a row without gradient.
+    The pad id is set on a finished model: if embeddings were made with it, one row would have no gradient.
     """
     set_time_step_limits(model)
     text = model.config.get_text_config()
@@ -265,12 +265,12 @@ def finish_model(model: PreTrainedModel) -> None:
 
 
 def read_image(image: str) -> Image:
-    """The image of a path or a `data:` URL, in RGB; raises ValueError above Pillow's limit of 179 million pixels."""
+    """Reads the image of a path or `data:` URL as RGB; raises ValueError above Pillow's limit of 179 million pixels."""
     return _opened(image, lambda opened: opened.convert("RGB"))
 
 
 def _opened(image: str, read: Callable[[Image], _T]) -> _T:
-    """Return `read` of an opened image, whose pixels are not yet read."""
+    """Returns `read` of an opened image, whose pixels are not read yet."""
     from PIL import Image
 
     try:
@@ -285,7 +285,7 @@ def _opened(image: str, read: Callable[[Image], _T]) -> _T:
 
 
 def data_url(image: str | bytes | Image) -> str:
-    """An image as a `data:` URL, text that can be sent to other machines."""
+    """Returns an image as a `data:` URL, text that can be sent to other machines."""
     if isinstance(image, str):
         if image.startswith("data:"):
             return image
@@ -298,7 +298,7 @@ def data_url(image: str | bytes | Image) -> str:
 
 
 def self_contained(answer: Any) -> Any:
-    """The answer with a data: URL for each image that is a file, which may be gone after a resume."""
+    """Returns the answer with data: URLs instead of image files, which may be gone after a resume."""
     if isinstance(answer, (list, tuple)):
         return [self_contained(item) for item in answer]
     if not isinstance(answer, dict):
@@ -312,37 +312,37 @@ def self_contained(answer: Any) -> Any:
 
 
 def refusal(num_images: int) -> str:
-    """The message about images for a model that takes token ids only."""
+    """Returns the message about images for a model that accepts only token ids."""
     return (
-        f"Got {count_text(num_images, 'image')}, but the policy takes token ids only. Use one of {SUPPORTED}, or leave "
-        "the images out."
+        f"Got {count_text(num_images, 'image')}, but the policy accepts only token ids. Use one of {SUPPORTED}, or "
+        "leave the images out."
     )
 
 
 def image_inputs(
     model: PreTrainedModel, token_ids: Tensor, images: ImageTable, *, positions: tuple[Tensor, Tensor] | None = None
 ) -> dict[str, Any]:
-    """The model's arguments for rows with images: token embeddings, with the images' features at their image tokens.
+    """Returns the model's arguments for rows with images: token embeddings with image features at the image tokens.
 
-    Each image goes through the vision tower once, however many rows show it. A sharded model gathers the tower on all
-    ranks, so a rank without images runs it on a blank image, whose features enter times 0.
+    Each image goes through the vision tower once, however many rows show it. All ranks gather a sharded tower, so a
+    rank without images runs it on a blank image and multiplies the features by 0.
 
     Args:
-        model: sees images.
+        model: reads images.
         token_ids: [B, T], with all image tokens of the prompts.
         images: of these rows.
-        positions: rows and columns [N] of tokens, which the arguments then have end to end in one row; None for all.
+        positions: rows and columns [N] of the tokens to concatenate into one row; None keeps all rows.
 
     Returns:
         `inputs_embeds` [B, T, H], or [1, N, H] with `positions`; `position_ids` [3, B, T] or [3, 1, N] for grids;
         `token_type_ids` [B, T] for Gemma 3; `image_layers`, which `_take_layers` reads, for Qwen3-VL.
 
     Raises:
-        ValueError: if the model takes no images, or a row has not as many image tokens as its images need.
+        ValueError: if the model cannot read images, or a row's number of image tokens does not match its images.
     """
 
     def pick(values: Tensor) -> Tensor:
-        """Takes [B, T, ...] to [1, N, ...] if there are positions."""
+        """Turns [B, T, ...] into [1, N, ...] if there are positions."""
         return values if positions is None else values[positions][None]
 
     config, kind = model.config, image_kind(model.config)
@@ -351,7 +351,7 @@ def image_inputs(
     embeddings = model.get_input_embeddings()(token_ids)
     images, device = images.shown(), embeddings.device
     is_blank = not len(images.image_grids)
-    from torch.distributed.fsdp import FSDPModule  # a fifth of all imports, for processes that train nothing
+    from torch.distributed.fsdp import FSDPModule  # a fifth of the import time, which processes without training save
 
     if is_blank and not isinstance(model, FSDPModule):
         return {"inputs_embeds": pick(embeddings)}
@@ -361,7 +361,7 @@ def image_inputs(
         images = ImageTable(values, torch.tensor([[1, size, size]]), images.image_rows)
     grids = {"image_grid_thw": to_device(images.image_grids, device)} if kind == "grid" else {}
     read = model.base_model.get_image_features(images.pixel_values.to(embeddings), return_dict=True, **grids)
-    # The features of each image: those of its tokens, and of some models further ones that layers add to these.
+    # The features of each image's tokens, and in some models further ones that layers add to them.
     parts = [list(read.pooler_output), *map(list, getattr(read, "deepstack_features", None) or ())]
     if is_blank:
         return {"inputs_embeds": pick(embeddings + 0 * sum(part[0].sum() for part in parts))}
@@ -385,7 +385,7 @@ def image_inputs(
     elif kind == "bidirectional":
         inputs["token_type_ids"] = mask.long()
     if layers:
-        if positions is not None:  # a prompt that rows share is there once
+        if positions is not None:  # a prompt that rows share occurs once
             numbers, at = is_image.flatten().cumsum(0).view_as(is_image) - 1, tuple(map(on_host, positions))
             picked = to_device(numbers[at][is_image[at]], device)
             layers = [layer[picked] for layer in layers]
@@ -394,7 +394,7 @@ def image_inputs(
 
 
 def _take_layers(module: torch.nn.Module, arguments: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Passes features to the layers of a text model; the model around it passes only those that it computes itself."""
+    """Passes image features to a text model's layers; the outer model passes only features that it computed itself."""
     of_images = settings.pop("image_layers", {})
     return arguments, settings | of_images
 
@@ -402,12 +402,12 @@ def _take_layers(module: torch.nn.Module, arguments: Any, settings: dict[str, An
 def take_images(
     messages: Sequence[JsonObject], images: Sequence[object] = (), *, folder: Path
 ) -> tuple[list[JsonObject], tuple[str, ...]]:
-    """Moves images out of messages: bare image parts, and the images as paths or data: URLs, in order.
+    """Moves images out of messages; returns messages with bare image parts, and the images as paths or data: URLs.
 
     Args:
         messages: image parts look like `{"type": "image", "image": "cats/3.png"}`; `path` and `url` also work, and a
-            part without any of them takes the next of `images`.
-        images: the row's images; if no part takes them, they go first in the last user turn.
+            part without any of them stands for the next of `images`.
+        images: the row's images; without image parts they go to the start of the last user turn.
         folder: base of relative paths.
 
     Raises:
@@ -446,7 +446,7 @@ def take_images(
 
 
 def _image_text(image: Any, folder: Path) -> str:
-    """An image as a Prompt holds it: a path or a data: URL. Takes those, bytes, Pillow images and datasets' dicts."""
+    """Returns a path or data: URL, as Prompt stores images, of either, bytes, a Pillow image or a dict of datasets."""
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path")
     if not isinstance(image, str):
@@ -459,7 +459,7 @@ def _image_text(image: Any, folder: Path) -> str:
 
 
 def save_processor(config: PretrainedConfig, folder: Path) -> None:
-    """Writes the image processor next to an exported model that sees images; nothing for others."""
+    """Writes the image processor next to an exported model, if the model reads images."""
     image_reader = ImageReader.of(config)
     if image_reader is not None:
         image_reader.processor.save_pretrained(folder)

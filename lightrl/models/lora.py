@@ -1,4 +1,4 @@
-"""LoRA: small trained adapters on a frozen model, through `peft`; merged where whole parameters are needed.
+"""LoRA: small trained adapters on a frozen model, using `peft`; merged where whole parameters are needed.
 
 peft replaces linear layers by ones that hold the frozen weight W and the adapters A, B, and compute
 (W + scaling · B A) x. Source: LoRA, https://arxiv.org/abs/2106.09685.
@@ -34,14 +34,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ADAPTER = "default"  # peft's name of the only adapter
-_OUTPUT = "lm_head"  # peft itself leaves it out
-_HEAD = "score"  # the head of critics and reward models is trained itself, without an adapter
+_HEAD = "score"  # the head of critics and reward models is trained directly, without an adapter
 
-# Settings of peft that change the model in other ways than by B A → their values where they do not, the default first.
+# peft's settings that can change the model beyond adding B A → the values that do not, the default first.
 _OFF: dict[str, Sequence[object]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change W
-    "megatron_config": (None,),  # peft then imports the module that `megatron_core` names
+    "megatron_config": (None,),  # otherwise peft imports the module that `megatron_core` names
     **dict.fromkeys(("fan_in_fan_out", "lora_bias", "use_dora", "use_qalora"), (False,)),
     **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication"), (None,)),
     **dict.fromkeys(("modules_to_save", "monteclora_config", "trainable_token_indices"), (None,)),
@@ -57,12 +56,12 @@ class LoRA(Tuning):
         rank: of the adapters, the inner dimension of B A.
         alpha: the adapters are scaled by `alpha / rank`.
         target_modules: names of the linear layers that get adapters; `all-linear` is all but the output head, the
-            routers and experts of a mixture, layers whose weights Mamba's kernels read, and the image tower of any
-            model but a Llava.
-        target_parameters: names of further parameters that get adapters, such as the experts' fused ones,
+            routers and experts of a mixture, layers whose weights Mamba's kernels read, and the image tower of models
+            other than Llava.
+        target_parameters: names of further parameters that get adapters, for example the experts' fused ones,
             `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`: a pair A, B for each expert.
-        adapter: a folder in peft's form with adapters to start from, whose rank, alpha and layers replace those given
-            here; None for fresh ones, which change nothing yet.
+        adapter: a folder in peft's format with adapters to start from; its rank, alpha and layers replace those given
+            here. None makes new adapters, which change nothing at first.
     """
 
     rank: int = 16
@@ -80,20 +79,21 @@ class LoRA(Tuning):
         check_positive(**{"lora.alpha": self.alpha})
         if self.adapter is not None and not (Path(self.adapter) / self.config_file).is_file():
             raise ValueError(
-                f"lora.adapter={self.adapter!r} must be a folder in peft's form, but has no adapter_config.json. Leave "
-                "it out for fresh adapters."
+                f"lora.adapter={self.adapter!r} must be a folder in peft's format, but has no adapter_config.json. "
+                "Omit it for new adapters."
             )
 
     def add_to(self, model: PreTrainedModel, *, seed: int = 0) -> None:
-        """Freezes the model and adds trained adapters, in float32; the head of a critic or reward model is trained too.
+        """Freezes the model and adds trainable adapters in float32; the head of a critic or reward model is trained
+        too.
 
         Args:
-            model: may have its parameters on the meta device; `added_values` then has those of the adapters.
-            seed: of fresh adapters, which depend on it and on their names only.
+            model: may have its parameters on the meta device; `added_values` then gives the adapters' values.
+            seed: of new adapters, which depend only on it and on their names.
 
         Raises:
             ImportError: if peft is not installed.
-            ValueError: if the model has no such layers, or the folder's adapters are more than B A.
+            ValueError: if the model lacks the layers, or the folder's adapters do more than add B A.
         """
         try:
             from peft import LoraConfig
@@ -110,12 +110,12 @@ class LoRA(Tuning):
             for name, values in _OFF.items():
                 if given.get(name, values[0]) not in values:
                     raise ValueError(
-                        f"lora.adapter={self.adapter!r} must have {name}={values[0]!r}, that is only A and B on the "
-                        f"model's own weights, got {given[name]!r}. Merge that adapter into its model, and start from "
-                        "the result."
+                        f"lora.adapter={self.adapter!r} must have {name}={values[0]!r}, so that it only adds A and B "
+                        f"to the model's weights, got {given[name]!r}. Merge that adapter into its model, and start "
+                        "from the result."
                     )
             config = LoraConfig.from_pretrained(self.adapter)
-            config.init_lora_weights = True  # the folder's weights replace them
+            config.init_lora_weights = True  # the folder's weights replace these
             config.inference_mode = False
             config.lora_dropout = 0.0
         else:
@@ -153,22 +153,22 @@ class LoRA(Tuning):
             for layer in (name.rpartition(".")[0] for name in pair):
                 if hasattr(model.get_submodule(layer), "base_layer"):
                     raise ValueError(
-                        f"lora has an adapter of {layer!r}, whose weight is tied to another layer's and would differ "
-                        "from it. Leave that layer out of lora.target_modules."
+                        f"lora has an adapter on {layer!r}, whose weight is tied to another layer's and would differ "
+                        "from it. Remove that layer from lora.target_modules."
                     )
         for name, module in model.named_modules():
             kind = type(getattr(module, "base_layer", None)).__name__
             if kind.startswith(("Embedding", "Conv")):
                 raise ValueError(
-                    f"lora has an adapter of {name!r} ({kind}); only linear layers and experts can have one here. "
-                    "Leave that layer out of lora.target_modules."
+                    f"lora has an adapter on {name!r} ({kind}), but only linear layers and experts can have one. "
+                    "Remove that layer from lora.target_modules."
                 )
         adapted = [name for name, sources in self.sources(model).items() if len(sources) > 1]
         for target in self.target_parameters if self.adapter is None else ():
             if not any(f".{name}".endswith(f".{target}") for name in adapted):
                 raise ValueError(
                     f"lora.target_parameters has {target!r}, which {type(model).__name__} does not have. "
-                    "Name those of experts, such as mlp.experts.down_proj."
+                    "Name experts' parameters, for example mlp.experts.down_proj."
                 )
         if self.adapter is None:
             return
@@ -187,8 +187,8 @@ class LoRA(Tuning):
             inside = name.partition(".layers.")[2].partition(".")[2]
             if not inside or (modules is not None and inside not in modules):
                 raise ValueError(
-                    f"The {role} has a LoRA adapter of {name!r}, which Parallel3DStrategy does not split. Leave it out "
-                    "of lora.target_modules, or use FSDP2Strategy."
+                    f"The {role} has a LoRA adapter on {name!r}, which Parallel3DStrategy does not split. Remove it "
+                    "from lora.target_modules, or use FSDP2Strategy."
                 )
 
     def split_styles(self, name: str, module: torch.nn.Module, style: str) -> dict[str, str]:
@@ -197,15 +197,15 @@ class LoRA(Tuning):
         base, down, up = (f"{name}.{part}" for part in ("base_layer", f"lora_A.{_ADAPTER}", f"lora_B.{_ADAPTER}"))
         if style == "rowwise":
             return {base: style, down: style}
-        return {base: style, up: style, down: "replicate"}  # all ranks compute A x of the whole sequence
+        return {base: style, up: style, down: "replicate"}  # all ranks compute A x for the whole sequence
 
     def adds(self, name: str) -> bool:
         return ".lora_A." in name or ".lora_B." in name
 
     def added_values(self, seed: int) -> Callable[[str, torch.Size], Tensor]:
-        """From `adapter`, or fresh: A as a linear layer's, B zero.
+        """Returns the values from the folder `adapter`; without one, A as in a new linear layer, and B zero.
 
-        Fresh ones depend on seed and name only, so any process can make any of them.
+        New values depend only on seed and name, so any process can make any of them.
         """
         if self.adapter is None:
             return lambda name, shape: _fresh(name, shape, seed)
@@ -228,7 +228,7 @@ class LoRA(Tuning):
         ]
         for parent, name, child in wrapped:
             bare = child.base_layer
-            while hasattr(bare, "base_layer"):  # one adapter for each of the module's parameters
+            while hasattr(bare, "base_layer"):  # one wrapper for each of the module's parameters
                 bare = bare.base_layer
             setattr(parent, name, bare)
         try:
@@ -240,8 +240,8 @@ class LoRA(Tuning):
     @contextlib.contextmanager
     def base_only(self, model: torch.nn.Module) -> Iterator[None]:
         layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
-        # peft's `enable_adapters(False)` also clears `requires_grad`, which would stick to the whole copy of a sharded
-        # parameter.
+        # peft's `enable_adapters(False)` also clears `requires_grad`, which the gathered copy of a sharded parameter
+        # would keep.
         for layer in layers:
             layer._disable_adapters = True
         try:
@@ -251,7 +251,7 @@ class LoRA(Tuning):
                 layer._disable_adapters = False
 
     def sources(self, model: torch.nn.Module, part: Part = "whole") -> dict[str, list[str]]:
-        """One tensor for each name, or W, A and B."""
+        """Maps each name to one tensor, or to W, A and B."""
         names = list(held_tensors(model))
         if part == "added":
             return {name: [name] for name in names if self.adds(name)}
@@ -264,7 +264,7 @@ class LoRA(Tuning):
         return sources
 
     def merge(self, model: torch.nn.Module, name: str, tensors: Sequence[Tensor]) -> Tensor:
-        """Merges as peft does: in the adapters' dtype, then cast."""
+        """Merges as peft does: computes the change in the adapters' dtype, then casts it."""
         if len(tensors) == 1:
             return tensors[0]
         weight, down, up = (tensor.detach() for tensor in tensors)
@@ -284,7 +284,7 @@ class LoRA(Tuning):
         return merged
 
     def saved_name(self, name: str) -> str:
-        """The parameter's name in peft's files."""
+        """Returns the parameter's name in peft's files."""
         return "base_model.model." + name.replace(f".{_ADAPTER}.", ".")
 
     def served_form(self, model: PreTrainedModel, num_versions: int) -> ServedForm:
@@ -300,7 +300,7 @@ class LoRA(Tuning):
             "enable_lora": True,
             "max_lora_rank": rank,
             "lora_target_modules": targets,
-            "max_loras_per_batch": num_versions + 1,  # SGLang counts requests without an adapter as one more
+            "max_loras_per_batch": num_versions + 1,  # SGLang counts no adapter as one more
         }
         how_to_start = (
             f"Start the servers with --enable-lora --max-lora-rank {rank} --lora-target-modules {' '.join(targets)}, "
@@ -309,14 +309,14 @@ class LoRA(Tuning):
         return ServedForm(self, num_versions, config, args, how_to_start)
 
     def saved_config(self, model: PreTrainedModel, base: str | None) -> str:
-        """The content of `adapter_config.json`."""
+        """Returns the content of `adapter_config.json`."""
         values = model.peft_config[_ADAPTER].to_dict()
         values = {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
         values.update(base_model_name_or_path=base, inference_mode=True, task_type="CAUSAL_LM")
         return json.dumps(values, indent=2, sort_keys=True, default=str)
 
     def save(self, tensors: Mapping[str, Tensor], config: str, folder: Path) -> None:
-        """Writes a folder in peft's form."""
+        """Writes a folder in peft's format."""
         from safetensors.torch import save_file
 
         adapters = {
@@ -334,7 +334,7 @@ class LoRA(Tuning):
 
 
 def _without_adapters(model: PreTrainedModel) -> list[str]:
-    """Names of the modules that `all-linear` leaves out besides the output head."""
+    """Returns the names of the modules that `all-linear` excludes besides the output head."""
     names = [_HEAD] if hasattr(model, _HEAD) else []
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     for block_name, block in moe_blocks(model).items():
@@ -343,22 +343,22 @@ def _without_adapters(model: PreTrainedModel) -> list[str]:
                 path = f"{block_name}.{child_name}"
                 names += [name for name in linear if name == path or name.startswith(f"{path}.")]
     for name, module in model.named_modules():
-        # Kernels of Mamba layers read these weights, so that an adapter would do nothing.
+        # Mamba's kernels read these weights directly, so an adapter would have no effect.
         if hasattr(module, "time_step_limit"):
             names.append(f"{name}.out_proj")
         if hasattr(module, "dt_proj"):
             names.append(f"{name}.dt_proj")
     if hasattr(model.config, "vision_config") and image_kind(model.config) != "plain":
-        names += [name for name in linear if ".language_model." not in name and not name.startswith(_OUTPUT)]
+        names += [name for name in linear if ".language_model." not in name and not name.startswith("lm_head")]
     return names
 
 
 @contextlib.contextmanager
 def _targets_as_given() -> Iterator[None]:
-    """Inside, peft takes names as they are: it reads `gate_proj` of any layer as that of fused experts."""
+    """Inside, peft uses names as given; otherwise it reads any layer's `gate_proj` as that of fused experts."""
     try:
         from peft.utils import transformers_weight_conversion as conversion
-    except ImportError:  # a release that does not
+    except ImportError:  # this release converts no names
         yield
         return
     convert = conversion.convert_peft_config_for_transformers
@@ -370,7 +370,7 @@ def _targets_as_given() -> Iterator[None]:
 
 
 def _fresh(name: str, shape: torch.Size, seed: int) -> Tensor:
-    weight = torch.zeros(shape, dtype=torch.float32)  # whatever the default is under bf16-true
+    weight = torch.zeros(shape, dtype=torch.float32)  # even if the default is bfloat16, as under bf16-true
     if ".lora_A." in name:
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

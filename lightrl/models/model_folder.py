@@ -1,6 +1,6 @@
-"""Model folders in Hugging Face's form: made from checkpoints, and written as a whole or not at all.
+"""Model folders in Hugging Face's format, made from checkpoints and written completely or not at all.
 
-A folder is written under a hidden name next to its place, and takes its place when it is complete.
+A folder is written under a hidden name next to its destination, and is renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import inspect
 import json
 import re
 import shutil
@@ -31,18 +32,18 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# What `save_pretrained` of models and tokenizers writes. A folder with anything else is not replaced.
+# The files that `save_pretrained` of models and tokenizers writes. A folder with others is not replaced.
 _SUFFIXES = frozenset({".json", ".safetensors", ".jinja", ".txt", ".model", ".bin", ".py"})
 
-# Families whose scalar head has a bias in SGLang and none in transformers.
+# Families whose scalar head has a bias in SGLang but not in transformers.
 _BIASED_IN_SGLANG = frozenset({"qwen2", "qwen3"})
 
-# Classes that a checkpoint may name: importing them runs transformers' own code only.
+# Classes that a checkpoint may name: importing them runs only transformers' code.
 _OF_TRANSFORMERS = re.compile(r"transformers\.models\.\w+\.modeling_\w+\.\w+")
 
 HEAD_STAYS_BEHIND = (
-    "The export leaves out the critic's head on the policy's body: a run that starts from it begins with a new head. A "
-    "resume from the checkpoint keeps the head, and role critic exports body and head as a model of its own."
+    "The export omits the critic's head on the policy's body, so a run that starts from it begins with a new head. A "
+    "resume from the checkpoint keeps the head, and role critic exports body and head as a separate model."
 )
 
 
@@ -55,21 +56,21 @@ class ModelDescription:
                          generation_config=None, tokenizer="Qwen/Qwen3-0.6B")
 
     With a tuning that keeps the base, the checkpoint holds only the added weights, and `base` is the model they belong
-    to. A critic that is a head on another role's body is described as the model that `with_head` makes of the two.
+    to. A critic that is a head on another role's body is described as the model that `with_head` makes of both.
     """
 
     model_class: str  # dotted path
     config: str  # JSON
     generation_config: str | None  # JSON
-    tokenizer: str | None  # a name or path, as in ModelSpec; None: unknown
+    tokenizer: str | None  # a name or path, as in ModelSpec; None if unknown
     tuning: str = ""  # a key of `TUNINGS`
-    tuning_config: str | None = None  # JSON, see `Tuning.saved_config`; None: the checkpoint holds all weights
+    tuning_config: str | None = None  # JSON, see `Tuning.saved_config`; None if the checkpoint holds all weights
     base: str | None = None  # JSON, the ModelSpec of the base if the tuning keeps it
-    body: str | None = None  # the role whose weights are below this one's head; None: its own
+    body: str | None = None  # the role that has the body of this one's head; None if this role has
 
     @classmethod
     def of(cls, model: PreTrainedModel, role: Role) -> ModelDescription:
-        """The description of a role's model, whose weights may be sharded or on the meta device."""
+        """Describes a role's model, whose weights may be sharded or on the meta device."""
         kind = next(base for base in type(model).__mro__ if not base.__name__.startswith("FSDP"))
         generation_config = getattr(model, "generation_config", None)
         spec, tuning = role.spec, role.tuning
@@ -86,7 +87,7 @@ class ModelDescription:
 
     @classmethod
     def of_critic(cls, policy: PreTrainedModel, role: Role) -> ModelDescription | None:
-        """The description of a critic's head on this policy's body; None if the family has no scalar head."""
+        """Describes a critic's head on this policy's body; None if the family has no scalar head."""
         from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as KINDS
 
         if type(policy.config) not in KINDS:
@@ -103,7 +104,7 @@ class ModelDescription:
         )
 
     def code_named(self) -> list[str]:
-        """Lists what this description would import, run or load besides data and transformers' own classes."""
+        """Lists what this description would import, run or load besides data and transformers' classes."""
         base = ModelSpec(**json.loads(self.base)) if self.base is not None else None
         own = self.tokenizer if self.tokenizer is not None and names_function(self.tokenizer) else None
         named = {
@@ -115,23 +116,22 @@ class ModelDescription:
         return [name for name, is_named in named.items() if is_named]
 
     def with_head(self, body: Mapping[str, torch.Tensor], weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors that `save` needs for a critic on another role's body.
+        """Returns the tensors that `save` needs for a critic on another role's body.
 
         Args:
-            body: that role's weights; its own head is left out.
+            body: that role's weights; its head is omitted.
             weight: of the critic's head, [1, hidden size].
         """
         prefix = f"{self._model_class().base_model_prefix}."
         return {**{name: value for name, value in body.items() if name.startswith(prefix)}, "score.weight": weight}
 
     def save(self, tensors: Mapping[str, torch.Tensor], folder: Path, *, merged: bool = False) -> None:
-        """Writes the model to a folder in Hugging Face's form, or only what its tuning has added to the base.
+        """Writes the model to a folder in Hugging Face's format, or only the weights that its tuning added to the base.
 
         Args:
             tensors: from a checkpoint: all weights, or the trained ones if the tuning keeps the base.
             folder: must exist.
-            merged: write the whole model in any case. A critic or a reward model always is, since its head is
-                trained too.
+            merged: always write the whole model, as for critics and reward models, whose heads are trained too.
         """
         tuning, config = self._tuning(), self.tuning_config
         if config is not None and not merged and all(tuning.adds(name) for name in tensors):
@@ -142,7 +142,7 @@ class ModelDescription:
             save_processor(model.config, folder)
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> PreTrainedModel:
-        """The model with these weights, without copying them; what the tuning adds is merged into the base.
+        """Builds the model with these weights, without copying them; merges what the tuning added into the base.
 
         Args:
             tensors: under the names of the model's `state_dict`; the second name of a shared weight may be missing.
@@ -166,7 +166,7 @@ class ModelDescription:
                 generation_config = GenerationConfig.from_pretrained(folder)
         dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
         config.dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
-        config._attn_implementation = "eager"  # nothing is computed; another one may be code from the hub
+        config._attn_implementation = "eager"  # unused; others may be code from the hub
         with torch.device("meta"):
             model: PreTrainedModel = model_class(config)
         if generation_config is not None:
@@ -182,8 +182,8 @@ class ModelDescription:
             problem = f"{missing[0]!r} is missing"
         if problem:
             raise ValueError(
-                f"The weights do not fit {self.model_class}: {problem}. Export with the transformers release of the "
-                "checkpoint."
+                f"The weights do not fit {self.model_class}: {problem}. Export with the transformers release that the "
+                "run used."
             )
         return model
 
@@ -193,7 +193,7 @@ class ModelDescription:
         module, _, name = self.model_class.rpartition(".")
         kind = getattr(importlib.import_module(module), name, None)
         if not isinstance(kind, type) or not issubclass(kind, PreTrainedModel):
-            raise ValueError(f"model_class={self.model_class!r} is not a class of models. The checkpoint is damaged.")
+            raise ValueError(f"model_class={self.model_class!r} is not a model class. The checkpoint is damaged.")
         return kind
 
     def _tuning(self) -> Tuning:
@@ -202,7 +202,7 @@ class ModelDescription:
         return TUNINGS[self.tuning]()
 
     def _merged(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The weights of the base, loaded from its source, with what the tuning has added merged into it."""
+        """Loads the base from its source and merges what the tuning added; returns its weights."""
         assert self.tuning_config is not None
         assert self.base is not None
         model = replace(ModelSpec(**json.loads(self.base)), attn_implementation=None).load_model()
@@ -215,10 +215,11 @@ class ModelDescription:
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """`save_pretrained`; if SGLang expects a bias in the scalar head, also a bias of 0 in a file of its own.
+    """Calls `save_pretrained`; if SGLang expects a bias in the scalar head, also writes a separate file with a bias of
+    0.
 
-    transformers' Qwen2 and Qwen3 heads have none and would warn of one in the model's file; SGLang reads all files of a
-    folder without an index, and initializes a missing bias at random.
+    transformers' Qwen2 and Qwen3 heads have no bias, and loading warns about one in the model's file. SGLang reads all
+    files of a folder without an index, and initializes a missing bias randomly.
     """
     from safetensors.torch import save_file
 
@@ -231,7 +232,7 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """`save_pretrained`, with a class name that transformers 4 knows too: llama.cpp's converter requires it."""
+    """Calls `save_pretrained`, and writes a class name of transformers 4, which llama.cpp's converter requires."""
     tokenizer.save_pretrained(folder)
     for config in folder.glob("tokenizer_config.json"):
         text = config.read_text("utf-8")
@@ -242,9 +243,9 @@ def check_model_folder(to: Path, *, asked_by: str, source: str = "") -> None:
     """Checks that an export may replace the content of a folder.
 
     Args:
-        to: where the export goes.
+        to: the folder.
         asked_by: the setting, for the message.
-        source: where the model comes from.
+        source: the path of the model.
 
     Raises:
         ValueError: if it is a file, holds something other than an export, or is `source`.
@@ -268,7 +269,7 @@ def check_model_folder(to: Path, *, asked_by: str, source: str = "") -> None:
 
 @contextlib.contextmanager
 def replaced_folder(to: Path) -> Iterator[Path]:
-    """An empty folder that replaces `to` if the block succeeds; on an exception `to` stays as it was."""
+    """Yields an empty folder that replaces `to` if the block succeeds; after an exception `to` is unchanged."""
     place = to.absolute()
     restore(place)
     remove_left_behind(place.parent, ".*.unfinished-*")
@@ -297,12 +298,12 @@ Models = Mapping[str, tuple["PreTrainedModel", Role]]  # a module's models, by t
 
 
 def keep_trained(checkpoint: dict[str, Any], models: Models, saved: Collection[str]) -> None:
-    """Removes from a checkpoint what can be loaded from its source again, and describes the models that stay.
+    """Removes weights that can be loaded from their source again from a checkpoint, and describes the saved models.
 
     Args:
-        checkpoint: with `state_dict`, whose names begin with those of roles.
+        checkpoint: has `state_dict`; its names begin with the names of roles.
         models: all models of the module.
-        saved: the roles that the checkpoint keeps; of those whose tuning keeps the base, what is trained.
+        saved: the roles that the checkpoint keeps; only the trained weights if the tuning keeps the base.
     """
     state = checkpoint["state_dict"]
     for name, (model, role) in models.items():
@@ -315,9 +316,9 @@ def keep_trained(checkpoint: dict[str, Any], models: Models, saved: Collection[s
 
 
 def fill_in(checkpoint: dict[str, Any], models: Models, saved: Collection[str]) -> None:
-    """Adds what `keep_trained` removed to a checkpoint that is about to be loaded: the models' present state.
+    """Adds the weights that `keep_trained` removed to a checkpoint before it is loaded, from the models.
 
-    A checkpoint that the strategy loads itself, tensor by tensor, stays as it is.
+    A checkpoint that the strategy loads itself, tensor by tensor, is not changed.
     """
     if "state_dict" not in checkpoint:
         return
@@ -327,6 +328,22 @@ def fill_in(checkpoint: dict[str, Any], models: Models, saved: Collection[str]) 
                 checkpoint["state_dict"].setdefault(key, value)
 
 
-def parse_descriptions(saved: Any) -> dict[str, ModelDescription]:
-    """Role → description, from `checkpoint["models"]`; empty for a checkpoint without descriptions."""
+def parse_descriptions(saved: Any, checkpoint: Path) -> dict[str, ModelDescription]:
+    """Maps roles to descriptions, from `checkpoint["models"]`; empty for a checkpoint without descriptions.
+
+    Raises:
+        ValueError: if a description, or the ModelSpec of its base, has other fields than in this release.
+    """
+    for role, values in (saved or {}).items():
+        base = json.loads(values.get("base") or "{}")
+        for kind, fields in ((ModelDescription, values), (ModelSpec, base)):
+            known = inspect.signature(kind).parameters
+            required = {name for name, field in known.items() if field.default is field.empty}
+            different = sorted(fields.keys() - known.keys() | required - fields.keys())
+            if different:
+                raise ValueError(
+                    f"Checkpoint {str(checkpoint)!r} was saved by another release of lightrl, whose {kind.__name__} of "
+                    f"the {role} differs from this one's in {different[0]!r}. Export it with the release that saved "
+                    "it, or resume its run with this one and export the next checkpoint."
+                )
     return {role: ModelDescription(**values) for role, values in (saved or {}).items()}

@@ -32,21 +32,21 @@ LONGROPE_LENGTH = "original_max_position_embeddings"
 # For messages about the length of a row.
 CONTEXT = f"the model's context (with longrope, its {LONGROPE_LENGTH})"
 _HUB_ANSWER_S = 5.0
-_LONGEST_PROBLEM = 600  # letters; transformers lists all families that it knows
+_LONGEST_PROBLEM = 600  # characters; transformers lists all families that it knows
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-# Families that read in both directions, unless their config says is_decoder.
+# Families with bidirectional attention, unless their config says is_decoder.
 _ENCODERS = {
     "albert", "bert", "big_bird", "camembert", "data2vec-text", "deberta", "deberta-v2", "distilbert", "electra",
     "ernie", "megatron-bert", "modernbert", "rembert", "roberta", "roberta-prelayernorm", "roformer", "xlm-roberta",
     "xlm-roberta-xl", "xmod",
 }  # fmt: skip
 
-# Arguments of `from_pretrained` that say how weights are read, the same in one process and on ranks.
+# Arguments of `from_pretrained` that say how weights are read, with one process or several ranks.
 _OPTIONS = ("key_mapping", "use_safetensors", "variant", "weights_only")
 
 
 def loading(source: str, fix: str) -> AbstractContextManager[None]:
-    """Turns what transformers raises inside into an OSError, or else a ValueError, that names the source.
+    """Turns exceptions of transformers inside into an OSError or a ValueError that names the source.
 
     Args:
         source: the setting and its value, for the message.
@@ -63,7 +63,7 @@ def loading(source: str, fix: str) -> AbstractContextManager[None]:
 
 
 def check_given(values: Mapping[str, object], config: PretrainedConfig) -> None:
-    """Raises ValueError if a config's name is nearly one that its family has, or a size is below 1."""
+    """Raises ValueError if a name in a config is nearly one of its family's, or a size is below 1."""
     fields = {*config.to_dict(), *config.attribute_map}
     default = set(type(config)().to_dict()) | set(config.attribute_map)
     for name in values:
@@ -88,7 +88,7 @@ def check_family(config: PretrainedConfig, source: str) -> None:
 
 
 def check_outputs(config: PretrainedConfig, source: str) -> None:
-    """Raises ValueError for a config that asks for a further loss or for outputs without names."""
+    """Raises ValueError for a config that asks for an additional loss or for outputs without names."""
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if getattr(part, "output_router_logits", False):
             raise ValueError(
@@ -100,9 +100,9 @@ def check_outputs(config: PretrainedConfig, source: str) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Raises ValueError if a file is not what the export wrote, or one of weights is what Git LFS leaves in its place.
+    """Raises ValueError if a file has changed since the export, or a weight file is only a Git LFS pointer.
 
-    A folder of another program has no sums to compare.
+    Folders of other programs have no checksums to compare.
     """
     check_sums(
         folder, "Copy the folder again, or export it again. If you changed this file on purpose, delete its line there."
@@ -110,13 +110,13 @@ def check_files(folder: Path) -> None:
     for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
         with file.open("rb") as content:
             if content.read(35) == b"version https://git-lfs.github.com/":
-                raise ValueError(f"'{file}' is a pointer of Git LFS, not the weights. Run `git lfs pull`.")
+                raise ValueError(f"'{file}' is a Git LFS pointer, not the weights. Run `git lfs pull`.")
 
 
 def check_loaded(source: str, model: PreTrainedModel, missing: Collection[str], unexpected: Collection[str]) -> None:
     """Raises ValueError if a checkpoint lacks a weight of its config, or one holds NaN or infinity.
 
-    A scalar head that the checkpoint lacks becomes one that returns 0.
+    If the checkpoint lacks the scalar head, the head is set to return 0.
     """
     head = scalar_head(model)
     if head is not None and "score.weight" in missing:
@@ -132,7 +132,7 @@ def check_loaded(source: str, model: PreTrainedModel, missing: Collection[str], 
         )
     if unexpected:
         first = sorted(unexpected)[0]
-        log.warning("%s has %d weights that its config does not use, such as %r.", source, len(unexpected), first)
+        log.warning("%s has %d weights that its config does not use, like %r.", source, len(unexpected), first)
     for name, parameter in model.named_parameters():
         held = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # this rank's shard
         if not held.is_meta and not bool(torch.isfinite(held).all()):
@@ -149,12 +149,12 @@ class ModelSpec:
         url: instead of `path`: an SGLang server that has the model, for a teacher, a reference policy or a reward model
             with the policy's tokens. The server's token comes from LIGHTRL_SERVER_TOKEN.
         tokenizer: a hub name, a local folder, or the dotted path of a function that returns one; `path` if None.
-        dtype: of the weights, for example `float32` or `bfloat16`; float32 if None, which mixed precision expects.
+        dtype: of the weights, for example `float32` or `bfloat16`; None is float32, which mixed precision expects.
         attn_implementation: as in transformers; None is its default.
-        seed: of the random weights with `config`; None is that of `seed_everything`.
+        seed: of the random weights with `config`; None is the seed of `seed_everything`.
         trust_remote_code: run the Python code of a hub repository; only if you trust its owner.
         options: further arguments of `from_pretrained` about reading weights: key_mapping, use_safetensors, variant and
-            weights_only. All else has a setting, or belongs to the model's folder.
+            weights_only. Everything else has a setting, or belongs in the model's folder.
         head: `vocabulary` for a language model; `scalar` for a critic or a reward model, one number per position, which
             `AutoModelForSequenceClassification` loads. A checkpoint without such a head gets one that returns 0.
     """
@@ -200,23 +200,27 @@ class ModelSpec:
 
     @classmethod
     def of(cls, model: str | ModelSpec) -> ModelSpec:
-        """A ModelSpec as it is; a string as a path."""
+        """Returns a ModelSpec unchanged, and turns a string, a path, into one."""
         return model if isinstance(model, ModelSpec) else cls(path=model)
 
     @property
     def random_seed(self) -> int:
-        """The seed of weights that no checkpoint has: `seed`, or that of `seed_everything`."""
+        """The seed of weights that no checkpoint has: `seed`, or the seed of `seed_everything`."""
         return int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
 
     def load_config(self) -> PretrainedConfig:
         from transformers import AutoConfig
 
-        self._check_is_here()
+        if self.url is not None:
+            raise ValueError(
+                f"This model is loaded in the trainer, so it needs path or config, got url={self.url!r}. Only a "
+                "teacher, a reference policy or a reward model of an RLModule can be behind a server."
+            )
         if self.config is None:
             with loading(self._named, "It must be a hub name, or a folder with a complete config.json."):
                 config = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
         else:
-            # Random weights have no end token: a family's default id may be any token of this tokenizer.
+            # Random weights have no end token: the family's default id may be any token of this tokenizer.
             values = {"eos_token_id": None, **copy.deepcopy(self.config)}
             with loading(self._named, "Fix the config."):
                 config = AutoConfig.for_model(values.pop("model_type"), **values)
@@ -228,12 +232,12 @@ class ModelSpec:
         if kernel is not None and self.attn_implementation is None:
             raise ValueError(
                 f"The config of {self.path or self.config!r} names attention code on the hub, {kernel!r}, which would "
-                "be downloaded and run. If you trust its owner, set attn_implementation to it; otherwise, to sdpa."
+                "be downloaded and run. If you trust its owner, set attn_implementation to it; if not, use sdpa."
             )
         return config
 
     def check_reachable(self) -> None:
-        """Raises OSError if the config is on a hub that does not answer: its client would try for half a minute."""
+        """Raises OSError if the config is on a hub that does not respond; the hub's client would retry for 30 s."""
         from huggingface_hub import constants, try_to_load_from_cache
 
         hub = urlsplit(constants.ENDPOINT)
@@ -250,9 +254,8 @@ class ModelSpec:
             ) from error
 
     def load_model(self) -> PreTrainedModel:
-        """The model on the CPU, in `dtype`, in evaluation mode (no dropout: engine and trainer must agree)."""
-        self._check_is_here()
-        with torch.device("cpu"):  # Lightning makes models on its own device, which would sample other weights
+        """Loads the model on the CPU, in `dtype` and evaluation mode (no dropout: engine and trainer must agree)."""
+        with torch.device("cpu"):  # Lightning's default device would sample other weights
             return self._load_model()
 
     def _load_model(self) -> PreTrainedModel:
@@ -269,7 +272,7 @@ class ModelSpec:
         tokens = getattr(config.get_text_config(), "max_position_embeddings", None)
         if self.path is not None and tokens is not None and context_tokens(config) != tokens:
             limit = f"{LONGROPE_LENGTH}, {context_tokens(config)} of {tokens} tokens"
-            problem = "Beyond, its logprobs depend on the other rows"
+            problem = "Beyond that, its logprobs would depend on the other rows"
             log.warning("%s has longrope: a row is limited to its %s. %s.", self._named, limit, problem)
         kind = AutoModelForSequenceClassification if is_scalar else auto_model(config)
         options = self.build_options
@@ -280,7 +283,7 @@ class ModelSpec:
             with loading(self._named, "Fix the config."), torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(self.random_seed)
                 model = auto_model(config).from_config(config, **options)
-                if is_scalar:  # on the body that a language model of this config and seed has
+                if is_scalar:  # with the body of a language model of this config and seed
                     body, config.num_labels = model.base_model.state_dict(), 1
                     model = kind.from_config(config, **options)
                     model.base_model.load_state_dict(body)
@@ -308,7 +311,7 @@ class ModelSpec:
 
     @property
     def build_options(self) -> dict[str, Any]:
-        """The dtype and the attention for transformers' constructors."""
+        """The dtype and attention arguments of transformers' constructors."""
         attention = {} if self.attn_implementation is None else {"attn_implementation": self.attn_implementation}
         return {"dtype": getattr(torch, self.dtype or "float32"), **attention}
 
@@ -316,13 +319,6 @@ class ModelSpec:
     def _named(self) -> str:
         """The model's name in messages."""
         return f"Model {self.path!r}" if self.config is None else f"A model of config={self.config!r:.200}"
-
-    def _check_is_here(self) -> None:
-        if self.url is not None:
-            raise ValueError(
-                f"This model is loaded here, so it needs path or config, got url={self.url!r}. Only a teacher, a "
-                "reference policy or a reward model of an RLModule can be behind a server."
-            )
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -344,10 +340,10 @@ class ModelSpec:
 
 
 def context_tokens(config: PretrainedConfig) -> int | None:
-    """Most tokens of a row, prompt and completion together; None if the config states none.
+    """Returns the most tokens of a row, prompt and completion together; None if the config sets no limit.
 
-    Longrope has one set of factors up to the original length and another beyond it, for all of a row's tokens and for
-    the rows computed with it. Here all rows are within the first, so that logprobs depend on a row alone.
+    If any row of a batch exceeds the original length, longrope uses another set of factors for all tokens of the batch.
+    lightrl keeps all rows within that length, so that a row's logprobs do not depend on other rows.
     """
     text = config.get_text_config()
     tokens: int | None = getattr(text, "max_position_embeddings", None)
@@ -360,25 +356,25 @@ def context_tokens(config: PretrainedConfig) -> int | None:
 
 
 def cache_argument(model: torch.nn.Module) -> str:
-    """Names the key-values in a model's inputs and outputs, `cache` from transformers 5.24 on; "" without any."""
+    """Returns the name of the key-values in a model's inputs and outputs, `cache` since transformers 5.24, or ""."""
     accepted = inspect.signature(model.forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in accepted), "")
 
 
 def scalar_head(model: PreTrainedModel) -> torch.nn.Linear | None:
-    """The layer that maps a hidden state to one number; None for a language model."""
+    """Returns the layer that maps a hidden state to one number; None for a language model."""
     head = getattr(model, "score", None)
     return head if isinstance(head, torch.nn.Linear) and head.out_features == 1 else None
 
 
 def is_silent(model: PreTrainedModel) -> bool:
-    """Whether the scalar head always returns 0, as a fresh one does; False for a model without its weights."""
+    """Whether the scalar head always returns 0, as a new one does; False for a model without weights."""
     head = scalar_head(model)
     return head is not None and not any(value.is_meta or bool(value.any()) for value in head.parameters())
 
 
 def untrained_reward_model(spec: ModelSpec) -> ValueError:
-    """The error about a reward model with a fresh head."""
+    """Returns the error about a reward model with an untrained head."""
     return ValueError(
         f"reward_model={spec.path or spec.config or spec.url!r} is a language model without a trained head. Train a "
         "reward model with RewardModel first, and use its export."
@@ -390,12 +386,12 @@ def _looks_local(path: str) -> bool:
 
 
 def names_function(tokenizer: str) -> bool:
-    """Whether this is the dotted path of a function: not a folder, nor a hub name with its owner."""
+    """Whether this is the dotted path of a function, not a folder or a hub name with its owner."""
     return "." in tokenizer and not Path(tokenizer).exists() and all(map(str.isidentifier, tokenizer.split(".")))
 
 
 def _dotted(name: str) -> Callable[[], object] | None:
-    """The function behind `package.module.function`; None if the name has another form or is a folder."""
+    """Imports the function `package.module.function`; returns None if the name has another form or is a folder."""
     if not names_function(name):
         return None
     module, _, attribute = name.rpartition(".")

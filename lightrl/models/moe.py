@@ -1,6 +1,6 @@
-"""Mixture of experts: where a transformers model has its experts and their routers.
+"""Mixture of experts: finds the experts and routers of a transformers model.
 
-A block computes router logits of each token, takes the top k of its experts, and sums what these give:
+A block computes router logits of each token, selects its top k experts, and sums their outputs:
 
     layers.3.mlp            a MoE block, [tokens, H] → [tokens, H]
     layers.3.mlp.gate       its router (`router` in some families), [tokens, H] → [tokens, E]
@@ -14,9 +14,9 @@ from torch import nn
 
 
 def moe_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks by their names in `model`, from the first layer to the last; {} if it is dense.
+    """Returns the blocks by their names in `model`, from the first layer to the last; {} if it is dense.
 
-    A module with experts but without a known router is not a block: its model is computed as a dense one.
+    A module with experts but without a known router is not a block: its model is handled as a dense one.
     """
     return {
         name: module
@@ -26,7 +26,7 @@ def moe_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def router_of(block: nn.Module) -> nn.Module:
-    """Return the module of a MoE block that chooses the experts."""
+    """Returns the module of a MoE block that chooses the experts."""
     return _routers(block)[0]
 
 
@@ -36,7 +36,7 @@ def _routers(module: nn.Module) -> list[nn.Module]:
 
 
 def num_experts(block: nn.Module) -> int:
-    """Return E, the number of experts of a MoE block, of which this rank may hold some only.
+    """Returns E, the number of experts of a MoE block, even if this rank holds only some of them.
 
     Raises:
         ValueError: if its router has no matrix.
@@ -44,4 +44,4 @@ def num_experts(block: nn.Module) -> int:
     for weight in router_of(block).parameters():
         if weight.dim() == 2:
             return weight.shape[0]
-    raise ValueError(f"The router of {type(block).__name__} has no matrix of a row for each expert.")
+    raise ValueError(f"The router of {type(block).__name__} has no matrix with a row for each expert.")

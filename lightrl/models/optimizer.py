@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def model_children(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The models of a module, and a critic's head on one, by attribute."""
+    """Returns the models of a module, and a critic's head on one, by attribute name."""
     return {key: child for key, child in module.named_children() if key == "value_head" or hasattr(child, "base_model")}
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that are part of no model, such as a coefficient that is learned, by name."""
+    """Returns the parameters outside the models by name, for example a learned coefficient."""
     models = model_children(module)
     return {name: item for name, item in module.named_parameters() if name.partition(".")[0] not in models}
 
@@ -26,7 +26,7 @@ def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 def by_role(
     module: torch.nn.Module, roles: Iterable[str], parameters: Iterable[torch.nn.Parameter]
 ) -> dict[str, list[torch.nn.Parameter]]:
-    """Sorts parameters by the role, an attribute of the module; the policy gets every one that is no other role's."""
+    """Sorts parameters by the role, an attribute of the module; those of no other role go to the policy."""
     role_of = {item: name for name in roles if name != "policy" for item in getattr(module, name).parameters()}
     parts: dict[str, list[torch.nn.Parameter]] = {name: [] for name in ("policy", *roles)}
     for item in parameters:
@@ -37,12 +37,12 @@ def by_role(
 def parameter_groups(
     module: torch.nn.Module, roles: Mapping[str, Role], *, lr: float | None = None
 ) -> list[dict[str, Any]]:
-    """A group for each trained role, with its own `lr`, which may be 0, and `weight_decay`.
+    """Makes a parameter group for each trained role, with its `lr`, which may be 0, and `weight_decay`.
 
     Args:
         module: has each role's model as an attribute.
-        roles: the trained ones, the policy first.
-        lr: of roles without one; None is the optimizer's.
+        roles: the trained roles, the policy first.
+        lr: for roles that set none; None is the optimizer's.
     """
     trained = [item for item in module.parameters() if item.requires_grad]
     groups: list[dict[str, Any]] = []
@@ -64,9 +64,9 @@ def with_schedule(
 
     Args:
         num_iterations: of the whole run; infinite if it has no known end.
-        warmup: iterations, or below 1 the share of the run.
-        min_lr_ratio: of the learning rate at the end of the decay.
-        decay_start: the iteration from which on it decays.
+        warmup: a number of iterations, or below 1 a fraction of the run.
+        min_lr_ratio: fraction of the learning rate that remains at the end of the decay.
+        decay_start: the iteration at which the decay starts.
     """
     if num_iterations == math.inf and (lr_decay != "constant" or 0 < warmup < 1):
         setting = f"{lr_decay=}" if lr_decay != "constant" else f"warmup_iterations={warmup}"

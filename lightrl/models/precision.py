@@ -1,4 +1,4 @@
-"""What bfloat16 weights cannot do: parts that stay float32 in a rounded model, and a warning about the others."""
+"""Limits of bfloat16 weights: modules that stay float32 in a rounded model, and a warning about the others."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 _NUM_SAMPLED = 2**20  # weights of a parameter
-_MOST = 0.9  # of the weights must be able to change
+_MOST = 0.9  # fraction of the weights that must be able to change
 
 
 def keep_float32(module: torch.nn.Module) -> None:
-    """Makes a module float32, which it stays when the model around it is rounded, as `bf16-true` does.
+    """Makes a module float32 and keeps it so when the model around it is rounded, as by `bf16-true`.
 
-    For what changes by less than bfloat16 resolves: adapters, heads and averages.
+    For weights that change by less than bfloat16 resolves: adapters, heads and averages.
     """
     module.float()
     module._apply = functools.partial(_apply_unrounded, module)  # type: ignore[method-assign]
@@ -34,9 +34,9 @@ def _apply_unrounded(module: torch.nn.Module, change: Callable[[Tensor], Tensor]
 def rounding_warning(
     optimizers: Iterable[torch.optim.Optimizer], total: Callable[[Tensor], Tensor] = lambda counts: counts
 ) -> str | None:
-    """The warning about trained weights below float32 that steps of their `lr` cannot change; None if most can.
+    """Returns a warning about trained weights below float32 that a step of `lr` cannot change; None if most can.
 
-    AdamW moves a weight by about `lr`, and less than half of the distance to the next number is rounded away.
+    AdamW moves a weight by about `lr`; less than half of the distance to the next number is rounded away.
 
     Args:
         total: sums counts over ranks.
@@ -56,6 +56,6 @@ def rounding_warning(
         return None
     return (
         f"An update of {' or '.join(f'{lr:g}' for lr in sorted(lrs))} (lr) can change {num_movable / num:.1%} of the "
-        "trained weights that are below float32, bfloat16 for example: the others round it away. Use float32 weights "
+        "trained weights below float32 precision, for example bfloat16: the others round it away. Use float32 weights "
         "(no dtype, trainer.precision bf16-mixed), lora, whose adapters are float32, or a larger lr."
     )

@@ -1,4 +1,4 @@
-"""Role: what a model is in a run: its source, how it is trained, on which ranks it lies; load_role loads it."""
+"""Role: a model in a run: its source, how it is trained, and on which ranks; load_role loads it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RoleMesh:
-    """The ranks of one role's model, and how they split it; dp is what pp and tp leave.
+    """The ranks of one role's model, and how they split it; dp is num_ranks / (pp · tp).
 
-    Roles on different ranks work at the same time, roles that share a rank one after another.
+    Roles on different ranks run in parallel; roles that share a rank run one after another.
 
     Args:
         first_rank: the first rank, counted over the whole run.
         num_ranks: how many consecutive ranks; None for all that follow.
         pp: pipeline stages, as in Parallel3DStrategy; 1 under FSDP2Strategy.
-        tp: tensor slices, likewise.
+        tp: tensor parallel ranks, as in Parallel3DStrategy; 1 under FSDP2Strategy.
 
     Example:
         Role("my/reward", mesh=RoleMesh(first_rank=4, num_ranks=2, tp=2))
@@ -46,7 +46,7 @@ class RoleMesh:
         check_bounds(1, num_ranks=self.num_ranks, pp=self.pp, tp=self.tp)
 
     def ranks(self, world_size: int) -> range:
-        """The ranks of this mesh in a run of `world_size`; raises ValueError if they do not fit."""
+        """Returns the ranks of this mesh in a run of `world_size`; raises ValueError if they do not fit."""
         num = max(0, world_size - self.first_rank) if self.num_ranks is None else self.num_ranks
         if num == 0 or self.first_rank + num > world_size:
             raise ValueError(
@@ -63,16 +63,16 @@ class RoleMesh:
 
 @dataclass(frozen=True)
 class Role:
-    """A model in a run, such as the policy, the critic or a teacher.
+    """A model in a run, for example the policy, the critic or a teacher.
 
     Args:
-        model: where it comes from: a hub name, a local folder, or a ModelSpec.
+        model: its source: a hub name, a local folder, or a ModelSpec.
         lr: learning rate of this role, which may be 0; None is the module's.
         weight_decay: of this role; None is the module's.
         frozen: do not train this critic; the policy is always trained.
         lora: train small adapters instead of the weights; needs `pip install peft`.
         offload: keep the model in CPU memory between uses; for roles that are not trained.
-        mesh: ranks of its own for this role's model; None for all ranks, split as the strategy says.
+        mesh: the ranks for this role's model; None is all ranks, split as the strategy says.
 
     Example:
         Role("my/model", lora=LoRA(rank=8), lr=1e-5)
@@ -89,15 +89,15 @@ class Role:
     def __post_init__(self) -> None:
         check_adamw(lr=self.lr, weight_decay=self.weight_decay)
         if self.spec.url is not None and self.mesh is not None:
-            raise ValueError(f"The model at {self.spec.url} has devices of its own. Leave out mesh.")
+            raise ValueError(f"The model at {self.spec.url} runs on its server's devices. Omit mesh.")
 
     @classmethod
     def of(cls, role: str | ModelSpec | Role) -> Role:
-        """A Role as it is; a path or a ModelSpec as a role without further settings."""
+        """Returns a Role unchanged, and makes one without further settings from a path or a ModelSpec."""
         if not isinstance(role, str | ModelSpec | Role):
             raise TypeError(
                 f"A model must be a hub name, a folder, a ModelSpec or a Role, got {type(role).__name__}. If your "
-                "module's own __init__ takes it from YAML, annotate it there: `policy: str | ModelSpec | Role`."
+                "module's __init__ gets it from YAML, annotate it there: `policy: str | ModelSpec | Role`."
             )
         return role if isinstance(role, Role) else cls(role)
 
@@ -111,17 +111,17 @@ class Role:
 
     @property
     def tuning(self) -> Tuning:
-        """What training changes of the model."""
+        """What training changes in the model."""
         return ALL_WEIGHTS if self.lora is None else self.lora
 
     @property
     def initial(self) -> Self | None:
-        """The role of the policy that training starts from; None if that is this policy's base."""
+        """The policy that training starts from, as a role; None if it is this policy's base."""
         is_base = self.lora is not None and self.lora.adapter is None
         return None if is_base else replace(self, lr=None, weight_decay=None)
 
     def load_model(self) -> PreTrainedModel:
-        """`ModelSpec.load_model`, with what the tuning adds. Inside `models_made_by` it is what that function makes."""
+        """Loads the model and adds the tuning's weights; inside `models_made_by`, returns that function's model."""
         make = _MAKE.get()
         if make is not None:
             return make(self)
@@ -132,13 +132,13 @@ class Role:
 
 TUNINGS: dict[str, type[Tuning]] = {tuning.kind: tuning for tuning in (Tuning, LoRA)}
 
-# What makes models instead of Role itself.
+# Makes models in place of `Role.load_model`.
 _MAKE: ContextVar[Callable[[Role], PreTrainedModel] | None] = ContextVar("make_model", default=None)
 
 
 @contextlib.contextmanager
 def models_made_by(make: Callable[[Role], PreTrainedModel]) -> Iterator[None]:
-    """Inside, `Role.load_model` returns what `make` returns: for strategies that spread models over processes."""
+    """Inside, `Role.load_model` returns `make`'s model: for strategies that divide models over processes."""
     token = _MAKE.set(make)
     try:
         yield
@@ -146,7 +146,7 @@ def models_made_by(make: Callable[[Role], PreTrainedModel]) -> Iterator[None]:
         _MAKE.reset(token)
 
 
-MAX_OTHER_TOKENS = 0.01  # fraction of the policy's: reserved tokens differ by name within a family
+MAX_OTHER_TOKENS = 0.01  # fraction of the policy's: within a family, reserved tokens may have other names
 
 
 def check_size(role: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -160,13 +160,13 @@ def check_size(role: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 
 def check_tokens(role: str, spec: ModelSpec, policy: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError if more than a few ids are other tokens in the role's own tokenizer than in the policy's."""
+    """Raises ValueError if more than a few ids mean different tokens in the role's tokenizer and the policy's."""
     from transformers.utils import cached_file
 
     source = spec.tokenizer or spec.path
     if source == (policy.tokenizer or policy.path):
         return
-    own_file = "tokenizer_config.json"  # without it transformers makes an empty tokenizer
+    own_file = "tokenizer_config.json"  # without this file transformers makes an empty tokenizer
     if not spec.tokenizer and not cached_file(spec.path, own_file, _raise_exceptions_for_missing_entries=False):
         return
     theirs = {index: token for token, index in spec.load_tokenizer().get_vocab().items()}
@@ -187,7 +187,7 @@ def check_tokens(role: str, spec: ModelSpec, policy: ModelSpec, tokenizer: PreTr
 
 
 def trainable_policy(policy: str | ModelSpec | Role) -> Role:
-    """The policy's role; raises ValueError if it is behind a server or frozen."""
+    """Returns the policy's role; raises ValueError if it is behind a server or frozen."""
     role = Role.of(policy)
     if role.spec.url is not None:
         raise ValueError(
@@ -204,10 +204,10 @@ def trainable_policy(policy: str | ModelSpec | Role) -> Role:
 def load_role(
     name: str, role: Role, policy: Role, tokenizer: PreTrainedTokenizerBase, *, is_trained: bool
 ) -> PreTrainedModel:
-    """The model of a role, without gradients if it is not trained.
+    """Loads and checks the model of a role, without gradients if it is not trained.
 
     Args:
-        name: of the role, such as `critic`.
+        name: of the role, for example `critic`.
         policy: the policy's role.
         tokenizer: the policy's.
     """

@@ -1,13 +1,14 @@
 """Routes: the experts that each token was sampled with, recorded by the engine and replayed by the trainer.
 
-The trainer's router, in other precision or on other kernels, may choose other experts than the engine's did, and then
-trains a token with weights that never computed it. So routes travel with the tokens, as supports do:
+With another precision or other kernels, the trainer's router may choose other experts than the engine's, and would
+train a token on weights that never computed it. Routes therefore travel with the tokens, as supports do:
 
     engine ── routes ──► Completion ──► Trajectory ──► Experience ── replaying ──► top-k over the experts
 
-A token's routes are bytes: its k experts in each MoE block, first block first, a uint8 each, or an int16 in models of
-more than 256 experts. A block's experts with all bytes 255 are not known: it routes natively. A completion has the
-routes of its prompt too, but none of its last token, which nothing has read yet; a trajectory ends with 255s.
+A token's routes are bytes: its k experts in each MoE block, first block first, each a uint8, or an int16 in models of
+more than 256 experts. If all bytes of a block are 255, its experts are unknown, and the block routes natively. A
+completion also has the routes of its prompt, but none for its last token, which no forward has read yet; a trajectory
+ends with 255s.
 
 Source: rollout routing replay, https://arxiv.org/abs/2510.11370.
 
@@ -22,7 +23,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _TOPK: Any = {torch.topk, torch.Tensor.topk}
-_ROUTED = "lightrl_routed"  # attribute of a block with a wrapped forward, which others may have wrapped again
+_ROUTED = "lightrl_routed"  # attribute of a block whose forward is wrapped, maybe again by others
 _MASKS: Any = {torch.masked_fill, torch.Tensor.masked_fill}
 _OFF = "Set record_routes of the engine to false."
 _SAME_MODEL = "Let the engine serve the trainer's model, or set its record_routes to false."
@@ -48,7 +49,7 @@ NOT_COMPILED = f"compile_layers is true, but compiled layers cannot replay the e
 class RouteLayout:
     """How the routes of a model's tokens are laid out.
 
-    Example, a model of 3 layers, of which the first is dense:
+    Example, a model of 3 layers, the first one dense:
         RouteLayout(layers=(1, 2), num_layers=3, num_experts=128)
     """
 
@@ -58,7 +59,7 @@ class RouteLayout:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> RouteLayout | None:
-        """Return that of models of this config, built without memory; None if they have no experts."""
+        """Returns the layout for models of this config; None without experts. Builds a model without memory."""
         text = config.get_text_config()
         if not any("expert" in name or "moe" in name for name in vars(text)):
             return None
@@ -71,7 +72,7 @@ class RouteLayout:
         return cls(indices, text.num_hidden_layers, num_experts(next(iter(blocks.values()))))
 
     def encode(self, experts: np.ndarray[Any, np.dtype[Any]]) -> TokenArray[int]:
-        """Encode expert ids of all layers, dense ones too, [N, num_layers, k]; an id below 0 is not known.
+        """Encodes expert ids of all layers, including dense ones, [N, num_layers, k]; an id below 0 is unknown.
 
         Raises:
             ValueError: if the model has no such expert.
@@ -82,40 +83,33 @@ class RouteLayout:
         return TokenArray.of_stored(as_bytes(torch.from_numpy(ids), self.num_experts).numpy().tobytes(), b"", "B")
 
     def encode_sent(self, experts: np.ndarray[Any, np.dtype[Any]], num_tokens: int) -> TokenArray[int]:
-        """`encode` the ids that a server sent, end to end; raises ValueError likewise, or if their number is wrong."""
+        """Encodes the flat ids that a server sent; raises ValueError as `encode` does, or if their number is wrong."""
         return self.encode(experts.reshape(num_tokens, self.num_layers, -1))
 
     def load(self, routes: Tensor) -> Tensor:
-        """Count the tokens of each expert in each MoE block, int64 [L, E], of routes uint8 [..., w]."""
+        """Counts the tokens of each expert in each MoE block, int64 [L, E], from routes uint8 [..., w]."""
         blocks = range(len(self.layers))
         ids = [_decode(routes.flatten(0, -2), index, len(blocks), self.num_experts) for index in blocks]
         return torch.stack([torch.bincount(each[each >= 0], minlength=self.num_experts) for each in ids])
 
 
-class RecordsColumns(Protocol):
-    """What `check_compiled` needs of an engine."""
-
-    @property
-    def records_columns(self) -> bool: ...
-
-
-def check_compiled(engine: RecordsColumns, config: PretrainedConfig) -> None:
-    """Raise ValueError if compiled layers of this model would have to replay the experts of the engine."""
-    if engine.records_columns and RouteLayout.of(config) is not None:
+def check_compiled(records_columns: bool, config: PretrainedConfig) -> None:
+    """Raises ValueError if compiled layers of this model would have to replay the engine's routes."""
+    if records_columns and RouteLayout.of(config) is not None:
         raise ValueError(NOT_COMPILED)
 
 
 def load_entropy(load: Tensor) -> float:
-    """Return the entropy of the experts' shares of the load [L, E], mean over blocks: log E nats if all are equal.
+    """Returns the entropy of the experts' shares of the load [L, E], mean over blocks: log E nats if all are equal.
 
-    Blocks without any load do not count; NaN if none has any.
+    Blocks without load do not count; NaN if no block has any.
     """
     counts = load[load.sum(1) > 0].double()
     return float(torch.special.entr(counts / counts.sum(1, keepdim=True)).sum(1).mean())
 
 
 def _routed_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The MoE blocks of a model; none if the number of experts of any is unknown: they then route natively."""
+    """Returns a model's MoE blocks; none if their number of experts is unknown or differs: then they route natively."""
     blocks = moe_blocks(model)
     try:
         return blocks if len({num_experts(block) for block in blocks.values()}) == 1 else {}
@@ -124,13 +118,13 @@ def _routed_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def as_bytes(ids: Tensor, num_experts: int) -> Tensor:
-    """Encode experts [N, L, k] as bytes, uint8 [N, w]; those with an id below 0 are not known."""
+    """Encodes experts [N, L, k] as bytes, uint8 [N, w]; blocks with an id below 0 are unknown."""
     ids = ids.where((ids >= 0).all(-1, keepdim=True), -1)  # -1 is 255 as uint8, twice 255 as int16
     return ids.to(torch.uint8 if num_experts <= 2**8 else torch.int16).contiguous().view(torch.uint8).flatten(1)
 
 
 def wrap_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Wrap the forward of each MoE block, once, so that it can record or replay its experts; return the blocks."""
+    """Wraps the forward of each MoE block, once, so that it can record or replay its experts; returns the blocks."""
     blocks = _routed_blocks(model)
     for index, block in enumerate(blocks.values()):
         if not hasattr(block, _ROUTED):
@@ -147,7 +141,7 @@ class _Forward:
     recorded: list[Tensor] = field(default_factory=list)  # int64 [N, k] of each block
 
 
-# The forward that this thread is in. Blocks read it, and what they replay does not depend on who runs them when.
+# The forward that this thread is in; blocks read it to know what to record or replay.
 _forward: ContextVar[_Forward | None] = ContextVar("routes of a forward", default=None)
 
 
@@ -155,8 +149,8 @@ class Routes:
     """Records or replays which experts the MoE blocks of a model choose.
 
     Args:
-        model: of transformers; its blocks get a wrapped forward, which changes nothing outside of `recording` and
-            `replaying`. Where a block is a whole layer, that must come before the layer is checkpointed.
+        model: of transformers; its blocks get a wrapped forward, which changes nothing outside `recording` and
+            `replaying`. If a block is a whole layer, wrap it before the layer is checkpointed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -164,29 +158,29 @@ class Routes:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Callable[[], Tensor]]:
-        """Record one forward; after it, the function returns its routes, uint8 [N, w].
+        """Records one forward; yields a function that returns its routes afterwards, uint8 [N, w].
 
         Raises:
-            ValueError: by the function, if a block has chosen its experts without a top-k.
+            ValueError: from the function, if a block did not choose its experts by exactly one top-k.
         """
         forward = _Forward()
 
         def read() -> Tensor:
             if len(forward.recorded) != len(self.blocks) or len({ids.shape for ids in forward.recorded}) != 1:
                 kind = type(next(iter(self.blocks.values()))).__name__
-                raise ValueError(f"The routes of {kind} cannot be recorded: not each block takes one top-k. {_OFF}")
+                raise ValueError(f"The routes of {kind} cannot be recorded: not every block uses one top-k. {_OFF}")
             return as_bytes(torch.stack(forward.recorded, 1), num_experts(next(iter(self.blocks.values()))))
 
         with _Within(forward):
             yield read
 
     def replaying(self, routes: Tensor | None) -> contextlib.AbstractContextManager[None]:
-        """Route one forward, and its recomputation in a backward, by these routes, uint8 [N, w]; by none, natively."""
+        """Routes one forward, and its recomputation in a backward, by routes uint8 [N, w]; without any, natively."""
         return contextlib.nullcontext() if routes is None or not len(routes) else _Within(_Forward(routes))
 
 
 class _Within:
-    """A context that this thread is in a forward; any number of times, one after another."""
+    """A context in which this thread is in a forward; can be entered repeatedly, but not nested."""
 
     def __init__(self, forward: _Forward | None) -> None:
         self._inner = forward
@@ -201,15 +195,15 @@ class _Within:
 
 
 def recompute_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """Return contexts of a checkpointed forward and of its recomputation, which replays the same routes.
+    """Returns contexts for a checkpointed forward and for its recomputation, which replays the same routes.
 
-    It is the `context_fn` of `torch.utils.checkpoint.checkpoint`.
+    For `context_fn` of `torch.utils.checkpoint.checkpoint`.
     """
     return contextlib.nullcontext(), _Within(_forward.get())
 
 
 def _run_block(run: Callable[..., Any], place: tuple[int, int], num_experts: int, *args: Any, **kwargs: Any) -> Any:
-    """Run a MoE block, the `place[0]`-th of `place[1]`."""
+    """Runs a MoE block, number `place[0]` of `place[1]`."""
     forward = _forward.get()
     if forward is None:
         return run(*args, **kwargs)
@@ -219,17 +213,17 @@ def _run_block(run: Callable[..., Any], place: tuple[int, int], num_experts: int
     if given is None:
         forward.recorded += topk.chosen
     elif not topk.chosen:
-        raise ValueError(f"The routes of {run.__qualname__} cannot be replayed: it takes no top-k. {_OFF}")
+        raise ValueError(f"The routes of {run.__qualname__} cannot be replayed: it uses no top-k. {_OFF}")
     return output
 
 
 def _decode(routes: Tensor, index: int, num_blocks: int, num_experts: int) -> Tensor:
-    """The experts of one block, int64 [N, k]; -1 for all of a token that are not known."""
+    """Decodes the experts of one block, int64 [N, k]; all -1 for a token whose experts are unknown."""
     size = 1 if num_experts <= 2**8 else 2
     if routes.shape[1] % (num_blocks * size):
         raise ValueError(
-            f"The engine's routes have {routes.shape[1]} bytes for each token, which {num_blocks} MoE blocks of "
-            f"{num_experts} experts cannot share. {_SAME_MODEL}"
+            f"The engine's routes have {routes.shape[1]} bytes per token, which does not fit {num_blocks} MoE blocks "
+            f"of {num_experts} experts. {_SAME_MODEL}"
         )
     width = routes.shape[1] // num_blocks
     part = routes[:, index * width : (index + 1) * width].contiguous()
@@ -240,12 +234,12 @@ def _decode(routes: Tensor, index: int, num_blocks: int, num_experts: int) -> Te
 class _TopK(TorchFunctionMode):
     """Replaces the top-k over the experts, or records it.
 
-    The values of a replayed expert are read from the scores, so the router gets a gradient; also where a limit to some
-    groups of experts has masked it.
+    The values of replayed experts are read from the scores, so that the router gets a gradient, even if a limit to
+    some groups of experts has masked them.
 
     Args:
-        num_experts: E; a top-k over anything else passes.
-        given: the experts to take instead, int64 [N, k]; -1 for a token that routes natively. None only records.
+        num_experts: E; a top-k over another number is not changed.
+        given: the experts to use instead, int64 [N, k]; -1 for a token that routes natively. None only records.
     """
 
     def __init__(self, num_experts: int, given: Tensor | None) -> None:
@@ -253,7 +247,7 @@ class _TopK(TorchFunctionMode):
         self.num_experts = num_experts
         self.given = given
         self.chosen: list[Tensor] = []
-        self._masked: tuple[Any, Any] = None, None  # the latest masked scores, and what they were before
+        self._masked: tuple[Any, Any] = None, None  # the latest masked scores, and the scores before masking
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

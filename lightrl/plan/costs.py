@@ -150,7 +150,7 @@ def peak_bytes(config: PretrainedConfig, tokens: int, num_layers: float, work: W
 
 
 def fsdp2_cost(config: PretrainedConfig, gpus: int, work: Work, *, reduce_every_microbatch: bool = False) -> Cost:
-    """FSDP2Strategy gathers layers for each microbatch, forward and backward.
+    """Estimates FSDP2Strategy, which gathers layers for each microbatch, forward and backward.
 
     It keeps whole gradients until the last microbatch, or reduces them after each with `reduce_every_microbatch`.
     """
@@ -184,7 +184,7 @@ def fsdp2_cost(config: PretrainedConfig, gpus: int, work: Work, *, reduce_every_
 
 
 def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: Work) -> Cost:
-    """Parallel3DStrategy with 1F1B: tp communicates in every layer.
+    """Estimates Parallel3DStrategy with 1F1B; tp communicates in every layer.
 
     A pipeline keeps its parameters gathered over dp within an update. Without a pipeline, layers are freed after each
     forward, gathered again for the backward and kept for the next forward.

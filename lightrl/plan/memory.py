@@ -251,9 +251,9 @@ def rows_of(run: PlannedRun, engine: PlannedEngine) -> int:
 def engine_memory(run: PlannedRun, engine: PlannedEngine, rows: int | None = None) -> tuple[float, float]:
     """Returns bytes of weights and of key-values on each GPU of a server; `rows` defaults to all its trajectories."""
     policy = run.roles[0]
-    tokens = run.longest * (rows_of(run, engine) if rows is None else rows)
-    key_values = key_value_bytes(policy.config, engine.width) * tokens / engine.key_value_share(policy.config)
     config = policy.config
+    tokens = run.longest * (rows_of(run, engine) if rows is None else rows)
+    key_values = key_value_bytes(config, engine.width) * tokens / min(engine.tp, int(config.num_key_value_heads))
     ends = config.vocab_size * config.hidden_size * (1 if getattr(config, "tie_word_embeddings", False) else 2)
     layer_width = 1 if engine.is_block_fp8 else engine.width
     return (layer_width * (policy.parameters - ends) + engine.width * ends) / engine.tp, key_values

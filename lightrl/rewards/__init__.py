@@ -1,24 +1,24 @@
-"""Reward functions, and what runs them so that a failure is a RewardError with a reason and never a reward of 0.
+"""Reward functions, and the code that runs them. A failed call is a RewardError with a reason, never a reward of 0.
 
 Reading order:
     reward_result.py RewardResult, checked; Runner, which calls a function
-    parts.py         RewardPart: a function with arguments and weight; sums of them
+    parts.py         RewardPart: a function with arguments and a weight; sums of parts
     supervisor.py    batches, deadlines, spare workers, and which call is at fault
     pool.py          RewardPool: functions by dotted path, in processes that can be killed
-    worker.py        the other end of its pipes: imports and calls the function
+    worker.py        the process at the other end of its pipes: imports and calls the function
     hook.py          RewardHook: callables of this process, in a thread; RewardWorker, the protocol of both
     evaluation.py    reward, accuracy and pass@k of groups
-    replay.py        FailureLog, failed trajectories; replay, which computes their rewards again
-    references.py    what rewards compare with, checked before the run; several accepted answers
+    replay.py        FailureLog, which writes failed trajectories; replay, which computes their rewards again
+    references.py    references with several accepted answers; a check of all references before the run
 Reward functions:
     math_answer.py   GSM8K-like answers (math_expressions.py: LaTeX, token by token; math_units.py)
     code_tests.py    programs against tests, in a sandbox (sandbox.py; its processes are in sandbox_guard/)
-    fences.py        blocks of Markdown
+    fences.py        fenced code blocks of Markdown
     text_rewards.py  pattern, tags, length, repetition, JSON
-    length_penalty.py OverlongPenalty, on numbers of tokens
+    length_penalty.py OverlongPenalty, for numbers of tokens
     llm_judge.py     LLMJudge: a model with a rubric
     reasoning_gym.py rows and reward of reasoning-gym's data sets
-    environment_reward.py  the rewards that a workflow's environment gave
+    environment_reward.py  the rewards that a workflow's environment returned
 
 May import: errors, checks, concurrency, trajectory. No torch: a worker starts in a fraction of a second. To add a
 reward function: a file with `(Trajectory) -> float` or `-> {"reward": ..., "<name>": ...}`, an export below, then its

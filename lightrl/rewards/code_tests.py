@@ -1,4 +1,4 @@
-"""code_tests: whether the Python program in a completion passes its prompt's tests, each run in a Sandbox.
+"""code_tests: checks whether the Python program in a completion passes its prompt's tests, each run in a Sandbox.
 
 The prompt's field `tests`, a list or its JSON text, has three kinds of entries:
 
@@ -7,13 +7,13 @@ The prompt's field `tests`, a list or its JSON text, has three kinds of entries:
                                                                      value is compared outside the sandbox
     "assert add(1, 2) == 3"                                          statements after the program, as in MBPP
 
-It may also be what data sets publish: APPS and TACO (`input_output`), LiveCodeBench (`public_test_cases`, and
-`private_test_cases`, which are compressed; the function's name is in the column `metadata`). Tests call a function of
-the program or a method of its class `Solution`; what stands under `if __name__ == "__main__":` runs only for `stdin`.
+It may also have the form that data sets publish: APPS and TACO (`input_output`), LiveCodeBench (`public_test_cases`,
+and `private_test_cases`, which are compressed; the function's name is in the column `metadata`). Tests call a function
+of the program or a method of its class `Solution`; code under `if __name__ == "__main__":` runs only for `stdin`.
 
-Each test runs in a process of its own, so none sees what another left. A program never sees an expected output or
-value. Statements run in the program's process, where a program written for that can fake their success; the tricks that
-policies discover (`sys.exit(0)`, printing what a success prints) do not work.
+Each test runs in a separate process, so no test sees what another left behind. A program never sees an expected output
+or value. Statements run in the program's process, where a program could deliberately fake their success, but the tricks
+that policies discover (`sys.exit(0)`, printing what a success prints) do not work.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ Test = JsonMapping | str  # a dict with stdin and stdout or function, arguments 
 _FENCE = re.compile(r"^([ \t>]*(?:```|~~~).*)$", re.MULTILINE)
 _MAX_TEST_BYTES = 1 << 30  # of compressed tests
 _DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-# A module, whose main part does not run. Its classes find their names: it is the main module under another name.
+# Runs the program as a module named "solution", so that its main part does not run but its classes can be pickled.
 _IMPORTED = """
 __import__("sys").modules["solution"] = __import__("sys").modules[__name__]
 __name__ = "solution"
 exec(compile({program!a}, "solution.py", "exec"))
 __name__ = "__main__"
 """
-# The program's own output is discarded; its return value is printed after a word that it has not seen.
+# Discards the program's output and prints the function's return value after a word that the program has not seen.
 _CALL = """
 
 import json as _json, os as _os, sys as _sys
@@ -67,7 +67,7 @@ def _plain(value):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return value.tolist() if hasattr(value, "tolist") else value  # of numpy
+    return value.tolist() if hasattr(value, "tolist") else value  # NumPy's
 def _called(name):
     owner, _, last = name.rpartition(".")
     if owner or last in globals():
@@ -89,28 +89,28 @@ def code_tests(
     tolerance: float = 0.0,
     sandbox: str = "lightrl.rewards.sandbox.LocalSandbox",
 ) -> dict[str, float | str]:
-    """Whether the program in the completion passes the tests of its prompt.
+    """Checks whether the program in the completion passes the tests of its prompt.
 
-    The program is the last fenced block of the completion that is Python and no mere example of the use of an earlier
-    one; without any, the last that names no language and is no mere output; without a fence, the whole completion.
+    The program is the last fenced Python block of the completion that does not only show how to use an earlier block;
+    if there is none, the last block without a language that is not only output; without a fence, the whole completion.
 
     Args:
         trajectory: its prompt has the field `tests`, see above.
-        partial_credit: the reward is the fraction of tests passed; else 1 for all of them and 0 for fewer.
+        partial_credit: the reward is the fraction of tests passed; otherwise it is 1 if all pass, and 0 if not.
         cpu_s, wall_s, memory_mib: limits of one test, see `Limits`.
-        total_s: tests that would start later than that count as `time_limit`; keep it below the reward's timeout,
+        total_s: tests that would start later than this count as `time_limit`; keep it below the reward's timeout,
             which drops the trajectory.
         tolerance: absolute and relative, for numbers.
         sandbox: dotted path of a Sandbox class.
 
     Returns:
-        `reward`; `accuracy`: 1 if all tests pass; `passed_fraction`; 1 for the result of the first test that failed
-        and 0 for the others, among `wrong_answer`, `runtime_error`, `time_limit`, `memory_limit`, `output_limit` and
-        `no_program`; `extracted`, the program.
+        `reward`; `accuracy`: 1 if all tests pass; `passed_fraction`; `wrong_answer`, `runtime_error`, `time_limit`,
+        `memory_limit`, `output_limit` and `no_program`: 1 for the result of the first test that failed and 0 for the
+        others; `extracted`, the program.
 
     Raises:
-        ValueError: if the prompt has no tests, or one of another kind.
-        RewardError: if the sandbox does not work here.
+        ValueError: if the prompt has no tests, or a test of an unknown kind.
+        RewardError: if the sandbox does not work on this system.
     """
     tests = _tests_of(trajectory)
     program = extracted_program(trajectory.answer)
@@ -137,10 +137,10 @@ def code_tests(
 
 
 def extracted_program(answer: str) -> str:
-    """The program that `code_tests` tests; "" if all blocks are of other languages."""
+    """Returns the program that `code_tests` tests, or "" if all blocks are in other languages."""
     before, fence, _ = _FENCE.split(answer, maxsplit=1) if _FENCE.search(answer) else (answer, "", "")
     if fence.strip() in ("```", "~~~") and _has_effect(_tree(before)):
-        return extracted_program(f"{fence.strip()}python\n{answer}")  # the prompt ended with it
+        return extracted_program(f"{fence.strip()}python\n{answer}")  # the prompt ended with the opening fence
     blocks = fenced_blocks(answer, lambda text: _tree(text) is not None)
     if not blocks:
         return "" if fence else answer
@@ -160,8 +160,8 @@ def extracted_program(answer: str) -> str:
 
 
 def _tree(text: str) -> ast.Module | None:
-    """The syntax tree of Python code; None for anything else."""
-    with warnings.catch_warnings():  # about its strings
+    """Returns the syntax tree of Python code, or None for anything else."""
+    with warnings.catch_warnings():  # about invalid escapes
         warnings.simplefilter("ignore")
         try:
             return ast.parse(text)
@@ -170,7 +170,7 @@ def _tree(text: str) -> ast.Module | None:
 
 
 def _has_effect(tree: ast.Module | None) -> bool:
-    """Whether code is more than a value, as an output may be, or a word of a sentence."""
+    """Returns whether code does more than state a value, unlike an output or a word of a sentence."""
     return any(
         isinstance(node, ast.Call) or (isinstance(node, ast.stmt) and not isinstance(node, ast.Expr | ast.AnnAssign))
         for node in (ast.walk(tree) if tree else ())
@@ -178,7 +178,7 @@ def _has_effect(tree: ast.Module | None) -> bool:
 
 
 def _from_json(text: str) -> object:
-    """Reads JSON as `json.loads` does, with integers of any length."""
+    """Reads JSON like `json.loads`, but with integers of any length."""
     return json.loads(text, parse_int=lambda digits: int(Decimal(digits)))
 
 
@@ -206,13 +206,13 @@ def run_test(program: str, test: Test, sandbox: Sandbox, limits: Limits, toleran
     try:
         value = _from_json(text)
         is_same = any(_same_value(value, expected, tolerance) for expected in accepted)
-    except (ValueError, RecursionError, OverflowError):  # what a program prints is data: no JSON, too deep, too large
+    except (ValueError, RecursionError, OverflowError):  # the output is not JSON, too deep or too large
         is_same = False
     return "accepted" if is_same else "wrong_answer"
 
 
 def same_output(output: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Equal line by line, except for trailing spaces and empty lines; numbers within `tolerance`."""
+    """Compares line by line, ignoring trailing spaces and trailing empty lines; numbers may differ by `tolerance`."""
     lines, expected_lines = output.rstrip().splitlines(), expected.rstrip().splitlines()
     if [line.rstrip() for line in lines] == [line.rstrip() for line in expected_lines]:
         return True
@@ -232,7 +232,7 @@ def _same_word(word: str, expected: str, tolerance: float) -> bool:
 
 
 def _same_value(value: object, expected: object, tolerance: float) -> bool:
-    """Equal as JSON values: a tuple is a list, True is not 1."""
+    """Compares JSON values: a tuple equals a list, but True does not equal 1."""
     if isinstance(expected, list | tuple):
         if not isinstance(value, list) or len(value) != len(expected):
             return False
@@ -268,10 +268,10 @@ def _tests_of(trajectory: Trajectory) -> Sequence[Test]:
 
 
 def _read_tests(tests: Any, fields: JsonMapping) -> list[Test]:
-    """The tests in their plain form: text, `stdin` and `stdout`, or `function`, `arguments` and `accepted` values."""
+    """Converts tests to one form: text, `stdin` and `stdout`, or `function`, `arguments` and `accepted` values."""
     if isinstance(tests, str):
         text = tests
-        if not text.lstrip().startswith(("[", "{")):  # LiveCodeBench's private ones
+        if not text.lstrip().startswith(("[", "{")):  # LiveCodeBench's private tests
             try:
                 data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), _MAX_TEST_BYTES)
             except (ValueError, zlib.error) as error:
@@ -281,7 +281,7 @@ def _read_tests(tests: Any, fields: JsonMapping) -> list[Test]:
     if isinstance(tests, Mapping):
         inputs, outputs = (tests.get(f"{name}s", tests.get(name)) for name in ("input", "output"))
         pairs = zip(inputs, outputs, strict=True)
-        if name := tests.get("fn_name"):  # the value may stand in a list
+        if name := tests.get("fn_name"):  # the value may be wrapped in a list
             return [_call(name, given, [out, *(out[:1] if isinstance(out, list) else ())]) for given, out in pairs]
         tests = [{"input": given, "output": out} for given, out in pairs]
     if not isinstance(tests, list | tuple) or not tests:
@@ -301,15 +301,15 @@ def _read_test(test: Any, fields: JsonMapping) -> Test:
         metadata = fields.get("metadata")
         name = name or (json.loads(metadata) if isinstance(metadata, str) else metadata or {}).get("func_name")
         if name is None:
-            raise ValueError("a functional test needs the name of its function: func_name in the column 'metadata'")
+            raise ValueError("a functional test needs its function's name as func_name in the column 'metadata'")
         return _call(name, [_from_json(line) for line in given.get("input", "").splitlines()], [_from_json(output)])
     if name is not None and "expected" in test and not given.keys() - _CALL_KEYS:  # it may be null
         return _call(name, given.get("arguments", []), [test["expected"]])
     stdout = given.get("stdout", output)
     if name is not None or stdout is None:
         raise ValueError(
-            f"a test of an unknown kind: {test!r:.200}. A test is text with statements, a dict with stdin and stdout, "
-            "or one with function, arguments and expected"
+            f"a test of an unknown kind: {test!r:.200}. A test is a text of statements, a dict with stdin and stdout, "
+            "or a dict with function, arguments and expected"
         )
     return {"stdin": _lines(given.get("stdin", given.get("input", ""))), "stdout": _lines(stdout)}
 
@@ -322,7 +322,7 @@ def _call(function: str, arguments: Any, accepted: Sequence[object]) -> Test:
 
 
 def _lines(value: object) -> str:
-    """Text or a number as text; a list of them as lines."""
+    """Returns text or a number as text, and a list of them as lines."""
     items = value if isinstance(value, list) else [value]
     if not all(isinstance(item, str | int | float) for item in items):
         raise ValueError(f"input and output must be text or a list of lines, got {value!r:.99}")
@@ -330,7 +330,7 @@ def _lines(value: object) -> str:
 
 
 class _TextOnly(pickle.Unpickler):
-    """Reads a pickled text; a stranger's pickle that names anything to call is refused."""
+    """Reads a pickled text; refuses a pickle that refers to any function or class, as it comes from a stranger."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise ValueError(f"its pickle calls {module}.{name}")

@@ -1,4 +1,4 @@
-"""environment_reward: the rewards that the environment of a workflow gave."""
+"""environment_reward: the rewards that a workflow's environment returned."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from lightrl.trajectory import Trajectory
 
 
 def environment_reward(trajectory: Trajectory) -> dict[str, Sequence[float]]:
-    """The rewards that MultiTurn or AgentWorkflow put on the turns of this trajectory; the reward is their sum.
+    """Returns the rewards that MultiTurn or AgentWorkflow recorded in this trajectory; the reward is their sum.
 
     Raises:
-        ValueError: if the workflow gave none.
+        ValueError: if the workflow recorded no rewards.
     """
     if trajectory.rewards is None:
         raise ValueError(
-            "The workflow gave this trajectory no rewards. Use MultiTurn, or AgentWorkflow with an agent that returns "
-            "a number, or another reward function."
+            "The workflow gave this trajectory no rewards. Use MultiTurn, AgentWorkflow with an agent that returns a "
+            "number, or another reward function."
         )
     return {"rewards": trajectory.rewards}

@@ -1,7 +1,7 @@
-"""Metrics of validation and test: reward, accuracy, pass@k, lengths, and a reward's own numbers.
+"""Metrics of validation and test: reward, accuracy, pass@k, lengths, and the reward function's other numbers.
 
-Each is a torchmetrics.Metric over all batches. Every rank has all groups, so nothing is reduced over ranks. No other
-file of this package imports torch, and workers do not import this one.
+Each is a torchmetrics.Metric over all batches. Every rank has all groups, so nothing is reduced over ranks. This is the
+only file of the package that imports torch; workers do not import it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from lightrl.trajectory import Group
 
 @dataclass(eq=False)
 class Evaluation:
-    """The metrics of a validation or test; Lightning computes and resets them at its end."""
+    """The metrics of a validation or test; Lightning computes and resets them at the end."""
 
-    group_size: int  # completions asked for per prompt; above 1 gives pass@k
+    group_size: int  # requested completions per prompt; more than 1 adds pass@k
     _metrics: dict[tuple[str, str], Metric] = field(default_factory=dict)  # keys are part and name
 
     def update(self, groups: Sequence[Group], own: Mapping[str, Metric], *, part: str = "0") -> dict[str, Metric]:
-        """Adds a batch to the metrics that have a number in it, and returns them by name.
+        """Adds a batch to the metrics that it has numbers for, and returns these metrics by name.
 
         Args:
-            groups: of a batch, without their failed trajectories.
-            own: a user's, of part "0"; `update` gets the groups, `compute` gives a number. Other parts have copies.
-            part: of the data, such as one of several validation sets; each has metrics of its own.
+            groups: the batch, without failed trajectories.
+            own: a user's metrics; `update` gets the groups, `compute` returns a number. Parts except "0" use copies.
+            part: of the data, for example one of several validation sets; each part has separate metrics.
         """
         updated = {"prompts": self._metrics.setdefault((part, "prompts"), SumMetric(sync_on_compute=False))}
         updated["prompts"].update(sum(bool(group.trajectories) for group in groups))
@@ -47,7 +47,7 @@ class Evaluation:
 
 
 def evaluation_numbers(groups: Sequence[Group], group_size: int) -> dict[str, list[float]]:
-    """Metric → one number per trajectory that has it, or per prompt for pass@k."""
+    """Returns each metric's numbers: one per trajectory that has the metric, or one per prompt for pass@k."""
     nonempty = [group for group in groups if group.trajectories]
     trajectories = [trajectory for group in nonempty for trajectory in group.trajectories]
     num_failed = len(groups) * group_size - len(trajectories)

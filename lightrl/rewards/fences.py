@@ -1,4 +1,4 @@
-"""Fenced blocks of an answer, as models write them: with backticks or tildes, in lists and quotes, some not closed."""
+"""Finds fenced blocks as models write them: with backticks or tildes, in lists and quotes, sometimes not closed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _MAX_FENCES_INSIDE = 4  # fences in the docstrings of one program
 
 
 def fenced_blocks(text: str, is_content: Callable[[str], bool]) -> list[tuple[str, str]]:
-    """The language of each block, "" for none, and its text, without the indentation or the quote that it stands in.
+    """Returns each block's language ("" if it names none) and its text, without indentation and quote marks.
 
     Args:
-        is_content: whether a text is all that a block should be. It decides which of several fences ends a block, and
-            whether one that no fence ends is a block.
+        is_content: returns whether a text is a complete block. It decides which of several fences ends a block, and
+            whether text after an unclosed fence is a block.
     """
     lines = text.splitlines(keepends=True)
     fences: dict[int, re.Match[str]] = {}

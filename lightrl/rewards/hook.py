@@ -1,7 +1,7 @@
-"""RewardHook: a reward function that needs this process in a thread, with a deadline; and RewardWorker.
+"""RewardHook: runs a reward function that needs this process in a thread, with a deadline; and RewardWorker.
 
-A thread cannot be killed: one that hangs is abandoned, keeps what it uses, and is replaced. C code that holds the
-interpreter stops the whole trainer. A function by dotted path (pool.py) has neither problem.
+A thread cannot be killed: if it hangs, it is abandoned with the resources that it uses, and replaced. C code that holds
+the interpreter stops the whole trainer. A function given by its dotted path (pool.py) has neither problem.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from lightrl.trajectory import Trajectory
 
 _logger = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S = 5.0
-REWARD_THREAD = "reward-hook"  # its name
+REWARD_THREAD = "reward-hook"
 
 
 class RewardHook(Supervisor[Trajectory]):
     """Computes rewards with a callable of this process; sync calls run one after another, async calls together.
 
-    The function gets the trajectory with lists for its per-token fields; everything else in it is the original.
+    The function gets a trajectory whose per-token fields are lists; everything else in it is the original.
 
     Args:
         function: takes a Trajectory; returns what RewardPool's functions return; may be async.
-        timeout_s: deadline of one call in seconds; then its thread is abandoned, with one warning.
+        timeout_s: deadline of one call in seconds. A thread that misses it is abandoned; only the first one is logged.
     """
 
     def __init__(self, function: RewardFunction, *, timeout_s: float = 30.0) -> None:
@@ -56,14 +56,14 @@ class RewardHook(Supervisor[Trajectory]):
         if not self._has_warned:
             self._has_warned = True
             _logger.warning(
-                "Reward function %s missed its deadline. Its thread cannot be killed and is abandoned; a reward given "
-                "as a dotted path runs in a process, which can.",
+                "Reward function %s missed its deadline. Its thread cannot be killed and is abandoned. A reward that "
+                "is given as a dotted path runs in a process, which can be killed.",
                 self._name,
             )
 
 
 class _WorkerThread:
-    """One daemon thread and the two queues to and from it."""
+    """A daemon thread, with one queue to it and one from it."""
 
     def __init__(self, runner: Runner, warn: Callable[[], None]) -> None:
         self.runs_together = runner.runs_together
@@ -113,7 +113,7 @@ class _WorkerThread:
         try:
             while (batch := self._batches.get()) is not None:
                 for outcome in self._runner.outcomes(batch):
-                    if self._is_abandoned:  # another thread has its trajectories now
+                    if self._is_abandoned:  # another thread has taken over its trajectories
                         return
                     self._outcomes.put(outcome)
         finally:
@@ -125,11 +125,11 @@ class RewardWorker(Protocol):
     """Computes rewards. Call `start` once, then `compute_rewards` any number of times, then `close`."""
 
     def start(self) -> None:
-        """Raises ValueError if there is no such reward function; called before training, from any thread."""
+        """Starts; raises ValueError if there is no such reward function. Called before training, from any thread."""
         ...
 
     def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[RewardResult]]:
-        """Futures of the results, or of a RewardError where the function failed; called on the event loop."""
+        """Returns one future per trajectory, with its result or RewardError; called on the event loop."""
         ...
 
     def close(self) -> None: ...
@@ -144,12 +144,12 @@ def make_reward_worker(
     memory_limit_mib: int | None = 4096,
     recycle_after: int | None = None,
 ) -> RewardWorker:
-    """A RewardPool for a dotted path or a function that another process can import, else a RewardHook.
+    """Returns a RewardPool if another process can import the reward, otherwise a RewardHook.
 
     Args:
         reward: `package.module.function`, RewardParts, or a callable; methods, lambdas, closures and functions of the
-            main script stay in this process.
-        workers, timeout_s, search_paths, memory_limit_mib, recycle_after: as in RewardPool; a RewardHook only uses
+            main script run in this process.
+        workers, timeout_s, search_paths, memory_limit_mib, recycle_after: as in RewardPool; a RewardHook uses only
             `timeout_s`.
     """
     if not isinstance(reward, str | RewardPart | Sequence):
@@ -170,7 +170,7 @@ def make_reward_worker(
 
 
 def dotted_path(function: Callable[..., object], search_paths: Sequence[str] = ()) -> str | None:
-    """The path by which another process can import this function; None if it cannot."""
+    """Returns the path by which another process can import this function; None if it cannot."""
     if not inspect.isfunction(function) or function.__module__ == "__main__" or "<" in function.__qualname__:
         return None
     target: object = sys.modules.get(function.__module__)

@@ -1,4 +1,4 @@
-"""OverlongPenalty: the part of a reward that keeps completions below their length limit."""
+"""OverlongPenalty: the part of a reward that discourages completions close to their length limit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OverlongPenalty:
         check_bounds(1, **{"buffer_tokens of the overlong penalty": self.buffer_tokens})
         if not self.factor >= 0:
             raise ValueError(
-                f"factor of the overlong penalty must be >= 0, got {self.factor}: the penalty is subtracted already."
+                f"factor of the overlong penalty must be >= 0, got {self.factor}: it is subtracted from the reward."
             )
 
     @overload
@@ -39,10 +39,10 @@ class OverlongPenalty:
     def __call__(self, num_tokens: Tensor, max_tokens: int) -> Tensor: ...
 
     def __call__(self, num_tokens: Any, max_tokens: int) -> Any:
-        """Computes the penalty, from -factor to 0: for one trajectory or, given an integer tensor [B], for each.
+        """Returns the penalty, from -factor to 0, of one trajectory or of each in an integer tensor [B].
 
         Args:
-            num_tokens: tokens that the policy wrote.
+            num_tokens: tokens that the policy generated.
             max_tokens: their limit.
 
         Raises:

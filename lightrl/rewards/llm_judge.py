@@ -1,4 +1,4 @@
-"""LLMJudge: a reward by a language model behind any OpenAI-compatible endpoint, with a rubric.
+"""LLMJudge: a reward from a language model with a rubric, behind any OpenAI-compatible endpoint.
 
 reward:
   path: lightrl.rewards.LLMJudge
@@ -40,13 +40,13 @@ _MAX_SHOWN = 300
 _MAX_ANSWER_BYTES = 64 * 2**20
 
 
-# After "score", the number behind a colon or equals sign (`Score (0 to 10): **8**/10`, `score = 3 + 4 = 7`), or at
-# once; a sign or point that could be part of it is never skipped.
+# The number after "score" and a colon or equals sign (`Score (0 to 10): **8**/10`, `score = 3 + 4 = 7`), or directly
+# after "score"; a sign or point that could be part of the number is never skipped.
 _SCORE = (
     r"(?i)score(?![a-z])(?:[^:=\n]{0,40}[:=](?:[\d\s.+*()-]*=)?)?(?:\\boxed|[^\w.,+\-−–]){0,5}"
     r"([-+−]?(?:\d++(?:\.\d++)?|\.\d++)(?:e-?\d++)?)"
 )
-# After a score and what it is out of: it may have been another number, as in `7-8`, `7,5`, `8/10 or maybe 9`.
+# Text after a score, with or without its maximum, that makes the score ambiguous: `7-8`, `7,5`, `8/10 or maybe 9`.
 _OR_ANOTHER = re.compile(
     r"(?i)(?:[ \t*]*(?:/|out of)\s*\d++|\s*points?\b)?+"
     r"(?:[\w,.]*[\d¼-¾]|[ \t*]*(?:[-–—~±,;|&]|\+/-|\(?(?:or|to|and|through|maybe|perhaps|possibly)\b)"
@@ -55,25 +55,25 @@ _OR_ANOTHER = re.compile(
 
 
 class LLMJudge:
-    """A reward function: asks a model with a rubric, reads its score, and scales it to [0, 1].
+    """A reward function that asks a model with a rubric, reads its score, and scales it to [0, 1].
 
     At most `max_concurrent` requests run at the same time. Connection errors and status 408, 425, 429 and 5xx are
-    retried with growing pauses until `deadline_s`; other errors, and an answer without a score, are a RewardError at
-    once. The same prompt with the same completion is sent once, as long as it is in the cache.
+    retried with growing pauses until `deadline_s`; any other error, or an answer without a score, raises RewardError
+    immediately. Scores are cached, so the same prompt with the same completion is sent only once.
 
     Args:
-        url: of the endpoint, up to and without `/chat/completions`.
+        url: the endpoint's address without `/chat/completions`.
         model: its name at the endpoint.
-        rubric: the user message; {completion}, without its {thinking}, {prompt} (the last message) and the prompt's
-            fields are filled in. A completion that only thinks is not sent and has the lowest score.
+        rubric: the user message, in which {completion} (without its thinking), {thinking}, {prompt} (the last message)
+            and the prompt's fields are filled in. A completion that is only thinking gets the lowest score, unsent.
         system: the system message, if any.
         score_pattern: a regular expression whose first group is the score; its last match counts.
-        score_range: scores that become the rewards 0 and 1; a score outside is an error.
-        api_key_variable: the environment variable with the key, which is sent if it is set.
+        score_range: the scores that become the rewards 0 and 1; a score outside is an error.
+        api_key_variable: the environment variable that contains the key; without it no key is sent.
         max_concurrent: requests at the same time, per process.
-        deadline_s: for one trajectory, all attempts together; keep it below the reward's timeout.
-        temperature, max_tokens: of the LLM judge's answer; None sends none, for models that refuse them.
-        request: further arguments of the request, such as `{max_completion_tokens: 2048, reasoning_effort: low}`.
+        deadline_s: for one trajectory, including all attempts; keep it below the reward's timeout.
+        temperature, max_tokens: of the LLM judge's answer; None leaves them out, for models that refuse them.
+        request: more arguments of the request, such as `{max_completion_tokens: 2048, reasoning_effort: low}`.
         cache_size: scores to keep in memory.
         first_wait_s: pause before the second attempt; it doubles each time.
     """
@@ -103,7 +103,7 @@ class LLMJudge:
         check_bounds(1, max_concurrent=max_concurrent, max_tokens=max_tokens)
         self._names = names_of(rubric, "rubric")
         if taken := {"model", "messages", "stream", "n"} & {*(request or {})}:
-            raise ValueError(f"request must not have {sorted(taken)}, which LLMJudge sets itself. Remove them.")
+            raise ValueError(f"request must not contain {sorted(taken)}, which LLMJudge sets itself. Remove them.")
         self._url = url.rstrip("/") + "/chat/completions"
         self._rubric = rubric
         self._pattern = re.compile(score_pattern)
@@ -121,7 +121,7 @@ class LLMJudge:
         self._cache_size = cache_size
 
     async def __call__(self, trajectory: Trajectory) -> dict[str, float | str | None]:
-        """The reward in [0, 1], the `score` itself, and the LLM judge's answer as `extracted`.
+        """Returns the reward in [0, 1], the `score` itself, and the LLM judge's answer as `extracted`.
 
         Waits for a free slot and for the endpoint; on cancellation the request is abandoned.
         """
@@ -188,7 +188,7 @@ class LLMJudge:
         )
 
     async def _post(self, question: str) -> tuple[int, str, float]:
-        """Status, the answer's text (or the server's error), and how long the server asks to wait."""
+        """Returns the status, the answer's text (or the server's error), and how long the server asks to wait."""
         import aiohttp
 
         if self._session is None:
@@ -207,13 +207,13 @@ class LLMJudge:
             raise OSError(repr(error)) from error
         except (ValueError, RecursionError) as error:
             size = f"has more than {_MAX_ANSWER_BYTES >> 20} MiB" if content is None else f"is not JSON: {error}"
-            raise RewardError(f"The answer of the LLM judge at {self._url} {size}. Check its url.") from error
+            raise RewardError(f"The answer of the LLM judge at {self._url} {size}. Check the url.") from error
         try:
             return 200, answer["choices"][0]["message"]["content"] or "", 0.0
         except (KeyError, IndexError, TypeError) as error:
             raise RewardError(
                 f"The answer of the LLM judge at {self._url} has no message in its choices: {answer!r:.280}. "
-                "Check its url."
+                "Check the url."
             ) from error
 
     def _score(self, answer: str, trajectory: Trajectory) -> tuple[float, str]:
@@ -221,8 +221,8 @@ class LLMJudge:
         match = next(iter(deque(self._pattern.finditer(said), maxlen=1)), None)
         if match is None or _OR_ANOTHER.match(said, match.end()):
             raise RewardError(
-                f"The LLM judge's answer for {label(trajectory)} has no single score that matches "
-                f"{self._pattern.pattern!r}: {answer[-_MAX_SHOWN:]!r}. Ask for that form in the rubric, change "
+                f"The LLM judge's answer for {label(trajectory)} has no unambiguous score that matches "
+                f"{self._pattern.pattern!r}: {answer[-_MAX_SHOWN:]!r}. Request that form in the rubric, change "
                 "score_pattern, or increase max_tokens."
             )
         score = float(match[1].replace("−", "-"))
@@ -236,7 +236,7 @@ class LLMJudge:
 
 
 class _Formatter(string.Formatter):
-    """Names only: a rubric cannot reach attributes."""
+    """Fills in plain names only, so that a rubric cannot access attributes."""
 
     def get_field(self, field_name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[object, str]:
         return self.get_value(field_name, args, kwargs), field_name

@@ -1,11 +1,11 @@
-r"""math_answer: whether the marked answer of a completion is right, for GSM8K, MATH and multiple choice.
+r"""math_answer: checks a completion's marked answer, for GSM8K, MATH and multiple choice.
 
-The last marked answer counts: in `\boxed{}` or after `####`; without both, after "the answer is". Where it stands is
-the format, a number of its own. Characters of other keyboards are read as ours (`５`, `–5`, `½`, `（1，2）`).
+The last marked answer counts: in `\boxed{}` or after `####`; without either, after "the answer is". A separate number,
+`format`, says how it is marked. Unicode variants are read as their ASCII forms (`５`, `–5`, `½`, `（1，2）`).
 
 If the reference is a literal number, the answer must be one too: integer, decimal, fraction, mixed number, percentage,
-scientific notation or power, compared exactly, as fractions. `19 + 4` is not 23. Letters of a choice and words are
-compared as they are, and other expressions by `math_expressions`.
+scientific notation or power, compared exactly, as fractions. `19 + 4` does not count as 23. Choice letters and words
+are compared as they are, and other expressions by `math_expressions`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightrl.trajectory import Trajectory, chat_as_text
 
 _MAX_NUMBER_CHARS = 100
 _MAX_NUMBER_BITS = 100_000
-_MAX_EXPRESSION_CHARS = 1000  # longer ones are not answers, and slow to parse
+_MAX_EXPRESSION_CHARS = 1000  # longer texts are not answers, and slow to parse
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _NUMBER = re.compile(rf"(?:(?P<sign>(?<![\w)])-)\s*)?(?:[$€£]\s*(?P<sign_after>-)?)?(?P<digits>{_DIGITS})")
@@ -49,7 +49,7 @@ _OTHER_CHOICE = re.compile(r"(?<![\w(.\\])\(?[A-J][).:](?=\s|$)|\bor\s+\(?[A-J]\
 _AFTER_BOX = re.compile(r"[\s.$]*(?:\\[)\]])?[\s.$]*")
 _ELLIPSIS = re.compile(r"\.\.\.|\\[lc]?dots[a-z]?\b")
 
-# What NFKC leaves, or would tear apart: `1½` and `x²`.
+# Characters that NFKC does not convert, or would convert wrongly.
 _CHARACTERS = str.maketrans(
     {
         **dict.fromkeys("‐‑‒–—―−﹣－", "-"),
@@ -66,7 +66,7 @@ _CHARACTERS = str.maketrans(
 _SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞↉]")
 
-# A literal number and what may follow it, with `**` for powers.
+# A literal number and the percent sign or unit after it, with `**` for powers.
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?"
 _POWER = rf"{_DECIMAL}(?:\*\*[-+]?[0-9]{{1,3}})?"
 _LITERAL = re.compile(
@@ -84,25 +84,25 @@ _GROUPED = re.compile(
 )
 _FRACTION = re.compile(r"\\(?:[dtc]?|nice|s)frac" + 2 * r"\s*(?:([0-9])|\{([^{}A-Za-z]*)\})")
 _BASE_WORDS = {"two": 2, "three": 3, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "sixteen": 16}
-_PIECE = "[^{}]"  # of a formula: a character, or braces with pieces in them
+_PIECE = "[^{}]"  # of a formula: a character, or braces around pieces
 for _ in range(6):
     _PIECE = rf"(?:[^{{}}]|\{{{_PIECE}*\}})"
 
 
 def _rows(match: re.Match[str]) -> str:
-    r"""The lines of `\begin{cases} x=1 \\ y=2 \end{cases}` with commas between; unchanged if they have columns."""
+    r"""Joins the lines of `\begin{cases} x=1 \\ y=2 \end{cases}` with commas; keeps them if they have columns."""
     body = re.sub(r"&\s*(?=[=<>]|\\[lg]eq?(?![A-Za-z]))", "", match["rows"])
     return match[0] if "&" in body else ", ".join(row.strip(" ,;") for row in body.split("\\\\") if row.strip())
 
 
 def _unrepeated(match: re.Match[str]) -> str:
-    r"""`0.1\overline{6}` as the fraction that it is."""
+    r"""Converts a repeating decimal such as `0.1\overline{6}` to a fraction."""
     digits, period = match[1] + match[2], "".join(match[at] or "" for at in range(3, 8))
     above = int(digits + period) - int(digits or "0")
     return rf"\frac{{{above}}}{{{10 ** len(match[2]) * (10 ** len(period) - 1)}}}"
 
 
-# Other ways to write a thing, as one: pattern → replacement, in this order.
+# Converts equivalent notations to one form: pattern → replacement, in this order.
 _NOTATIONS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     # size, font, color and space
     (r"\\(?:(?:text)?color|[hv]space\*?|[hv]?phantom)\s*\{[^{}]*\}|\\hfill?(?![A-Za-z])", " "),
@@ -163,21 +163,21 @@ _TIME = re.compile(r"[0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?")
 def math_answer(
     trajectory: Trajectory, *, format_reward: float = 0.1, require_format: bool = False
 ) -> dict[str, float | str | None]:
-    r"""Whether the completion's last marked answer equals the reference.
+    r"""Checks whether the completion's last marked answer equals the reference.
 
     Args:
         trajectory: its prompt has the field `answer`: a number, an expression, a letter or words, or a solution that
-            ends with it after `####` or in `\boxed{}`.
-        format_reward: the reward of a wrong answer in the format, so that a policy that is never right has something to
-            learn.
-        require_format: give reward and accuracy only to answers in the format, as if others were missing.
+            ends with one of these after `####` or in `\boxed{}`.
+        format_reward: the reward of a wrong answer in the right format, so that a policy that is never right can still
+            learn something.
+        require_format: treats answers that are not in the format as wrong.
 
     Returns:
         `accuracy`: 1 if the last marked answer equals the reference;
         `format`: 1 if exactly one answer is marked by `####` (a number) or `\boxed{}`, nothing comes after it, and the
         completion ended with its stop token;
         `lenient_accuracy`: 1 also if the last number of the completion equals the reference;
-        `reward`: 1 if accurate, else `format_reward` if in format, else 0; `extracted`, the marked answer.
+        `reward`: 1 if accurate, otherwise `format_reward` if in format, otherwise 0; `extracted`, the marked answer.
 
     Raises:
         ValueError: if the prompt has no reference.
@@ -208,9 +208,9 @@ class Answer:
 
 
 def final_answer(text: str) -> Answer | None:
-    r"""Finds what the text marks as its answer with `####` or `\boxed{}`, the last of several; None if it marks none.
+    r"""Returns the last answer that the text marks with `####` or `\boxed{}`; None if it marks none.
 
-    After a box, `####` before words with more text below is a heading of Markdown.
+    After a box, `####` before words with more text below it is a Markdown heading.
     """
     hashes, boxes = text.rfind(_HASHES), [match.span() for match in _BOX.finditer(text)]
     boxed, box_end = boxes[-1] if boxes else (-1, -1)
@@ -230,7 +230,7 @@ def final_answer(text: str) -> Answer | None:
 
 
 def _spoken_answer(text: str) -> Answer | None:
-    """Finds what follows the last "the answer is", up to the end of its sentence; never in format."""
+    """Returns the text after the last "the answer is", up to the end of the sentence; it never counts as in format."""
     last = next(iter(deque(_SPOKEN.finditer(text), maxlen=1)), None)
     if last is None:
         return None
@@ -239,7 +239,7 @@ def _spoken_answer(text: str) -> Answer | None:
 
 
 def reference_answer(trajectory: Trajectory) -> str:
-    """The part of the prompt's field `answer` that a completion is compared with."""
+    """Returns the part of the prompt's field `answer` that a completion is compared with."""
     fields = trajectory.prompt.fields
     reference = chat_as_text(fields.get("answer"))
     text = "" if reference is None else _normalized(str(reference)).strip()
@@ -253,10 +253,10 @@ def reference_answer(trajectory: Trajectory) -> str:
 
 
 def equals(answer: str, reference: str, *, is_marked_by: str = _BOXED) -> bool:
-    """Whether two answers mean the same; `50%`, `50` and `0.5` do if one of the two has the percent sign.
+    """Returns whether two answers mean the same. `50%` equals both `50` and `0.5`.
 
-    Units of literal numbers, the case of words, and what follows the letter of a choice are not compared. If the
-    reference is a literal number, the answer must be one, in a box also the last side of an equation.
+    Missing units, the case of words, and text after a choice letter are ignored. If the reference is a literal number,
+    the answer must be one too; in a box it may be the last side of an equation.
     """
     answer, reference = _normalized(answer), _normalized(reference)
     if max(len(answer), len(reference)) <= _MAX_EXPRESSION_CHARS:
@@ -298,7 +298,7 @@ def _are_alike(unit: Unit, other: Unit) -> bool:
 
 
 def _stated(text: str) -> tuple[str, tuple[frozenset[Fraction], Unit] | None]:
-    """The left side and the literal number of `x = 6`; None for the number if there is none, or `5 = 6`."""
+    """Returns the left side and the literal number of `x = 6`; no number for other text, or for `5 = 6`."""
     left, equals_sign, right = text.rpartition("=")
     literal = _literal(right)
     if literal is None and equals_sign and (value := _literal(left)) and _VARIABLE.fullmatch(right.strip()):
@@ -312,7 +312,7 @@ def _stated(text: str) -> tuple[str, tuple[frozenset[Fraction], Unit] | None]:
 
 
 def _without_unit(text: str) -> tuple[str, Unit]:
-    """The text without a unit at its end that is known."""
+    """Splits a known unit off the end of the text."""
     match = _LAST_UNIT.search(text[-_MAX_NUMBER_CHARS:])
     unit = None if match is None else unit_of(_plain(match[1]))
     is_argument = match is not None and "circ" in match[1] and _ANGLE.search(text)  # `\sin 30^\circ`
@@ -322,16 +322,16 @@ def _without_unit(text: str) -> tuple[str, Unit]:
 
 
 def number(text: str) -> frozenset[Fraction] | None:
-    """The values that a literal number may mean, two for a percentage; None if the text is not one literal number.
+    """Returns the values that a literal number may mean, two for a percentage; None if the text is not one number.
 
-    It may have a currency sign, up to five words of units, a period, and LaTeX's spacing and dollars around it.
+    It may have a currency sign, up to five words of units, a period, and LaTeX spacing and dollar signs around it.
     """
     literal = _literal(_normalized(text))
     return None if literal is None else literal[0]
 
 
 def _literal(text: str) -> tuple[frozenset[Fraction], Unit] | None:
-    """The values of the literal number that normalized text is, and its unit."""
+    """Returns the values of normalized text that is a literal number, and its unit."""
     if len(text) > _MAX_NUMBER_CHARS:
         return None
     plain = _unwrapped(_plain(text))
@@ -373,7 +373,7 @@ def _raised(base: Fraction, exponent: int) -> Fraction:
 
 
 def _plain(text: str) -> str:
-    r"""Replaces LaTeX of units, powers and currencies by plain text: `m\cdot s^{-2}` by `m * s**-2`."""
+    r"""Replaces LaTeX in units, powers and currencies with plain text: `m\cdot s^{-2}` with `m * s**-2`."""
     text = re.sub(r"\\mu(?![A-Za-z])\s*(\\(?:text|mathrm)\s*\{)?", lambda match: f"{match[1] or ''}u", text)
     text = _UNIT_FRACTION.sub(r" \1/(\2)", text)
     text = _LATEX_UNIT.sub(r" \1 ", _LATEX_SPACING.sub(" ", text.replace(r"\$", "$").replace(r"\%", "%")))
@@ -391,13 +391,13 @@ def _in_one_notation(text: str) -> str:
 
 
 def _names_choices(text: str) -> bool:
-    """Whether what follows the letter of a choice names another one."""
+    """Returns whether the text after a choice letter names another choice."""
     words = [word for word in re.split(r"[\s,;:/&().]+", text) if word and word.lower() not in ("or", "and")]
     return _OTHER_CHOICE.search(text) is not None or (words != [] and all(map(_CHOICE.fullmatch, words)))
 
 
 def _normalized(text: str) -> str:
-    """Replaces the characters of other keyboards by those that LaTeX and Python read."""
+    """Replaces Unicode variants of characters with those that LaTeX and Python read."""
     if text.isascii():
         return text
     text = _VULGAR_FRACTION.sub(lambda match: f" {match[0]}", text)
@@ -407,7 +407,7 @@ def _normalized(text: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """Removes LaTeX's spacing, and dollars, asterisks, braces and parentheses around all of it."""
+    """Removes LaTeX spacing, and dollar signs, asterisks, braces and parentheses around the whole text."""
     text = " ".join(_LATEX_SPACING.sub(" ", text).split())
     for opening, closing in (("**", "**"), ("$", "$"), (r"\(", r"\)"), ("(", ")"), ("{", "}")):
         text = text.removesuffix(".") if opening == "$" and text.endswith("$.") else text
@@ -419,7 +419,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _words(text: str) -> str:
-    """Removes LaTeX's wrappers of text and the period; also case, if there are words."""
+    """Removes LaTeX's text commands and the final period, and lowers the case if there are words."""
     if len(text) > _MAX_EXPRESSION_CHARS:
         return text
     plain = " ".join(_LATEX_UNIT.sub(r" \1 ", text).strip(" $*").removesuffix(".").strip(" $*").split())
@@ -438,7 +438,7 @@ def _last_number_equals(text: str, reference: str) -> bool:
 
 
 def _box_inside(text: str, start: int) -> tuple[int, int, int] | None:
-    r"""Finds where the content of the box begins and ends, and where the box ends; None if it never does.
+    r"""Returns where a box's content begins and ends, and where the box ends; None if the box is not closed.
 
     Args:
         start: the end of `\boxed`.

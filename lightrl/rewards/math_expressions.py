@@ -1,11 +1,11 @@
-r"""Whether two mathematical texts are equal: every token is read, or only the tokens themselves are compared.
+r"""Decides whether two mathematical texts are equal, by their values or, if those cannot be read, by their tokens.
 
     r"\dfrac{1}{2} x"  ─ tokens ─►  \frac 1 2 x  ─ _Reader ─►  its values where x is 2.71…, 0.58…, -1.32…, 3.40…
 
 Spellings of one symbol (`\leq`, `\le`) are one token. A text that the reader cannot read to its end, such as
-`\triangle ABC` or `f'(x)`, equals only the same tokens. Expressions are equal if 40 digits of their values are, at four
-random points. Capital letters side by side keep their order. Nothing is simplified or solved, and the sizes of texts
-and numbers are bounded, so that no text takes long.
+`\triangle ABC` or `f'(x)`, equals only the same tokens. Expressions are equal if their values agree at four random
+points. Adjacent capital letters keep their order. Nothing is simplified or solved, and the sizes of texts and numbers
+are bounded, so that no comparison takes long.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Tokens = tuple[str, ...]
 
 _MAX_CHARS = 1000
 _MAX_DEPTH = 30
-_MAX_LOG = 800  # natural, of the size of a power, below that of `_ZERO`
+_MAX_LOG = 800  # natural logarithm of a power; must be below that of `1 / _ZERO`
 _MAX_FACTORIAL = 300
 _DIGITS = 500
 _ZERO = sympy.Rational(1, 10**400)
@@ -89,14 +89,14 @@ _NAME = re.compile(
 
 
 class UnreadableError(Exception):
-    """A token or its place is not of the grammar, or a number is too large."""
+    """A token does not fit the grammar at its place, or a number is too large."""
 
 
 _ERRORS = (UnreadableError, ArithmeticError, ValueError, TypeError, AttributeError, NotImplementedError, RecursionError)
 
 
 def equal_expressions(answer: str, reference: str) -> bool:
-    """Whether both are the same text or have the same values; of `y = 2x`, `y` is compared if both have a name."""
+    """Returns whether both texts or their values are equal; `y` in `y = 2x` is compared only if both have a name."""
     if max(len(answer), len(reference)) > _MAX_CHARS:
         return False
     given, expected = tokens(answer), tokens(reference)
@@ -130,14 +130,14 @@ def _is_same(given: Tokens, expected: Tokens) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def tokens(text: str) -> Tokens:
-    """The tokens of a text, each in one spelling, without spaces and without braces around a single one."""
+    """Splits a text into tokens with unified spelling, without spaces and without braces around a single token."""
     text = _FONT.sub(_without_font, text)
     text = re.sub(r"\^\s*\{?\s*\\circ(?![A-Za-z])\s*\}?", r"\\degree ", text)
     text = re.sub(r"(\\\\)\s*\[[^\]]*\]", r"\1", text)  # `\\[2pt]`
     text = _ARRAY.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", text)
     text = re.sub(r"(\\(?:[dtc]?frac|nicefrac|sfrac|sqrt|binom))\s*([0-9])", r"\1{\2}", text)
     text = re.sub(r"(\\(?:[dtc]?frac|nicefrac|sfrac|binom)\s*\{[^{}]*\})\s*([0-9])", r"\1{\2}", text)
-    if _SENTENCE.search(text):  # its words are no products
+    if _SENTENCE.search(text):  # words are not products of variables
         text = re.sub(r"(?<![A-Za-z\\])[A-Za-z]{2,}", r"\\\g<0> ", text)
     result: list[str] = []
     for token in _TOKEN.findall(text):
@@ -165,7 +165,7 @@ def _without_font(match: re.Match[str]) -> str:
 
 
 def _letters(items: Tokens) -> list[str]:
-    """The tokens, with words as their letters, and without a `_` as in `H_2O`."""
+    """Returns the tokens with words split into letters, and without the `_` in texts like `H_2O`."""
     result: list[str] = []
     for token, after in itertools.zip_longest(items, items[1:], fillvalue=""):
         if token != "_" or not (result and result[-1].isalpha() and after[:1].isdecimal()):
@@ -174,7 +174,7 @@ def _letters(items: Tokens) -> list[str]:
 
 
 def split(items: Sequence[str], *separators: str) -> list[Tokens]:
-    """The parts between these tokens, outside of all brackets."""
+    """Splits at these tokens, but not inside brackets."""
     parts: list[Tokens] = [()]
     depth = 0
     for token in items:
@@ -184,9 +184,9 @@ def split(items: Sequence[str], *separators: str) -> list[Tokens]:
 
 
 def last_side(items: Tokens, *, are_names: bool = False) -> tuple[str, Tokens] | None:
-    """The first side of a chain of `=`, "" without one, and the last; None if an earlier one contradicts the last.
+    """Returns the first side of a chain of `=` ("" without `=`) and the last; None if an earlier one contradicts it.
 
-    An earlier side may be a name and, unless `are_names`, a value equal to the last or one in other variables.
+    An earlier side may be a name or, unless `are_names`, a value that equals the last or uses other variables.
     """
     *sides, last = split(items, "=")
     if len(sides) == 1 and _NAME.fullmatch(" ".join(last)) and not _variables(sides[0]):  # `5 = x`
@@ -209,7 +209,7 @@ def _variables(items: Tokens) -> set[str]:
 
 
 def _without_names(items: Tokens, *, are_names: bool) -> tuple[str, Tokens] | None:
-    """The name and value of `x = 2`, of `x = 2, 3` and of `x = 2, x = 3`; (2, 3) of `x = 2, y = 3`."""
+    """Returns the name and value of `x = 2`, `x = 2, 3` and `x = 2, x = 3`; for `x = 2, y = 3` the value (2, 3)."""
     sides = [last_side(part, are_names=are_names) for part in split(items, *_SEPARATORS)]
     named = [side for side in sides if side is not None]
     names = [name for name, _ in named]
@@ -225,9 +225,9 @@ def _without_names(items: Tokens, *, are_names: bool) -> tuple[str, Tokens] | No
 
 @functools.lru_cache(maxsize=1024)
 def _read(items: Tokens) -> tuple[Any, int] | None:
-    """The value and how much of it is left to calculate; None if the tokens are no expression."""
+    """Returns the value and how many calculations are left in it; None if the tokens are not an expression."""
     if re.fullmatch(r"[0-9 ,]*[0-9]+(?: - [0-9]+)+[-0-9 ,]*", " ".join(items)):
-        return None  # a date or a score, no difference
+        return None  # a date or a score, not a difference
     reader = _Reader(items)
     try:
         return reader.whole(), reader.num_calculations
@@ -236,12 +236,12 @@ def _read(items: Tokens) -> tuple[Any, int] | None:
 
 
 class _Reader:
-    """Recursive descent over tokens, to SymPy's objects; raises UnreadableError at the first that does not fit."""
+    """Recursive-descent parser from tokens to SymPy objects; raises UnreadableError at the first misfit."""
 
     def __init__(self, items: Tokens) -> None:
         self._tokens, self._at, self._depth, self._bars = (*items, ""), 0, 0, False
         self._sign, self._num_signs = 1, 0  # of `\pm`
-        self._degree: Any = 1  # a unit, outside of sin, cos and tan
+        self._degree: Any = 1  # a mere unit, except in sin, cos and tan
         self.num_calculations = 0  # sums and products of plain numbers
 
     def whole(self) -> Any:
@@ -290,7 +290,7 @@ class _Reader:
         symbols = set().union(*(side.free_symbols for side in sides))
         if len(symbols) == 1 and not {"=", r"\in"} & {*relations}:
             return _Named(symbols.pop(), sympy.Intersection(*map(_solution, relations, differences)))
-        if relations[0] in (">", r"\ge"):  # from the right
+        if relations[0] in (">", r"\ge"):  # read from the right
             relations = [_MIRRORED[relation] for relation in reversed(relations)]
             differences = [-difference for difference in reversed(differences)]
         return _Relation(tuple(relations), tuple(differences))
@@ -358,7 +358,7 @@ class _Reader:
         return token not in _NO_FACTORS and not (token == "|" and self._bars)
 
     def _factors(self, *, of_function: bool = False) -> Any:
-        """Factors side by side: a mixed number, or a product, whose capitals keep their order."""
+        """Reads adjacent factors: a mixed number, or a product whose capital letters keep their order."""
         value = self._factor()
         capitals = [value] if _is_capital(value) else []
         while self._is_factor() and not (of_function and self._tokens[self._at][1:] in _FUNCTIONS):
@@ -491,7 +491,7 @@ class _Reader:
         self._degree = degree
         if name in ("exp", "sinh", "cosh", "tanh"):
             _refuse_above(_MAX_LOG, argument)
-        if name == "log":  # without a base it is neither the natural one nor 10
+        if name == "log":  # ambiguous without a base: e or 10
             value = sympy.log(argument) / (sympy.log(base) if base is not None else sympy.Symbol(r"\log"))
         else:
             value = getattr(sympy, _FUNCTIONS[name])(argument)
@@ -544,21 +544,21 @@ def _as_set(value: Any) -> Any:
 
 
 class _Named(NamedTuple):
-    """The real numbers that a variable may be."""
+    """A variable and the real numbers that it may be."""
 
     name: Any
     values: Any
 
 
 class _Relation(NamedTuple):
-    """A chain of relations, as differences with zero."""
+    """A chain of relations between differences and zero."""
 
     relations: tuple[str, ...]
     differences: tuple[Any, ...]
 
 
 def _solution(relation: str, difference: Any) -> Any:
-    """The real numbers for which a difference, linear in its only variable, has this relation to 0."""
+    """Returns the real numbers for which a difference, linear in its only variable, has this relation to 0."""
     if difference.has(sympy.oo):
         return sympy.S.Reals
     (name,) = difference.free_symbols
@@ -574,9 +574,9 @@ def _solution(relation: str, difference: Any) -> Any:
 
 
 def _at_point(value: Any, index: int, digits: int = 10) -> Any:
-    """The value where each variable has a random rational value, positive at the first two points."""
+    """Evaluates at a point where each variable is a random rational number, positive at the first two points."""
 
-    has_factorial = value.has(sympy.factorial, sympy.binomial)  # of whole numbers
+    has_factorial = value.has(sympy.factorial, sympy.binomial)  # needs whole numbers
 
     def number(name: str) -> Any:
         source = random.Random(f"{index} {name}")
@@ -594,9 +594,9 @@ def _at_point(value: Any, index: int, digits: int = 10) -> Any:
 
 
 def _is_equal(given: Any, expected: Any) -> bool:
-    if isinstance(given, _Named) != isinstance(expected, _Named):  # `x > 1` is also an interval
+    if isinstance(given, _Named) != isinstance(expected, _Named):  # `x > 1` may equal an interval
         given, expected = (item.values if isinstance(item, _Named) else item for item in (given, expected))
-    if isinstance(given, sympy.Set) != isinstance(expected, sympy.Set):  # and `(1, 2)` too
+    if isinstance(given, sympy.Set) != isinstance(expected, sympy.Set):  # so may `(1, 2)`
         try:
             given, expected = _as_set(given), _as_set(expected)
         except (UnreadableError, ValueError):
@@ -627,7 +627,7 @@ def _is_equal(given: Any, expected: Any) -> bool:
 
 
 def _are_proportional(relation: str, difference: Any, other: Any) -> bool:
-    """Whether two differences with 0 are zero, or of the same sign, together."""
+    """Returns whether two differences are always zero, or have the same sign, at the same points."""
     if relation == "=":
         difference, other = (sympy.together(item).as_numer_denom()[0] for item in (difference, other))
     ratios = [_at_point(difference / other, index) for index in range(_NUM_POINTS)]

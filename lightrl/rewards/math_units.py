@@ -1,4 +1,4 @@
-r"""Units after a number: `m/s^2` is `m\,s^{-2}`, hours are not minutes, and `x` is no unit."""
+r"""Units after a number: `m/s^2` equals `m\,s^{-2}`, hours are not minutes, and `x` is not a unit."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _PART = re.compile(r"\s*(?:(?P<word>[^\W\d_]+|[$€£¥¢\u20a0-\u20cf])\.?|\*\*
 
 
 def unit_of(text: str, *, letters: bool = True) -> Unit | None:
-    """The unit that this text is; None if it may be something else, such as a variable or a word of a number.
+    """Parses a unit; returns None if the text may be something else, for example a variable or a word of a number.
 
     Args:
-        text: with `*`, `/` and `**` between the names.
-        letters: whether a single letter is a unit, and no variable.
+        text: unit names with `*`, `/` and `**`.
+        letters: whether a single letter is a unit rather than a variable.
     """
     text = text.strip(" .")
     powers: Counter[str] = Counter()

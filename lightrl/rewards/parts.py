@@ -1,10 +1,10 @@
-"""RewardPart: one reward function with its arguments and weight; a list of them is a reward that is their weighted sum.
+"""RewardPart: a reward function with arguments and a weight; a list of parts is a reward that is their weighted sum.
 
     reward:                                       # in YAML
       - {path: lightrl.rewards.math_answer, name: math, arguments: {format_reward: 0.2}}
       - {path: my_rewards.brevity, weight: 0.1}
 
-Each part is logged unweighted under its name; its own metrics as `<name>_<metric>`.
+Each part's unweighted reward is logged under its name, and its metrics as `<name>_<metric>`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lightrl.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class RewardPart:
-    """One reward function of a sum, or alone with arguments.
+    """A reward function with arguments, alone or in a sum.
 
     Args:
         path: `package.module.function`, or a class, which is instantiated once per process and then called.
         weight: factor of its reward in the sum.
         name: for logs; the last part of the path if None.
-        arguments: its keyword arguments besides the trajectory.
+        arguments: keyword arguments in addition to the trajectory.
 
     Example:
         RewardPart("lightrl.rewards.math_answer", weight=2.0, name="math", arguments={"format_reward": 0.2})
@@ -52,10 +52,10 @@ Reward = str | RewardPart | Sequence[RewardPart]
 
 
 def parts_of(reward: Reward) -> list[RewardPart]:
-    """The parts of a reward, with different names.
+    """Returns the parts of a reward, which have different names.
 
     Raises:
-        ValueError: if there are none, or two share a name.
+        ValueError: if there are no parts, or two have the same name.
     """
     if isinstance(reward, str):
         return [RewardPart(reward)]
@@ -67,14 +67,14 @@ def parts_of(reward: Reward) -> list[RewardPart]:
 
 
 def bound(part: RewardPart, function: Callable[..., object]) -> RewardFunction:
-    """The function with the part's arguments; for a class, an object of it.
+    """Returns the function with the part's arguments bound, or an instance if it is a class.
 
     Raises:
-        ValueError: if it takes no such arguments, or the class cannot be instantiated or called.
+        ValueError: if it does not accept the arguments, or the class cannot be instantiated or called.
     """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some builtins have none
+    except (TypeError, ValueError):  # some builtins have no signature
         pass
     else:
         _check_arguments(part, signature)
@@ -93,7 +93,7 @@ def bound(part: RewardPart, function: Callable[..., object]) -> RewardFunction:
 
 
 def check_takes_trajectory(function: Callable[..., object], name: str) -> RewardFunction:
-    """The function; raises ValueError if it cannot be called with a trajectory alone, before a rollout finds out."""
+    """Returns the function; raises ValueError before the first rollout if a trajectory is not all it needs."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -102,17 +102,17 @@ def check_takes_trajectory(function: Callable[..., object], name: str) -> Reward
         signature.bind(None)
     except TypeError as error:
         raise ValueError(
-            f"reward={name!r} is called with a Trajectory alone, but its signature is {signature}: {error}. Give its "
+            f"reward={name!r} is called with only a Trajectory, but its signature is {signature}: {error}. Give its "
             "other parameters defaults, or set them as `arguments` of the reward."
         ) from error
     return function
 
 
 def summed(parts: Sequence[RewardPart], functions: Sequence[RewardFunction]) -> RewardFunction:
-    """A reward function that is the weighted sum of these; async if one of them is.
+    """Returns a reward function that is the weighted sum of these; it is async if one of them is.
 
-    A part that fails is a RewardError that names it. If a part gives rewards per token, the rewards of the others go to
-    the policy's last token.
+    If a part fails, the RewardError names it. If a part returns rewards per token, the other parts' rewards are added
+    to the policy's last token.
     """
     if len(parts) == 1 and parts[0].weight == 1.0 and parts[0].name is None:
         return functions[0]
@@ -155,7 +155,7 @@ async def _compute_async(part: RewardPart, trajectory: Trajectory, function: Rew
 
 @contextlib.contextmanager
 def _named_errors(part: RewardPart, trajectory: Trajectory) -> Iterator[None]:
-    """Turns what is raised inside into a RewardError that names the part."""
+    """Converts exceptions in the block to a RewardError that names the part."""
     try:
         with user_code(lambda error: raised_error(part.path, error, trajectory), RewardError):
             yield
@@ -168,7 +168,7 @@ def _sum(parts: Sequence[RewardPart], results: Sequence[RewardResult], trajector
     for part, result in zip(parts, results, strict=True):
         metrics[part.label] = result.reward
         for name, value in result.metrics.items():
-            if name == "accuracy":  # the first part that has one decides for the whole
+            if name == "accuracy":  # the first part with an accuracy decides for the whole
                 metrics.setdefault(name, value)
             else:
                 metrics[name if len(parts) == 1 else f"{part.label}_{name}"] = value

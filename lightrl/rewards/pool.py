@@ -1,7 +1,7 @@
-"""RewardPool: a reward function, named by its dotted path, in processes that can be killed.
+"""RewardPool: runs a reward function, named by its dotted path, in processes that can be killed.
 
-A path and bytes travel, never a pickled callable. A function that hangs or crashes costs its own trajectory
-and one process; `worker.py` is the other end of the pipes.
+The processes get a path and bytes, never a pickled callable. A function that hangs or crashes costs only its own
+trajectory and one process; `worker.py` is the other end of the pipes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _REASONS = ("raised", "invalid", "not_finite", "timeout", "killed")
 _READ_BYTES = 1 << 16
 _MAX_REPLY_BYTES = 1 << 24
 _PIPE_BYTES = 1 << 20  # holds a batch, which is then one write
-_MAX_PROMPTS = 256  # their JSON is kept: the trajectories of a group come at about the same time
+_MAX_PROMPTS = 256  # whose JSON is cached: the trajectories of a group come at about the same time
 _STACK_WAIT_S = 0.5
 _END_TIMEOUT_S = 5.0
 _MAX_LOG_LINES = 30  # the last lines that a worker printed, shown when it dies
@@ -49,21 +49,21 @@ class RewardPool(Supervisor[bytes]):
     """Computes rewards in warm child processes, from copies of the trajectories, with a deadline for each call.
 
     Invariants: each call ends in a RewardResult or a RewardError, and a failure is never a reward of 0; a process that
-    hung or died is replaced; no process outlives this one, not even after `kill -9`. What the function prints
-    appears on this process's stderr with a prefix.
+    hangs or dies is replaced; no process outlives this one, not even after `kill -9`. What the function prints appears
+    on this process's stderr with a prefix.
 
     Args:
         reward: `package.module.function`, a RewardPart, or several of them, which are added up; a function takes a
             Trajectory, may be async, and returns a number, or a dict with `reward` and other named numbers, or with
             `rewards`, one number for each token.
         workers: number of processes; one is enough for an async function.
-        timeout_s: deadline of one call in seconds; then its process is killed.
+        timeout_s: deadline of one call in seconds; a process that misses it is killed.
         startup_timeout_s: deadline for importing the function's module in seconds.
         search_paths: folders that come first on the workers' import path; the rest is as in this process.
-        memory_limit_mib: limit for the data of each process and of each that it starts; a call that needs more fails
+        memory_limit_mib: limit on the data of each process and each of its children; a call that needs more fails
             with reason `killed` and its process is replaced. None for no limit. Not enforced on macOS.
-        recycle_after: calls after which a process is replaced by a fresh one, which is started before the old one
-            ends; for functions that leak. None for never.
+        recycle_after: calls after which a process is replaced by a new one, which starts before the old one ends; for
+            functions that leak memory. None for never.
 
     Example:
         pool = RewardPool("lightrl.rewards.math_answer", workers=2)
@@ -104,7 +104,7 @@ class RewardPool(Supervisor[bytes]):
         try:
             prompt = trajectory.prompt
             encoded_prompt, encoded = self._prompts.get(id(prompt), (None, b""))
-            if encoded_prompt is not prompt:  # once for all trajectories of a group, which share the prompt
+            if encoded_prompt is not prompt:  # encode it once: the trajectories of a group share the prompt
                 encoded = encode_json(prompt)
                 if len(self._prompts) >= _MAX_PROMPTS:
                     del self._prompts[next(iter(self._prompts))]
@@ -119,7 +119,7 @@ class RewardPool(Supervisor[bytes]):
 
 
 class WorkerProcess:
-    """One child (a guardian with its worker, see worker.py) and the three pipes to and from it."""
+    """A child process (a guardian with its worker, see worker.py) and the three pipes to and from it."""
 
     def __init__(self, settings: Mapping[str, object], *, import_path: Sequence[str]) -> None:
         self.runs_together = False
@@ -145,9 +145,9 @@ class WorkerProcess:
         self._printed = LineBuffer()
         self._log: deque[str] = deque(maxlen=_MAX_LOG_LINES)
         self._is_ready = False
-        self._is_ended = False  # nothing more comes from it
-        self._first = self._next = 0  # of the batch, of the next one; counted from the start, so replies name one batch
-        with contextlib.suppress(AttributeError, OSError):  # Linux has it, within a limit of the system
+        self._is_ended = False  # whether its reply pipe has ended
+        self._first = self._next = 0  # index of the batch's first call, and of the next batch's, since the start
+        with contextlib.suppress(AttributeError, OSError):  # only on Linux, and up to a system limit
             fcntl.fcntl(self._requests, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._send_bytes(json.dumps(settings).encode() + b"\n")
 
@@ -162,7 +162,7 @@ class WorkerProcess:
 
     def is_alive(self) -> bool:
         self._exchange(0.0)
-        return not self._is_ended and not self._exit() and not self._reply_bytes  # no reply is due yet
+        return not self._is_ended and not self._exit() and not self._reply_bytes  # a reply now would be unexpected
 
     def send(self, requests: Sequence[bytes]) -> None:
         self._log.clear()
@@ -197,7 +197,7 @@ class WorkerProcess:
 
     def end(self) -> None:
         if self._process.returncode is None:
-            self._exchange(0.0)  # what it printed last
+            self._exchange(0.0)  # forwards its last output
             self._process.terminate()
             try:
                 self._process.wait(_END_TIMEOUT_S)
@@ -217,7 +217,7 @@ class WorkerProcess:
         if b"\n" not in self._reply_bytes and len(self._reply_bytes) > _MAX_REPLY_BYTES:
             return [bytes(self._reply_bytes)]
         if b"\n" not in self._reply_bytes and (self._is_ended or self._exit()):
-            while self._exchange(0.0):  # what it wrote last
+            while self._exchange(0.0):  # reads its last output
                 pass
             if b"\n" not in self._reply_bytes:
                 raise WorkerDied(self._obituary())
@@ -225,7 +225,7 @@ class WorkerProcess:
         return [bytes(line) for line in lines]
 
     def _exchange(self, wait_s: float, *, forward: bool = True) -> bool:
-        """Writes and reads what the pipes allow, after `wait_s` at most; False if that was nothing."""
+        """Writes and reads what the pipes allow, after at most `wait_s`; returns False if that was nothing."""
         if self._is_ended:
             return False
         ready = self._poller.poll(wait_s * 1000)
@@ -252,7 +252,7 @@ class WorkerProcess:
             self._outgoing = self._outgoing[os.write(self._requests, self._outgoing) :]
         except BlockingIOError:
             return
-        except BrokenPipeError:  # it ended; reading finds that out, after its last output
+        except BrokenPipeError:  # it ended, which `_receive_lines` notices after the last output
             self._outgoing = memoryview(b"")
         if not self._outgoing:
             self._poller.unregister(self._requests)
@@ -263,7 +263,7 @@ class WorkerProcess:
 
     def _obituary(self) -> str:
         deadline = time.monotonic() + 1.0
-        while not self._exit() and time.monotonic() < deadline:  # its pipe closes a moment earlier
+        while not self._exit() and time.monotonic() < deadline:  # the pipe closes shortly before the exit
             time.sleep(0.01)
         status = self._exit()
         if status is None:
@@ -277,7 +277,7 @@ class WorkerProcess:
 
 
 def _read(descriptor: int) -> bytes | None:
-    """Reads what is there; b"" at the end, None if there is nothing after all."""
+    """Reads available data; returns b"" at the end, or None if there is no data after all."""
     try:
         return os.read(descriptor, _READ_BYTES)
     except BlockingIOError:
@@ -285,7 +285,7 @@ def _read(descriptor: int) -> bytes | None:
 
 
 def _reply(line: bytes, *forms: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
-    """Decodes what the worker wrote; raises WorkerDied if it has none of these names and types: another wrote it."""
+    """Decodes a reply; raises WorkerDied if it has none of these forms, since then the worker did not write it."""
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
         form = next((form for form in forms if isinstance(record, dict) and record.keys() == form.keys()), {})
@@ -293,8 +293,8 @@ def _reply(line: bytes, *forms: Mapping[str, tuple[type, ...]]) -> dict[str, Any
         if is_reply and record.get("reason", "raised") in _REASONS:
             return record  # type: ignore[no-any-return]
     raise WorkerDied(
-        f"its reply pipe carried {bytes(line[:200])!r}, which is no reply. The reward, or a process that it started, "
-        "writes to a descriptor that it did not open: print to standard output instead"
+        f"its reply pipe carried {bytes(line[:200])!r}, which is not a reply. The reward, or a process that it "
+        "started, writes to a descriptor that it did not open: print to standard output instead"
     )
 
 

@@ -1,4 +1,4 @@
-"""Rows and reward of reasoning-gym's data sets, by name; `pip install reasoning-gym`.
+"""Rows and reward of reasoning-gym's data sets, by name; needs `pip install reasoning-gym`.
 
     data:
       class_path: PromptDataModule
@@ -8,7 +8,7 @@
           arguments: {datasets: {leg_counting: {max_animals: 3}, spell_backward: {}}, size: 500}
     model: {init_args: {reward: lightrl.rewards.reasoning_gym.reward}}
 
-A row keeps where its entry comes from, and the reward makes the entry again: some do not survive JSON.
+A row records where its entry comes from, and the reward generates the entry again, as some entries do not survive JSON.
 
 Source: https://github.com/open-thought/reasoning-gym, 0.1.25.
 """
@@ -32,15 +32,15 @@ _FIELD = "reasoning_gym"  # the column that says where an entry comes from
 def rows(
     split: str = "train", *, datasets: Sequence[str] | Mapping[str, JsonObject], size: int = 500, seed: int = 0
 ) -> Iterator[JsonObject]:
-    """Rows of some data sets in turn: `question`, `answer` (an example of one), `dataset`.
+    """Yields rows of the data sets alternately: `question`, `answer` (one of the right ones), `dataset`.
 
-    Entry i of a data set is a function of its seed + i, so each split and seed has a range of them to itself.
+    Entry i of a data set depends only on its seed + i, so each split and seed has a separate range of entries.
 
     Args:
         split: `train`, `validation` or `test`.
-        datasets: names, or names with the arguments of each, such as its difficulty.
+        datasets: names, or names with each data set's arguments, such as its difficulty.
         size: rows of each data set.
-        seed: of the entries; another one gives others.
+        seed: selects the entries.
 
     Raises:
         ValueError: if reasoning-gym is not installed, has no such data set, or refuses an argument.
@@ -59,14 +59,14 @@ def rows(
 
 
 def reward(trajectory: Trajectory) -> dict[str, float]:
-    """The data set's own score of the answer, 0 to 1, with `accuracy` (a full score).
+    """Returns the data set's score of the answer, 0 to 1, and `accuracy`, which is 1 for a full score.
 
-    The answer is the text in the last `<answer>…</answer>`, otherwise what follows the thinking. One on which the
-    scorer raises ValueError or TypeError, as some do on text that is no number, is wrong; a completion that was cut off
-    scores 0, since a scorer that looks for the answer within a text would reward writing on.
+    The answer is the text in the last `<answer>…</answer>`, or everything after the thinking. An answer on which the
+    scorer raises ValueError or TypeError is wrong, as some do on text that is not a number. A completion that was cut
+    off scores 0: a scorer that searches for the answer in the text would reward not stopping.
 
     Raises:
-        ValueError: if the prompt is not of `rows`.
+        ValueError: if the prompt does not come from `rows`.
     """
     if _FIELD not in trajectory.prompt.fields:
         raise ValueError(
@@ -91,7 +91,7 @@ def dataset_of(name: str, seed: int, size: int, arguments: str) -> Any:
         import reasoning_gym
     except ImportError as error:
         raise ValueError(
-            f"The data set {name!r} needs reasoning-gym ({error}). Install it: pip install reasoning-gym."
+            f"The data set {name!r} needs reasoning-gym ({error}). Run `pip install reasoning-gym`."
         ) from error
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(arguments))

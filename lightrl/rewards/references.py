@@ -1,4 +1,4 @@
-"""References: what rewards compare a completion with; several accepted answers, and a check of all before the run."""
+"""References that rewards compare completions with: several accepted answers, and a check of all before the run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Compared = dict[str, float | str | None]
 
 
 def any_answer(function: Callable[..., Compared]) -> Callable[..., Compared]:
-    """The reward function with a reference, the prompt's field `answer`, that may be a list: the best result counts.
+    """Lets the reference, the prompt's field `answer`, be a list of accepted answers; the best result counts.
 
-    A tuple, a set and a NumPy array are lists too.
+    Tuples, sets and NumPy arrays count as lists.
 
     Raises:
-        ValueError: if no completion can equal the reference: it is neither text nor a finite number, or an empty list.
+        ValueError: if no completion can equal the reference: an empty list, or neither text nor a finite number.
     """
 
     @functools.wraps(function)
@@ -52,20 +52,20 @@ def any_answer(function: Callable[..., Compared]) -> Callable[..., Compared]:
 
 
 def _is_comparable(answer: object) -> bool:
-    """Whether it is text or a finite number; None too, which the reward function refuses."""
+    """Returns whether it is text, a finite number, or None, which the reward function itself refuses."""
     is_number = isinstance(answer, Number) and str(answer).lower() not in ("nan", "inf", "-inf")
     return answer is None or is_number or (isinstance(answer, str) and answer.strip().lower() != "nan")
 
 
 class ReferenceCheck:
-    """Calls a reward's functions, if they are this package's, on a completion without an answer, which is no work.
+    """Calls a reward's functions, if they belong to this package, on a completion without an answer, which is cheap.
 
-    So a prompt that lacks what they need is refused at the start, and not dropped in each iteration. Functions of users
-    are not called: they may take long, or have effects.
+    A prompt that lacks what they need is thus refused at the start instead of being dropped in each iteration. Users'
+    functions are not called, since they may be slow or have side effects.
     """
 
     def __init__(self, reward: object) -> None:
-        self.columns: set[str] = set()  # that the functions have read
+        self.columns: set[str] = set()  # the columns that the functions have read
         is_own = str(getattr(reward, "__module__", "")).startswith("lightrl.")
         self._functions: list[RewardFunction] = [reward] if callable(reward) and is_own else []
         if isinstance(reward, str | RewardPart | Sequence):
@@ -73,7 +73,7 @@ class ReferenceCheck:
             self._functions = [bound(part, function_of(part.path, "reward")) for part in own]
 
     def __call__(self, prompt: Prompt) -> None:
-        """Raises ValueError if a function cannot compute rewards of this prompt."""
+        """Raises ValueError if a function cannot compute rewards for this prompt."""
         for function in self._functions:
             row = _ReadFields(prompt.fields)
             unanswered = replace(prompt, fields=row)
@@ -81,13 +81,13 @@ class ReferenceCheck:
                 Trajectory.of_text(unanswered, "<think>", finish_reason="length", columns={"rewards": []})
             )
             if is_async(function):
-                with contextlib.suppress(StopIteration):  # it has nothing to wait for
+                with contextlib.suppress(StopIteration):  # it never waits for anything
                     called.send(None)
             self.columns |= row.read
 
 
 class _ReadFields(dict[str, Any]):
-    """A row that remembers which columns were read."""
+    """A row that records which columns are read."""
 
     def __init__(self, row: dict[str, Any]) -> None:
         super().__init__(row)

@@ -1,7 +1,7 @@
-"""FailureLog: writes the trajectories that a reward failed on; replay: runs a reward on them again and reports.
+"""FailureLog: writes the trajectories on which a reward failed; replay: runs a reward on them again and reports.
 
-One line is one failure: {"reason": "timeout", "message": "...", "trajectory": {...}}. `replay` also reads the files of
-the trajectory log, whose lines have a trajectory too.
+Each line is one failure: {"reason": "timeout", "message": "...", "trajectory": {...}}. `replay` also reads the files of
+the trajectory log, whose lines contain trajectories too.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _logger = logging.getLogger(__name__)
 
 
 class FailureLog:
-    """A reward worker around another one that writes each trajectory whose reward failed to a file.
+    """Wraps a reward worker and writes each trajectory whose reward failed to a file.
 
     Args:
-        reward_worker: the one that computes the rewards.
-        path: of the JSONL file; lines are appended, its folder is made at the first failure.
+        reward_worker: computes the rewards.
+        path: the JSONL file; lines are appended, and its folder is made at the first failure.
         max_failures: maximum lines from one process, so that a broken reward does not fill the disk.
     """
 
@@ -75,11 +75,11 @@ class ReplayRow:
 
     prompt: str
     completion: str
-    extracted: str | None  # the answer that the reward read in the completion, if it returns that
-    reward: float | None  # the first call's; None if that failed
+    extracted: str | None  # the answer that the reward found in the completion, if it returns it
+    reward: float | None  # the first call's; None if it failed
     metrics: dict[str, float] = field(default_factory=dict)
-    latency_s: float = 0.0  # the last call's, when everything is loaded
-    is_deterministic: bool = True  # all calls gave the same result
+    latency_s: float = 0.0  # the last call's, after everything is loaded
+    is_deterministic: bool = True  # whether all calls returned the same result
     reason: str | None = None  # why the first call failed, and the message
     message: str | None = None
     raw: str | None = None  # the completion with special tokens; None without a tokenizer
@@ -96,18 +96,18 @@ def replay(
     search_paths: Sequence[str] = (),
     decode: Callable[[list[int]], str] | None = None,
 ) -> list[ReplayRow]:
-    """Computes this reward of trajectories, for example those of a JSONL file.
+    """Computes this reward for trajectories, for example those in a JSONL file.
 
     Args:
         source: a file of failed rewards or of the trajectory log, or trajectories.
         reward, timeout_s, memory_limit_mib, search_paths: as in `make_reward_worker`.
-        num: only this many, from the start; None for all.
-        repeats: calls per trajectory, one after another, so that latencies are honest; one call cannot show whether a
-            reward is deterministic.
-        decode: token ids to text with special tokens, for `raw` and for prompts without messages.
+        num: how many trajectories to use, from the start; None for all.
+        repeats: calls per trajectory, one after another so that latencies are accurate; a single call cannot show
+            whether a reward is deterministic.
+        decode: converts token ids to text with special tokens, for `raw` and for prompts without messages.
 
     Raises:
-        ValueError: if a line has no trajectory, or one whose workspace is deleted, or there is no such reward function.
+        ValueError: if a line has no trajectory, a trajectory's workspace is deleted, or the reward does not exist.
     """
     check_bounds(1, repeats=repeats)
     trajectories = _without_rewards(Path(source)) if isinstance(source, str | Path) else source
@@ -127,14 +127,14 @@ def replay(
 
 
 def _without_rewards(file: Path) -> Iterator[Trajectory]:
-    """The trajectories of a file; raises ValueError for one whose reward read what is no longer there."""
+    """Yields a file's trajectories; raises ValueError for one whose reward read a workspace, which is deleted."""
     for where, _, trajectory in read_records(file):
         if trajectory.workspace is not None:
             raise ValueError(
                 f"{where} cannot be replayed: its reward read the workspace {trajectory.workspace}, now deleted. The "
                 "line's message says how it failed."
             )
-        trajectory.reward = None  # `rewards` stay: they came from an environment, before the reward function
+        trajectory.reward = None  # `rewards` stay: they came from an environment, not from the reward function
         yield trajectory
 
 

@@ -1,6 +1,6 @@
-"""RewardResult, the checked result of a reward function for a trajectory; Runner, which calls it and never raises.
+"""RewardResult: a reward function's checked result for a trajectory; Runner: calls the function and never raises.
 
-The worker process and the thread on rank 0 both use this file, so that a reward means the same in both.
+The worker process and the thread on rank 0 both use this file, so that a reward is computed the same way in both.
 T is the number of tokens of the trajectory.
 """
 
@@ -25,9 +25,9 @@ from lightrl.trajectory import Trajectory
 _CANCEL_TIMEOUT_S = 1.0
 _LARGEST_REWARD = 1e15  # the sum of squares of an iteration's rewards stays finite in float32
 _LARGEST_METRIC = 1e38  # float32
-RewardFunction = Callable[[Trajectory], Any]  # what it may return: see `RewardResult.of`; may be async
+RewardFunction = Callable[[Trajectory], Any]  # may be async; `RewardResult.of` lists what it may return
 _invalid = functools.partial(RewardError, reason="invalid")
-_MAX_NAMES = 1_000  # in the dict of a trajectory
+_MAX_NAMES = 1_000  # in one returned dict
 _OWN_NAMES = ("reward", "rewards", "extracted")
 
 
@@ -41,20 +41,20 @@ class RewardResult:
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)  # other numbers that the function returned, by name
-    rewards: list[float] | None = None  # [T], for rewards per token; then `reward` is their sum
-    extracted: str | None = None  # the answer that the function read in the completion; for `replay`, never logged
+    rewards: list[float] | None = None  # [T], rewards per token, whose sum is `reward`
+    extracted: str | None = None  # the answer that the function found in the completion; for `replay`, never logged
 
     @classmethod
     def of(cls, value: object, trajectory: Trajectory) -> RewardResult:
         """Checks what a reward function returned.
 
         Args:
-            value: a number; a dict with `reward` (a number) or `rewards` (T numbers), perhaps `extracted` (text or
-                None), and other named numbers; or a RewardResult, perhaps of a process, which is checked like these.
-            trajectory: the one that the function was called with.
+            value: a number; a dict with `reward` (a number) or `rewards` (T numbers), optionally `extracted` (text or
+                None), and other named numbers; or a RewardResult, possibly from a process, which is checked as well.
+            trajectory: the function's argument.
 
         Raises:
-            RewardError: reason `not_finite` for NaN and infinities, `invalid` for anything else that is not one.
+            RewardError: reason `not_finite` for NaN and infinities, `invalid` for any other wrong value.
         """
         if not isinstance(value, cls | Mapping):
             return cls(_number(value, "its return value", trajectory))
@@ -105,9 +105,9 @@ Outcome = RewardResult | RewardError
 class Runner:
     """Calls one reward function; as long as the process lives, every call ends in a RewardResult or a RewardError.
 
-    A sync function gets one trajectory after another. An async one gets all of a batch at once, on an event loop that
-    lives as long as the Runner, and each of its calls is cancelled after `timeout_s`. A sync call that hangs is ended
-    from outside, by the process or thread that watches.
+    A sync function is called for one trajectory after another. An async function is called for the whole batch
+    concurrently, on an event loop that lives as long as the Runner; each call is cancelled after `timeout_s`. The
+    supervising process or thread ends a sync call that hangs.
     """
 
     function: RewardFunction
@@ -121,7 +121,7 @@ class Runner:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def outcomes(self, trajectories: Iterable[Trajectory]) -> Iterator[tuple[int, Outcome]]:
-        """(position, outcome) of each trajectory as soon as it is there; positions in order for a sync function."""
+        """Yields (position, outcome) of each trajectory when it is done; for a sync function, in order."""
         if not self.runs_together:
             for index, trajectory in enumerate(trajectories):
                 outcome = self._compute(trajectory)
@@ -137,7 +137,7 @@ class Runner:
                 yield task.result()
 
     def close(self) -> None:
-        """Cancels what async calls left behind and closes the event loop; called by the thread of the calls."""
+        """Cancels tasks that async calls left behind and closes the event loop; called on the thread of the calls."""
         if self._loop is None:
             return
         if hasattr(self.function, "aclose"):
@@ -157,7 +157,7 @@ class Runner:
                     return RewardResult.of(value, trajectory)
         except RewardError as error:
             return error
-        # a plain function that returns a coroutine, as a lambda may
+        # a sync function that returned a coroutine, for example a lambda
         return self._event_loop().run_until_complete(self._within_deadline(value, trajectory))
 
     async def _compute_async(self, index: int, trajectory: Trajectory) -> tuple[int, Outcome]:
@@ -170,7 +170,7 @@ class Runner:
         task = asyncio.ensure_future(self._await_result(awaitable, trajectory))
         done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
         if not done:
-            task.cancel()  # and not awaited: it may ignore the cancellation
+            task.cancel()  # not awaited, because it may ignore the cancellation
             return timeout_error(self.name, self.timeout_s, "", trajectory)
         return task.result()
 
@@ -191,7 +191,7 @@ class Runner:
 
 
 def is_async(function: Callable[..., object]) -> bool:
-    """Whether calls return coroutines: an async function, or an object with an async `__call__`."""
+    """Returns whether calls return coroutines: an async function, or an object with an async `__call__`."""
     call = getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
@@ -222,12 +222,12 @@ def killed_error(name: str, how: str, trajectory: Trajectory) -> RewardError:
 
 
 def label(trajectory: Trajectory) -> str:
-    """The trajectory in messages: `prompt 'train-3', sample 0`."""
+    """Names the trajectory in messages: `prompt 'train-3', sample 0`."""
     return f"prompt {trajectory.prompt.id!r}, sample {trajectory.sample}"
 
 
 def _number(value: object, what: str, trajectory: Trajectory, largest: float = _LARGEST_REWARD) -> float:
-    if type(value) in (float, int, bool) and abs(value) <= largest:  # type: ignore[arg-type]  # what is usual, and fast
+    if type(value) in (float, int, bool) and abs(value) <= largest:  # type: ignore[arg-type]  # the fast, usual case
         return float(value)  # type: ignore[arg-type]
     problem = f"The reward function must return a number, or a dict of numbers; for {label(trajectory)}, {what} is"
     shown = f"{value!r:.200} ({type(value).__name__})"
@@ -256,12 +256,12 @@ def _numbers(values: Any, trajectory: Trajectory) -> list[float]:
         values = values.tolist()
     num_tokens = len(trajectory.token_ids)
     is_list = type(values) is list and len(values) == num_tokens
-    if is_list and all(type(each) is float and abs(each) <= _LARGEST_REWARD for each in values):  # usual, and fast
+    if is_list and all(type(each) is float and abs(each) <= _LARGEST_REWARD for each in values):  # fast, usual case
         return list(values)
     if not isinstance(values, list | tuple) or len(values) != num_tokens:
         shown = count_text(len(values), "number") if isinstance(values, list | tuple) else f"{values!r:.200}"
         raise _invalid(
             f"'rewards' must be a list of {count_text(num_tokens, 'number')} for {label(trajectory)}, one for each "
-            f"entry of token_ids, prompt included; got {shown}. Use 0 where there is none."
+            f"entry of token_ids, prompt included; got {shown}. Use 0 for tokens without a reward."
         )
     return [_number(value, f"rewards[{index}]", trajectory) for index, value in enumerate(values)]

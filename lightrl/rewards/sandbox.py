@@ -1,25 +1,25 @@
 """LocalSandbox: runs an untrusted Python program with limits, and leaves nothing of it behind.
 
-Each layer of protection is used where the system has it. `Run.layers` and `Run.missing` say which were in force in each
-run; what is missing is also logged, when that changes.
+Each layer of protection is used if the system supports it. `Run.layers` and `Run.missing` say which layers were in
+force in each run; missing layers are also logged when they change.
 
-    namespaces     own processes (all die together), no network. Linux as root, in containers too, or as a user who may
-                   make user namespaces
-    disk, proc     parts of namespaces: files in a bounded memory disk of its own; a /proc that shows own processes.
+    namespaces     separate processes (which all die together), no network. Linux as root, also in containers, or as a
+                   user who may create user namespaces
+    disk, proc     parts of namespaces: a private, bounded memory disk; a /proc that shows only the program's processes.
                    Containers may refuse either
-    private_user   Linux as root: an own user id, which owns nothing, may write nowhere and has its own process count
-    landlock       Linux 5.13: reads only Python and the system's libraries, writes only its own folder
-    seccomp        Linux on x86-64 and ARM64: no sockets, no look into other processes, no memory that nothing counts
-    cgroup         a writable memory cgroup, of v1 or v2: all memory that is allocated for all processes together
+    private_user   Linux as root: a separate user id that owns nothing, may write nowhere and has its own process count
+    landlock       Linux 5.13: reads only Python and the system's libraries, writes only the program's folder
+    seccomp        Linux on x86-64 and ARM64: no sockets, no access to other processes, no memory that is not counted
+    cgroup         a writable memory cgroup, v1 or v2: bounds the memory of all processes together
     limits         everywhere: CPU time, memory, size and number of files, output, wall clock; an empty environment
 
-A program is refused where no layer protects other processes (namespaces, private_user, Landlock of Linux 6.12), files
-(private_user, landlock) or the network (namespaces, seccomp); macOS has none of them. Without `namespaces`, files are
-bounded one by one and not in sum, and a program may outlive the guard if that is killed with SIGKILL at the same time.
-Without `cgroup`, memory in use is added up 20 times a second, so that for a moment each process may hold the bound;
-shared memory without a file is refused; buffers of pipes and socketpairs (13 MiB per process with 64 open files) and
-the kernel's other records of a program are not in the sum. No layer here stops an attack on the kernel: for that, write
-a Sandbox that runs programs in a virtual machine.
+A program is refused if no layer protects other processes (namespaces, private_user, Landlock of Linux 6.12), files
+(private_user, landlock) or the network (namespaces, seccomp); macOS has none of these layers. Without `namespaces`,
+files are bounded individually but not in total, and a program may survive if the guard is killed with SIGKILL at the
+same moment. Without `cgroup`, memory in use is summed 20 times a second, so each process may briefly use the whole
+bound; shared memory without a file is refused; the sum lacks buffers of pipes and socketpairs (13 MiB per process with
+64 open files) and the kernel's other records of a program. No layer stops an attack on the kernel: for that, write a
+Sandbox that runs programs in a virtual machine.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from lightrl.rewards.sandbox_guard.memory import parent_of_groups
 LAYERS = ("namespaces", "private_user", "landlock", "seccomp", "cgroup")
 
 _logger = logging.getLogger(__name__)
-# Without lightrl and its packages, and in a file tree of its own: the guard starts in a fraction of a second.
+# The guard is a separate package that imports neither lightrl nor its dependencies, so that it starts fast.
 _START = "import sys; sys.path.append(sys.argv[1]); from sandbox_guard.guard import main; main()"
 _PREFIX = "lightrl-sandbox-"  # of folders and cgroups
-GUARD_COMMAND = [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parent)]  # then the prefix of folders
+GUARD_COMMAND = [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parent)]  # callers add a folder prefix
 _GRACE_S = 10.0
 _READ_BYTES = 1 << 16
 SYSTEM_PATHS = (
@@ -65,13 +65,13 @@ StoppedBy = Literal["time", "memory", "output", "processes"]
 class Limits:
     """Limits of one run of a program."""
 
-    cpu_s: float = 5.0  # each process's; enforced in whole seconds, rounded up
+    cpu_s: float = 5.0  # per process; enforced in whole seconds, rounded up
     wall_s: float = 10.0
-    memory_mib: int = 512  # of all processes together
-    max_processes: int = 16  # threads included
+    memory_mib: int = 512  # all processes together
+    max_processes: int = 16  # including threads
     max_open_files: int = 64
     max_files: int = 1000
-    file_mib: int = 16  # each file's; with namespaces, that of all together
+    file_mib: int = 16  # per file; with namespaces, all files together
     output_kib: int = 256  # standard output and error together
 
     def __post_init__(self) -> None:
@@ -80,23 +80,23 @@ class Limits:
 
 @dataclass(frozen=True)
 class Run:
-    """The end of a run of a program."""
+    """The result of running a program."""
 
     stdout: str
     stderr: str
-    exit_code: int | None  # negative: the signal that ended it; None if it reached a limit
+    exit_code: int | None  # negative: minus the signal that ended it; None if it reached a limit
     stopped_by: StoppedBy | None  # the limit that it reached
     wall_s: float
     cpu_s: float
     layers: frozenset[str] = field(default_factory=frozenset)  # the protections in force
-    missing: frozenset[str] = field(default_factory=frozenset)  # layers that were asked for and are not in force
+    missing: frozenset[str] = field(default_factory=frozenset)  # layers that were requested but are not in force
 
 
 class Sandbox(Protocol):
-    """Runs programs; one method, so that a virtual machine or a service can stand in for LocalSandbox."""
+    """Runs programs; it has one method, so that a virtual machine or a service can replace LocalSandbox."""
 
     def run(self, program: str, stdin: str, limits: Limits) -> Run:
-        """Runs a Python program with this text as its standard input; returns when nothing of it is left."""
+        """Runs a Python program with this text as standard input; returns when all its processes and files are gone."""
         ...
 
 
@@ -105,10 +105,10 @@ class LocalSandbox:
 
     Args:
         python: the interpreter of the programs.
-        readable: further files and folders that programs may read, for example of a data set.
-        environment: environment variables for the programs, which see none of this process's.
-        layers: the protections to use if the system has them.
-        unprotected: run programs even if no layer protects other processes, files or the network: they then have all
+        readable: more files and folders that programs may read, for example those of a data set.
+        environment: environment variables for the programs, which inherit none from this process.
+        layers: the protections to use if the system supports them.
+        unprotected: run programs even if no layer protects other processes, files or the network; they then have all
             rights of this user. Never allowed for root.
     """
 
@@ -138,7 +138,7 @@ class LocalSandbox:
         self._warned_of: frozenset[str] = frozenset()
 
     def run(self, program: str, stdin: str, limits: Limits) -> Run:
-        """Raises RewardError if the sandbox itself fails; a program that fails is a Run."""
+        """Runs a program; raises RewardError only if the sandbox itself fails, not if the program fails."""
         reply = self._ask(
             {
                 **self._request,
@@ -153,7 +153,7 @@ class LocalSandbox:
         if problem is not None:
             raise RewardError(
                 f"The sandbox cannot run programs on this system: {problem} (layers: {reply['layers']}). "
-                f"{what_to_allow()} docs/security.md explains the layers; another Sandbox can stand in."
+                f"{what_to_allow()} docs/security.md explains the layers; or use another Sandbox."
             )
         layers = frozenset(reply["layers"])
         run = Run(**{**reply, "layers": layers, "missing": self._missing(layers)})
@@ -164,12 +164,12 @@ class LocalSandbox:
         return run
 
     def close(self) -> None:
-        """Ends the guard; the next run starts a new one."""
+        """Ends the guard; the next run starts a new guard."""
         with self._lock:
             self._end_guard()
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # its constructor failed
+        with contextlib.suppress(AttributeError):  # if the constructor failed
             self._end_guard()
 
     def _ask(self, request: Json, timeout_s: float) -> Json:
@@ -212,7 +212,7 @@ class LocalSandbox:
             return
         assert guard.stdin is not None
         assert guard.stdout is not None
-        guard.stdin.close()  # it kills what runs, and ends
+        guard.stdin.close()  # the guard then kills the program and exits
         try:
             guard.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
@@ -221,15 +221,15 @@ class LocalSandbox:
         guard.stdout.close()
 
     def _missing(self, layers: frozenset[str]) -> frozenset[str]:
-        """The layers that were asked for and are not in force; only a root of many users can give a program its own."""
+        """Returns requested layers that are not in force; `private_user` counts only for a root of many users."""
         parts = {"disk", "proc"} if "namespaces" in self._layers else set()
         return (self._layers | parts) - layers - (set() if is_root() else {"private_user"})
 
     def _warn(self, missing: frozenset[str]) -> None:
         if missing - self._warned_of:
             _logger.warning(
-                "The sandbox runs without %s, which this system refuses; only the other layers hold programs. %s See "
-                "docs/security.md.",
+                "The sandbox runs without %s, which this system refuses; only the other layers restrict programs. %s "
+                "See docs/security.md.",
                 ", ".join(sorted(missing)),
                 what_to_allow(missing=missing),
             )
@@ -237,9 +237,9 @@ class LocalSandbox:
 
 
 def what_to_allow(settings_folder: Path = Path("/proc/sys"), *, missing: Collection[str] = ()) -> str:
-    """Says what would let this user have all layers here, or those that are missing."""
+    """Returns advice on how this user can get all layers, or the missing ones, on this system."""
     if set(missing) == {"cgroup"}:
-        return "Start the run in a memory cgroup that it may write, as systemd-run --user --scope makes one."
+        return "Start the run in a memory cgroup that it may write to: systemd-run --user --scope makes one."
     if sys.platform != "linux":
         return "Only Linux has these layers."
     settings = {
@@ -259,7 +259,7 @@ def what_to_allow(settings_folder: Path = Path("/proc/sys"), *, missing: Collect
 
 
 def _line(descriptor: int, deadline: float) -> bytes | None:
-    """The next line, or None at the end or after the deadline."""
+    """Returns the next line, or None at the end of the file or after the deadline."""
     line = bytearray()
     while not line.endswith(b"\n"):
         ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))

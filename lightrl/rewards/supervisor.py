@@ -1,12 +1,12 @@
-"""Supervisor: hands trajectories to workers in batches, enforces the deadline of each call, and finds which one hangs.
+"""Supervisor: sends trajectories to workers in batches, enforces each call's deadline, and finds the call that hangs.
 
 A worker is a process (pool.py) or a thread (hook.py). Each has one supervising thread (SupervisedWorker), which starts
-it, sends it a batch of the calls that wait (CallQueue), receives its outcomes, and ends and replaces it when a call is
-overdue or the worker died.
+it, sends it batches of waiting calls (CallQueue), receives the outcomes, and replaces the worker if a call is overdue
+or the worker died.
 
-Which call is at fault: a sync function runs one trajectory after another, so the first unfinished one of the batch is
-at fault and the rest waits for the next worker. An async function runs the whole batch together; if its worker hangs or
-dies, each unfinished trajectory gets one more try alone, which leaves no doubt.
+Which call is at fault: a sync function runs one trajectory after another, so the first unfinished trajectory of the
+batch is at fault and the rest waits for the next worker. An async function runs the whole batch concurrently; if its
+worker hangs or dies, each unfinished trajectory is tried once more in a separate batch.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.1  # how often a waiting supervising thread checks whether it was closed
 _ASYNC_GRACE_S = 1.0  # the worker cancels an overdue async call itself; it is ended only if that fails
-_GATHER_S = 0.001  # outcomes of a batch that come within this are handed over together
+_GATHER_S = 0.001  # outcomes of a batch that arrive within this time are delivered together
 _MAX_TOGETHER = 64  # calls of an async function that run at the same time
 _MAX_BATCH = 256
-_BATCH_S = 0.05  # a batch takes about as long: slow calls are shared out one by one, fast ones seldom wait for a batch
+_BATCH_S = 0.05  # target duration of a batch: slow calls are sent one by one, fast calls in large batches
 _MAX_BATCH_BYTES = 1 << 20
 _MAX_RESTARTS = 3
 _RESTART_WAIT_S = 1.0
@@ -47,11 +47,11 @@ RequestIn = TypeVar("RequestIn", contravariant=True)
 
 
 class WorkerDied(Exception):
-    """A worker ended by itself; the message says how."""
+    """A worker ended unexpectedly; the message says how."""
 
 
 class Worker(Protocol[RequestIn]):
-    """Runs the reward function; its one supervising thread calls all methods."""
+    """Runs the reward function; one supervising thread calls all methods."""
 
     @property
     def runs_together(self) -> bool:
@@ -59,7 +59,7 @@ class Worker(Protocol[RequestIn]):
         ...
 
     def is_ready(self, wait_s: float) -> bool:
-        """Waits up to `wait_s` for the function, then stays True; ValueError if there is none, WorkerDied."""
+        """Waits up to `wait_s` until the worker can be used; raises ValueError if there is no such function."""
         ...
 
     def is_alive(self) -> bool: ...
@@ -69,15 +69,15 @@ class Worker(Protocol[RequestIn]):
         ...
 
     def receive(self, wait_s: float) -> list[tuple[int, Outcome]]:
-        """(position in the batch, outcome) of what finished, after at most `wait_s`; WorkerDied at its end."""
+        """Returns (position in the batch, outcome) of finished calls after at most `wait_s`; may raise WorkerDied."""
         ...
 
     def stack(self) -> str:
-        """The line at which the function is now, for the message about a hang; "" if unknown."""
+        """Returns the function's current stack for the message about a hang; "" if it is unknown."""
         ...
 
     def end(self) -> None:
-        """Ends the worker and whatever it started, as far as that is possible."""
+        """Ends the worker and everything that it started, as far as possible."""
         ...
 
 
@@ -87,20 +87,20 @@ class _Call(Generic[Request]):
     request: Request
     num_bytes: int
     future: asyncio.Future[RewardResult]
-    is_alone: bool = False  # it hung or died together with others: next time it gets a worker for itself
+    is_alone: bool = False  # after a batch that hung or died: the next batch contains only this call
 
 
 class CallQueue(Generic[Request]):
-    """The calls that wait for a worker; all are refused once it is closed or no worker is left."""
+    """The calls that wait for a worker; all are refused after it is closed or if no worker is left."""
 
     def __init__(self, num_workers: int) -> None:
-        self.refusal: str | None = None  # why no more calls are taken
+        self.refusal: str | None = None  # why calls are refused; None if they are accepted
         self._num_workers = num_workers
         self._waiting: deque[_Call[Request]] = deque()
         self._changed = threading.Condition()
 
     def add(self, calls: Sequence[_Call[Request]], *, first: bool = False) -> None:
-        """Adds calls in their order, with `first` before all that wait."""
+        """Adds calls in their order; with `first`, before all waiting calls."""
         with self._changed:
             if self.refusal is None:
                 if first:
@@ -112,7 +112,7 @@ class CallQueue(Generic[Request]):
         _settle((call, RewardError(str(self.refusal), reason="killed")) for call in calls)
 
     def refuse(self, why: str) -> None:
-        """Refuses the calls that wait and all later ones; the first reason stays."""
+        """Refuses all waiting and later calls; keeps the first reason."""
         with self._changed:
             self.refusal = self.refusal or why
             calls, self._waiting = list(self._waiting), deque()
@@ -120,7 +120,7 @@ class CallQueue(Generic[Request]):
         _settle((call, RewardError(why, reason="killed")) for call in calls)
 
     def take(self, most: int) -> list[_Call[Request]]:
-        """The next calls for one worker, empty when closed; a fair share, so that all workers finish together."""
+        """Waits for the next calls for one worker and returns its fair share, or an empty list if calls are refused."""
         batch: list[_Call[Request]] = []
         with self._changed:
             while not batch and self.refusal is None:
@@ -143,7 +143,7 @@ class CallQueue(Generic[Request]):
 
 @dataclass(eq=False, kw_only=True)
 class SupervisedWorker(Generic[Request]):
-    """A worker, its spare, and when one replaces the other; `supervise` runs in a thread of its own."""
+    """A worker and the spare that replaces it if necessary; `supervise` runs in a separate thread."""
 
     name: str
     make_worker: Callable[[], Worker[Request]]
@@ -151,14 +151,14 @@ class SupervisedWorker(Generic[Request]):
     startup_timeout_s: float
     recycle_after: int | None
     calls: CallQueue[Request]
-    ready: Future[None]  # done when the first worker of all is ready
+    ready: Future[None]  # shared by all; done when the first worker is ready
     _spare: Worker[Request] | None = None  # starts while the worker works; exists after the first replacement
-    _num_calls: int = 0  # that the worker has run
+    _num_calls: int = 0  # calls that the worker has run
     _num_deaths: int = 0  # workers that died while idle, in a row
     _max_batch: int = _MAX_TOGETHER
 
     def supervise(self) -> None:
-        """Runs batches until calls are refused; answers every call that it has taken, whatever happens."""
+        """Runs batches until calls are refused; settles every call that it has taken, whatever happens."""
         worker: Worker[Request] | None = None
         batch: list[_Call[Request]] = []
         try:
@@ -167,16 +167,16 @@ class SupervisedWorker(Generic[Request]):
                 if self._run_batch(worker, batch) and not self._is_worn_out():
                     continue
                 worker.end()
-                worker, self._spare = self._spare, None  # so that whatever is raised ends both
+                worker, self._spare = self._spare, None  # `finally` ends both if something raises
                 worker = self._ready_worker(worker)
                 self._num_calls = 0
                 self._spare = self._start_spare() if self.calls.refusal is None else None
-        except Exception as error:  # noqa: BLE001  # nobody else answers the calls, which would wait for ever
+        except Exception as error:  # noqa: BLE001  # otherwise the calls would wait forever
             if not self.ready.done():
                 self.ready.set_exception(error if isinstance(error, ValueError) else WorkerDied(str(error)))
             what = str(error) if isinstance(error, (ValueError, WorkerDied)) else repr(error)
             self.calls.refuse(f"Reward function {self.name} has no worker left: {what}")
-            self.calls.add(batch)  # refuses those without a result
+            self.calls.add(batch)  # refuses the unfinished calls
         finally:
             for each in (worker, self._spare):
                 if each is not None:
@@ -185,8 +185,8 @@ class SupervisedWorker(Generic[Request]):
                 self.ready.set_exception(ValueError(str(self.calls.refusal)))
 
     def _run_batch(self, worker: Worker[Request], batch: Sequence[_Call[Request]]) -> bool:
-        """Runs a batch, or puts it back if the worker died before; False if the worker cannot be used again."""
-        if not worker.is_alive():  # it died while idle: no trajectory is at fault
+        """Runs a batch, or puts it back if the worker has died; returns False if the worker cannot be used again."""
+        if not worker.is_alive():  # it died while idle, so no trajectory is at fault
             self.calls.add(batch, first=True)
             self._num_deaths += 1
             if self._num_deaths > _MAX_RESTARTS:
@@ -202,14 +202,14 @@ class SupervisedWorker(Generic[Request]):
         return is_usable
 
     def _is_worn_out(self) -> bool:
-        """Whether the worker has run `recycle_after` calls and its successor, which this starts, is ready."""
+        """Returns whether the worker has run `recycle_after` calls and its successor, which this starts, is ready."""
         if self.recycle_after is None or self._num_calls < self.recycle_after:
             return False
         self._spare = self._spare or self._start_spare()
         return self._spare is not None and self._spare.is_ready(0.0)
 
     def _ready_worker(self, worker: Worker[Request] | None) -> Worker[Request]:
-        """A worker that is ready, this one if possible; if this is being closed, one that is still starting."""
+        """Returns a ready worker, the given one if possible; while closing, it may still be starting."""
         for attempt in range(1 + _MAX_RESTARTS):
             try:
                 worker = worker or self._start_worker()
@@ -218,10 +218,10 @@ class SupervisedWorker(Generic[Request]):
             except (ValueError, WorkerDied):
                 if worker is not None:
                     worker.end()
-                if attempt == _MAX_RESTARTS or not self.ready.done():  # the very first one: fail at once
+                if attempt == _MAX_RESTARTS or not self.ready.done():  # the first worker has no second attempt
                     raise
                 worker = None
-                time.sleep(_RESTART_WAIT_S * attempt)  # a machine without processes or memory may have some soon
+                time.sleep(_RESTART_WAIT_S * attempt)  # the machine may have free processes or memory soon
         raise AssertionError("the last attempt returns or raises")
 
     def _start_worker(self) -> Worker[Request]:
@@ -231,7 +231,7 @@ class SupervisedWorker(Generic[Request]):
             raise WorkerDied(f"its worker could not be started: {error!r}.") from error
 
     def _start_spare(self) -> Worker[Request] | None:
-        """None if the machine cannot start one now; the next one may."""
+        """Starts a spare worker; returns None if the machine cannot start one now."""
         try:
             return self._start_worker()
         except WorkerDied as error:
@@ -253,7 +253,7 @@ class SupervisedWorker(Generic[Request]):
                 )
 
     def _receive(self, worker: Worker[Request], batch: Sequence[_Call[Request]]) -> bool:
-        """Computes the rewards of a batch; False if the worker cannot be used again."""
+        """Computes the rewards of a batch; returns False if the worker cannot be used again."""
         unfinished = dict(enumerate(batch))
         worker.send([call.request for call in batch])
         allowed_s = self.timeout_s + (min(_ASYNC_GRACE_S, self.timeout_s) if worker.runs_together else 0.0)
@@ -265,17 +265,17 @@ class SupervisedWorker(Generic[Request]):
             try:
                 for index, outcome in worker.receive(max(0.0, min(left_s, _TICK_S))):
                     if index in outcomes or index not in unfinished:
-                        raise WorkerDied(f"it gave a second outcome for the call at position {index} of its batch")
-                    if isinstance(outcome, RewardResult):  # nobody else checks what comes from a process
+                        raise WorkerDied(f"it returned an unexpected outcome for position {index} of its batch")
+                    if isinstance(outcome, RewardResult):  # results from a process are not checked elsewhere
                         outcome = RewardResult.of(outcome, unfinished[index].trajectory)
                     outcomes[index] = outcome
             except WorkerDied as error:
                 death = error
             except RewardError as error:
-                death = WorkerDied(f"its reply pipe carried a result that is none: {error}")
+                death = WorkerDied(f"its reply pipe carried an invalid result: {error}")
             if outcomes:
                 _settle((unfinished.pop(index), outcome) for index, outcome in outcomes.items())
-            if death is not None:  # what came before it counts
+            if death is not None:  # outcomes that came before it count
                 if unfinished:
                     self._blame(worker, unfinished, functools.partial(killed_error, self.name, str(death)))
                 return False
@@ -286,7 +286,7 @@ class SupervisedWorker(Generic[Request]):
                 if not worker.runs_together:
                     since = time.monotonic()
                 if unfinished:
-                    time.sleep(_GATHER_S)  # so that threads are woken once for many
+                    time.sleep(_GATHER_S)  # wakes threads once for many outcomes
             elif self.calls.refusal is not None:
                 self.calls.add(list(unfinished.values()), first=True)
                 return False
@@ -313,14 +313,14 @@ class SupervisedWorker(Generic[Request]):
 
 
 class Supervisor(ABC, Generic[Request]):
-    """The base of RewardPool and RewardHook: workers, their supervising threads, and the calls that wait for them.
+    """The base class of RewardPool and RewardHook: workers, their supervising threads, and the waiting calls.
 
     `start` and `close` may be called from any thread, `compute_reward` and `compute_rewards` on any event loop.
 
     Args:
-        name: of the reward function, for messages.
-        make_worker: gives a new worker that is starting.
-        workers: how many of them.
+        name: the reward function's name, for messages.
+        make_worker: returns a new worker, which is still starting.
+        workers: the number of workers.
         timeout_s: deadline of one call in seconds, from the moment it starts to run.
         startup_timeout_s: deadline of `Worker.is_ready` in seconds.
         recycle_after: calls after which a worker is replaced as soon as its successor is ready; None for never.
@@ -355,14 +355,14 @@ class Supervisor(ABC, Generic[Request]):
         self._lock = threading.Lock()  # of `_threads`
 
     def start(self) -> None:
-        """Returns when one worker has the function; the others get ready meanwhile. A second call changes nothing.
+        """Waits until one worker is ready; the others start in the background. A second call has no effect.
 
         Raises:
-            ValueError: if there is no such function, or it is not there within `startup_timeout_s`.
+            ValueError: if there is no such function, or importing it takes longer than `startup_timeout_s`.
         """
         with self._lock:
             if self._calls.refusal is not None:
-                raise RuntimeError(f"{self._calls.refusal} Make a new one.")
+                raise RuntimeError(f"{self._calls.refusal} Create a new one.")
             if not self._threads:
                 self._add_thread()
         try:
@@ -382,19 +382,19 @@ class Supervisor(ABC, Generic[Request]):
                 thread.join(_CLOSE_TIMEOUT_S)
 
     async def compute_reward(self, trajectory: Trajectory) -> RewardResult:
-        """The result of one trajectory; waits for a worker and for the function, which has `timeout_s`.
+        """Returns the result for one trajectory; waits for a worker and up to `timeout_s` for the function.
 
-        A supervising thread wakes it. On cancellation a waiting call is forgotten; a running one finishes and its
+        A supervising thread wakes it. On cancellation a waiting call is discarded; a running call finishes and its
         outcome is ignored.
 
         Raises:
             RewardError: reason `raised` (also if the trajectory cannot be sent), `invalid`, `not_finite`, `timeout` or
-                `killed` (also if this was closed).
+                `killed` (also after `close`).
         """
         return await self.compute_rewards([trajectory])[0]
 
     def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[RewardResult]]:
-        """Futures of the running loop, one for each trajectory, with what `compute_reward` returns or raises."""
+        """Returns one future of the running loop per trajectory, for what `compute_reward` returns or raises."""
         if not self._threads:
             raise RuntimeError(f"Call start() of reward function {self._name} before compute_reward().")
         loop = asyncio.get_running_loop()
@@ -412,7 +412,7 @@ class Supervisor(ABC, Generic[Request]):
 
     @abstractmethod
     def _request_of(self, trajectory: Trajectory) -> tuple[Request, int]:
-        """Encodes what a worker gets; returns it with its size in bytes; raises RewardError if it cannot be sent."""
+        """Encodes a trajectory for a worker; returns it with its size in bytes, or raises RewardError."""
 
     def _add_thread(self) -> None:
         name = f"reward-supervisor-{len(self._threads)}"

@@ -1,6 +1,6 @@
-"""Rewards for the text alone: pattern, tags, length, repetition, JSON. Add them to one for the content.
+"""Rewards for the form of the text: pattern, tags, length, repetition, JSON. Add them to a reward for the content.
 
-Lengths count the tokens that the policy wrote, over all turns.
+Lengths count the tokens that the policy generated, over all turns.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _WORD = re.compile(rf"[{_NO_SPACES}]|[^\s{_NO_SPACES}]+")
 
 
 def regex_match(trajectory: Trajectory, *, pattern: str, is_full: bool = True) -> float:
-    """1 if the answer, stripped, matches the pattern, else 0; all of it if `is_full`. `.` also matches newlines.
+    """Returns 1 if the stripped answer, or with `is_full=False` a part of it, matches the pattern, otherwise 0.
 
-    A pattern that names a tag of thinking, such as `<think>.*</think>.*`, is matched with the whole completion.
+    `.` matches newlines. A pattern with a thinking tag, like `<think>.*</think>.*`, is matched with all the completion.
     """
     compiled = _compiled(pattern)
     text = (trajectory.completion if names_thinking(pattern) else trajectory.answer).strip()
@@ -30,9 +30,9 @@ def regex_match(trajectory: Trajectory, *, pattern: str, is_full: bool = True) -
 
 
 def tag_format(trajectory: Trajectory, *, tags: Sequence[str] = ("think", "answer")) -> float:
-    """1 if the completion, thinking included, is `<tag>...</tag>` for each tag, in order, once, and no more; else 0.
+    """Returns 1 if the completion consists of `<tag>...</tag>` for each tag, once and in order, otherwise 0.
 
-    The first opening tag may be missing: many chat templates end the prompt with it.
+    Thinking counts as text. The first opening tag may be missing: many chat templates end the prompt with it.
 
     Source: DeepSeek-R1, https://arxiv.org/abs/2501.12948.
     """
@@ -47,14 +47,14 @@ def tag_format(trajectory: Trajectory, *, tags: Sequence[str] = ("think", "answe
 
 
 def overlong_penalty(trajectory: Trajectory, *, max_tokens: int, buffer_tokens: int) -> float:
-    """`OverlongPenalty` on the tokens that the policy wrote, from -1 to 0."""
+    """Returns the `OverlongPenalty` of the tokens that the policy generated, from -1 to 0."""
     return OverlongPenalty(buffer_tokens)(sum(trajectory.loss_mask), max_tokens)
 
 
 def repetition_penalty(trajectory: Trajectory, *, ngram_words: int = 4) -> float:
-    """Minus the fraction of n-grams of words that occurred before in the completion, in (-1, 0].
+    """Returns minus the fraction of word n-grams that occurred before in the completion, in (-1, 0].
 
-    Thinking counts, as in the source: loops are most frequent there. In scripts without spaces, such as Chinese,
+    Thinking counts, as in the source: repetition is most frequent there. In scripts without spaces, such as Chinese,
     Japanese and Thai, each character is a word.
 
     Source: "Demystifying Long Chain-of-Thought", https://arxiv.org/abs/2502.03373, section 4.3.
@@ -69,11 +69,11 @@ def repetition_penalty(trajectory: Trajectory, *, ngram_words: int = 4) -> float
 
 
 def json_schema(trajectory: Trajectory, *, schema: Mapping[str, object] | None = None) -> dict[str, float | str]:
-    """Whether the answer, or its last fenced block, is JSON that fits a schema.
+    """Checks whether the answer, or its last fenced block, is JSON that fits a schema.
 
     Args:
-        schema: a JSON Schema for all prompts, of draft 2020-12 unless its `$schema` names another; `$ref` reaches
-            nothing outside it. None takes each prompt's field `schema`.
+        schema: a JSON Schema for all prompts, of draft 2020-12 unless its `$schema` names another; its `$ref`s must
+            stay inside it. None uses each prompt's field `schema`.
 
     Returns:
         `reward`: 1 if it fits the schema, else 0; `is_json`: 1 if it is JSON at all; `extracted`, the text that was
@@ -98,7 +98,7 @@ def json_schema(trajectory: Trajectory, *, schema: Mapping[str, object] | None =
 
 
 def _value_of(text: str) -> tuple[object] | None:
-    """The value that is all of this text as JSON, in a tuple since it may be null; None if there is none."""
+    """Parses the whole text as JSON; returns a tuple, since the value may be null, or None if it is not JSON."""
     try:
         return (json.loads(text, parse_constant=_refuse_constant),)
     except (ValueError, RecursionError):
@@ -106,13 +106,13 @@ def _value_of(text: str) -> tuple[object] | None:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")  # though Python reads it
+    raise ValueError(f"{name} is not JSON")  # although Python accepts it
 
 
 @functools.lru_cache(maxsize=64)
 def _schema_check(text: str) -> Callable[[object], bool]:
-    """Checks whether a JSON value fits this schema; ValueError if the schema is not valid."""
-    from jsonschema import Draft202012Validator, SchemaError  # here: a worker without it starts 0.1 s sooner
+    """Returns a function that checks values against this schema; raises ValueError if the schema is not valid."""
+    from jsonschema import Draft202012Validator, SchemaError  # imported late: other workers start 0.1 s faster
     from jsonschema.validators import validator_for
     from referencing import Registry
     from referencing.exceptions import Unresolvable
@@ -125,12 +125,12 @@ def _schema_check(text: str) -> Callable[[object], bool]:
         raise ValueError(f"The JSON schema is not JSON: {error}.") from error
     except SchemaError as error:
         raise ValueError(f"The JSON schema is not valid at {error.json_path}: {error.message}.") from error
-    validator = kind(schema, registry=Registry())  # without one, `$ref` would download what it names
+    validator = kind(schema, registry=Registry())  # without it, `$ref` would download its target
 
     def fits(value: object) -> bool:
         try:
             return bool(validator.is_valid(value))
-        except RecursionError:  # a completion nested deeper than a recursive schema can follow
+        except RecursionError:  # the completion is nested more deeply than a recursive schema can check
             return False
         except Unresolvable as error:
             raise ValueError(f"The JSON schema has a $ref to {error.ref!r}, which it does not define.") from error

@@ -1,17 +1,17 @@
-"""The child's side of RewardPool: a fresh interpreter that imports a function and calls it on what the pipe has.
+"""The child's side of RewardPool: a new interpreter that imports a function and calls it on trajectories from a pipe.
 
 Both directions carry one JSON value per line; a batch of trajectories follows the line with their lengths in bytes.
 
     pool ─► worker   {"parts": [{"path": ...}, ...], "timeout_s": ..., "memory_limit_mib": ...}, then batches:
                      [number of bytes, ...], then the trajectories (`Trajectory.to_bytes`)
-    worker ─► pool   {"runs_together": ...} or {"problem": ...}, then for each trajectory, by its number since the
-                     start, when it is done:
+    worker ─► pool   {"runs_together": ...} or {"problem": ...}, then one reply per finished trajectory, whose index
+                     counts from the start:
                      {"index": 0, "reward": 1.0, "metrics": {...}, "rewards": null, "extracted": null}
                      or {"index": 0, "error": ..., "reason": ...}
 
 The child is two processes. The worker runs the function and leads a process group; its parent, the guardian, runs no
-user code and kills all that is below it when the pool asks for it, closes the pipe or dies: C code may hold the
-worker's interpreter for hours. Neither imports torch.
+user code and kills all its descendants when the pool requests it, closes the pipe or dies: C code may hold the worker's
+interpreter for hours. Neither imports torch.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from lightrl.rewards.parts import RewardPart, bound, summed
 from lightrl.rewards.reward_result import Runner
 from lightrl.trajectory import Trajectory
 
-_GRACE_S = 1.0  # for a sandbox, which leaves nothing of its program behind when the worker is gone
-_SIGNALS = {signal.SIGTERM, signal.SIGUSR1}  # the pool's: end, and show the stack
+_GRACE_S = 1.0  # for a sandbox to remove its program after the worker has ended
+_SIGNALS = {signal.SIGTERM, signal.SIGUSR1}  # from the pool: end; show the stack
 
 
 def main() -> None:
@@ -43,24 +43,24 @@ def main() -> None:
     parent = int(sys.argv[1])
     del sys.argv[1:]
     requests, replies = _take_over_pipes()
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a guardian never dies without its worker
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a guardian must not die without its worker
     parent_guard.adopt_orphans()
-    worker = os.fork()  # before there is any thread
+    worker = os.fork()  # before any thread starts
     if worker:
-        os.close(replies)  # so that the pool sees it close when the worker ends
+        os.close(replies)  # so that the pool sees the pipe close when the worker ends
         _guard(worker, parent, requests)
     os.setpgid(0, 0)
     parent_guard.die_with_parent()
-    faulthandler.enable()  # a crash in C code shows where it was
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # the pool asks where a call hangs
+    faulthandler.enable()  # shows where C code crashed
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # shows the pool where a call hangs
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     with os.fdopen(requests, "rb") as lines:
         settings = json.loads(lines.readline())
         parts = [RewardPart(**part) for part in settings["parts"]]
         if (limit_mib := settings["memory_limit_mib"]) is not None:
-            # Bounds data (private writable memory) of this process and each that it starts, and no address space, of
-            # which libraries reserve tens of GiB that they never touch.
-            with contextlib.suppress(OSError, ValueError):  # a lower hard limit holds already
+            # Bounds data (private writable memory) of this process and each of its children, but not address space,
+            # since libraries reserve tens of GiB that they never touch.
+            with contextlib.suppress(OSError, ValueError):  # a lower hard limit is already set
                 resource.setrlimit(resource.RLIMIT_DATA, (limit_mib << 20, limit_mib << 20))
         try:
             function = summed(parts, [bound(part, function_of(part.path, "reward")) for part in parts])
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def _take_over_pipes() -> tuple[int, int]:
-    """The two pipes under new numbers; the function reads from /dev/null and prints to stderr instead."""
+    """Moves the two pipes to new descriptors; the function reads from /dev/null and prints to stderr instead."""
     requests, replies = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -94,8 +94,8 @@ def _take_over_pipes() -> tuple[int, int]:
 
 
 def _guard(worker: int, parent: int, requests: int) -> NoReturn:
-    """Waits until the worker ends, or the pool sends SIGTERM, closes the pipe or dies; then kills what is below."""
-    with contextlib.suppress(PermissionError, ProcessLookupError):  # the worker was faster, or is gone
+    """Waits until the worker ends, or the pool sends SIGTERM, closes the pipe or dies; then kills all descendants."""
+    with contextlib.suppress(PermissionError, ProcessLookupError):  # the worker did it itself, or has ended
         os.setpgid(worker, worker)
     mirror = threading.Thread(target=_end_like, args=(worker,), daemon=True)
     mirror.start()
@@ -109,13 +109,13 @@ def _guard(worker: int, parent: int, requests: int) -> NoReturn:
 
 
 def _show_stack(worker: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended, and what is below it ends within the grace
+    with contextlib.suppress(ProcessLookupError):  # it has ended, and its descendants end within the grace period
         os.kill(worker, signal.SIGUSR1)
 
 
 def _end_like(worker: int) -> NoReturn:
-    """Waits for the worker's end and ends this process with the same code or signal."""
-    # WNOWAIT: until it is waited for, no other process can have the number of its group.
+    """Waits until the worker ends, then ends this process with the same code or signal."""
+    # WNOWAIT: no other process can get the number of its group until it is reaped.
     os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
     parent_guard.kill_group(worker)
     code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])

@@ -1,15 +1,15 @@
-"""Rollouts: prompts in, trajectories with rewards out, asynchronously. Knows no engine by name, and no Lightning,
-rl_trainer.py aside.
+"""Rollouts: prompts in, trajectories with rewards out, asynchronously. Depends on no particular engine and,
+except for rl_trainer.py, not on Lightning.
 
 Reading order:
     protocol.py         Rollout: what the loop and the callbacks use; RecordedRollout: the groups of an earlier run
     controller.py       keeps groups in flight and hands over batches
-    group_scheduler.py  decides what starts, what may be trained on and what is replaced, within RolloutSettings
+    group_scheduler.py  decides which groups start, are trained on and are replaced, within RolloutSettings
     runner.py           runs the trajectories of a group and computes their rewards
-      workflow_pool.py  runs them in other processes, of which workflow_worker.py is one
+      workflow_pool.py  runs them in other processes; workflow_worker.py is such a process
     prompts.py          which prompt comes next
-    resume.py           what a checkpoint has of all this, and of the completions in flight
-    tasks.py            the first error of a task ends the run; what starts together reaches the engine together
+    resume.py           what a checkpoint stores of all this, including the completions in flight
+    tasks.py            the first error of a task ends the run; groups that start together reach the engine together
     rl_trainer.py       RLTrainer: the trainer as the loop and the callbacks see it
 
 May import: errors, checks, concurrency, trajectory, rewards, weights, engines, workflows.

@@ -1,8 +1,8 @@
 """RolloutController: keeps groups in flight and hands over batches with rewards that keep the staleness bound.
 
 One asyncio loop in one daemon thread, on rank 0. All state belongs to that thread. The public methods are called from
-the main thread: a coroutine does the work on the loop, and the main thread waits for it and keeps the deadlines, so
-that a blocked event loop is noticed too. GroupScheduler decides what starts and what is taken; the controller acts.
+the main thread: a coroutine does the work on the loop, and the main thread waits for it and enforces the deadlines, so
+it notices a blocked event loop too. GroupScheduler decides which groups start and are taken; the controller acts.
 
     prompt stream ──position──► one task a group ──► rewards ──► finished groups ──► take() ──► commit()
                      start      workflow, engine                                   stream order  trained on
@@ -41,7 +41,7 @@ from lightrl.workflows.workflow import Workflow
 class Wait:
     """One call of the main thread that waits for trajectories; written on the event loop, read by the main thread."""
 
-    who: str  # waits, for messages
+    who: str  # the caller, for messages
     total: int  # trajectories it needs
     for_what: str = "the first trajectory"
     done: int = 0
@@ -59,12 +59,12 @@ class Wait:
 class Stragglers:
     """The slow groups that one batch waits for although enough others are finished."""
 
-    num: int = 0  # now
-    waited_s: float = 0.0  # for any of them
+    num: int = 0  # at present
+    waited_s: float = 0.0  # time with at least one
     _since_s: float = 0.0  # monotonic clock
 
     def count(self, num: int) -> None:
-        """Record that the batch waits for this many of them from now on."""
+        """Records that the batch waits for this many of them from now on."""
         now = time.monotonic()
         if self.num:
             self.waited_s += now - self._since_s
@@ -78,13 +78,13 @@ class RolloutController:
     """Keeps as many groups in flight as the staleness bound allows, and hands finished ones to the loop.
 
     Args:
-        engine: has been started.
+        engine: must have been started.
         workflow: maps a prompt to a trajectory.
-        reward_worker: has been started; computes rewards while other trajectories still generate.
+        reward_worker: must have been started; computes rewards while other trajectories are still generated.
         settings: sizes, bounds and which groups are dropped.
         sampling: of training rollouts; the seed of each generation is set here.
-        run_seed: with position, sample and turn it fixes all that is sampled.
-        prompts: the stream, by position; None where only `evaluate` is used.
+        run_seed: determines, with position, sample and turn, all that is sampled.
+        prompts: the stream, by position; None if only `evaluate` is used.
     """
 
     is_recorded = False
@@ -137,17 +137,17 @@ class RolloutController:
         return self.engine.weight_version
 
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]:
-        """Return the next P groups to train on, in stream order; they stay in `state_dict` until `commit`.
+        """Returns the next P groups to train on, in stream order; they stay in `state_dict` until `commit`.
 
-        They have their rewards, unless `defers_rewards`. Without a `commit` in between, the groups of the last `take`
-        are candidates again.
+        They have their rewards unless `defers_rewards` is set. Without a `commit` in between, the groups of the last
+        `take` are candidates again.
 
         Args:
             weight_version: the trainer's version now, v.
 
         Raises:
-            RolloutError: if nothing finishes for `rollout_timeout_s`, naming what it waits for; if too many fail; if
-                the engine's weights are missing or too old for anything to be taken.
+            RolloutError: if nothing finishes for `rollout_timeout_s` (the message says what it waits for); if too many
+                fail; if the engine has no weights, or they are too old for any group to be taken.
             EngineError: if the engine fails.
         """
         num = self.settings.groups_per_iteration * self.settings.group_size
@@ -155,27 +155,22 @@ class RolloutController:
         return self._wait_for(self._take(weight_version, wait), wait, on_wait)
 
     def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None:
-        """Sets the rewards of the groups from the last `take`, if `defers_rewards`.
+        """Sets the rewards of the groups from the last `take`; needed only with `defers_rewards`.
 
-        A trajectory whose reward failed is removed from its group, which may then be empty; `drain_drops` gives the
-        reason.
-
-        Raises:
-            RolloutError: if no reward comes for `rollout_timeout_s`, or if too many fail.
+        A trajectory whose reward failed is removed from its group, which may then be empty; `drain_drops` says why.
+        Raises RolloutError if no reward comes for `rollout_timeout_s`, or if too many fail.
         """
         wait = Wait("The loop", sum(len(group.trajectories) for group in groups), "the rewards")
         self._wait_for(self._rewards.wait_for(groups, wait.count), wait, on_wait)
 
     def commit(self) -> None:
-        """Forget the groups of the last `take`, which have been trained on."""
+        """Forgets the groups of the last `take`, which have been trained on."""
         self._thread.call(_as_coroutine(self._scheduler.commit))
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Gives the engine new weights and, when it has acknowledged them, starts what the new version admits.
+        """Gives the engine new weights; once it has acknowledged them, starts the groups that the new version admits.
 
-        Raises:
-            WeightSyncError: from the engine; it keeps serving the old weights.
-            EngineTimeout: from the engine, which keeps the deadline of its load.
+        The engine raises WeightSyncError and keeps serving the old weights, or EngineTimeout at its deadline.
         """
         self.engine.load_weights(buckets, weight_version=weight_version)
         self._thread.call(self._start_admissible())
@@ -196,15 +191,15 @@ class RolloutController:
         return self._wait_for(self._evaluate(prompts, sampling, num_samples, wait), wait, on_wait)
 
     def drain_drops(self) -> list[Drop]:
-        """Return the trajectories dropped since the last call."""
+        """Returns the trajectories dropped since the last call."""
         return self._scheduler.counter.drain()
 
     def drain_group_drops(self) -> dict[str, int]:
-        """Return how many groups were dropped since the last call, by reason; each was replaced by another prompt."""
+        """Returns how many groups were dropped since the last call, by reason; another prompt replaced each."""
         return self._thread.call(_as_coroutine(self._scheduler.counter.drain_groups))
 
     def progress(self) -> dict[str, float]:
-        """Return queue depths, stragglers, and sums over chosen and skipped prompts, for messages and metrics."""
+        """Returns queue depths, stragglers, and sums over chosen and skipped prompts, for messages and metrics."""
         return {
             **self._depths(),
             "skipped_prompts": self._cursor.num_skipped,
@@ -215,17 +210,17 @@ class RolloutController:
         }
 
     def state_dict(self) -> State:
-        """Return what resume needs: cursor, curriculum, positions in flight, untrained groups; in plain Python."""
+        """Returns what a resume needs: cursor, curriculum, positions in flight, untrained groups; in plain Python."""
         timeout_s = self.settings.loop_timeout_s / 2
         return self._thread.call(self._saved_state.take(self.run_seed, timeout_s=timeout_s))
 
     def load_state_dict(self, state: State) -> None:
-        """Restores the cursor and finished groups before the first `take`; what was in flight starts again first."""
+        """Restores the cursor and finished groups before the first `take`; groups that were in flight restart first."""
         self.run_seed = int(state["run_seed"])
         self._thread.call(_as_coroutine(partial(self._saved_state.load, state)))
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Cancels what runs and ends the thread; the engine is the caller's to close. May be called twice."""
+        """Cancels all tasks and ends the thread; the caller closes the engine. May be called twice."""
         self._thread.close(self._cancel_all, timeout_s)
 
     def _depths(self) -> dict[str, int]:
@@ -238,7 +233,7 @@ class RolloutController:
         }
 
     def _wait_for(self, coroutine: Coroutine[object, None, _T], wait: Wait, on_wait: OnWait | None) -> _T:
-        """Return the coroutine's result, or raise at the deadline; whatever is raised here cancels the coroutine."""
+        """Returns the coroutine's result, or raises at the deadline; any error raised here cancels the coroutine."""
 
         def look() -> None:
             if time.monotonic() - wait.last_progress > self.settings.rollout_timeout_s:
@@ -262,8 +257,8 @@ class RolloutController:
         served = self.weight_version
         if self._tasks.failure is None and (served < 0 or weight_version - served > self.settings.max_staleness):
             raise RolloutError(
-                f"The engine serves weight version {served} and the trainer is at {weight_version}. It needs weights "
-                f"(-1 is none) that are behind by at most max_staleness={self.settings.max_staleness}. Load them first."
+                f"The engine serves weight version {served} (-1: none) and the trainer is at {weight_version}. The "
+                f"engine may lag by at most max_staleness={self.settings.max_staleness}. Load newer weights first."
             )
         if not self.settings.defers_rewards:
             unrewarded = self._scheduler.unrewarded()
@@ -290,27 +285,27 @@ class RolloutController:
                     await self._tasks.changed.wait()
         finally:
             self._stragglers.count(0)
-            if self._take_wait is wait:  # else a later `take` has started
+            if self._take_wait is wait:  # otherwise a later `take` has started
                 self._take_wait = None
 
     async def _start_admissible(self) -> None:
-        """Starts what may start, on-policy as one admission batch. If it is cancelled, what it has started continues.
+        """Starts all admissible groups, on-policy as one admission batch. If cancelled, started groups continue.
 
-        Prompts that are not made yet are made in a thread first, and then what may start does.
+        If a prompt has not been made yet, a thread makes it first and then calls this again.
         """
         version = self.weight_version
         if self._is_open() and self._scheduler.may_start(version):
             num_new = self._scheduler.max_new(version)
             if self._ahead.lacks(self._scheduler.startable(version), num_new, self.run_seed):
                 return
-            # Off-policy an admission batch would stop what already runs, and no order is promised.
+            # Off-policy, an admission batch would pause running groups, and no order is promised.
             is_batch = self.settings.max_staleness == 0
             async with self._admission.batch() if is_batch else contextlib.nullcontext():
-                if self._is_open():  # still, after the pause of the engine
+                if self._is_open():  # check again: the engine took time to pause
                     self._start_groups()
 
     def _is_open(self) -> bool:
-        """Whether groups may start at all; on-policy only while a batch is waited for."""
+        """Whether groups may start at all; on-policy, only while a `take` waits."""
         is_idle = self.settings.max_staleness == 0 and self._take_wait is None
         has_prompts = self._cursor.prompts is not None
         return has_prompts and self._tasks.failure is None and not self._is_closing and not is_idle
@@ -327,7 +322,7 @@ class RolloutController:
         self._ahead.refill()
 
     def _start(self, position: int, prompt: Prompt) -> None:
-        """Starts a queued position; what a checkpoint has of it is not generated again."""
+        """Starts a queued position; samples that a checkpoint holds are not generated again."""
         running = self._scheduler.start(position, prompt, self.weight_version)
         samples = [sample for sample in range(self.settings.group_size) if sample not in running.results]
         self._runner.in_flight.open(running.seed_name)
@@ -351,11 +346,9 @@ class RolloutController:
         on_done: Callable[[int, Trajectory | None], None],
         defers_rewards: bool = False,
     ) -> None:
-        """Runs these samples of a group and waits for their rewards; on cancellation nothing of them continues.
+        """Runs these samples of a group and waits for their rewards, unless deferred; a cancellation stops all of this.
 
-        Args:
-            on_done: called with each sample's number, and its trajectory or None if that was dropped.
-            defers_rewards: starts to compute the rewards, but does not wait for them.
+        Calls `on_done` with each sample's number and its trajectory, or None if it was dropped.
         """
         rewards: list[asyncio.Future[bool]] = []
 
@@ -367,7 +360,7 @@ class RolloutController:
         try:
             async with contextlib.aclosing(run) as results:
                 async for sample, result in results:
-                    if is_abandoned(asyncio.current_task()):  # the workflow did not let itself be cancelled
+                    if is_abandoned(asyncio.current_task()):  # the workflow ignored its cancellation
                         if isinstance(result, Trajectory):
                             self.workflow.clean_up(result)
                         return
@@ -388,7 +381,7 @@ class RolloutController:
             self._rewards.cancel(rewards)
 
     def _report(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> None:
-        """Report to the scheduler that a trajectory of a running group is done; None was dropped."""
+        """Reports to the scheduler that a trajectory of a running group is done; None means that it was dropped."""
         group = running.group
         if self._scheduler.running.get(group.id) is not running:
             return  # it was given up in this tick of the event loop
@@ -400,7 +393,7 @@ class RolloutController:
                 self._cursor.observe(group.id, group.prompt.id, success_rate(group))
             if is_done:
                 self._scheduler.settle(group)
-        except RolloutError as error:  # before anything else starts
+        except RolloutError as error:
             self._tasks.fail(error)
         if len(running.results) == self.settings.group_size:
             self._running.pop(group.id, None)
@@ -409,7 +402,7 @@ class RolloutController:
             self._tasks.spawn(self._start_admissible())
 
     def _give_up(self, group_ids: Iterable[int]) -> None:
-        """Cancels what still runs of these groups."""
+        """Cancels these groups if they are still running."""
         for group_id in group_ids:
             if group_id in self._running:
                 seed_name, task = self._running.pop(group_id)
@@ -437,7 +430,7 @@ class RolloutController:
                     tasks.append(self._loop.create_task(run))
             finished, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION) if tasks else ((), ())
             for task in finished:
-                task.result()  # raises what it raised
+                task.result()  # raises the task's error
             for (index, _), trajectory in sorted(done.items(), key=lambda item: item[0]):
                 groups[index].trajectories.append(trajectory)
             self._scheduler.counter.check_evaluation(len(done), wait.total)

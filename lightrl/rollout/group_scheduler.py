@@ -1,15 +1,15 @@
 """GroupScheduler: which groups may start and which a batch takes. Plain decisions: no asyncio, threads, clocks or I/O.
 
-Letters: v the weight version (now), η `max_staleness`, P `groups_per_iteration`, s any version. A group's version is
-that of its oldest token; for a running one it is the version that served when it started, a lower bound.
+Notation: v is the current weight version, η `max_staleness`, P `groups_per_iteration`, s any version. A group's version
+is that of its oldest token; for a running group it is the version that served when it started, a lower bound.
 
 Windowed order, the default: a group may start once it is among the next (η + 1)·P groups of the stream, and only the
 trainer moves this window, by P groups in each iteration. A batch is the first P groups that were kept, however long one
-of them takes. So a group starts with at most (η + 1)·P - 1 groups before it and is trained on at most η versions later,
-and which groups a batch has does not depend on how long they took: fast ones are not preferred.
+of them takes. So a group starts with at most (η + 1)·P - 1 groups before it and is trained on at most η versions later.
+Which groups a batch contains does not depend on how long they took: fast ones are not preferred.
 
-A run that over-samples passes over slow groups instead: `find_late` finds those of them for which no later batch would
-come in time.
+A run that over-samples passes over slow groups instead: `find_late` finds the groups that would be too old for any
+later batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightrl.trajectory import Group, Prompt, Trajectory
 MAX_DROPPED_ITERATIONS = 10  # times P: the default bound on dropped groups
 MAX_RESAMPLES = 3  # then a group that lost a trajectory is dropped
 
-# Reason of a drop -> how to fix a run in which too many groups are dropped for it.
+# Reason of a drop -> how to fix a run that drops too many groups for this reason.
 ADVICE = {
     "filtered_zero_variance": "increase group_size or the temperature, or use prompts of medium difficulty",
     "filtered_too_hard": "lower min_success, or use easier prompts",
@@ -46,11 +46,11 @@ OTHER_ADVICE = "loosen the rule"
 
 @dataclass(frozen=True)
 class GroupFilter:
-    """Called with each group that has its rewards; returns why to drop it, as (reason, message), or None to keep it.
+    """Decides whether to drop a group with rewards: returns the (reason, message) of the drop, or None to keep it.
 
-    A group teaches by the differences between its trajectories. One whose rewards are all equal has no advantages: it
-    takes up a place in the iteration and gives no gradient. DAPO's dynamic sampling drops such groups and samples new
-    prompts.
+    The policy learns from the differences between a group's trajectories. If all rewards are equal, the advantages are
+    0: the group takes up a place in the iteration but gives no gradient. DAPO's dynamic sampling drops such groups and
+    samples new prompts.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476.
 
@@ -71,7 +71,7 @@ class GroupFilter:
             raise ValueError(f"0 <= min_success <= max_success <= 1 must hold, got {bounds}.")
 
     def __call__(self, group: Group) -> tuple[str, str] | None:
-        """The reason and message of the first rule that drops the group; None if no rule does."""
+        """Returns the reason and message of the first rule that drops the group, or None if no rule does."""
         rewards = [trajectory.reward for trajectory in group.trajectories]
         success = success_rate(group)
         longest = max(trajectory.num_loss_tokens for trajectory in group.trajectories)
@@ -92,7 +92,7 @@ class GroupFilter:
 
 
 def success_rate(group: Group) -> float:
-    """Mean accuracy of the group's trajectories, 0 to 1; there must be at least one."""
+    """Returns the mean accuracy of the group's trajectories, 0 to 1; there must be at least one."""
     return sum(trajectory.accuracy for trajectory in group.trajectories) / len(group.trajectories)
 
 
@@ -107,12 +107,12 @@ class RolloutSettings:
     Args:
         group_size: G, trajectories per prompt.
         groups_per_iteration: P.
-        total_groups: what the whole run needs; None if it has no known end.
+        total_groups: groups that the whole run needs; None if its end is unknown.
         max_staleness: η, in versions; 0 is on-policy.
         max_concurrent: bound on groups in flight; None leaves it to the staleness bound.
         rollout_timeout_s: the run ends if no trajectory that a batch waits for finishes for this long.
         loop_timeout_s: the run ends if a workflow or async reward blocks the event loop for this long.
-        max_failed_fraction: the run ends if more than this fraction of an iteration's trajectories fails.
+        max_failed_fraction: the run ends if more than this fraction of an iteration's trajectories fail.
         curriculum: chooses among the prompts by past success; None runs all of them.
         group_filter: decides from the rewards which groups are dropped, and why; each is replaced by a new prompt.
         max_dropped_groups: the run ends if more than this many groups are dropped per P that are kept, by the filter,
@@ -122,8 +122,8 @@ class RolloutSettings:
         oversample_fraction: start this fraction of P more groups than needed. The run gives up those in flight that
             would hold a batch back and carries the others over; on-policy it gives up all of them.
         workflow_workers: processes that run the workflow; 0 runs it on the controller's event loop.
-        defers_rewards: on-policy, `take` returns groups without rewards, and `wait_for_rewards` waits for them; neither
-            `curriculum` nor `group_filter` can read them.
+        defers_rewards: on-policy only: `take` returns groups without rewards, and `wait_for_rewards` waits for them, so
+            neither `curriculum` nor `group_filter` can read rewards.
     """
 
     group_size: int = 1
@@ -160,7 +160,7 @@ class RolloutSettings:
 
     @property
     def reads_rewards(self) -> bool:
-        """Whether rewards decide which groups are taken, so that they must be known before."""
+        """Whether rewards decide which groups are taken, so that they must be known first."""
         return bool(
             self.curriculum or self.group_filter or self.incomplete_groups != "train" or self.oversample_fraction
         )
@@ -181,7 +181,7 @@ class Drop:
 
 
 class DropCounter:
-    """Counts since the last batch was taken, against the bounds of the settings; keeps drops until they are drained."""
+    """Counts failures and drops per batch, enforces the settings' bounds on them, and keeps drops until drained."""
 
     def __init__(self, settings: RolloutSettings) -> None:
         self.settings = settings
@@ -195,7 +195,7 @@ class DropCounter:
         self._num_dropped: collections.Counter[str] = collections.Counter()  # groups, since then
 
     def begin_iteration(self) -> None:
-        """A batch was taken: the counts start again."""
+        """Resets the counts, because a batch was taken."""
         self._num_done = self._num_failed = self.num_kept = 0
         self._num_dropped.clear()
 
@@ -204,22 +204,18 @@ class DropCounter:
         self._drops.append(self.last)
 
     def count_thrown_away(self, trajectories: Iterable[Trajectory]) -> None:
-        """Add the finished trajectories of a dropped group to the sums since the start."""
+        """Adds the finished trajectories of a dropped group to the sums since the start."""
         for trajectory in trajectories:
             self.thrown_away["thrown_away_trajectories"] += 1
             self.thrown_away["thrown_away_tokens"] += trajectory.num_loss_tokens
             self.thrown_away["thrown_away_correct"] += trajectory.accuracy
 
     def drop_failed(self, error: RewardError | RolloutError, prompt: Prompt) -> None:
-        """A trajectory is dropped because its workflow or its reward raised this."""
+        """Drops a trajectory because its workflow or reward raised this error."""
         self.drop(f"reward_{error.reason}" if isinstance(error, RewardError) else "rollout", str(error), prompt)
 
     def count_trajectory(self, *, is_failed: bool) -> None:
-        """A trajectory is done.
-
-        Raises:
-            RolloutError: if too many have failed.
-        """
+        """Counts a trajectory that is done; raises RolloutError if too many have failed."""
         self._num_done += 1
         self._num_failed += is_failed
         num_expected = self.settings.group_size * self.settings.groups_per_iteration
@@ -228,7 +224,7 @@ class DropCounter:
             self._check_failed(self._num_failed, total, "failed since the last batch was taken")
 
     def check_evaluation(self, num_rewarded: int, num_requested: int) -> None:
-        """Raises RolloutError if too many of a validation batch failed: a mean over the rest would flatter."""
+        """Raises RolloutError if too many trajectories of a validation batch failed: the mean would mislead."""
         self._check_failed(num_requested - num_rewarded, num_requested, "failed in validation")
 
     def _check_failed(self, num_failed: int, total: int, what: str) -> None:
@@ -239,16 +235,12 @@ class DropCounter:
                 f"(max_failed_fraction={max_fraction:g}). Last failure: {self.last.reason}: {self.last.message}"
             )
 
-    def count_given_up(self, reason: str) -> None:
-        """An over-sampled group is dropped; that does not count as a failure."""
-        self._group_drops[reason] += 1
+    def count_given_up(self) -> None:
+        """Counts an over-sampled group that was dropped, which is no failure."""
+        self._group_drops["oversampled"] += 1
 
     def count_dropped(self, reason: str, message: str) -> None:
-        """A group is dropped and another prompt takes its place.
-
-        Raises:
-            RolloutError: if too many were dropped.
-        """
+        """Counts a dropped group, which another prompt replaces; raises RolloutError if too many were dropped."""
         self._group_drops[reason] += 1
         self._num_dropped[reason] += 1
         size, max_dropped = self.settings.groups_per_iteration, self.settings.max_dropped_groups
@@ -263,18 +255,18 @@ class DropCounter:
             )
 
     def drain(self) -> list[Drop]:
-        """The trajectories dropped since the last call; from any thread."""
+        """Returns the trajectories dropped since the last call; may be called from any thread."""
         return [self._drops.popleft() for _ in range(len(self._drops))]
 
     def drain_groups(self) -> dict[str, int]:
-        """How many groups were dropped since the last call, by reason."""
+        """Returns how many groups were dropped since the last call, by reason."""
         drops, self._group_drops = dict(self._group_drops), collections.Counter()
         return drops
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The decision of `take`: the groups to train on, or the running groups to wait for."""
+    """What `take` decided: the groups to train on, or the running groups to wait for."""
 
     group_ids: list[int] | None  # P group ids, or None: wait
     waits_for: list[int]  # running groups that hold the batch back
@@ -287,12 +279,12 @@ class Batch:
 
 @dataclass(eq=False)
 class RunningGroup:
-    """A group that is being sampled; if it is sampled again, that is another object."""
+    """A group that is being sampled; sampling it again makes a new object."""
 
     group: Group
     started_version: int  # the weights that served when it started: no token is older
     seed_name: str  # the seeds of its generations follow from this
-    results: dict[int, Trajectory | None] = field(default_factory=dict)  # sample -> trajectory; None was dropped
+    results: dict[int, Trajectory | None] = field(default_factory=dict)  # sample -> trajectory; None if dropped
 
 
 class GroupScheduler:
@@ -302,7 +294,8 @@ class GroupScheduler:
           ▲                 │ resampled                │ overdue          │ not committed: finished again
           └─────────────────┴──────────────────────────┘
 
-    A position of the prompt stream, once queued, is in one of these places until it is trained on, dropped or given up.
+    A position of the prompt stream, once queued, is in exactly one of these states until it is trained on, dropped or
+    given up.
     """
 
     def __init__(self, settings: RolloutSettings) -> None:
@@ -314,13 +307,13 @@ class GroupScheduler:
         self.taken: list[Group] = []
         self._queued: list[int] = []  # positions to start next, in order
         self._again: list[int] = []  # on-policy, positions to sample again in the next admission batch
-        # What a checkpoint has of the groups that were running, by position: version at the start, done samples.
+        # What a checkpoint holds of the groups that were running: position -> version at the start, done samples.
         self.started: dict[int, tuple[int, dict[int, Trajectory | None]]] = {}
         self._num_resamples: dict[int, int] = {}  # position in flight -> how often it got new seeds
 
     @property
     def num_done_trajectories(self) -> int:
-        """Number of finished trajectories of the groups that the next batch may have, for progress."""
+        """Number of finished trajectories of the groups that the next batch may contain, for progress."""
         ids = [*self.running, *self.finished]
         if not self.settings.num_oversampled:
             ids = self._stream()[: self.settings.groups_per_iteration]
@@ -329,7 +322,7 @@ class GroupScheduler:
         return sum(sizes.get(group_id, 0) for group_id in ids)
 
     def _stream(self) -> list[int]:
-        """All that is in flight or finished, in the order of the prompt stream."""
+        """Returns all groups in flight or finished, in the order of the prompt stream."""
         return sorted([*self.running, *self.finished, *self._queued, *self._again])
 
     def may_start(self, weight_version: int) -> bool:
@@ -342,10 +335,10 @@ class GroupScheduler:
             return False
         if self._num_admissible(weight_version, self.settings.max_concurrent) > 0:
             return True
-        return bool(self.startable(weight_version))  # after a resume: more is finished than the window holds
+        return bool(self.startable(weight_version))  # a resume may have more finished groups than the window
 
     def plan(self, weight_version: int) -> int:
-        """How many new positions to `queue` before groups start; on-policy those of a whole admission batch."""
+        """Returns how many new positions to `queue` before groups start; on-policy, a whole admission batch."""
         if self.settings.max_staleness == 0:
             if self.running or self._queued:
                 return 0
@@ -353,16 +346,16 @@ class GroupScheduler:
         return self.max_new(weight_version)
 
     def max_new(self, weight_version: int) -> int:
-        """Return the most new positions that `plan` asks for."""
+        """Returns the largest number of new positions that `plan` may ask for."""
         max_concurrent = None if self.settings.max_staleness == 0 else self.settings.max_concurrent
         return max(0, self._num_admissible(weight_version, max_concurrent) - len(self._queued) - len(self._again))
 
     def queue(self, position: int) -> None:
-        """Add a position of the prompt stream to those that wait for their start, in the stream's order."""
+        """Adds a position of the prompt stream to the queue, in the stream's order."""
         bisect.insort(self._queued, position)
 
     def startable(self, weight_version: int) -> list[int]:
-        """The queued positions that may start now, in order: those in the window."""
+        """Returns the queued positions inside the window, which may start now, in order."""
         if not self._queued:
             return []
         accepted = self.num_consumed + len(self.taken)
@@ -372,7 +365,7 @@ class GroupScheduler:
         return startable if max_concurrent is None else startable[: max(0, max_concurrent - len(self.running))]
 
     def start(self, position: int, prompt: Prompt, weight_version: int) -> RunningGroup:
-        """A queued position starts, under these weights."""
+        """Moves a queued position to `running`, under these weights."""
         (self._queued if position in self._queued else self._again).remove(position)
         num_resamples = self._num_resamples.get(position)
         seed_name = f"{position}:{prompt.id}" + (f":{num_resamples}" if num_resamples else "")
@@ -385,10 +378,9 @@ class GroupScheduler:
         return num_admissible(self.settings, weight_version, len(self.running), accepted, max_concurrent)
 
     def record(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> bool:
-        """A trajectory of a running group is done; None if it was dropped. Raises RolloutError if too many failed.
+        """Records a finished trajectory of a running group, None if dropped; raises RolloutError if too many failed.
 
-        Returns:
-            True once all trajectories are done, then call `settle`; False before, and if the group is sampled again.
+        Returns whether the caller must now call `settle`: all trajectories are done, and none is sampled again.
         """
         running.results[sample] = trajectory
         self.counter.count_trajectory(is_failed=trajectory is None)
@@ -411,7 +403,8 @@ class GroupScheduler:
     def settle(self, group: Group) -> None:
         """Keeps or drops a group whose trajectories are all done. Raises RolloutError if too many were dropped.
 
-        It also raises if the group filter does; the group stays in flight, and a run with a fixed filter resamples it.
+        It also raises if the group filter does. The group then stays in flight, so a run resumed with a fixed filter
+        samples it again.
         """
         self._num_resamples.pop(group.id, None)
         reason = self._reason_to_drop(group)
@@ -438,11 +431,11 @@ class GroupScheduler:
         self.finished[group.id] = (group, group.oldest_version)
 
     def unrewarded(self) -> list[Group]:
-        """Finished groups without rewards: a checkpoint's, of a run that took groups before their rewards came."""
+        """Returns finished groups without rewards, which come from the checkpoint of a run that deferred rewards."""
         return [group for group, _ in self.finished.values() if any(item.reward is None for item in group.trajectories)]
 
     def on_rewards(self, groups: Sequence[Group]) -> None:
-        """The groups of `unrewarded` now have their rewards; where all of them failed, the group is sampled again."""
+        """Keeps the groups of `unrewarded`, which now have rewards; samples a group again if all its rewards failed."""
         for group in groups:
             if group.trajectories:
                 self._keep(group)
@@ -451,7 +444,7 @@ class GroupScheduler:
                 self.queue(group.id)
 
     def begin_take(self, weight_version: int) -> None:
-        """The last batch, unless committed, is finished again; finished groups too old for any batch are resampled."""
+        """Returns an uncommitted batch to `finished`, and resamples finished groups that are too old for any batch."""
         for group in self.taken:
             self._keep(group)
         self.taken = []
@@ -461,7 +454,7 @@ class GroupScheduler:
             self.queue(group_id)
 
     def take(self, weight_version: int) -> Batch:
-        """Takes a batch if one can be taken, and leaves out the over-sampled groups that it gives up."""
+        """Takes a batch if enough groups are finished, and drops the over-sampled groups that it gives up."""
         if self.settings.num_oversampled:
             running = {group_id: item.started_version for group_id, item in self.running.items()}
             batch = pass_over(self.settings, weight_version, _versions(self.finished, weight_version), running)
@@ -476,22 +469,22 @@ class GroupScheduler:
         for group_id in batch.gives_up:
             self._drop(group_id, "oversampled", f"Group {group_id} was over-sampled and the iteration did not need it.")
             self._num_resamples.pop(group_id, None)
-            self.counter.count_given_up("oversampled")
+            self.counter.count_given_up()
         self.counter.begin_iteration()
         return batch
 
     @property
     def is_held_back(self) -> bool:
-        """Whether enough groups for a batch are finished, so that it waits for slow ones alone."""
+        """Whether enough groups for a batch are finished, so that it waits only for slow ones."""
         return len(self.finished) >= self.settings.groups_per_iteration
 
     def commit(self) -> None:
-        """The groups of the last `take` have been trained on."""
+        """Forgets the groups of the last `take`, which have been trained on."""
         self.num_consumed += len(self.taken)
         self.taken = []
 
     def _drop(self, group_id: int, reason: str, message: str) -> None:
-        """Removes a running or finished group and drops those of its trajectories that were not dropped before."""
+        """Removes a running or finished group and drops its trajectories, except those dropped before."""
         if group_id in self.running:
             running = self.running.pop(group_id)
             num_failed = sum(trajectory is None for trajectory in running.results.values())
@@ -505,7 +498,7 @@ class GroupScheduler:
             self.counter.drop(reason, message, prompt)
 
     def state_dict(self) -> State:
-        """Positions in flight and groups not yet trained on; plain Python."""
+        """Returns the positions in flight and the groups not yet trained on, in plain Python."""
         groups = [*self.taken, *(group for group, _ in self.finished.values())]
         ended = {group.id for group in groups if not all(map(_outlasts_its_run, group.trajectories))}
         in_flight = sorted([*self.running, *self._queued, *self._again, *ended])
@@ -535,14 +528,14 @@ class GroupScheduler:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Before the first `take`: restores finished groups; what was in flight starts again first."""
+        """Restores finished groups before the first `take`; groups that were in flight restart first."""
         num_iterations = int(state["num_consumed"]) // int(state["groups_per_iteration"])
         self.num_consumed = num_iterations * self.settings.groups_per_iteration  # admission counts this run's P
         self._queued = sorted(state["in_flight"])
         self._num_resamples, self.finished = dict(state["resamples"]), {}
         for record in state["finished"]:
             self._keep(Group.from_state(record))
-        # With a smaller bound what was running might be too old when it is done, so it starts again.
+        # With a smaller bound, groups that were running might finish too old, so they start again.
         is_in_time = state.get("max_staleness", 0) <= self.settings.max_staleness
         continues = is_in_time and state.get("group_size") == self.settings.group_size
         for position, version, results in state["begun"] if continues else []:
@@ -551,16 +544,16 @@ class GroupScheduler:
 
 
 def _outlasts_its_run(trajectory: Trajectory | None) -> bool:
-    """False if its reward still needs the folder that an agent left, which ends with the run: it is sampled again."""
+    """Whether a resumed run can use it: an agent's folder, which its reward may still need, is deleted with the run."""
     return trajectory is None or trajectory.workspace is None
 
 
 def num_admissible(
     settings: RolloutSettings, weight_version: int, running: int, accepted: int, max_concurrent: int | None
 ) -> int:
-    """Return how many groups may start now.
+    """Returns how many groups may start now.
 
-    A group may start while `accepted + running < (η + v + 1)·P`: then it is trained on by version v + η. With
+    A group may start while `accepted + running < (η + v + 1)·P`: it is then trained on by version v + η. With
     over-sampling a few more may start; `pass_over` gives up those that would hold a batch back.
 
     Args:
@@ -580,10 +573,9 @@ def num_admissible(
 def pass_over(
     settings: RolloutSettings, weight_version: int, finished: Mapping[int, int], running: Mapping[int, int]
 ) -> Batch:
-    """The P finished groups of the oldest versions, unless too much that they leave over would come too late.
+    """Takes the P finished groups of the oldest versions, unless too many of the remaining groups would be late.
 
-    An over-sampled group that would be late is given up. Giving up as many as admission lets in beyond the window
-    always suffices.
+    Late groups are given up, at most as many as admission starts beyond the window. That many always suffice.
 
     Args:
         weight_version: v, of the trainer.
@@ -605,14 +597,14 @@ def pass_over(
 def find_late(
     settings: RolloutSettings, weight_version: int, versions: Mapping[int, int], running: Collection[int] = ()
 ) -> list[int]:
-    """Return as few of these groups as possible, so that the others can be trained on in time, running ones first.
+    """Returns the smallest set of groups without which all others can be trained on in time, running groups first.
 
-    Without over-sampling there are none, except after a resume with a smaller η or P.
+    Without over-sampling the set is empty, except after a resume with a smaller η or P.
 
     Args:
-        weight_version: of the next batch, which takes the P groups of the oldest versions; later ones follow.
+        weight_version: of the next batch, which takes the P groups of the oldest versions; later batches follow.
         versions: group id → version.
-        running: those of the groups that are not finished.
+        running: the groups that are not finished.
     """
     late: list[int] = []
     in_time: list[int] = []

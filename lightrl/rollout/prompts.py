@@ -9,7 +9,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from lightrl.checks.user_code import named_user_code
 from lightrl.concurrency.in_thread import in_thread
@@ -20,21 +20,21 @@ from lightrl.trajectory import Prompt, sampling_seed
 
 State = dict[str, Any]  # plain Python, for a checkpoint
 MAX_SKIPPED = 100_000  # positions in a row
-AHEAD = 256  # prompts that are made at once, ahead of need
+AHEAD = 256  # prompts that a thread makes in one call, ahead of need
 MAX_PREPARED = 2_048  # positions that are prepared before a choice; fewer than a PromptStream keeps
 
 
 class Prompts(Protocol):
-    """Endless prompts, by position; None where there is none to run.
+    """Endless prompts, by position; None at a position without a prompt to run.
 
-    Only `__getitem__` is needed; the rest is for prompts that take time to make, which a thread makes ahead of need.
+    Only `__getitem__` is required; the rest is for prompts that take time to make, which a thread makes ahead of need.
     """
 
     def __getitem__(self, position: int) -> Prompt | None: ...
 
     @property
     def fingerprint(self) -> str | None:
-        """A text that differs between the prompts of two runs; None for no comparison."""
+        """A text that differs if two runs have different prompts; None skips the comparison."""
         return None
 
     def is_prepared(self, position: int) -> bool:
@@ -43,51 +43,47 @@ class Prompts(Protocol):
 
     def prepare(self, first: int, num: int) -> None:
         """Makes the prompts of these positions; called in a thread."""
+        return
 
     def state_dict(self, position: int) -> State | None:
-        """Return what helps a resumed run to read from this position on; None if nothing does."""
+        """Returns state that lets a resumed run read from this position on; None if it needs none."""
         return None
 
     def load_state_dict(self, state: State) -> None:
         """Restores that state."""
+        return
 
 
 class Curriculum(Protocol):
-    """Decides from past success how often a prompt is worth a rollout. Called on the event loop, so it must be fast."""
+    """Decides from past success how often a prompt is worth a rollout. Called on the event loop, so it must be fast.
+
+    It may have a method `success_rate(prompt_id)`, for metrics: past success from 0 to 1, or None for a new prompt.
+    """
 
     def weight(self, prompt_id: str) -> float:
-        """The probability that this prompt is run when its turn comes, 0 to 1; 1 for a new prompt."""
+        """Returns the probability that this prompt is run when its turn comes, 0 to 1; 1 for a new prompt."""
         ...
 
     def observe(self, prompt_id: str, success_rate: float) -> None:
-        """A group of this prompt got its rewards, with this mean accuracy, 0 to 1; also called for dropped groups."""
+        """Records the mean accuracy, 0 to 1, of a group of this prompt; also called for dropped groups."""
         ...
 
     def state_dict(self) -> State:
-        """A copy of all that `weight` depends on, in plain Python."""
+        """Returns a copy of everything that `weight` depends on, in plain Python."""
         ...
 
     def load_state_dict(self, state: State) -> None: ...
-
-
-@runtime_checkable
-class ShowsSuccess(Protocol):
-    """A Curriculum that can say what it prefers."""
-
-    def success_rate(self, prompt_id: str) -> float | None:
-        """The past success on a prompt, 0 to 1; None for a new one."""
-        ...
 
 
 @dataclass(eq=False)
 class PromptCursor:
     """Walks through the stream, position by position, and never back.
 
-    With a curriculum, a prompt is run with probability `weight` when its turn comes, or else skipped until its turn in
-    the next epoch. The choice depends on (run seed, position) alone, so a position still identifies a group for seeds
-    and resume.
+    With a curriculum, a prompt is run with probability `weight` when its turn comes; otherwise it is skipped until its
+    turn in the next epoch. The choice depends only on (run seed, position), so a position still identifies a group for
+    seeds and resume.
 
-    Observations take effect at the next choice, in the order of positions, whatever finished first.
+    Observations take effect at the next choice, in the order of positions, whichever group finished first.
     """
 
     prompts: Prompts | None  # the stream; None if there is nothing to choose
@@ -95,35 +91,30 @@ class PromptCursor:
     next_position: int = 0
     num_skipped: int = 0  # positions, since this object was made
     past_success: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # over prompts that came again
-    # Position → prompt and success rate, which the curriculum does not have yet.
+    # Position → prompt id and success rate, not yet given to the curriculum.
     _observations: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     def read(self, position: int) -> Prompt:
-        """The prompt at a position that was chosen.
-
-        Raises:
-            RolloutError: if the stream raises.
-        """
+        """Returns the prompt at a chosen position; raises RolloutError if the stream raises."""
         prompt = self._at(position)
         assert prompt is not None
         return prompt
 
     def choose(self, run_seed: int) -> int:
-        """The next position to run; moves the cursor past it.
+        """Returns the next position to run and moves the cursor past it.
 
-        Raises:
-            RolloutError: if the stream or the curriculum raises, or if the curriculum skips too many prompts in a row.
+        Raises RolloutError if the stream or the curriculum raises, or skips too many prompts in a row.
         """
         while self._observations and self.curriculum is not None:
             prompt_id, success_rate = self._observations.pop(min(self._observations))
             with named_user_code(f"{type(self.curriculum).__name__}.observe"):
                 self.curriculum.observe(prompt_id, success_rate)
+        rate_of = getattr(self.curriculum, "success_rate", None)
         for position in range(self.next_position, self.next_position + MAX_SKIPPED):
             prompt = self._at(position)
             is_chosen = prompt is not None and self._is_chosen(run_seed, position, prompt)
-            curriculum: object = self.curriculum
-            if prompt is not None and isinstance(curriculum, ShowsSuccess):
-                rate, what = curriculum.success_rate(prompt.id), "played" if is_chosen else "skipped"
+            if prompt is not None and rate_of is not None:
+                rate, what = rate_of(prompt.id), "played" if is_chosen else "skipped"
                 if rate is not None:
                     self.past_success[f"{what}_again"] += 1
                     self.past_success[f"{what}_again_success"] += rate
@@ -133,8 +124,8 @@ class PromptCursor:
             self.num_skipped += 1
         if self.curriculum is None:
             raise RolloutError(
-                f"No prompt is left among {MAX_SKIPPED} rows in a row: row_filter or the limits of their length drop "
-                "them. Loosen these, or fix the data."
+                f"{MAX_SKIPPED} consecutive rows give no prompt: row_filter or the length limits drop them. Loosen "
+                "these, or fix the data."
             )
         raise RolloutError(
             f"{type(self.curriculum).__name__} skipped {MAX_SKIPPED} prompts in a row. If all of them are solved, end "
@@ -142,11 +133,7 @@ class PromptCursor:
         )
 
     def unprepared(self, positions: Sequence[int], num: int, run_seed: int) -> int | None:
-        """The first of these positions, or of those of the next `num` choices, that is not prepared; None if all are.
-
-        Raises:
-            RolloutError: as `choose`.
-        """
+        """Returns the first unprepared position of these and the next `num` choices, or None; raises like `choose`."""
         prompts = self.prompts
         if prompts is None:
             return None
@@ -163,13 +150,9 @@ class PromptCursor:
         return None
 
     def prepare(self, first: int) -> None:
-        """Makes the prompts from this position on; called in a thread.
-
-        Raises:
-            RolloutError: if the stream raises.
-        """
+        """Makes the prompts that start at this position, in a thread; raises RolloutError if the stream raises."""
         assert self.prompts is not None
-        with named_user_code(f"Making the prompts from position {first} on"):
+        with named_user_code(f"Making the prompts at position {first} and after"):
             self.prompts.prepare(first, AHEAD)
 
     def observe(self, position: int, prompt_id: str, success_rate: float) -> None:
@@ -178,14 +161,14 @@ class PromptCursor:
             self._observations[position] = (prompt_id, success_rate)
 
     def state_dict(self) -> State | None:
-        """The curriculum's state and pending observations; None without one. The caller saves `next_position`."""
+        """Returns the curriculum's state and pending observations, or None without one; not `next_position`."""
         if self.curriculum is None:
             return None
         observations = [[position, *item] for position, item in sorted(self._observations.items())]
         return {"state": self.curriculum.state_dict(), "observations": observations}
 
     def load_state_dict(self, state: State | None) -> None:
-        """Ignores the state if there is no curriculum now; without a state, the curriculum stays as it is."""
+        """Restores the curriculum, unless there is none now or the checkpoint had none."""
         if self.curriculum is None or state is None:
             return
         self.curriculum.load_state_dict(state["state"])
@@ -209,17 +192,17 @@ class PromptCursor:
 
 @dataclass(eq=False)
 class PromptsAhead:
-    """Makes the prompts that come next; belongs to the controller's event loop."""
+    """Makes prompts ahead of need; belongs to the controller's event loop."""
 
     cursor: PromptCursor  # says which prompts come next
     tasks: Tasks  # an error of the stream ends the run there
-    then: Callable[[], Coroutine[object, None, None]]  # starts what may start, once prompts have been made
+    then: Callable[[], Coroutine[object, None, None]]  # starts the admissible groups once prompts have been made
     _making: asyncio.Task[None] | None = None
 
     def lacks(self, positions: Sequence[int], num: int, run_seed: int) -> bool:
-        """Whether a prompt of these positions, or of the next `num` choices, is not made yet; if so, starts to make it.
+        """Whether a prompt of these positions, or of the next `num` choices, is missing; if so, starts to make it.
 
-        After an error of the stream the answer is False, for nothing will start.
+        Returns False after an error of the stream, because then no group starts.
         """
         try:
             missing = self.cursor.unprepared(positions, num, run_seed)

@@ -1,6 +1,6 @@
-"""Rollout: where the loop and the callbacks get their groups from; RecordedRollout: from an earlier run.
+"""Rollout: where the loop and the callbacks get their groups; RecordedRollout: the groups of an earlier run.
 
-RolloutController generates them, and `loops.SharedRollout` shares rank 0's controller with all ranks.
+RolloutController generates groups, and `loops.SharedRollout` shares rank 0's controller with all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Rollout(Protocol):
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the trajectories and their weight versions are those of an earlier run, and nothing generates now."""
+        """Whether the trajectories and weight versions come from an earlier run, so that nothing is generated."""
         ...
 
     @property
@@ -35,12 +35,12 @@ class Rollout(Protocol):
 
     @property
     def engine(self) -> RolloutEngine | None:
-        """The engine; None on other ranks than 0."""
+        """The engine on rank 0; None on other ranks."""
         ...
 
     @property
     def weight_version(self) -> int:
-        """The version of the weights that sample now, which the engine owns; -1 before the first load."""
+        """The version of the engine's present weights; -1 before the first load."""
         ...
 
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]: ...
@@ -70,20 +70,20 @@ class RecordedRollout:
     engine = None
 
     iterations: Sequence[list[Group]]  # the groups of each iteration, with their rewards
-    run_seed: int  # seeds shuffles and dropout; that of the recorded run repeats its iterations bit for bit
+    run_seed: int  # seeds shuffles and dropout; the recorded run's seed repeats its iterations bit for bit
     weight_version: int = -1
 
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]:
         return self.iterations[weight_version % len(self.iterations)]
 
     def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None:
-        """Do nothing: the rewards are recorded."""
+        """Does nothing: the rewards are recorded."""
 
     def commit(self) -> None:
-        """Nothing is in flight."""
+        """Does nothing: no group is in flight."""
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Nothing generates, but the export must be consumed because all ranks take part in it."""
+        """Consumes the export, in which all ranks take part, although there is no engine."""
         for _ in buckets:
             pass
         self.weight_version = weight_version
@@ -107,7 +107,7 @@ class RecordedRollout:
         return {}
 
     def load_state_dict(self, state: State) -> None:
-        """The weight version is the only state, and the loop restores it."""
+        """Does nothing: the weight version is the only state, and the loop restores it."""
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Nothing is open."""
+        """Does nothing: nothing is open."""

@@ -1,7 +1,7 @@
-"""SavedState: what a checkpoint has of the rollouts, taken at a token boundary of the engine.
+"""SavedState: the rollout's part of a checkpoint, taken at a token boundary of the engine.
 
-InFlightCompletions: what running groups have generated and were answered so far, so that a resumed run continues from
-there.
+InFlightCompletions: what running groups have generated so far and the answers they got, so that a resumed run can
+continue from there.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ class InFlightCompletions:
     """The completions of running groups, by seed name of the group. Belongs to one event loop."""
 
     workflow: Workflow
-    started: dict[int, Completion] = field(default_factory=dict)  # seed -> what a checkpoint has, whole or in part
+    started: dict[int, Completion] = field(default_factory=dict)  # seed -> a checkpoint's, complete or partial
     _completions: dict[str, dict[int, Completion | None]] = field(default_factory=dict)  # seeds; None: in progress
-    _answers: dict[str, list[list[Any]]] = field(default_factory=dict)  # session -> what a checkpoint has
+    _answers: dict[str, list[list[Any]]] = field(default_factory=dict)  # session -> a checkpoint's
     _logs: dict[str, dict[str, TurnLog]] = field(default_factory=dict)  # session -> log
 
     def open(self, seed_name: str) -> None:
-        """A training group starts: a checkpoint has it from now on."""
+        """Includes a training group that starts in checkpoints from now on."""
         self._completions.setdefault(seed_name, {})
 
     def close(self, seed_name: str) -> None:
-        """The group is done or given up."""
+        """Forgets a group that is done or given up."""
         self._completions.pop(seed_name, None)
         self._logs.pop(seed_name, None)
 
     def hand_over(self, seed_name: str, samples: Sequence[int], run_seed: int) -> State | None:
-        """Give away what a checkpoint has of these samples, for `take_over` in a worker; None in a validation."""
+        """Removes and returns a checkpoint's part of these samples, for a worker's `take_over`; None in validation."""
         if seed_name not in self._completions:
             return None
         started: dict[int, Completion] = {}
@@ -57,17 +57,17 @@ class InFlightCompletions:
         return {"started": started, "answers": {session: self._answers.pop(session) for session in sessions}}
 
     def take_over(self, seed_name: str, parts: State) -> None:
-        """A training group starts here, with what the controller had of it."""
+        """Opens a training group in this worker, with what `hand_over` returned."""
         self.open(seed_name)
         self.started |= parts["started"]
         self._answers |= parts["answers"]
 
     def completions(self, seed_name: str) -> dict[int, Completion | None]:
-        """The completions of a running group, to be set; of validation, which nothing resumes, an empty dict."""
+        """Returns the dict of a running group's completions, which callers fill; a throw-away dict in validation."""
         return self._completions.get(seed_name, {})
 
     def turn_log(self, seed_name: str, session: str) -> TurnLog | None:
-        """The log of a training rollout that a resumed run can continue; None for others."""
+        """Returns the log of a training rollout that a resumed run can continue; None for others."""
         if seed_name not in self._completions or not self.workflow.continues:
             return None
         answers = [(method, answer, state) for method, answer, state in self._answers.pop(session, [])]
@@ -77,8 +77,8 @@ class InFlightCompletions:
     def state_dict(self, unfinished: Mapping[int, Completion], states_of_workers: Sequence[State] = ()) -> State:
         """
         Args:
-            unfinished: by seed, what the engine has of the completions in progress.
-            states_of_workers: what workflow workers have, as this method gives it.
+            unfinished: by seed, the engine's completions in progress.
+            states_of_workers: the workflow workers' states, in the form that this method returns.
         """
         logs = [item for logs in self._logs.values() for item in logs.items()]
         completions: dict[int, Any] = {}
@@ -103,7 +103,7 @@ class Resumable(Protocol):
     in_flight: InFlightCompletions
 
     async def states_of_workers(self) -> list[State]:
-        """What each workflow worker has in flight while the engine is paused."""
+        """Returns what each workflow worker has in flight while the engine is paused."""
         ...
 
 
@@ -118,7 +118,7 @@ class SavedState:
     admission: AdmissionBatch
 
     async def take(self, run_seed: int, *, timeout_s: float) -> State:
-        """The state, in plain Python. If the engine does not stop in time, its unfinished completions start again."""
+        """Returns the state, in plain Python; without unfinished completions if the engine does not pause in time."""
         if not (self.scheduler.running and self.runner.in_flight.workflow.continues):
             return self._state(run_seed, {})
         taking = asyncio.ensure_future(self._at_boundary(run_seed))
@@ -134,7 +134,7 @@ class SavedState:
 
     async def _at_boundary(self, run_seed: int) -> State:
         async with self.admission.batch():
-            for _ in range(ADMISSION_TICKS):  # what has ended is reported
+            for _ in range(ADMISSION_TICKS):  # completions that have ended are reported meanwhile
                 await asyncio.sleep(0)
             unfinished = await self.engine.unfinished()
             return self._state(run_seed, unfinished, await self.runner.states_of_workers())
@@ -157,10 +157,10 @@ class SavedState:
         }
 
     def load(self, state: State) -> None:
-        """Before anything starts; raises RolloutError if the state has another build's form."""
+        """Restores the state before anything starts; raises RolloutError if another version of lightrl wrote it."""
         try:
             self.scheduler.load_state_dict(state)
-            if self.scheduler.started:  # else all groups start again
+            if self.scheduler.started:  # otherwise all groups start again
                 self.runner.in_flight.load_state_dict(state)
             self.cursor.next_position = int(state["next_position"])
             if self.cursor.prompts is not None and state.get("stream") is not None:
@@ -169,14 +169,14 @@ class SavedState:
         except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
             raise RolloutError(
                 f"The checkpoint's rollout state has the form of another version of lightrl ({error!r}). Resume with "
-                "that version, or start a new run from the model that lightrl export makes of the checkpoint."
+                "that version, or run `lightrl export` on the checkpoint and start a new run from the exported model."
             ) from error
         self.cursor.load_state_dict(curriculum)
         now = None if self.cursor.prompts is None else self.cursor.prompts.fingerprint
         if before is not None and now is not None and before != now:
             log.warning(
-                "The checkpoint was written with prompts %s, but this run has %s: some prompts will come twice, some "
-                "never. Restore the files, seed and shuffle of the data module, or start a new run.",
+                "The checkpoint was written with prompts %s, but this run has %s: some prompts will be repeated and "
+                "others skipped. Restore the data module's files, seed and shuffle, or start a new run.",
                 before,
                 now,
             )

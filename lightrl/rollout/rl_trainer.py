@@ -1,6 +1,6 @@
-"""RLTrainer: lightrl's Trainer as the loop and the callbacks see it, Lightning's with a rollout and RL hooks.
+"""RLTrainer: lightrl's Trainer as the loop and the callbacks see it: Lightning's, plus a rollout and RL hooks.
 
-A class and not a Protocol: its users need Lightning's Trainer too, and a Python type cannot ask for both.
+It is a class, not a Protocol: its users also need Lightning's Trainer, and Python has no intersection types.
 """
 
 from __future__ import annotations
@@ -27,35 +27,31 @@ class RLTrainer(L.Trainer):
     fast_dev_run: int | bool
     profiler: Profiler
 
-    engine: RolloutEngine | None = None  # what generates; on rank 0 LocalEngine() from the first stage on, if not set
-    settings: Mapping[str, object] | None = None  # the command line's and its files'; None without a command
+    engine: RolloutEngine | None = None  # if not set, the first stage sets LocalEngine() on rank 0
+    settings: Mapping[str, object] | None = None  # from the command line and its files; None without a command
     open_rollout: Rollout | None = None  # while a stage of an RLModule runs
-    memory_estimate: str  # what a rank's memory holds on paper, in words
+    memory_estimate: str  # the estimated use of a rank's memory, in words
     phase_seconds: dict[str, float]  # phase of the current iteration (rollout, score, rewards, update, sync) -> seconds
 
     @property
     def rollout(self) -> Rollout:
-        """The source of the groups of the current stage.
-
-        Raises:
-            RuntimeError: if no stage of an RLModule runs.
-        """
+        """The source of the current stage's groups; raises RuntimeError if no stage of an RLModule runs."""
         if self.open_rollout is None:
             raise RuntimeError("There is no rollout: no fit, validate, test or predict of an RLModule is running.")
         return self.open_rollout
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that are trained: the number of finished iterations, `global_step`."""
+        """Version of the weights being trained: the number of finished iterations, `global_step`."""
         return self.global_step
 
     @property
     def run_seed(self) -> int:
-        """The seed of `seed_everything`; 0 without one."""
+        """The seed given to `seed_everything`; 0 without one."""
         return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
     def rl_hooks(self, name: str) -> Iterator[Callable[..., Any]]:
-        """The hook of each callback that defines it, then the module's."""
+        """Yields the hook of each callback that defines it, then the module's."""
         module = self.lightning_module
         for callback in self.callbacks:
             hook = getattr(callback, name, None)
@@ -66,15 +62,11 @@ class RLTrainer(L.Trainer):
             yield hook
 
     def call_rl_hook(self, name: str, *args: object) -> None:
-        """Calls an RL hook of all callbacks and of the module; `self.log` works inside."""
+        """Calls an RL hook of all callbacks and the module, in which `self.log` works."""
         raise NotImplementedError
 
     def log_number(self, name: str, value: float, settings: Mapping[str, object]) -> bool:
-        """Logs a number of the present training batch; False if Lightning must log it.
-
-        Args:
-            settings: `log`'s other arguments by name.
-        """
+        """Logs a number of the training batch; False if Lightning must log it. `settings`: `log`'s other arguments."""
         raise NotImplementedError
 
     def rewarded_groups(self, batch: object) -> list[Group]:

@@ -1,6 +1,6 @@
 """TrajectoryRunner: runs a workflow for the trajectories of a group, in rank 0's process or in a workflow worker.
 
-Rewards: computes their rewards, in rank 0's process alone.
+Rewards: computes their rewards, only in rank 0's process.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from lightrl.workflows.workflow import GroupResult, RunResult, SingleTurn, Workf
 
 @dataclass(eq=False)
 class TrajectoryRunner:
-    """Runs the workflow for groups, with an engine of this process. Belongs to one event loop."""
+    """Runs the workflow for groups, with this process's engine. Belongs to one event loop."""
 
     engine: RolloutEngine  # has been started
     workflow: Workflow
 
     def __post_init__(self) -> None:
         self.in_flight = InFlightCompletions(self.workflow)
-        # Ours check what they yield, or make it by themselves.
+        # lightrl's own implementations check their trajectories, or build them.
         self._checks = type(self.workflow).run_group not in (Workflow.run_group, SingleTurn.run_group)
 
     async def run_group(
         self, prompt: Prompt, samples: Sequence[int], sampling: Sampling, run_seed: int, seed_name: str
     ) -> AsyncGenerator[GroupResult, None]:
-        """Yields each sample's trajectory, or the error that drops it, when it is done; without a deadline of its own.
+        """Yields each sample's trajectory, or the error that drops it, as soon as it is done; sets no deadline.
 
         Args:
-            sampling: of every turn; the seed is set here.
-            run_seed, seed_name: with sample and turn they fix all that is sampled.
+            sampling: for every turn; the seed is set here.
+            run_seed, seed_name: determine, with sample and turn, all that is sampled.
 
         Raises:
             EngineError: from the engine.
@@ -63,7 +63,7 @@ class TrajectoryRunner:
                 async with contextlib.aclosing(self.workflow.run_group(prompt, generate)) as results:
                     async for sample, result in results:
                         if sample not in missing:
-                            raise RolloutError(f"{name} yielded sample {sample!r} of prompt {prompt.id!r} unasked.")
+                            raise RolloutError(f"{name} yielded an unrequested sample {sample!r} of {prompt.id!r}.")
                         del missing[sample]
                         yield sample, self._check(result, prompt) if self._checks else result
                 error = RolloutError(f"{name} ended without a trajectory of prompt {prompt.id!r}.")
@@ -85,11 +85,11 @@ class TrajectoryRunner:
             return error
 
     def end_group(self, seed_name: str) -> None:
-        """The group is done or given up."""
+        """Forgets a group that is done or given up."""
         self.in_flight.close(seed_name)
 
     async def states_of_workers(self) -> list[State]:
-        """Nothing: all that is in flight is here."""
+        """Returns nothing, because this process has all completions in flight."""
         return []
 
 
@@ -123,7 +123,7 @@ class _GroupGenerate:
                     yield sample, error
 
     def _start(self, token_ids: list[int], seeds: dict[int, int]) -> dict[int, asyncio.Future[Completion]]:
-        """Return by sample the completion that the engine generates or that a checkpoint has."""
+        """Returns, by sample, the completion that a checkpoint holds or that the engine generates."""
         started = {sample: self.in_flight.started.pop(seed, None) for sample, seed in seeds.items()}
         futures: dict[int, asyncio.Future[Completion]] = {}
         for sample, completion in started.items():
@@ -170,7 +170,7 @@ class _TurnGenerate:
         return check_completion(completion, sampling, turn, group.prompt)
 
     async def _generate(self, token_ids: list[int], sampling: Sampling, images: tuple[str, ...]) -> Completion:
-        """The engine's completion, or the rest of one that a checkpoint has started."""
+        """Returns the engine's completion, which continues a checkpoint's partial one if there is one."""
         engine = self.group.engine
         request: dict[str, Any] = {"images": images} if images else {}
         started = self.group.in_flight.started.pop(sampling.seed, None)
@@ -183,12 +183,7 @@ class _TurnGenerate:
 
 
 def check_completion(completion: Completion, sampling: Sampling, turn: int, prompt: Prompt) -> Completion:
-    """The completion, unless the engine returned something else or aborted it.
-
-    Raises:
-        EngineError: if the engine does not keep the protocol.
-        RolloutError: if it was aborted.
-    """
+    """Returns the completion; raises EngineError if it is malformed, and RolloutError if it was aborted."""
     lengths = [len(values) for values in (completion.token_ids, completion.logprobs, completion.weight_versions)]
     if len(set(lengths)) > 1:
         raise EngineError(
@@ -207,7 +202,7 @@ def check_completion(completion: Completion, sampling: Sampling, turn: int, prom
 
 @dataclass(eq=False)
 class Rewards:
-    """Computes rewards, those of trajectories that finish together in one request. Belongs to the controller's loop."""
+    """Computes rewards; trajectories that finish together share a request. Belongs to the controller's event loop."""
 
     reward_worker: RewardWorker  # has been started
     drops: DropCounter  # counts the trajectories whose reward failed
@@ -218,33 +213,28 @@ class Rewards:
     _results: dict[asyncio.Future[bool], asyncio.Future[RewardResult]] = field(default_factory=dict, init=False)
 
     def compute(self, trajectory: Trajectory) -> asyncio.Future[bool]:
-        """Sets the reward when it is there; the result is False if it failed and the trajectory is dropped.
+        """Sets the reward once it is known; the result is False if it failed and the trajectory is dropped.
 
-        The worker keeps its own deadline.
+        The worker enforces its own deadline.
         """
         loop = asyncio.get_running_loop()
         is_kept: asyncio.Future[bool] = loop.create_future()
         if trajectory.workspace is not None:
             is_kept.add_done_callback(lambda _: self.workflow.clean_up(trajectory))
         if not self._unsent:
-            loop.call_soon(self._send)  # after all that arrived together
+            loop.call_soon(self._send)  # after the other trajectories that finish now
         self._unsent.append((trajectory, is_kept))
         return is_kept
 
     def defer(self, trajectory: Trajectory) -> None:
-        """Starts to compute a reward that `wait_for` waits for."""
+        """Starts to compute a reward; `wait_for` waits for it."""
         self._deferred[id(trajectory)] = (trajectory, self.compute(trajectory))
 
     async def wait_for(self, groups: Sequence[Group], on_reward: Callable[[], None]) -> None:
-        """Waits until all rewards of these groups are set, or for the first error; computes those that nobody started.
+        """Waits until all rewards of these groups are set or one fails the run; starts those not yet requested.
 
-        A trajectory whose reward failed is removed from its group.
-
-        Args:
-            on_reward: called for each trajectory.
-
-        Raises:
-            RolloutError: if too many failed.
+        A trajectory whose reward failed is removed from its group. Calls `on_reward` for each trajectory. Raises
+        RolloutError if too many rewards failed.
         """
         waiting: dict[int, asyncio.Future[bool]] = {}
         for item in (item for group in groups for item in group.trajectories):
@@ -260,7 +250,7 @@ class Rewards:
             return
         done, _ = await asyncio.wait(waiting.values(), return_when=asyncio.FIRST_EXCEPTION)
         for is_kept in done:
-            is_kept.result()  # raises what it raised
+            is_kept.result()  # raises the error, if any
         for key, is_kept in waiting.items():
             del self._deferred[key]
             self.drops.count_trajectory(is_failed=not is_kept.result())
@@ -269,14 +259,14 @@ class Rewards:
             group.trajectories = [item for item in group.trajectories if item.reward is not None]
 
     def cancel(self, rewards: Iterable[asyncio.Future[bool]]) -> None:
-        """Cancels those of these computations that are not done."""
+        """Cancels these computations unless they are done."""
         for is_kept in rewards:
             if (result := self._results.pop(is_kept, None)) is not None:
                 result.cancel()
             abandon([is_kept])
 
     def close(self) -> None:
-        """Cancels what is left."""
+        """Cancels all pending computations."""
         self.cancel(is_kept for _, is_kept in [*self._unsent, *self._deferred.values()])
 
     def _send(self) -> None:
@@ -285,7 +275,7 @@ class Rewards:
         start_ns = time.perf_counter_ns()
         try:
             computing = self.reward_worker.compute_rewards([trajectory for trajectory, _ in unsent])
-        except Exception as error:  # noqa: BLE001  # those who wait raise it
+        except Exception as error:  # noqa: BLE001  # the waiting tasks raise it
             self.tasks.fail(error)
             for _, is_kept in unsent:
                 is_kept.set_exception(error)

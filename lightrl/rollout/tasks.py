@@ -1,6 +1,6 @@
-"""Tasks: the asyncio tasks of the controller; the first error of one ends the run.
+"""Tasks: the asyncio tasks of the controller; the first error in one ends the run.
 
-AdmissionBatch: what starts together reaches the engine together.
+AdmissionBatch: groups that start together reach the engine together.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import RolloutError
 
 # Ticks of the event loop after which every new trajectory has reached its first `generate`: one starts the group's
-# task, one that of the trajectory or of the request, and the others allow for a workflow that awaits something
-# ready first.
+# task, one the task of the trajectory or request, and the others allow for a workflow that first awaits something that
+# is ready.
 ADMISSION_TICKS = 5
 
 _T = TypeVar("_T")
@@ -30,7 +30,7 @@ class Tasks:
     def __init__(self) -> None:
         self.failure: BaseException | None = None  # the first one; it ends the run
         self.changed = asyncio.Event()  # the run has failed, or a group is done
-        self._spawned: set[asyncio.Task[object]] = set()  # the event loop itself keeps weak references only
+        self._spawned: set[asyncio.Task[object]] = set()  # the event loop keeps only weak references
 
     def spawn(self, coroutine: Coroutine[object, None, _T]) -> asyncio.Task[_T]:
         """Starts a task whose error ends the run, unless the task was abandoned."""
@@ -40,9 +40,9 @@ class Tasks:
         return task
 
     async def abandon_all(self, *, but: Collection[asyncio.Task[object]]) -> None:
-        """Cancels all other tasks of the event loop and waits for them, and for the ones left out.
+        """Cancels all other tasks of the event loop except `but`, and waits for all of them.
 
-        One that continues is cancelled again: aiohttp swallows a cancellation that arrives as its own timeout expires.
+        A task that continues is cancelled again: aiohttp swallows a cancellation that arrives as its timeout expires.
         """
         abandon(asyncio.all_tasks() - {asyncio.current_task()} - set(but))
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
@@ -57,7 +57,7 @@ class Tasks:
         self.changed.set()
 
     def fail_on_exit(self, error: BaseException) -> None:
-        """Ends the run with an error that left the event loop."""
+        """Ends the run with an error that escaped the event loop."""
         failure = RolloutError(f"A task on the event loop raised {error!r}, which would have ended the loop.")
         failure.__cause__ = error
         self.fail(failure)
@@ -71,7 +71,7 @@ class Tasks:
 
 @dataclass(eq=False)
 class AdmissionBatch:
-    """`async with admission.batch():` what is started inside reaches the engine while it is paused."""
+    """`async with admission.batch():` requests started inside reach the engine while it is paused."""
 
     engine: RolloutEngine  # has been started
     resuming: set[asyncio.Task[None]] = field(default_factory=set)  # must not be cancelled

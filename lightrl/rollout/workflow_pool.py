@@ -1,12 +1,12 @@
-"""WorkflowPool: runs groups in processes of their own, with engines that follow rank 0's; all else stays in rank 0.
+"""WorkflowPool: runs groups in separate processes, whose engines follow rank 0's; everything else stays in rank 0.
 
     rank 0: GroupScheduler ─ WorkflowPool ══ channel ══► worker (workflow_worker.py) ── requests ──► servers
               one order, admission,  │  ▲                   TrajectoryRunner: workflow, tokens, text
               rewards, what trains   └──┴─ engine: servers' states, weight versions, pauses
 
-Prompt and seeds of a trajectory go to the worker that runs the fewest; the trajectory comes back. So numbers do not
-depend on which worker runs what. A worker that dies or hangs is named and replaced, and others run its trajectories
-again from their seeds, with tokens of the weights that serve then: the start of the group remains the bound of its
+A trajectory's prompt and seeds go to the worker that runs the fewest trajectories, and the trajectory comes back. So
+results do not depend on which worker runs what. A worker that dies or hangs is logged and replaced. Others run its
+trajectories again from their seeds, with the weights that serve then; the version at the group's start still bounds its
 staleness.
 """
 
@@ -45,16 +45,16 @@ log = logging.getLogger(__name__)
 START_S = 120.0  # until a worker has imported everything
 END_S = 5.0  # until a worker whose channel is closed has ended
 BEAT_S = 1.0  # between two messages to an idle worker
-MAX_DEATHS = 3  # then a trajectory that its workers died with is not run again: it may be the cause
-_STACK_S = 0.5  # for a worker that hangs to print where
-_ANSWERS = {"state": dict, "follow": FollowerState}  # kind of request -> what answers it, or an EngineError
+MAX_DEATHS = 3  # a trajectory whose workers died this often is not run again: it may be the cause
+_STACK_S = 0.5  # for a hanging worker to print its stack
+_ANSWERS = {"state": dict, "follow": FollowerState}  # kind of request -> type of its answer, or an EngineError
 
 
 class _WorkerLostError(Exception):
     """The worker ended before it answered."""
 
 
-_Results = asyncio.Queue[tuple[int, Any]]  # samples, and what came of each: see `WorkflowPool.run_group`
+_Results = asyncio.Queue[tuple[int, Any]]  # samples and their results, see `WorkflowPool.run_group`
 
 
 @dataclass(eq=False)
@@ -65,11 +65,11 @@ class _Worker:
     channel: Channel
     pid: int
     answers: dict[int, tuple[type, asyncio.Future[Any]]] = field(default_factory=dict)  # key of the request -> answer
-    # Key -> the prompt, its samples that run, and their results.
+    # Key -> the prompt, its running samples, and the queue of their results.
     runs: dict[int, tuple[Prompt, set[int], _Results]] = field(default_factory=dict)
     state: Any = None  # its engine's
     num_done: int = 0  # trajectories
-    silent_s: float = 0.0  # counted in beats, not by the clock: a stopped run is not a worker that hangs
+    silent_s: float = 0.0  # counted in beats, not by the clock: a suspended run has no hanging workers
 
     def ask(self, key: int, kind: str, *values: object) -> asyncio.Future[Any]:
         answer = asyncio.get_running_loop().create_future()
@@ -82,7 +82,7 @@ class _Worker:
         return sum(len(samples) for _, samples, _ in self.runs.values())
 
     def on_result(self, key: int, sample: int | None, result: object) -> None:
-        """A trajectory of this run, or its error; None for all samples: the engine has failed."""
+        """Hands over a sample's trajectory or error; sample None is an error of all samples of the run."""
         if key not in self.runs:  # given up
             if isinstance(result, Trajectory):
                 self.workflow.clean_up(result)
@@ -97,17 +97,16 @@ class _Worker:
 
 @dataclass(eq=False)
 class WorkflowPool:
-    """The workers of one controller, the engine's `FollowerProcesses`; belongs to the controller's event loop.
+    """The workers of a controller, which are the engine's `FollowerProcesses`; belongs to the controller's event loop.
 
-    Raises:
-        ValueError: if other processes cannot use this engine or this workflow.
+    Raises ValueError if other processes cannot use this engine or workflow.
     """
 
     engine: RolloutEngine  # has been started
     workflow: Workflow  # copied to each worker
     num: int  # the number of workers
     tasks: Tasks  # the controller's; a worker that cannot be started ends the run there
-    silent_s: float  # a worker that does not answer for so long hangs
+    silent_s: float  # a worker that does not answer for this long counts as hanging
 
     def __post_init__(self) -> None:
         self.engine.check_workers(self.num)
@@ -116,7 +115,7 @@ class WorkflowPool:
         self.in_flight = InFlightCompletions(self.workflow)
         self._workers: list[_Worker] = []  # only ready ones
         self._has_workers = asyncio.Event()
-        self._was_ready = False  # one of them, at some time
+        self._was_ready = False  # whether any worker has ever been ready
         self._keys = itertools.count()
 
     async def open(self) -> None:
@@ -129,9 +128,9 @@ class WorkflowPool:
     async def run_group(
         self, prompt: Prompt, samples: Sequence[int], sampling: Sampling, run_seed: int, seed_name: str
     ) -> AsyncGenerator[GroupResult, None]:
-        """Yields what `TrajectoryRunner.run_group` does, which the workers call; a cancellation ends it there.
+        """Yields what `TrajectoryRunner.run_group` yields in the workers; a cancellation stops them too.
 
-        A sample whose workers died `MAX_DEATHS` times in turn fails with a RolloutError.
+        A sample whose workers died `MAX_DEATHS` times fails with a RolloutError.
         """
         results: _Results = asyncio.Queue()
         num_deaths: Counter[int] = Counter()
@@ -166,8 +165,8 @@ class WorkflowPool:
                         await start([sample])
                         continue
                     result = RolloutError(
-                        f"{MAX_DEATHS} workflow workers died in turn while they ran prompt {prompt.id!r}, which is not "
-                        "tried again. Their output, above, may say what they died of."
+                        f"{MAX_DEATHS} workflow workers died while they ran prompt {prompt.id!r}, which is not tried "
+                        "again. Their output, above, may show the cause."
                     )
                 record("interaction", "generate", "generations", start_ns, session=f"{seed_name}/{sample}")
                 num_left -= 1
@@ -178,13 +177,13 @@ class WorkflowPool:
                     worker.channel.send(key, "cancel")
 
     def end_group(self, seed_name: str) -> None:
-        """The group is done, or given up."""
+        """Forgets a group that is done or given up."""
         self.in_flight.close(seed_name)
         for worker in self._workers:
             worker.channel.send(None, "end group", seed_name)
 
     async def states_of_workers(self) -> list[State]:
-        """Return what each worker has in flight while the engine is paused; nothing of one that dies meanwhile."""
+        """Returns what each worker has in flight while the engine is paused; omits a worker that dies meanwhile."""
         answers = [worker.ask(next(self._keys), "state") for worker in self._workers]
         states = await asyncio.gather(*answers, return_exceptions=True)
         for state in states:
@@ -213,7 +212,7 @@ class WorkflowPool:
         self._leader.on_follower_states([each.state for each in self._workers if each.state is not None])
 
     async def _keep(self, name: str) -> None:
-        """Keeps a worker of this name running, until it is cancelled."""
+        """Keeps a worker of this name running until cancelled."""
         num_useless = 0  # deaths in a row before a trajectory was done
         while True:
             ours, theirs = socket.socketpair()
@@ -234,13 +233,13 @@ class WorkflowPool:
             if num_useless == MAX_DEATHS or not self._was_ready:
                 raise RolloutError(
                     f"The {name} ended with {how} before it had finished a trajectory (deaths in a row: "
-                    f"{num_useless}). Its output is above. Fix what it died of, or set workflow_workers to 0."
+                    f"{num_useless}). Its output is above. Fix the cause, or set workflow_workers to 0."
                 )
             again = f"Trajectories to run again: {num_lost}." if num_lost else "It was running none."
             log.warning("The %s ended with %s. %s", name, how, again)
 
     async def _ready(self, name: str, child: ChildProcess, end: socket.socket) -> _Worker | None:
-        """The worker at the other end once it is ready; None if it ended before."""
+        """Returns the worker at the other end once it is ready, or None if it ended before that."""
         channel = await Channel.open(end)
         level = logging.getLogger("lightrl").getEffectiveLevel()
         with contextlib.ExitStack() as undo:
@@ -251,14 +250,14 @@ class WorkflowPool:
             except TimeoutError:
                 raise RolloutError(f"The {name} was not ready {START_S:g} s after its start.") from None
             except BadMessage as error:
-                raise RolloutError(f"The {name} sent {error} at its start, which is no message of it.") from error
+                raise RolloutError(f"The {name} sent an invalid message at its start: {error}.") from error
             if ready is None:
                 return None
             undo.pop_all()
         return _Worker(name, self.workflow, child, channel, *ready)
 
     async def _serve(self, worker: _Worker) -> int:
-        """Takes what a worker sends until it ends, then fails what waits for it; the number of its trajectories."""
+        """Handles a worker's messages until it ends, then fails its runs; returns the number of lost trajectories."""
         self._workers.append(worker)
         self._has_workers.set()
         self._was_ready = True
@@ -269,7 +268,7 @@ class WorkflowPool:
                 self._on_message(worker, message)
             return worker.num_running
         except BadMessage as error:
-            log.warning("The %s sent %s, which is no message of it, and is ended.", worker.name, error)
+            log.warning("Ending the %s, which sent an invalid message: %s.", worker.name, error)
             return worker.num_running
         finally:
             self._workers.remove(worker)
@@ -283,7 +282,7 @@ class WorkflowPool:
             self._note_all()
 
     def _on_message(self, worker: _Worker, message: tuple[Any, ...]) -> None:
-        """Believes nothing about what a worker sends; raises BadMessage."""
+        """Handles a message without trusting its form; raises BadMessage."""
         match message:
             case None, (str(kind), str(url), str(reason)):
                 self._leader.on_server_failed(kind, url, reason)
@@ -294,7 +293,7 @@ class WorkflowPool:
             case int(key), int(sample), bytes() | RolloutError() | RewardError() as result:
                 prompt, samples, _ = worker.runs.get(key, (Prompt("given up", token_ids=[]), {sample}, None))
                 if sample not in samples:
-                    raise BadMessage(f"an unasked result of sample {sample} of prompt {prompt.id!r}")
+                    raise BadMessage(f"an unrequested result of sample {sample} of prompt {prompt.id!r}")
                 done = self._trajectory(result, prompt) if isinstance(result, bytes) else result
                 worker.num_done += 1
                 worker.on_result(key, sample, done)
@@ -307,11 +306,11 @@ class WorkflowPool:
             if not all(isinstance(value, int | float) for value in trajectory.metrics.values()):
                 raise TypeError(f"metrics={trajectory.metrics!r:.100}")
             return trajectory
-        except Exception as error:  # a decoder raises anything
-            raise BadMessage(f"a trajectory of prompt {prompt.id!r} that is none ({error!r})") from error
+        except Exception as error:  # a decoder may raise anything
+            raise BadMessage(f"an invalid trajectory of prompt {prompt.id!r} ({error!r})") from error
 
     async def _beat(self) -> None:
-        """Finds workers that hang."""
+        """Posts to the workers every second, and ends those that hang."""
         try:
             while True:
                 await asyncio.sleep(BEAT_S)
@@ -326,7 +325,7 @@ class WorkflowPool:
     def _end_hanging(self, worker: _Worker) -> None:
         log.warning(
             "The %s (process %d) did not answer for loop_timeout_s=%g and is ended. A workflow or environment blocks "
-            "its event loop, unless the process was stopped:",
+            "its event loop (or something stopped the process):",
             worker.name,
             worker.pid,
             self.silent_s,
@@ -337,10 +336,10 @@ class WorkflowPool:
 
 
 async def _end(child: ChildProcess) -> int:
-    """Waits for the end of a worker whose channel is closed, and makes it end; its exit code."""
+    """Waits until a worker whose channel is closed ends, kills it after END_S, and returns its exit code."""
     try:
         await child.ended(END_S)
-    finally:  # a controller that closes does not wait for it so long: it cancels this too
+    finally:  # a closing controller does not wait that long: it cancels this task too
         child.ask_to_end(0.0)
         await child.ended(END_S)
         child.kill()
@@ -348,7 +347,7 @@ async def _end(child: ChildProcess) -> int:
 
 
 def _check_travels(workflow: Workflow, num: int) -> None:
-    """Raises ValueError if a worker cannot have a copy of this workflow."""
+    """Raises ValueError if this workflow cannot be copied to a worker."""
     name = type(workflow).__qualname__
     try:
         data = pickle.dumps(workflow)
@@ -360,7 +359,7 @@ def _check_travels(workflow: Workflow, num: int) -> None:
     if b"__main__" in data:
         raise ValueError(
             f"workflow_workers={num}: {name} uses a class or function of the main script, which other processes cannot "
-            "import. Move it to a module of its own, or set workflow_workers to 0."
+            "import. Move it to a separate module, or set workflow_workers to 0."
         )
 
 
@@ -369,6 +368,6 @@ def _settle(answer: asyncio.Future[Any], value: object) -> None:
         return
     if isinstance(value, Exception):
         answer.set_exception(value)
-        answer.exception()  # nobody may wait for it any more
+        answer.exception()  # so that asyncio does not log it if no task waits
     else:
         answer.set_result(value)

@@ -1,11 +1,11 @@
-"""A workflow worker: the process of workflow_pool.py in which workflows run, with an engine that follows rank 0's.
+"""A workflow worker: a process of workflow_pool.py in which workflows run, with an engine that follows rank 0's.
 
     pool ─► worker   (key, "run", ...), (key, "cancel"), (None, "end group", ...),
                      (key, "follow", state of the servers), (key, "state")
     worker ─► pool   (process id) when it is ready; then for each sample of a run (key, sample, the trajectory's
                      bytes) or (key, sample, error), (key, answer or exception), and (None, a report of a server)
 
-It ends when the pool closes the channel. If the pool's process ends, its guard kills it, and whatever it started.
+It ends when the pool closes the channel. If the pool's process dies, a guard kills the worker and all its children.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ async def _serve(end: socket.socket) -> None:
 
 
 class WorkflowWorker:
-    """Does what the pool sends."""
+    """Executes the pool's requests."""
 
     def __init__(self, channel: Channel, engine: Follower, workflow: Workflow) -> None:
         self._channel = channel
         self._engine = engine
         self._tasks = Tasks()
-        self._runner = TrajectoryRunner(engine, workflow)  # type: ignore[arg-type]  # it generates, no more
+        self._runner = TrajectoryRunner(engine, workflow)  # type: ignore[arg-type]  # a Follower only generates
         self._running: dict[int, asyncio.Task[None]] = {}  # key of the request -> task
 
     async def serve(self) -> None:
@@ -92,7 +92,7 @@ class WorkflowWorker:
         await asyncio.wait(ending, timeout=END_S)
 
     def _start(self, key: int, started: State | None, *run: Any) -> None:
-        """Starts a part of a group; `started` is what a checkpoint has of it, None for a validation."""
+        """Starts samples of a group; `started` is a checkpoint's part of them, None in validation."""
         if started is not None:
             self._runner.in_flight.take_over(run[-1], started)
         task = self._running[key] = self._tasks.spawn(self._run_group(key, *run))

@@ -1,28 +1,28 @@
-"""Strategies: where a model's parameters and its work live. Each gives a ParallelModel (models package) for a role.
+"""Strategies: where a model's parameters and computation live. Each makes a ParallelModel (models package) for a role.
 
 Reading order:
     single.py            one process, one device: no padding, logprobs from hidden states
-    head.py              which tokens the output head reads, and what it returns
+    head.py              the tokens whose logprobs the output head reads, and its results
     layouts/             how a microbatch goes through a model without its padding
-    checkpoints/         written whole or not at all, read without running code
-    ranks/               the processes of a run, what they exchange, and who notices that one fails
-    sharded_experience/  an iteration's trajectories over the ranks: where each row trains, what travels
-    fsdp2.py             FSDP2Strategy: sharded models; offload.py: what waits in host memory
+    checkpoint/          written completely or not at all, read without running code
+    ranks/               the processes of a run, their communication, and the detection of failures
+    sharded_experience/  an iteration's trajectories across ranks: where each row trains, what is sent
+    fsdp2.py             FSDP2Strategy: sharded models; offload.py: activations and optimizer state in host memory
     fsdp2_model.py       one sharded model
     parallel_3d.py       Parallel3DStrategy: pipeline x data x tensor parallelism
-    stages.py            this rank's part of a model; pipeline.py: schedules and what runs them
+    stages.py            this rank's part of a model; pipeline.py: schedules and their execution
     tensor_plans.py      how a model is split, from transformers' plans; tensor_parallel.py: parameters split over tp
     empty_model.py       a model without memory, filled tensor by tensor
-    precision.py         Lightning's precision plugins: batches as they are, gradients clipped over all ranks
+    precision.py         Lightning's precision plugins: batches unchanged, gradients clipped over all ranks
     known_strategies.py  which strategies train an RLModule
 
 May import: errors, checks, trajectory, experience, functional, weights, models, Lightning. To add a strategy, subclass
 FSDP2Strategy.
 """
 
-from lightrl.strategies.checkpoints.folder import read_rest, read_tensors
-from lightrl.strategies.checkpoints.one_file import AtomicCheckpointIO
-from lightrl.strategies.checkpoints.safe_reader import load_plain
+from lightrl.strategies.checkpoint import AtomicCheckpointIO
+from lightrl.strategies.checkpoint.folder import read_rest, read_tensors
+from lightrl.strategies.checkpoint.safe_reader import load_plain
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.fsdp2_model import whole
 from lightrl.strategies.head import LogprobSettings

@@ -1,7 +1,7 @@
 """Models without memory, and their weights: each rank reads its own shards, one tensor at a time.
 
-So a model that fits into no rank's memory can be trained. Buffers get memory from the start: they are small, and those
-that are not saved (the angles of rotary embeddings) would be garbage if they were created on the meta device.
+So a model can be trained that does not fit into the memory of one rank. Buffers get memory from the start: they are
+small, and unsaved ones (the angles of rotary embeddings) would be garbage if they were created on the meta device.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ROLE = "lightrl_role"  # attribute of a model without weights: where to get them
+_ROLE = "lightrl_role"  # attribute of a model without weights: the role that loads them
 
 
 def empty_model(role: Role) -> PreTrainedModel:
-    """The role's model with its buffers but without its weights, which `fill_model` loads.
+    """Builds the role's model with its buffers but without its weights, which `fill_model` loads.
 
     Raises:
         ValueError: for a quantized checkpoint, or a tuning that needs whole parameters.
@@ -52,7 +52,7 @@ def empty_model(role: Role) -> PreTrainedModel:
     with torch.device("cpu"), _parameters_on_meta(), torch.random.fork_rng(devices=[]):
         model: PreTrainedModel = make(config, trust_remote_code=spec.trust_remote_code, **spec.build_options)
     if spec.path is not None:
-        with contextlib.suppress(OSError):  # it is optional
+        with contextlib.suppress(OSError):  # the file is optional
             model.generation_config = GenerationConfig.from_pretrained(spec.path)
     with _parameters_on_meta():
         role.tuning.add_to(model)
@@ -61,7 +61,7 @@ def empty_model(role: Role) -> PreTrainedModel:
 
 
 def take_role(model: torch.nn.Module) -> Role | None:
-    """Returns the source of the weights of a model without memory, once; None if it has its weights."""
+    """Removes and returns the role that a model without memory gets its weights from; None if it has weights."""
     role: Role | None = vars(model).pop(_ROLE, None)
     return role
 
@@ -69,12 +69,12 @@ def take_role(model: torch.nn.Module) -> Role | None:
 def fill_model(model: PreTrainedModel, role: Role, device: torch.device, ranks: Ranks) -> None:
     """Gives a sharded model of `empty_model` its weights; collective.
 
-    Each rank reads its own shards from the checkpoint's files. What no file has, random weights and what the tuning
-    adds, the first rank makes and distributes.
+    Each rank reads its own shards from the checkpoint's files. The first rank makes and distributes the rest: random
+    weights and parameters that the tuning adds.
 
     Args:
-        device: of the shards.
-        ranks: of the model's mesh.
+        device: device of the shards.
+        ranks: the ranks of the model's mesh.
     """
     give_memory(model, device)
     if ranks.is_main and role.spec.path is not None:
@@ -88,7 +88,7 @@ def fill_model(model: PreTrainedModel, role: Role, device: torch.device, ranks: 
     made: dict[str, Tensor] = {}
     if not has_files and ranks.is_main:
         if role.spec.path is not None:
-            log.warning("Rank 0 loads all of %s into memory: its ranks cannot read parts of its files.", role.spec.path)
+            log.warning("Rank 0 loads all of %s into memory: ranks cannot read parts of its files.", role.spec.path)
         made = held_tensors(role.spec.load_model())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -97,7 +97,7 @@ def fill_model(model: PreTrainedModel, role: Role, device: torch.device, ranks: 
             elif not has_files:
                 _fill(parameter, made.pop(role.tuning.base_name(name)) if ranks.is_main else None)
             ranks.step()
-        if not has_files:  # what remains are buffers
+        if not has_files:  # only buffers remain
             model.load_state_dict(ranks.broadcast_tensors(made), strict=False)
 
 
@@ -115,14 +115,14 @@ def give_memory(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _fill(parameter: Tensor, whole: Tensor | None) -> None:
-    """Distributes rank 0's tensor, None on the others, to the shards of a parameter."""
+    """Distributes rank 0's tensor (None on other ranks) to the shards of a parameter."""
     assert isinstance(parameter, DTensor), "fully_shard makes all of them DTensors"
     home, shape, dtype = parameter.device_mesh.device_type, parameter.shape, parameter.dtype
     sent = torch.empty(shape, dtype=dtype, device=home) if whole is None else whole.to(home, dtype)
     placements = parameter.placements
     if all(placement.is_shard() or placement.is_replicate() for placement in placements):
         part = distribute_tensor(sent, parameter.device_mesh, placements).to_local()
-    else:  # torch cannot cut divided experts in unequal shares
+    else:  # torch cannot cut divided experts into unequal shards
         everywhere = [Replicate()] * len(placements)
         part = part_at(distribute_tensor(sent, parameter.device_mesh, everywhere).to_local(), box_of(parameter))
     parameter.to_local().copy_(part)
@@ -130,7 +130,7 @@ def _fill(parameter: Tensor, whole: Tensor | None) -> None:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside, a parameter loses its memory as soon as a module registers it; buffers keep theirs."""
+    """Moves parameters to the meta device as soon as a module registers them; buffers keep their memory."""
     register = torch.nn.Module.register_parameter
 
     def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:

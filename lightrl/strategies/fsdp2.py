@@ -1,7 +1,7 @@
-"""FSDP2Strategy: parameters, gradients and optimizer state sharded over all ranks; the same numbers as one process.
+"""FSDP2Strategy: parameters, gradients and optimizer state sharded over all ranks; same results as one process.
 
-Each decoder layer is gathered when it is needed and freed afterwards (`fully_shard`), so a rank holds its share and one
-or two layers. Models start without memory; each rank reads its own part of the checkpoint.
+Each decoder layer is gathered when it is needed and freed afterwards (`fully_shard`), so a rank holds its shards and
+one or two layers. Models start without memory; each rank reads its own part of the checkpoint.
 
     world 8, num_replicas 2:   replica 0: ranks 0 1 2 3, each a quarter of the model
                                replica 1: ranks 4 5 6 7, the same; gradients are averaged over both
@@ -37,8 +37,8 @@ from lightrl.models.conversion import conversions
 from lightrl.models.expert_parallel import expert_mesh, num_split_experts, split_experts
 from lightrl.models.moe import moe_blocks, router_of
 from lightrl.models.optimizer import model_children, own_parameters
-from lightrl.strategies.checkpoints.atomic_write import BackgroundWrites, logged_behind_failure
-from lightrl.strategies.checkpoints.folder import folder_writer, load_folder, optimizer_state
+from lightrl.strategies.checkpoint.atomic_write import BackgroundWrites, logged_behind_failure
+from lightrl.strategies.checkpoint.folder import folder_writer, load_folder, optimizer_state
 from lightrl.strategies.empty_model import empty_model, fill_model, take_role
 from lightrl.strategies.fsdp2_model import FSDP2Model, cp_refused
 from lightrl.strategies.head import LogprobSettings
@@ -70,22 +70,22 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from transformers import PreTrainedModel
 
-EXIT_S = 5.0  # for gloo's threads to finish when the process ends
+EXIT_S = 5.0  # time for gloo's threads to finish when the process exits
 
 
 class FSDP2Strategy(ModelParallelStrategy):
     """Data parallelism with sharded models, for an RLModule: `Trainer(devices=8, strategy=FSDP2Strategy())`.
 
-    Shards every role's model, trained or not, over all ranks or those of its `Role.mesh`. Precision and gradient
-    clipping are the Trainer's: `bf16-mixed` is autocast as in one process, with float32 shards and hidden states, but
-    layers are gathered in bfloat16, which rounds the weights of their norms too; `bf16-true` keeps bfloat16.
+    Shards every role's model, trained or not, over all ranks or those of its `Role.mesh`. The Trainer sets precision
+    and gradient clipping: `bf16-mixed` is autocast as in one process, with float32 shards and hidden states, but layers
+    are gathered in bfloat16, which also rounds the weights of their norms; `bf16-true` keeps bfloat16.
 
     Args:
         num_replicas: copies of the model, each sharded over `world size / num_replicas` ranks (hybrid sharding). With
             one per node, parameters are gathered within a node and only gradients cross nodes.
-        ep: number of ranks that divide the experts of each layer of a mixture. A rank gathers only its own experts, and
-            tokens travel to theirs. Must divide the number of experts and the ranks of a replica; needs torch >= 2.11,
-            and excludes compile_layers, parameters in offload_to_cpu, 16-mixed and meshes of roles.
+        ep: number of ranks among which the experts of each mixture layer are divided. A rank gathers only its own
+            experts, and tokens are sent to theirs. Must divide the number of experts and the ranks of a replica; needs
+            torch >= 2.11, and excludes compile_layers, parameters in offload_to_cpu, 16-mixed and meshes of roles.
         cp: number of ranks that share the tokens of each microbatch, for long trajectories; attention exchanges heads.
             Must divide ranks and attention heads; needs models that can be packed, and excludes meshes of roles.
         reshard_after_forward: free a layer's parameters after its forward and gather them again for its backward. False
@@ -96,12 +96,12 @@ class FSDP2Strategy(ModelParallelStrategy):
             activation_checkpointing). A GPU waits for the copies of activations and optimizer state.
         reduce_every_microbatch: reduce gradients after each microbatch instead of once per minibatch: less memory,
             because no rank keeps whole gradients, and more communication.
-        compile_layers: `torch.compile` each decoder layer; None does on NVIDIA GPUs for models without experts, since
-            compiled layers cannot replay an engine's experts, and without states (models/hybrids.py).
+        compile_layers: `torch.compile` each decoder layer; None does so on NVIDIA GPUs for models without experts,
+            since compiled layers cannot replay an engine's experts, and without states (models/hybrids.py).
         hang_timeout_s: end the run if a rank waits this long for another; the error names the other. Before training,
-            while models are read, it is 25 minutes unless this is longer.
-        save_async: train on while a checkpoint is written, from a copy in CPU memory. The next save, or the end of the
-            run, raises any error.
+            while models are loaded, the limit is at least 25 minutes.
+        save_async: continue training while a checkpoint is written, from a copy in CPU memory. The next save, or the
+            end of the run, raises any error.
     """
 
     def __init__(
@@ -134,19 +134,19 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.hang_timeout_s = hang_timeout_s
         self.save_async = save_async
         self._writes = BackgroundWrites()
-        self._save_group: dist.ProcessGroup | None = None  # the writing thread's; the main thread has its own
+        self._save_group: dist.ProcessGroup | None = None  # for the writing thread; the main thread uses another
         self.ranks = Ranks()
         self._mesh: DeviceMesh | None = None
         self._expert_mesh: DeviceMesh | None = None  # with ep
         self._context_group: dist.ProcessGroup | None = None  # with cp
-        self._places: dict[tuple[str, RoleMesh], Place] = {}  # roles with a mesh of their own
+        self._places: dict[tuple[str, RoleMesh], Place] = {}  # roles with their own mesh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.ranks.dp_size, "rank": self.ranks.dp_rank}
 
     def check_sizes(self, module: L.LightningModule | None = None) -> None:
-        """Raises ValueError for sizes that do not fit, with the nearest that do, before a device is touched."""
+        """Raises ValueError for sizes that do not fit, naming the nearest that do, before any device is used."""
         world = self.num_processes * self.num_nodes
         processes = f"processes (devices={self.num_processes} × num_nodes={self.num_nodes})"
         _check_divides("num_replicas", self.num_replicas, {processes: world})
@@ -171,7 +171,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             "the mesh of a role": role_meshes(module),
         }
         if refused := [name for name, is_set in settings.items() if is_set]:
-            raise ValueError(f"ep={self.ep} does not support {' or '.join(refused)} yet. Remove it, or set ep to 1.")
+            raise ValueError(f"ep={self.ep} does not support {' or '.join(refused)} yet. Remove that, or set ep to 1.")
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise ValueError(f"ep={self.ep} needs torch >= 2.11, got {torch.__version__}. Install it, or set ep to 1.")
         specs = {name: role.spec for name, role in planned_roles(module).items() if role.spec.url is None}
@@ -184,7 +184,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         roles = planned_roles(module)
         if role_meshes(module) or (module is not None and not roles):
             raise ValueError(
-                f"cp={self.cp} needs a module with roles (GRPO, SFT, …), none with a mesh of its own, got "
+                f"cp={self.cp} needs a module whose roles (GRPO, SFT, …) have no mesh of their own, got "
                 f"{type(module).__name__}. Remove the meshes, or set cp to 1."
             )
         numbers = {"ranks": world}
@@ -196,7 +196,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         _check_divides("cp", self.cp, numbers)
 
     def setup_environment(self) -> None:
-        """Starts the processes' communication, after all checks that need none."""
+        """Starts communication between the processes, after all checks that do not need it."""
         self.check_sizes()
         module = self.lightning_module
         if not hasattr(module, "parallel_models"):
@@ -220,7 +220,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.ranks = ProcessRanks(dp_group=dp_group, control_group=control_group, device=self.root_device, watch=watch)
 
     def _make_mesh(self) -> dist.ProcessGroup:
-        """Makes the mesh to shard over, one axis or (replicas, shards); gives the dp group."""
+        """Makes the mesh to shard over, one axis or (replicas, shards); returns the dp group."""
         dp_mesh = self._mesh = self.device_mesh["data_parallel"]
         if self.num_replicas > 1:
             sizes = (self.num_replicas, self.world_size // self.num_replicas)
@@ -234,7 +234,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         return dp_mesh.get_group()
 
     def barrier(self, name: str | None = None) -> None:
-        self.ranks.step()  # a rank that does not come has made fewer
+        self.ranks.step()  # a missing rank has made fewer steps
         super().barrier(name)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -250,7 +250,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Inside, models of a Role have no memory; `setup` gives them their shards."""
+        """Makes models of a Role without memory; `setup` gives them their shards."""
         with super().tensor_init_context(empty_init), models_made_by(empty_model):
             yield
 
@@ -277,7 +277,7 @@ class FSDP2Strategy(ModelParallelStrategy):
                 self._places[role, mesh] = self._make_place(mesh)
             place_by_role[role] = self._places[role, mesh]
         if "policy" in place_by_role:
-            place_by_role["value_head"] = place_by_role["policy"]  # the critic's head on the policy's body
+            place_by_role["value_head"] = place_by_role["policy"]  # a critic's head on the policy's body
         self.ranks.roles = {role: place.ranks for role, place in place_by_role.items()}
         for name, model in model_children(self.lightning_module).items():
             if not any(True for _ in model.parameters()):
@@ -295,14 +295,14 @@ class FSDP2Strategy(ModelParallelStrategy):
         return make_place(self.ranks, members, [len(members)], ["dp"], self.root_device)
 
     def _needs_split(self, model: torch.nn.Module) -> bool:
-        """Whether this part of the module is still whole."""
+        """Whether this part of the module is not sharded yet."""
         return not isinstance(model, FSDPModule)
 
     def shard(self, model: torch.nn.Module, place: Place | None = None) -> None:
-        """Shards a model in place, layer by layer, and loads its weights if it has none yet; collective."""
+        """Shards a model in place, layer by layer, and loads its weights if it has no memory yet; collective."""
         ranks = self.ranks if place is None else place.ranks
         is_mixed = self.precision_plugin.precision == "bf16-mixed"
-        # Half of the bytes to gather. Autocast would round the same weights, but for those of norms.
+        # Halves the bytes to gather. Autocast would round the same weights, except those of norms.
         mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         shard = functools.partial(
             fully_shard,
@@ -320,7 +320,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         is_compiled = compiles(model, self.root_device, self.compile_layers)
         if self._expert_mesh is not None and moe_blocks(model):
             split_experts(cast("PreTrainedModel", model), self._expert_mesh)
-        if self.activation_checkpointing:  # before layers are wrapped: one that is itself a block must replay too
+        if self.activation_checkpointing:  # before layers are wrapped: a layer that is itself a block must replay too
             wrap_blocks(model)
         if is_mixed:
             setattr(model, LAYER_DTYPE, torch.bfloat16)
@@ -328,7 +328,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             trains = any(parameter.requires_grad for parameter in layer.parameters())
             if is_compiled:
                 layer.forward = torch.compile(layer.forward, dynamic=True)
-            if is_mixed:  # probes and scores run outside of the Trainer's autocast
+            if is_mixed:  # probes and model calls run outside the Trainer's autocast
                 layer.forward = torch.autocast(self.root_device.type, torch.bfloat16)(layer.forward)
             if self.activation_checkpointing and trains:
                 checkpointed = functools.partial(checkpoint_activations, layer.forward, use_reentrant=False)
@@ -344,11 +344,11 @@ class FSDP2Strategy(ModelParallelStrategy):
                     experts = shard(
                         block.experts, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy
                     )
-                    # The backward already sums over axis ep, so divide by all ranks; gloo has no premultiplied sum.
+                    # The backward already sums over the ep axis, so divide by all ranks; gloo has no premultiplied sum.
                     experts.set_gradient_divide_factor(ranks.size)
                     experts.set_force_sum_reduction_for_comms(self._expert_mesh["shard"].size() > 1)
             shard(layer, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
-        # The logprobs read the root's own parameters (embedding, last norm, head) outside of its forward.
+        # Logprobs read the root's own parameters (embedding, last norm, head) outside its forward.
         shard(model, reshard_after_forward=False)
         role = take_role(model)
         if role is not None:
@@ -379,7 +379,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         role: str = "policy",
         value_head: torch.nn.Linear | None = None,
     ) -> ParallelModel:
-        """The ParallelModel of a role's model that `setup` has sharded."""
+        """Returns the ParallelModel of a role's model that `setup` has sharded."""
         ranks = self.ranks.of_role(role)
         if not ranks.is_here:
             return OtherRanksModel()
@@ -395,12 +395,12 @@ class FSDP2Strategy(ModelParallelStrategy):
         )
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Keeps an offloaded optimizer state on the device from the end of the backward to that of the update."""
+        """Keeps an offloaded optimizer state on the device from the end of the backward to the end of the update."""
         moves_state = "optimizer" in self.offload_to_cpu and not self._offloads_parameters
 
         def closure_and_state() -> Any:
             result = closure()
-            self.ranks.average_gradients()  # once more for an RLModule, whose loop checks them: no change
+            self.ranks.average_gradients()  # an RLModule's loop has averaged them already; this changes nothing
             if moves_state:
                 move_state(optimizer, self.root_device)
             return result
@@ -418,7 +418,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Writes a folder, which gets its name when every rank has written its part; raises OSError if that fails."""
+        """Writes a folder, which gets its name once every rank has written its part; raises OSError on failure."""
         name, mark = self.broadcast((str(filepath), f"{own_mark()}-{secrets.token_hex(8)}"))
         place = Path(name)
         assert self._save_group is not None
@@ -428,9 +428,9 @@ class FSDP2Strategy(ModelParallelStrategy):
             writer_mark=mark,
             group=self._save_group,
             is_main=self.is_global_zero,
-            copies=self.save_async and self.root_device.type == "cpu",  # on other devices the state is a copy already
+            copies=self.save_async and self.root_device.type == "cpu",  # elsewhere the state is already a copy
         )
-        with self.ranks.phase("checkpoint", has_own_deadline=True):  # it lasts as long as the disk takes bytes
+        with self.ranks.phase("checkpoint", has_own_deadline=True):  # it may last as long as the disk makes progress
             if self.save_async:
                 self._writes.add(place, write)
                 return
@@ -442,7 +442,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             self._writes.remove(filepath)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads weights and optimizers in place and returns the rest, as `load_folder`."""
+        """Loads weights and optimizers in place and returns the rest, like `load_folder`."""
         self._writes.wait()
         assert self.model is not None
         rest = load_folder(Path(self.broadcast(str(checkpoint_path))), self.model, self.optimizers)
@@ -452,7 +452,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 
 def _check_divides(name: str, size: int, numbers: dict[str, int]) -> None:
-    """Raises ValueError, with the nearest that fit, unless `size` divides all numbers (what is counted → number)."""
+    """Raises ValueError, with the nearest sizes that fit, unless `size` divides all numbers (name → number)."""
     for what, number in numbers.items():
         if number % size:
             sizes = " or ".join(map(str, nearest_divisors(math.gcd(*numbers.values()), size)))
@@ -461,11 +461,11 @@ def _check_divides(name: str, size: int, numbers: dict[str, int]) -> None:
 
 @functools.cache
 def destroy_groups_at_exit() -> None:
-    """Groups live as long as the process, for several fits; without this, gloo's threads abort it at exit."""
+    """Destroys groups at exit: they live as long as the process, and gloo's threads would abort it."""
 
     def destroy() -> None:
         deadline = time.monotonic() + EXIT_S
-        time.sleep(0.02)  # a thread that waits for the interpreter's lock, to free tensors, gets it now
+        time.sleep(0.02)  # lets a thread that waits for the GIL free its tensors
         while _is_gloo_busy() and time.monotonic() < deadline:
             time.sleep(0.02)
         if dist.is_initialized():
@@ -475,7 +475,7 @@ def destroy_groups_at_exit() -> None:
 
 
 def _is_gloo_busy() -> bool:
-    """Whether a thread of gloo runs; False where the system does not show it."""
+    """Whether one of gloo's threads is running; False if the system does not report it."""
     for file in Path("/proc/self/task").glob("*/stat"):
         with contextlib.suppress(OSError):  # the thread has ended
             if b"(pt_gloo_runloop) R " in file.read_bytes():

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 class FSDP2Model(SingleModel):
     """SingleModel's arithmetic on a sharded model: everything that reads parameters runs inside the root's forward.
 
-    All ranks must call the model equally often: a rank with fewer rectangles adds calls on one token, whose results are
-    not used.
+    All ranks must call the model equally often: a rank with fewer rectangles adds calls on one token and ignores their
+    results.
 
     Args:
         model: sharded by FSDP2Strategy.
-        settings: what the engine does to the logits.
-        ranks: those that share the model; all pass equally many microbatches.
-        value_head: a critic's, sharded too.
+        settings: the engine's changes to the logits.
+        ranks: the ranks that share the model; each passes the same number of microbatches.
+        value_head: a critic's head, also sharded.
         reduce_every_microbatch: reduce gradients after each microbatch instead of after the last.
         is_offloaded: whether the strategy keeps all shards in CPU memory.
         is_policy: as in SingleModel.
@@ -64,12 +64,12 @@ class FSDP2Model(SingleModel):
         self.is_offloaded = is_offloaded
         self._root = model
         self._gather: PlannedGather | None = None
-        # Makes the root's parameters whole for `function`, which returns tensors, possibly in tuples or dicts: FSDP
-        # searches those for the start of the backward.
+        # Gathers the root's parameters for `function`, which returns tensors, possibly in tuples or dicts: FSDP
+        # searches these for the start of the backward.
         self._root.run_inside = lambda function, *args, **kwargs: function(*args, **kwargs)
         register_fsdp_forward_method(model, "run_inside")
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # a few tokens are not worth a compilation
-            # The strategy has compiled the layers before it sharded them.
+            # The strategy compiled the layers before it sharded them.
             self._root.run_inside(
                 super().__init__,
                 model,
@@ -80,7 +80,7 @@ class FSDP2Model(SingleModel):
                 context_group=context_group,
             )
         reshard(self._root)
-        self.forms.layouts = {}  # the number of its calls depends on the rows
+        self.forms.layouts = {}  # their number of calls depends on the rows
         if context_group is not None and not (self.forms.can_pack and may_be_cut(model.config)):
             raise cp_refused(context_group.size(), model.config.model_type)
         self.forms.form = "packed" if self.forms.can_pack else "rectangles"
@@ -130,7 +130,7 @@ class FSDP2Model(SingleModel):
             super().move_to(device)
 
     def _calls(self, microbatches: Sequence[Experience]) -> list[int]:
-        """How often to call the model for each microbatch: as often as the rank that needs most."""
+        """Returns how often to call the model for each microbatch: as often as the rank that needs the most calls."""
         if self.forms.choose(microbatches[0])[0] == "packed":
             return [1] * len(microbatches)
         lengths = [[max(1, tokens - 1) for tokens in rows] for rows in lengths_of(microbatches)]
@@ -146,21 +146,21 @@ class FSDP2Model(SingleModel):
 
 
 def cp_refused(cp: int, model_type: str) -> ValueError:
-    """The error for a model whose rows cp cannot cut."""
+    """Builds the error for a model whose rows cp cannot cut."""
     return ValueError(
-        f"cp={cp} cuts packed rows, which a model of type {model_type!r} does not allow: its tokens meet in more than "
+        f"cp={cp} cuts packed rows, which a model of type {model_type!r} does not allow: its tokens interact beyond "
         "causal SDPA attention (a state, sparse attention, sinks), or it changes logits. Set cp to 1."
     )
 
 
 def whole(value: Tensor) -> Tensor:
-    """The whole tensor of a shard, without gradient; collective. Other tensors as they are."""
+    """Gathers the whole tensor of a shard, without gradient; collective. Returns other tensors unchanged."""
     plain: Tensor = value.detach()
     return plain.full_tensor() if isinstance(plain, DTensor) else plain
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Frees gathered parameters, which forwards without a backward leave whole."""
+    """Frees gathered parameters, which a forward without a backward leaves in memory."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

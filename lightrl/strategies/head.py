@@ -1,6 +1,6 @@
-"""The output head: which tokens it reads the logprobs of at each predicting position, and what it returns.
+"""The output head: the tokens whose logprobs it reads at each predicting position, and its results.
 
-Models whose head is whole and the last stage of a split model read the same Targets, with functions of their own.
+Unsplit models and the last stage of a split model read the same Targets, each with its own functions.
 
 Shapes: B trajectories, T tokens; N positions that predict a token, K further tokens whose logprobs are read at each.
 """
@@ -23,13 +23,13 @@ from lightrl.models import Candidates
 
 @dataclass(frozen=True)
 class LogprobSettings:
-    """The changes that the engine makes to logits before sampling, which the trainer's logprobs repeat."""
+    """The engine's changes to logits before sampling, which the trainer's logprobs must reproduce."""
 
     temperature: float = 1.0
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     entropy_needs_gradient: bool = True
-    num_ids: int | None = None  # the top-k is among these first ids, the policy's vocabulary; None for all
+    num_ids: int | None = None  # the top-k considers only the first ids, the policy's vocabulary; None for all
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Targets:
     """The tokens whose logprobs the head reads at N predicting positions, and which tokens could be sampled there."""
 
     token_ids: Tensor  # int64 [N], the tokens that the positions predict
-    candidates: Candidates  # int64 [N, K], further tokens at each position; or K, for the head's own top-k
+    candidates: Candidates  # int64 [N, K], further tokens at each position; or K, to read the head's top-k
     masked_rows: Tensor | None  # bool [N], True where stop tokens could not be sampled; None if they always could
     supports: Supports | None  # the tokens that could be sampled; None for all
 
@@ -45,7 +45,7 @@ class Targets:
     def at(
         cls, experience: Experience, rows: Tensor, columns: Tensor, candidates: Candidates, settings: LogprobSettings
     ) -> Targets:
-        """The targets of positions (rows [N], columns [N]) of an experience.
+        """Selects the targets at positions (rows [N], columns [N]) of an experience.
 
         Args:
             candidates: int64 [B, T, K], aligned to the tokens; or K.
@@ -59,13 +59,13 @@ class Targets:
         )
 
 
-# Functions like `functional.hidden_topk` and `functional.hidden_logprobs` that have their hidden states and head.
+# Functions like `functional.hidden_topk` and `functional.hidden_logprobs` with hidden states and head already bound.
 TopK = Callable[..., Tensor]
 Logprobs = Callable[..., tuple[Tensor, Tensor]]
 
 
 def whole_head(head: torch.nn.Linear, hidden: Tensor) -> tuple[TopK, Logprobs]:
-    """The readers of hidden states [N, H] for a head that this process has whole."""
+    """Returns the readers of hidden states [N, H] for a head that this process holds completely."""
     inputs: dict[str, Any] = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
     return functools.partial(hidden_topk, **inputs), functools.partial(hidden_logprobs, **inputs)
 
@@ -78,11 +78,11 @@ def read_head(
     *,
     logit_scale: float = 1.0,
 ) -> dict[str, Tensor]:
-    """The fields of Outputs at the N positions of the targets: [N], those of a top-k [N, K].
+    """Computes the fields of Outputs at the N positions of the targets: [N], or [N, K] for the top-k.
 
     Args:
-        topk, logprobs: the readers of these positions.
-        logit_scale: the model multiplies its logits by this, which the readers do not.
+        topk, logprobs: the readers for these positions.
+        logit_scale: factor that the model applies to its logits and the readers do not.
     """
     masks: dict[str, Any] = {}
     if targets.masked_rows is not None:
@@ -107,16 +107,16 @@ def read_head(
 
 
 def supports_at(experience: Experience, rows: Tensor, columns: Tensor) -> Supports | None:
-    """The supports of the tokens predicted at (rows [N], columns [N]); None if all tokens could be sampled."""
+    """Returns the supports of the tokens predicted at (rows [N], columns [N]); None if all tokens could be sampled."""
     if experience.supports is None:
         return None
     return Supports.at(experience.row_codes(SUPPORTS.name), experience.lengths, experience.token_ids, rows, columns)
 
 
 def stops_are_masked(weight_versions: Tensor, min_new_tokens: int) -> Tensor | None:
-    """[B, T], True where the engine could not sample a stop token: the first `min_new_tokens` of each turn.
+    """Returns [B, T], True where the engine could not sample a stop token: the first `min_new_tokens` of each turn.
 
-    The versions mark what the policy generated; a callback may have removed tokens from the loss mask since.
+    Weight versions mark generated tokens; the loss mask does not, since a callback may have removed some.
     """
     if min_new_tokens == 0:
         return None

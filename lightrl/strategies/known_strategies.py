@@ -1,4 +1,4 @@
-"""The strategies that train an RLModule: one device, or FSDP2Strategy and its subclasses; and what to ask them for."""
+"""The strategies that can train an RLModule, one device or FSDP2Strategy and its subclasses, and what they provide."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ALONE = Ranks()
 
 
 def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) -> None:
-    """Raises ValueError for anything but a single device or FSDP2Strategy, and for models that do not fit."""
+    """Raises ValueError unless this is a single device or FSDP2Strategy, and for models that do not fit."""
     if isinstance(strategy, SingleDeviceStrategy):
         check_meshes(module, 1)
     elif isinstance(strategy, FSDP2Strategy):
@@ -43,7 +43,7 @@ def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) 
 
 
 def named_strategy(strategy: Strategy | str) -> Strategy | str:
-    """lightrl's strategy of this name, with defaults; Lightning's names stay; raises ValueError for any other."""
+    """Returns lightrl's strategy of this name, with defaults; keeps Lightning's names; raises ValueError for others."""
     if not isinstance(strategy, str):
         return strategy
     ours: dict[str, Callable[[], Strategy]] = {kind.__name__: kind for kind in (FSDP2Strategy, Parallel3DStrategy)}
@@ -56,7 +56,7 @@ def named_strategy(strategy: Strategy | str) -> Strategy | str:
     near = difflib.get_close_matches(strategy.lower().removesuffix("strategy"), names)
     best = next((name for name in near if names[name] in ours), near[0] if near else None)  # only ours fit an RLModule
     meant = f" Did you mean {names[best]}?" if best else ""
-    raise ValueError(f"Unknown strategy {strategy!r}. Use {', '.join(ours)} or one of Lightning's, as auto.{meant}")
+    raise ValueError(f"Unknown strategy {strategy!r}. Use {', '.join(ours)} or one of Lightning's, like auto.{meant}")
 
 
 def parallel_model(
@@ -67,14 +67,14 @@ def parallel_model(
     role: str = "policy",
     value_head: torch.nn.Linear | None = None,
 ) -> ParallelModel:
-    """The ParallelModel of this role's model under this strategy; with `value_head` its body has a critic too."""
+    """Returns the ParallelModel of this role's model; with `value_head`, a critic shares its body."""
     check_strategy(strategy)
-    check_outputs(model.config, f"The {role}")  # which configure_model may have changed
+    check_outputs(model.config, f"The {role}")  # configure_model may have changed it
     if isinstance(strategy, FSDP2Strategy):
         return strategy.parallel_model(model, settings, role=role, value_head=value_head)
     return SingleModel(model, settings, value_head=value_head, is_policy=role == "policy")
 
 
 def ranks_of(strategy: Strategy) -> Ranks:
-    """The strategy's Ranks; those of one process if it does not split models."""
+    """Returns the strategy's Ranks, or those of one process if it does not split models."""
     return strategy.ranks if isinstance(strategy, FSDP2Strategy) else _ALONE

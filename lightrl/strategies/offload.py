@@ -1,4 +1,4 @@
-"""Offload: what waits in host memory while the device does not need it; the values stay the same to the bit."""
+"""Offload: keeps data in host memory while the device does not need it; values stay identical to the bit."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ HOST = torch.device("cpu")
 
 
 def offload_activations(layer: nn.Module) -> None:
-    """Keep what the layer's backward needs in host memory until then, except for the layer's parameters.
+    """Keeps the tensors that the layer's backward needs, except its parameters, in host memory until then.
 
-    Copies run on the device's own stream, so the compute waits for them.
+    Copies run on the device's compute stream, so computation waits for them.
     """
     forward = layer.forward
-    # What several operations save, such as the input of q, k and v, is copied once, and freed with the last of them.
+    # A tensor that several operations save, like the input of q, k and v, is copied once and freed with the last use.
     copies: WeakValueDictionary[Any, _HostCopy] = WeakValueDictionary()
 
     def pack(tensor: Tensor) -> Tensor | _HostCopy:
         storage = tensor.untyped_storage()
         if any(storage._cdata == local(parameter).untyped_storage()._cdata for parameter in layer.parameters()):
             return tensor  # FSDP2 frees and gathers its memory
-        # A weak reference keeps the storage's address from another storage, though not its memory.
+        # A weak reference prevents another storage from getting this address, but does not keep the memory.
         form = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
         key = StorageWeakRef(storage), tensor._version, form  # type: ignore[no-untyped-call]
         copy = copies.get(key)
@@ -53,23 +53,23 @@ class _HostCopy:
     """A copy of a tensor in host memory, for that tensor's device."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.to(HOST, non_blocking=True)  # torch takes pinned memory for copies to the host
+        self.tensor = tensor.to(HOST, non_blocking=True)  # torch uses pinned memory for copies to the host
         self.device = tensor.device
 
 
 @torch.no_grad()
 def move_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Move the optimizer's moments to the device, or to host memory; its counts of steps stay where they are."""
+    """Moves the optimizer's moments to the device or to host memory; its step counts stay where they are."""
     sources = set()
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.dim():
                 part = local(value)
                 sources.add(part.device)
-                moved = part.to(device, non_blocking=True)  # torch takes pinned memory for copies to the host
+                moved = part.to(device, non_blocking=True)  # torch uses pinned memory for copies to the host
                 if part is value:
                     state[name] = moved
                 else:
                     part.data = moved
     for source in sources - {HOST, device}:
-        torch.get_device_module(source).synchronize(source)  # a checkpoint may read them at once
+        torch.get_device_module(source).synchronize(source)  # a checkpoint may read them immediately

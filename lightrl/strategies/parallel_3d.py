@@ -1,10 +1,10 @@
-"""Parallel3DStrategy: pipeline × data × tensor parallelism by transformers' plans for a family.
+"""Parallel3DStrategy: pipeline × data × tensor parallelism according to transformers' plans for a model family.
 
-World rank = (pp · dp_size + dp) · tp_size + tp, so the tp ranks, which communicate most, are neighbors. The ranks of
-one dp index hold one copy of the model and process the same rows. The last stage computes the loss that is minimized;
-the others recompute it without gradient, from the same outputs, for its metrics.
+World rank = (pp · dp_size + dp) · tp_size + tp, so the tp ranks, which communicate most, are neighbors. The ranks with
+the same dp index hold one copy of the model and process the same rows. The last stage computes the loss that is
+minimized; the others recompute it from the same outputs, without gradient, for the metrics.
 
-There is no context-parallel axis: torch's ring attention only supports causal masks, without packed sequences, sliding
+There is no context-parallel axis: torch's ring attention supports only causal masks, without packed sequences, sliding
 windows or a Hugging Face attention interface. For longer sequences use tp, which also splits along the sequence.
 """
 
@@ -50,17 +50,17 @@ AXES = ("pp", "dp", "tp")
 class Parallel3DStrategy(FSDP2Strategy):
     """Pipeline, data and tensor parallelism: `Parallel3DStrategy(pp=2, tp=2)` on 8 devices has dp 2.
 
-    For dense families that transformers has plans for, see docs/models.md. Every role is split the same way, trained or
-    not, unless its `Role.mesh` says otherwise. Within a stage parameters are sharded over dp as by FSDP2Strategy.
+    Splits dense families for which transformers has plans, see docs/models.md. Every role, trained or not, is split
+    the same way, unless its `Role.mesh` says otherwise. In a stage, parameters are sharded over dp as in FSDP2Strategy.
 
     Args:
         pp: ranks of the pipeline; each holds an equal share of the layers, counting embedding and head as layers.
-        dp: ranks with different trajectories; None for the world size over pp · tp.
+        dp: ranks with different trajectories; None for the world size divided by pp · tp.
         tp: ranks that share each layer and the vocabulary; must divide the key-value heads.
         schedule: `1F1B`, or `Interleaved1F1B` with several stages per rank: less idle time, more messages. The idle
             fraction is about (pp - 1) / (stages per rank · microbatches + pp - 1); a smaller `microbatch_tokens` makes
             more microbatches.
-        stages_per_rank: for `Interleaved1F1B`; None is 2 there and 1 otherwise.
+        stages_per_rank: number of stages per rank; None is 2 for `Interleaved1F1B` and 1 otherwise.
         activation_checkpointing: keep only each layer's input and recompute the layer in the backward.
         hang_timeout_s: end the run if a rank waits this long for another; the error names the other.
         save_async: as in FSDP2Strategy.
@@ -90,19 +90,19 @@ class Parallel3DStrategy(FSDP2Strategy):
 
     @property
     def dp_size(self) -> int:
-        """The number of ranks with different trajectories; known before any process starts."""
+        """The number of ranks with different trajectories, known before any process starts."""
         if self.dp is not None:
             return self.dp
         return max(1, self.num_processes * self.num_nodes // max(1, self.pp * self.tp))
 
     def check_sizes(self, module: L.LightningModule | None = None) -> None:
-        """Raises ValueError for sizes that do not fit the world or a model of the module."""
+        """Raises ValueError for sizes that do not fit the world size or a model of the module."""
         world = self.num_processes * self.num_nodes
         check_world(self.pp, self.dp_size, self.tp, world)
         if self.precision_plugin.precision == "16-mixed":
             raise ValueError(
-                "Parallel3DStrategy does not support precision='16-mixed', which scales losses that a pipeline's "
-                "stages do not see. Set trainer.precision to bf16-mixed."
+                "Parallel3DStrategy does not support precision='16-mixed', which scales a loss that only the last "
+                "stage computes. Set trainer.precision to bf16-mixed."
             )
         module = self.lightning_module if module is None else module
         check_meshes(module, world)
@@ -112,8 +112,8 @@ class Parallel3DStrategy(FSDP2Strategy):
             pp, tp = (self.pp, self.tp) if role.mesh is None else (role.mesh.pp, role.mesh.tp)
             if pp > 1 and self.precision_plugin.precision == "bf16-true":
                 raise ValueError(
-                    f"precision='bf16-true' does not support a pipeline yet, got pp={pp} for the {name}: its stages do "
-                    "not agree on what they send in bfloat16. Set trainer.precision to bf16-mixed."
+                    f"precision='bf16-true' does not support a pipeline yet, got pp={pp} for the {name}: its stages "
+                    "would send activations of different dtypes. Set trainer.precision to bf16-mixed."
                 )
             config = role.spec.load_config()
             check_sizes(config, pp, tp, *self._schedule_at(pp))
@@ -129,12 +129,12 @@ class Parallel3DStrategy(FSDP2Strategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Builds the mesh with the axes pp, dp, tp."""
+        """The mesh with the axes pp, dp, tp."""
         return super().device_mesh if self._mesh is None else self._mesh
 
     @property
     def _value_head(self) -> torch.nn.Linear | None:
-        """The critic's head on the policy's body, which is split with the policy."""
+        """The critic's head on the policy's body; it is split together with the policy."""
         return getattr(self.lightning_module, "value_head", None)
 
     def _needs_split(self, model: torch.nn.Module) -> bool:
@@ -154,7 +154,7 @@ class Parallel3DStrategy(FSDP2Strategy):
         return place
 
     def shard(self, model: torch.nn.Module, place: Place | None = None) -> None:
-        """Splits a model in place, the policy with the head on its body; collective over its place's ranks, or all."""
+        """Splits a model in place, the policy with the critic's head on its body; collective over its ranks."""
         mesh = self.device_mesh if place is None else place.mesh
         schedule, stages_per_rank = self._schedule_at(mesh["pp"].size())
         split = split_model(
@@ -170,7 +170,7 @@ class Parallel3DStrategy(FSDP2Strategy):
         self._splits[model] = split
 
     def _schedule_at(self, pp: int) -> tuple[str, int]:
-        """A role with its own mesh may have no pipeline, and then nothing to interleave."""
+        """Returns the schedule for `pp` stages: a role with its own mesh may have no pipeline to interleave."""
         return (self.schedule, self.stages_per_rank) if pp > 1 or pp == self.pp else ("1F1B", 1)
 
     def parallel_model(
@@ -191,11 +191,11 @@ class Parallel3DModel:
     """A split model as a ParallelModel; every call is collective over the ranks that share its dp index.
 
     Args:
-        split: what `split_model` made of it.
-        settings: what the engine does to the logits.
-        is_packed: each microbatch as one row, for models with plain causal attention; None packs on all devices but the
-            CPU, where separate rows are faster.
-        group: all ranks that share the model; None for all of the run.
+        split: the model, split by `split_model`.
+        settings: the engine's changes to the logits.
+        is_packed: pack each microbatch into one row, for models with plain causal attention; None packs on all devices
+            except the CPU, where separate rows are faster.
+        group: all ranks that share the model; None for all ranks of the run.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Parallel3DModel:
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
-        """Outputs of each microbatch on every rank, without gradient."""
+        """Returns the outputs of each microbatch on every rank, without gradient."""
         parts = [branch_rows(microbatch) for microbatch in microbatches]
         feeds = self._feeds([rows for rows, _ in parts], [topk] * len(parts))
         results = self._results(feeds, None)
@@ -227,16 +227,16 @@ class Parallel3DModel:
         ]
 
     def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
-        """Runs the pipeline's backwards in the backward of the loss, which every rank of the pipeline must run.
+        """Runs the stages' backwards in the backward of the loss, which every rank of the pipeline must call.
 
-        The rows are cut so that stages work at the same time.
+        The rows are cut into parts so that stages can work at the same time.
         """
         num = 2 * self.split.pipeline.num_stages if self.split.pipeline.num_ranks > 1 else 1
         size = -(-len(microbatch) // num)
         starts = range(0, len(microbatch), size)
         parts = [microbatch.select(range(start, min(start + size, len(microbatch)))) for start in starts]
         feeds, held = self._feeds(parts, [topk] * len(parts)), HeldActivations() if torch.is_grad_enabled() else None
-        # Before the forwards, which put gathered parameters without their gradients in the modules.
+        # Before the forwards, which replace the modules' parameters with gathered ones that have no gradients.
         parameters: list[Tensor] = [value for stage in self.split.stages.values() for value in stage.parameters()]
         result = torch.cat(self._results(feeds, held))
         if held is None:
@@ -250,10 +250,10 @@ class Parallel3DModel:
         return self._outputs(result, whole, microbatch)
 
     def _backward(self, feeds: list[Feed], held: HeldActivations, parameters: list[Tensor], gradient: Tensor) -> None:
-        """Adds the gradient that follows from `gradient`, that of all results [N, width], to the parameters'."""
+        """Backpropagates `gradient`, of all results [N, width], and adds to the parameters' gradients."""
         gradients = torch.split(gradient, [len(feed.rows) for feed in feeds])
         earlier = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-        for parameter, _ in earlier:  # they are complete, and would be summed over ranks again
+        for parameter, _ in earlier:  # complete already: they would be summed over ranks again
             parameter.grad = None
 
         def run(stage: int, index: int, output: Tensor, gradient: Tensor | None, is_last: bool) -> None:
@@ -267,7 +267,7 @@ class Parallel3DModel:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def _results(self, feeds: list[Feed], held: HeldActivations | None) -> list[Tensor]:
-        """The last stage's results of each feed, [N, width], on every rank of the pipeline, without gradient."""
+        """Returns the last stage's results for each feed, [N, width], on every pipeline rank, without gradient."""
         results: dict[int, Tensor] = {}
 
         def forward(stage: int, index: int, hidden: Tensor | None) -> Tensor:
@@ -281,11 +281,11 @@ class Parallel3DModel:
 
     @torch.enable_grad()
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
-        """Computes as one process does: `backward` is called on the last stage's ranks, `loss_fn` on all.
+        """Computes the same as one process: `backward` is called on the last stage's ranks, `loss_fn` on all.
 
-        Gradients must be None or zero before; afterwards they are averaged over dp and complete on the other axes.
+        Gradients must be None or zero before; afterwards they are averaged over dp and complete along the other axes.
         """
-        microbatches = list(microbatches)  # a pipeline returns to each
+        microbatches = list(microbatches)  # a pipeline reads each several times
         parts = [branch_rows(microbatch) for microbatch in microbatches]
         feeds = self._feeds([rows for rows, _ in parts], [teacher_candidates(rows) for rows, _ in parts])
         results: dict[int, Tensor] = {}
@@ -328,7 +328,7 @@ class Parallel3DModel:
         return self._gather.buckets(held, bucket_bytes, part=part, names=names, is_spread=is_spread)
 
     def move_to(self, device: torch.device) -> None:
-        for stage in self.split.stages.values():  # not the model: FSDP holds its parts by stage
+        for stage in self.split.stages.values():  # not the model: FSDP shards it by stage
             stage.to(device)
 
     def _feeds(self, microbatches: Sequence[Experience], candidates: Sequence[Candidates]) -> list[Feed]:
@@ -345,7 +345,7 @@ class Parallel3DModel:
         return torch.Size(shape), next(self.split.whole.parameters()).dtype
 
     def _from_last(self, result: Tensor | None, feed: Feed) -> Tensor:
-        """The last stage's result, [N, width], on every rank of the pipeline."""
+        """Broadcasts the last stage's result, [N, width], to every rank of the pipeline."""
         pipeline = self.split.pipeline
         if result is None:
             result = torch.empty(len(feed.rows), feed.width, device=pipeline.device)
@@ -367,7 +367,7 @@ class Parallel3DModel:
 
 
 class _Results(torch.autograd.Function):
-    """Gives a pipeline's results, [N, width], a gradient, which `run_backward` passes to the stages."""
+    """Attaches a gradient to a pipeline's results, [N, width]; `run_backward` passes it to the stages."""
 
     @staticmethod
     def forward(ctx: Any, run_backward: Callable[[Tensor], None], _: Tensor, results: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
-"""Pipeline schedules: who computes what when, planned on paper, and the exchange that follows such a plan.
+"""Pipeline schedules: a plan of which rank computes what and when, and its execution.
 
 A stage is a slice of the model; stage s lives on pipeline rank s mod p. A plan is a list of slots. In each slot every
-rank does at most one action, the forward or backward of one microbatch through one stage; then the results of the slot
-go to the neighbors that need them:
+rank runs at most one action, the forward or backward of one microbatch through one stage; then the results of the slot
+are sent to the neighbors that need them:
 
     1F1B, p = 2, m = 3    rank 0   F0 F1 B0 F2 B1 -- B2        F: forward, B: backward of a microbatch
                           rank 1   -- F0 B0 F1 B1 F2 B2 ...
 
-Every rank knows every transfer, so no shapes are sent, microbatches can have any number and size, and a rank holds no
-more activations than the schedule has in flight.
+Every rank knows every transfer, so no shapes are sent. Any number and sizes of microbatches work, and a rank holds only
+the activations that the schedule has in flight.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Action:
 
     @property
     def previous(self) -> Action:
-        """The action on the neighboring stage whose result this one needs; the first stage's has none."""
+        """The action on the neighboring stage whose result this one needs; at the ends that stage does not exist."""
         return Action(self.is_backward, self.stage + (1 if self.is_backward else -1), self.microbatch)
 
 
-# The action of each rank.
+# The action of each rank in a slot.
 Slot = list[Action | None]
 
-# Stage and microbatch → input and output, with their graph.
+# (stage, microbatch) → input and output, with their autograd graph.
 HeldActivations = dict[tuple[int, int], tuple[Tensor | None, Tensor]]
 
 
 def max_in_flight(rank: int, num_ranks: int, stages_per_rank: int) -> int:
-    """How many activations, of a microbatch and one of its stages, a rank may hold at a time.
+    """Returns how many activations, each of one microbatch in one stage, a rank may hold at a time.
 
     Source: 1F1B, https://arxiv.org/abs/1806.03377; interleaved, https://arxiv.org/abs/2104.04473.
     """
@@ -54,18 +54,18 @@ def max_in_flight(rank: int, num_ranks: int, stages_per_rank: int) -> int:
 
 
 def plan(num_ranks: int, stages_per_rank: int, num_microbatches: int, *, has_backward: bool = True) -> list[Slot]:
-    """1F1B, or Interleaved1F1B if a rank has several stages; only forwards without a backward.
+    """Plans 1F1B, or Interleaved1F1B if a rank has several stages; only forwards if `has_backward` is False.
 
     Forwards go depth first: p microbatches through a rank's first stage, then through its second.
 
     Args:
-        num_ranks: p, of the pipeline.
+        num_ranks: p, the number of pipeline ranks.
         stages_per_rank: v; the stages of rank r are r, r + p, r + 2p …
         num_microbatches: m, any number.
         has_backward: False for a pass without gradients.
     """
     num_stages = num_ranks * stages_per_rank
-    # Interleaving needs whole rounds of p microbatches: missing ones are planned, then left out.
+    # Interleaving needs full rounds of p microbatches: missing ones are planned, then removed.
     planned = num_microbatches if stages_per_rank == 1 else num_microbatches + -num_microbatches % num_ranks
     orders = [_order(rank, num_ranks, stages_per_rank, planned, has_backward) for rank in range(num_ranks)]
     done: set[Action] = set()
@@ -89,7 +89,7 @@ def plan(num_ranks: int, stages_per_rank: int, num_microbatches: int, *, has_bac
 
 
 def _order(rank: int, num_ranks: int, stages_per_rank: int, num_microbatches: int, has_backward: bool) -> deque[Action]:
-    """A rank's actions in order: forwards up to its limit in flight, then one backward and one forward in turn."""
+    """Orders a rank's actions: forwards up to its limit in flight, then alternately one backward and one forward."""
     chunks = range(stages_per_rank)
 
     def all_of(is_backward: bool) -> deque[Action]:
@@ -125,7 +125,7 @@ class _Transfers:
     sent: list[Tensor]  # kept until they have arrived
 
     def wait(self) -> None:
-        while self.works:  # gloo hangs if a receive is waited for twice
+        while self.works:  # gloo hangs if you wait for a receive twice
             self.works.pop().wait()
         self.sent.clear()
 
@@ -135,9 +135,9 @@ class Pipeline:
     """Executes plans on one rank of a pipeline.
 
     Args:
-        group: of the pp axis; None for one rank.
+        group: process group of the pp axis; None for one rank.
         num_ranks, stages_per_rank: p and v.
-        device: where activations live.
+        device: device of the activations.
     """
 
     group: dist.ProcessGroup | None
@@ -170,8 +170,8 @@ class Pipeline:
                 the output that `backward` gets.
             backward: (stage, microbatch, output, its gradient or None for the last stage, whether it is the stage's
                 last one); None for a pass without gradients.
-            activation: microbatch → shape and dtype of what stages send each other.
-            held: filled by a call without `backward`, for a later one without `forward`, which runs the backwards.
+            activation: microbatch → shape and dtype of the tensors that stages send each other.
+            held: a call without `backward` fills it; a later call without `forward` runs the backwards from it.
         """
         is_both = forward is not None and backward is not None
         slots = plan(self.num_ranks, self.stages_per_rank, num_microbatches, has_backward=is_both)
@@ -198,7 +198,7 @@ class Pipeline:
                 gradient = self._take(received, action)
                 num_backwards[action.stage] += 1
                 is_last = num_backwards[action.stage] == num_microbatches
-                if output.requires_grad:  # a first stage whose parameters are all frozen has nothing to compute
+                if output.requires_grad:  # a first stage with only frozen parameters has no gradients
                     backward(action.stage, action.microbatch, output, gradient, is_last)
                 result = None if hidden is None else hidden.grad
             if self.num_ranks > 1:
@@ -207,7 +207,7 @@ class Pipeline:
             sending.popleft().wait()
 
     def _take(self, received: dict[Action, tuple[Tensor, _Transfers]], action: Action) -> Tensor | None:
-        """Receives what the neighboring stage sent for this action; None at the ends."""
+        """Returns the tensor that the neighboring stage sent for this action; None at the ends."""
         if not 0 <= action.previous.stage < self.num_stages:
             return None
         tensor, transfers = received.pop(action.previous)
@@ -222,7 +222,7 @@ class Pipeline:
         sending: deque[_Transfers],
         activation: Callable[[int], tuple[torch.Size, torch.dtype]],
     ) -> None:
-        """Posts this rank's transfers of the slot, in the order that all ranks use."""
+        """Starts this rank's transfers of the slot, in the same order on all ranks."""
         operations: list[dist.P2POp] = []
         sent: list[Tensor] = []
         arriving: list[tuple[Action, Tensor]] = []

@@ -1,4 +1,4 @@
-"""Precision: Lightning's plugins as subclasses that leave batches alone or clip, and that of a mixture's experts."""
+"""Precision: subclasses of Lightning's plugins that leave batches unchanged or clip shards; experts under autocast."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lightrl.strategies.tensor_parallel import local
 
 
 class LeavesBatches(Precision):
-    """Leaves prompts alone: Lightning's walk through a batch for floats fails at frozen dataclasses."""
+    """Leaves batches unchanged: Lightning's search of a batch for floats fails on frozen dataclasses."""
 
     def convert_input(self, data: object) -> object:
         return data
 
 
 class ClipsByStrategy(Precision):
-    """Precision for parameters that are sharded over ranks."""
+    """Clips gradients of parameters that are sharded over ranks."""
 
     strategy: Any  # an FSDP2Strategy
 
@@ -36,12 +36,12 @@ class ClipsByStrategy(Precision):
             local(gradient).mul_(scale)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        for gradient in gradients(optimizer):  # torch's takes no shards next to whole tensors
+        for gradient in gradients(optimizer):  # torch's function does not accept shards and whole tensors together
             local(gradient).clamp_(-clip_val, clip_val)
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
-    """The gradients of an optimizer's parameters, without those that have none."""
+    """Returns the gradients of an optimizer's parameters that have one."""
     values = [value.grad for group in optimizer.param_groups for value in group["params"]]
     return [value for value in values if value is not None]
 
@@ -49,7 +49,7 @@ def gradients(optimizer: Optimizer) -> list[Tensor]:
 def set_expert_precision(model: torch.nn.Module) -> None:
     """Makes the routers of a mixture compute in float32 under autocast, and its experts in autocast's dtype.
 
-    Autocast rounds router logits, so that tokens go to other experts, and leaves fused experts in float32.
+    Autocast alone would round router logits, which sends tokens to other experts, and leave fused experts in float32.
     """
     for block in moe_blocks(model).values():
         experts: Any = block.experts
@@ -70,7 +70,7 @@ def _call_in_autocast_dtype(experts: torch.nn.Module, forward: Callable[..., Any
     device = hidden.device.type
     if not torch.is_autocast_enabled(device) or hasattr(
         experts, "base_layer"
-    ):  # peft's wrapper, with parameters of its own
+    ):  # peft's wrapper, which has its own parameters
         return forward(hidden, *others)
     dtype = torch.get_autocast_dtype(device)
     weights = dict(experts.named_parameters())
@@ -84,7 +84,7 @@ _Change = TypeVar("_Change", bound=Precision)
 
 
 def subclassed(plugin: Precision, change: type[_Change]) -> _Change:
-    """Return a copy of the plugin as a subclass with the methods of `change`, under the name that checkpoints keep."""
+    """Returns a copy of the plugin as a subclass with the methods of `change`; the class name in checkpoints stays."""
     kind = type(plugin)
     changed = copy.copy(plugin)
     changed.__class__ = type(kind.__name__, (change, kind), {"__qualname__": kind.__qualname__})

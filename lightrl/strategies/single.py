@@ -1,7 +1,7 @@
 """SingleModel: one model in one process. Padding is removed before the forward; results come back as [B, T].
 
 Shapes: B trajectories, T tokens, N loss tokens, H hidden size. Logprobs come from the hidden states at the N positions
-that predict loss tokens, so no [B, T, V] exists. On NVIDIA GPUs decoder layers are compiled.
+that predict loss tokens, so no [B, T, V] tensor is made. On NVIDIA GPUs decoder layers are compiled.
 """
 
 from __future__ import annotations
@@ -36,19 +36,18 @@ class SingleModel:
     """An unmodified Hugging Face causal language model as the ParallelModel of one process.
 
     Args:
-        model: with a body (`base_model`) and an output head that is only a matrix product, which a probe checks; for
-            other models the logits come from the model itself, one rectangle at a time.
-        settings: what the engine does to the logits.
-        value_head: a critic's head on this policy's body; a critic of its own has its head, `score`, in the model.
-        form: how padding is removed; None picks, for each microbatch, the cheapest that is exact for this model.
-        compile_layers: `torch.compile` each decoder layer; None does on NVIDIA GPUs for models without experts and
-            states (models/hybrids.py). The first layer's code serves all layers of like shapes, and microbatches of
-            any lengths.
-        is_policy: whether the experience's experts, if it has any, are this model's.
-        context_group: ranks that share packed rows and pass the same microbatches; None for one.
+        model: has a body (`base_model`) and an output head that is only a matrix product, which a probe checks; other
+            models compute their logits themselves, one rectangle at a time.
+        settings: the engine's changes to the logits.
+        value_head: a critic's head on this policy's body; a separate critic contains its head, `score`.
+        form: how padding is removed; None chooses the cheapest exact form for each microbatch.
+        compile_layers: `torch.compile` each decoder layer; None does so on NVIDIA GPUs for models without experts and
+            states (models/hybrids.py). Layers of the same shapes share compiled code, for microbatches of any lengths.
+        is_policy: whether this model sampled the tokens, so that recorded expert routes are its own.
+        context_group: ranks that share packed rows and pass the same microbatches; None for one rank.
 
     Raises:
-        ValueError: if `form` is not exact for the model, or the model cannot have a head on its body.
+        ValueError: if `form` is not exact for the model, or the model's body cannot have a value head.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class SingleModel:
     ) -> None:
         self.model = model
         self.settings = settings
-        self.num_cores = torch.get_num_threads()  # later the stage of a small model leaves its thread one
+        self.num_cores = torch.get_num_threads()  # rollout_stage.py may set it to 1 later
         set_expert_precision(model)
         own_head = scalar_head(model)
         self.value_head = value_head if own_head is None else own_head
@@ -84,7 +83,7 @@ class SingleModel:
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterator[Outputs]:
-        """Logprobs and entropy of each microbatch, [B, T], 0 outside the loss mask; without gradient."""
+        """Yields logprobs and entropy of each microbatch, [B, T], 0 outside the loss mask; without gradient."""
         for microbatch in microbatches:
             yield self._outputs(microbatch, topk)
 
@@ -106,7 +105,7 @@ class SingleModel:
         return self._outputs(microbatch, topk)
 
     def _trained_parameters(self) -> list[Tensor]:
-        """Each once; a critic's own head is in its model, one on the policy's body is not."""
+        """Returns each trained parameter once; the model includes a separate critic's head, but not one on its body."""
         heads = () if self.value_head is None else self.value_head.parameters()
         parameters = {id(parameter): parameter for parameter in (*self.model.parameters(), *heads)}
         return [parameter for parameter in parameters.values() if parameter.requires_grad]
@@ -123,7 +122,7 @@ class SingleModel:
 
     def move_to(self, device: torch.device) -> None:
         source = self.model.device
-        self.model.to(device, non_blocking=True)  # torch takes pinned memory for copies to the host
+        self.model.to(device, non_blocking=True)  # torch uses pinned memory for copies to the host
         if source.type not in ("cpu", device.type):
             torch.get_device_module(source).synchronize(source)
 
@@ -135,20 +134,20 @@ class SingleModel:
             {"rows": rows, "columns": columns, **self._read(experience, rows, columns, states, candidates)}
             for rows, columns, states in self.forms.states(experience)
         ]
-        results = parts[0]  # a single part stays as it is: the host knows its rows and columns
+        results = parts[0]  # a single part is not copied: the host knows its rows and columns
         if len(parts) > 1:
             results = {name: torch.cat([part[name] for part in parts]) for name in results}
         rows, columns, shape = results.pop("rows"), results.pop("columns"), experience.token_ids.shape
         results = {name: aligned_to_tokens(value, rows, columns, shape) for name, value in results.items()}
         group = self.forms.context_group
-        if group is not None and self.forms.choose(experience)[0] == "packed":  # else each rank has all of it
+        if group is not None and self.forms.choose(experience)[0] == "packed":  # otherwise each rank has all of it
             results = {name: Total.apply(value, group) for name, value in results.items()}  # type: ignore[no-untyped-call]
         return join(Outputs(**results))
 
     def _read(
         self, experience: Experience, rows: Tensor, columns: Tensor, states: Tensor, candidates: Candidates
     ) -> dict[str, Tensor]:
-        """Fields of Outputs for the tokens that the positions (rows [N], columns [N]) with these states predict."""
+        """Computes the fields of Outputs for the tokens predicted at (rows [N], columns [N]) from these states."""
         zeros = torch.zeros(len(rows), device=states.device)
         results = {"logprobs": zeros, "entropy": zeros}
         if self.has_logprobs:
@@ -159,6 +158,6 @@ class SingleModel:
             else:
                 results = read_head(*whole_head(self.model.get_output_embeddings(), states), targets, self.settings)
         if self.value_head is not None:
-            # A token's value is that of the state before it was sampled.
+            # A token's value is the value of the state before it was sampled.
             results["values"] = self.value_head(states.to(self.value_head.weight.dtype))[:, 0].float()
         return results

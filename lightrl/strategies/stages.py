@@ -1,10 +1,10 @@
 """Stages: a Hugging Face model reduced to this rank's part, by pipeline stage, tensor slice and data shard.
 
-The model object stays, without the layers of other ranks, so every parameter keeps its Hugging Face name. A Stage runs
-some of its layers in order; the last one turns hidden states into logprobs, entropies and values.
+The model object remains, without the layers of other ranks, so every parameter keeps its Hugging Face name. A Stage
+runs some of its layers in order; the last one turns hidden states into logprobs, entropies and values.
 
 Shapes: B trajectories, T tokens; R rows and W columns of a forward, W a multiple of tp; N predicting positions, K
-tokens of a teacher at each; H hidden size. Stages send each other [R, W / tp, H].
+teacher tokens at each; H hidden size. Stages send each other [R, W / tp, H].
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Feed:
-    """One microbatch as input of the stages, without the padding of other microbatches; the same on all its ranks."""
+    """One microbatch as input to the stages, without padding to other microbatches; the same on all its ranks."""
 
     token_ids: Tensor  # int64 [R, W]
-    position_ids: Tensor | None  # int64 [1, W], of a packed row, where they restart
-    packed_rows: PackedRows | None  # the packed row's, for its attention
-    rows: Tensor  # [N], the predicting positions in [R, W]
+    position_ids: Tensor | None  # int64 [1, W], restart at each trajectory of a packed row
+    packed_rows: PackedRows | None  # for the attention of a packed row
+    rows: Tensor  # [N], rows of the predicting positions in [R, W]
     columns: Tensor
     positions: tuple[Tensor, Tensor]  # [N] each, row and column of these positions in the Experience
-    targets: Targets  # of these positions
+    targets: Targets  # at these positions
 
     @classmethod
     def of(
@@ -74,7 +74,7 @@ class Feed:
         multiple: int,
         is_packed: bool,
     ) -> Feed:
-        """The feed of a microbatch; W is a multiple of `multiple`."""
+        """Builds the feed of a microbatch; W is a multiple of `multiple`."""
         rows, columns = positions = predicting_positions(experience.loss_mask)
         device = experience.token_ids.device
         packed_rows = position_ids = None
@@ -102,29 +102,29 @@ class Feed:
 
     @property
     def num_candidates(self) -> int:
-        """K."""
+        """The number K of further tokens per position."""
         candidates = self.targets.candidates
         return candidates if isinstance(candidates, int) else candidates.shape[1]
 
     @property
     def width(self) -> int:
-        """How many numbers the last stage returns per position."""
+        """The number of values that the last stage returns per position."""
         return 3 + self.num_candidates * (2 if isinstance(self.targets.candidates, int) else 1)
 
 
 class Stage(nn.Module):
-    """Consecutive layers of a model: the model's body with identities for the parts of other stages.
+    """Consecutive layers of a model: the model's body, with identities in place of other stages' parts.
 
     Shares its modules with the model, which keeps their names.
 
     Args:
         model: the Hugging Face model, already without the parts of other ranks.
-        layers: which of its layers; with the first it takes token ids instead of hidden states.
-        is_last: returns, instead of hidden states, logprob, entropy and value of each predicted token, [N, 3], 0 if the
-            model has no head for it; then the logprobs of the K further tokens, and the ids of the top-k.
+        layers: indices of its layers; the stage with the first layer reads token ids instead of hidden states.
+        is_last: return logprob, entropy and value of each predicted token, [N, 3], 0 if the model has no head for it,
+            followed by the logprobs of the K further tokens and the ids of the top-k, instead of hidden states.
         tp: mesh of the tp axis.
-        logits: what the model does to the head's outputs.
-        value_head: the critic's head on this policy's body; a critic of its own has its head, `score`, in the model.
+        logits: the model's changes to the head's outputs.
+        value_head: the critic's head on this policy's body; a separate critic contains its head, `score`.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Stage(nn.Module):
         super().__init__()
         self.is_last, self.tp, self.logits = is_last, tp, logits
         self.body = copy.copy(model.base_model)
-        self.body._modules = dict(self.body._modules)  # its children, of which the model keeps its own
+        self.body._modules = dict(self.body._modules)  # a separate dict of children: the model keeps its own
         held = dict(self.body.layers.named_children())
         indices, identity = range(model.config.num_hidden_layers), semi_private("PipelineIdentityLayer")
         parts = [held[str(index)] if index in layers else identity() for index in indices]
@@ -153,14 +153,14 @@ class Stage(nn.Module):
         own_head = scalar_head(model)
         self.value_head = (value_head if own_head is None else own_head) if is_last else None
         self._received: Tensor | None = None
-        # FSDP's hook reads the inputs, so this one runs first.
+        # FSDP's hook reads the inputs, so this hook must run first.
         parts[layers.start].register_forward_pre_hook(self._enter, prepend=True)
 
     def forward(self, hidden: Tensor | None, feed: Feed, settings: LogprobSettings) -> Tensor:
-        """Hidden states [R, W / tp, H] from those of the previous stage, None for the first; at the end [N, width]."""
+        """Maps the previous stage's hidden states, None at the start, to [R, W / tp, H]; at the end [N, width]."""
         self._received = hidden
         inputs: dict[str, Any] = {"input_ids": feed.token_ids}
-        if hidden is not None:  # read for shape, dtype and device: the first layer gets `hidden`, a part of the width
+        if hidden is not None:  # only gives shape, dtype and device: the first layer gets `hidden`
             inputs = {"inputs_embeds": hidden.new_empty(1).expand(*feed.token_ids.shape, hidden.shape[-1])}
         if feed.packed_rows is not None:
             inputs |= {"position_ids": feed.position_ids, "packed_rows": feed.packed_rows}
@@ -169,7 +169,7 @@ class Stage(nn.Module):
         return self._results(hidden, feed, settings) if self.is_last else hidden
 
     def _enter(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Give the stage's first layer its part of the embedded sequence, or what the previous stage sent."""
+        """Passes the stage's first layer its part of the embedded sequence, or the previous stage's hidden states."""
         hidden, self._received = self._received, None
         if hidden is None:
             hidden = part_of_sequence(args[0], self.tp) if self.tp.size() > 1 else args[0]
@@ -193,7 +193,7 @@ class Stage(nn.Module):
         return torch.cat(columns, 1)
 
     def _readers(self, hidden: Tensor) -> tuple[TopK, Logprobs]:
-        """The functions that read the head at positions with these hidden states [N, H]."""
+        """Returns the functions that read the head at positions with these hidden states [N, H]."""
         head: Any = self.head
         if self.tp.size() == 1 and self.logits.cap is None:
             return whole_head(head, hidden)
@@ -209,20 +209,20 @@ class Stage(nn.Module):
 
 @dataclass
 class SplitModel:
-    """A model that this rank holds a part of."""
+    """A model of which this rank holds a part."""
 
     model: PreTrainedModel
-    whole: PreTrainedModel  # has the modules of all ranks, without memory
+    whole: PreTrainedModel  # the modules of all ranks, without memory
     mesh: DeviceMesh
     pipeline: Pipeline
     stages: dict[int, Stage]
-    stage_of: dict[str, int]  # the stage of each of the whole model's `held_tensors`
+    stage_of: dict[str, int]  # name in the whole model's `held_tensors` → stage
     has_values: bool  # whether it has a scalar head, its own or a critic's
-    tied: Tensor | None  # this rank's embedding if it is also the output head of another rank, or the reverse
+    tied: Tensor | None  # this rank's embedding if another rank uses it as output head, or the reverse
     tied_group: dist.ProcessGroup | None
 
     def set_last_backward(self, stage: int, is_last: bool) -> None:
-        """Gradients are reduced over dp after a stage's last backward only."""
+        """Makes FSDP reduce gradients over dp only after a stage's last backward."""
         module = self.stages[stage]
         if isinstance(module, FSDPModule):
             module.set_is_last_backward(is_last)
@@ -235,7 +235,7 @@ class SplitModel:
             reshard(stage)
 
     def finish_gradients(self) -> None:
-        """After the last backward: sums the summands of tp ranks, and the two ends of a tied embedding."""
+        """Completes gradients after the last backward: sums over tp ranks, and over both ends of a tied embedding."""
         for parameter in (parameter for stage in self.stages.values() for parameter in stage.parameters()):
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
@@ -247,11 +247,11 @@ class SplitModel:
 
     @property
     def copy(self) -> Tensor | None:
-        """The parameter that this rank shares with another rank, which counts it in norms."""
+        """The parameter that this rank shares with another rank, which includes it in gradient norms."""
         return self.tied if self.pipeline.rank != 0 else None
 
     def held_tensors(self) -> dict[str, Tensor]:
-        """Name → this rank's part of the parameter or buffer; without the copy of a tied embedding."""
+        """Returns name → this rank's part of the parameter or buffer, without the copy of a tied embedding."""
         mine, here = held_tensors(self.model), self.pipeline.rank
         return {name: mine[name] for name, stage in self.stage_of.items() if stage % self.pipeline.num_ranks == here}
 
@@ -270,10 +270,10 @@ def split_model(
     """Reduces a model, the same on all ranks, to this rank's part, in place; collective.
 
     Args:
-        model: with a vocabulary head, a scalar head or both.
-        mesh, ends: with the axes pp, dp, tp, and its `ends_group`.
+        model: has a vocabulary head, a scalar head or both.
+        mesh, ends: mesh with the axes pp, dp, tp, and its `ends_group`.
         schedule, stages_per_rank: as in Parallel3DStrategy.
-        device: of the part; None for the CPU.
+        device: device of the part; None for the CPU.
         checkpoint_activations: keep only each layer's input and recompute the layer in the backward.
         value_head: the critic's head on this model's body; only the last stage's ranks keep its parameters.
 
@@ -309,7 +309,7 @@ def split_model(
     if checkpoint_activations:
         for layer in body.layers.children():
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    if mesh["dp"].size() > 1:  # several stages would gather again for each microbatch: parameters stay whole
+    if mesh["dp"].size() > 1:  # parameters stay whole with a pipeline, which would gather them per microbatch
         for layer in body.layers.children():
             fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=pp.size() == 1)
     stages = {
@@ -327,7 +327,7 @@ def split_model(
 def _drop_other_stages(
     model: PreTrainedModel, value_head: nn.Linear | None, held: Mapping[int, range], last: int
 ) -> None:
-    """Removes the parts of a model, and of the head on its body, that only other ranks need."""
+    """Removes the parts of a model, and of the value head on its body, that only other ranks need."""
     body = model.base_model
     held_layers = {str(index) for layers in held.values() for index in layers}
     for name in [name for name, _ in body.layers.named_children() if name not in held_layers]:
@@ -344,7 +344,7 @@ def _drop_other_stages(
 
 
 def _split_over_tp(model: PreTrainedModel, value_head: nn.Linear | None, tp: DeviceMesh) -> None:
-    """Splits what this rank holds of the model, and the value head if it holds that, over the tp axis."""
+    """Splits this rank's part of the model, and the value head if it is here, over the tp axis."""
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     plan = tensor_plan(model.config)
     split_parameters(model.base_model, model.get_output_embeddings(), plan, tp, tuning_of(model))
@@ -356,7 +356,7 @@ def _split_over_tp(model: PreTrainedModel, value_head: nn.Linear | None, tp: Dev
 
 
 def _load_held(model: PreTrainedModel, role: Role, device: torch.device, *, is_tied: bool) -> None:
-    """Gives the part that this rank holds of a model without memory its weights, which the rank reads itself."""
+    """Loads the weights of this rank's part of a model without memory; each rank reads its own."""
     spec = role.spec
     give_memory(model, device)
     if spec.path is not None:
@@ -388,7 +388,7 @@ def _stage_of(name: str, ranges: list[range]) -> int:
 
 
 def ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The group of the first and last rank of a pipeline; None on the ranks between. Collective over the run."""
+    """Makes the group of a pipeline's first and last rank; None on the ranks between. Collective over the run."""
     own_group: dist.ProcessGroup | None = None
     for ranks in mesh.mesh.flatten(1).T.tolist() if mesh.mesh.shape[0] > 1 else []:
         ends = [ranks[0], ranks[-1]]

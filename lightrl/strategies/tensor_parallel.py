@@ -1,9 +1,9 @@
 """Tensor parallelism: parameters split over the tp axis, and the computations that need all of its ranks.
 
 Shapes: N positions that predict a token, J tokens whose logprobs are read at each, H hidden size, V vocabulary; each tp
-rank holds V / tp. Between projections the hidden states are split along the sequence (`sequence parallel`), so
-norms and residuals cost each rank 1 / tp of the time and memory, and a pipeline sends as much less. Logits are never
-gathered: logprobs and entropies need one MAX and one SUM over the tp axis, of [N] and [2 + J, N] numbers.
+rank holds V / tp. Between projections the hidden states are split along the sequence (sequence parallelism), so
+norms and residuals cost each rank 1 / tp of the time and memory, and a pipeline sends 1 / tp of the bytes. Logits are
+never gathered: logprobs and entropies need one MAX and one SUM over the tp axis, of [N] and [2 + J, N] numbers.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def split_parameters(
     """Turns the parameters of a causal language model into DTensors on the tp mesh, in place.
 
     Args:
-        body: with `layers`, and with `embed_tokens` and `norm` if this rank has them.
-        head: the output head, if this rank has it; stays tied to the embedding if it was.
-        plan: of `tensor_plan`.
-        mesh: of the tp axis.
-        tuning: of the model.
+        body: has `layers`, and `embed_tokens` and `norm` if this rank holds them.
+        head: the output head, if this rank holds it; a tied head stays tied to the embedding.
+        plan: from `tensor_plan`.
+        mesh: mesh of the tp axis.
+        tuning: the model's tuning.
     """
     embedding: Any = getattr(body, "embed_tokens", None)
     is_tied = head is not None and embedding is not None and head.weight is embedding.weight
@@ -80,14 +80,14 @@ def _split_layer(layer: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, tu
 def _gather_input(
     mesh: DeviceMesh, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give attention and MLP the whole sequence of hidden states: their first argument, however it is passed."""
+    """Gathers the hidden states of the whole sequence for attention or MLP: the first argument, positional or not."""
     hidden = args[0] if args else kwargs["hidden_states"]
     whole = DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False).redistribute(mesh, [Replicate()])
     return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": whole})
 
 
 def share_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Keeps the own parameters of a module whole on every tp rank, as DTensors.
+    """Keeps a module's direct parameters whole on every tp rank, as DTensors.
 
     Each rank runs the module on its part of the tokens or heads, so a parameter's gradient is the sum over ranks.
     """
@@ -97,7 +97,7 @@ def share_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _call_with_local_parameters(module: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
-    """Runs the module's forward on plain tensors, since its operations do not take DTensors.
+    """Runs the module's forward on plain tensors, since its operations do not accept DTensors.
 
     `functional_call` replaces the parameters and calls the module, which calls this function a second time.
     """
@@ -112,7 +112,7 @@ def _call_with_local_parameters(module: nn.Module, forward: Callable[..., Any], 
 
 
 def _distribute_parameters(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
-    """Makes the module's own parameters DTensors with this placement, in place."""
+    """Turns the module's direct parameters into DTensors with this placement, in place."""
     for key, parameter in list(module.named_parameters(recurse=False)):
         held = distribute_tensor(parameter, mesh, [placement])
         module.register_parameter(key, nn.Parameter(held, requires_grad=parameter.requires_grad))
@@ -123,12 +123,12 @@ def _embed(embedding: nn.Embedding, mesh: DeviceMesh, token_ids: Tensor) -> Tens
     weight = local(embedding.weight)
     first = mesh.get_local_rank() * weight.shape[0]
     is_here = (token_ids >= first) & (token_ids < first + weight.shape[0])
-    padding = embedding.padding_idx  # its row gets no gradient, as in one process
+    padding = embedding.padding_idx  # the padding row gets no gradient, as in one process
     if padding is not None:
         padding = padding - first if first <= padding < first + weight.shape[0] else None
     rows = nn.functional.embedding(torch.where(is_here, token_ids - first, 0), weight, padding)
     rows = torch.where(is_here[..., None], rows, rows.new_zeros(()))
-    scale = getattr(embedding, "embed_scale", None)  # Gemma's
+    scale = getattr(embedding, "embed_scale", None)  # Gemma has one
     if scale is not None:
         rows = rows * scale.to(weight.dtype)
     parts = DTensor.from_local(rows, mesh, [Partial()], run_check=False)
@@ -137,16 +137,16 @@ def _embed(embedding: nn.Embedding, mesh: DeviceMesh, token_ids: Tensor) -> Tens
 
 
 def part_of_sequence(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Returns this rank's part, [B, T / tp, ...], of hidden states that all ranks have whole, [B, T, ...]."""
+    """Returns this rank's part, [B, T / tp, ...], of hidden states [B, T, ...] that all ranks hold."""
     whole = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
     part: Tensor = whole.redistribute(mesh, [Shard(1)]).to_local()
     return part
 
 
 def whole_sequence(hidden: Tensor, mesh: DeviceMesh, *, gradients_add_up: bool) -> Tensor:
-    """[B, T, ...] from each rank's part [B, T / tp, ...].
+    """Gathers [B, T, ...] from each rank's part [B, T / tp, ...].
 
-    `gradients_add_up`: each rank computes a part of the gradient, from its part of the vocabulary; else all the same.
+    `gradients_add_up`: each rank computes a summand of the gradient, from its vocabulary part; if False, all of it.
     """
     split = DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False)
     gradient = Partial() if gradients_add_up else Replicate()
@@ -155,7 +155,7 @@ def whole_sequence(hidden: Tensor, mesh: DeviceMesh, *, gradients_add_up: bool) 
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a DTensor, with gradient; other tensors as they are."""
+    """Returns this rank's part of a DTensor, with gradient; returns other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -172,13 +172,13 @@ def vocab_parallel_logprobs(
     masked_rows: Tensor | None = None,
     supports: Supports | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`functional.hidden_logprobs` where each rank of `group` holds an equal part of the head's rows, in rank order.
+    """Computes `functional.hidden_logprobs` when each rank of `group` holds an equal part of the head's rows, in order.
 
     Args:
         hidden: [N, H], the same on all ranks; its gradient is this rank's summand.
         weight: [V / tp, H], this rank's rows of the head.
         token_ids, temperature, entropy_gradient, masked_ids, masked_rows, supports: as for one rank.
-        group: of the tp axis; None for one rank.
+        group: process group of the tp axis; None for one rank.
         cap: logits are cap · tanh(logits / cap) before the temperature; None for no cap.
     """
     hidden, weight, _, chunk_tokens = prepared(hidden, weight, None, _chunk_tokens(weight))
@@ -221,12 +221,12 @@ def vocab_parallel_topk(
     masked_ids: Tensor | None = None,
     masked_rows: Tensor | None = None,
 ) -> Tensor:
-    """`functional.hidden_topk` over the ranks of `group`, from the top-k of each rank; int64 [N, num].
+    """Computes `functional.hidden_topk` over the ranks of `group` from each rank's top-k; int64 [N, num].
 
     Args:
         hidden, weight, group, cap, masked_ids, masked_rows: as for `vocab_parallel_logprobs`.
         num: at most V.
-        num_ids: only among this many first ids; None for all.
+        num_ids: considers only the first `num_ids` ids; None for all.
     """
     hidden, weight, _, chunk_tokens = prepared(hidden, weight, None, _chunk_tokens(weight))
     first, mask = _own_part(weight, group, masked_ids, masked_rows)
@@ -246,7 +246,7 @@ def vocab_parallel_topk(
 
 
 def _gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[N, tp · K] from each rank's [N, K]."""
+    """Gathers [N, tp · K] from each rank's [N, K]."""
     parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, values.contiguous(), group)
     return torch.cat(parts, 1)
@@ -269,7 +269,7 @@ def _chunk_tokens(weight: Tensor) -> int:
 def _scores(
     hidden: Tensor, weight: Tensor, temperature: float, cap: float | None, mask: Mask | None, chunk: slice
 ) -> tuple[Tensor, Tensor | None]:
-    """[n, V / tp] in float32: the softmax's input, and with a cap d score / d logit times the temperature."""
+    """Returns the softmax's input, float32 [n, V / tp], and with a cap d score / d logit times the temperature."""
     logits, slope = nn.functional.linear(hidden[chunk], weight), None
     if cap is not None:
         logits = logits.float() if logits.dtype.itemsize < 4 else logits
@@ -330,7 +330,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, ids, is_here, normalizer, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        # Summed in float32 at least: in bfloat16 hundreds of chunks would lose most small contributions.
+        # Summed in at least float32: a bfloat16 sum over hundreds of chunks would lose most small terms.
         grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         for chunk in ctx.chunks:
             scores, slope = _scores(hidden, weight, ctx.temperature, ctx.cap, ctx.mask, chunk)

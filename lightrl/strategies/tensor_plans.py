@@ -1,7 +1,7 @@
-"""Plans of 3D parallelism from Hugging Face's own: how layers are split over tp, and which make a pipeline stage.
+"""Plans for 3D parallelism, from Hugging Face's: how layers are split over tp, and which layers form a pipeline stage.
 
-A config's class has a plan for each: `base_model_tp_plan` and `base_model_pp_plan`. What a plan does not say, a run of
-the model without memory shows; no function needs devices or process groups.
+A config's class has a plan for each: `base_model_tp_plan` and `base_model_pp_plan`. Running the model without memory
+shows what the plans leave open; no function needs devices or process groups.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 SCHEDULES = ("1F1B", "Interleaved1F1B")
 
-# What a plan may do to a module of a layer: split its rows, its columns, or nothing but its heads' activations.
+# The ways in which a plan may split a module of a layer: its rows, its columns, or only its heads' activations.
 _STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
 _BODY = {"embed_tokens", "layers", "norm"}
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """Turns the head's outputs into logits: `scale` times them, or cap · tanh(x / cap) with a cap."""
+    """Turns the head's outputs x into logits: scale · x, or cap · tanh(x / cap) if there is a cap."""
 
     scale: float = 1.0
     cap: float | None = None
 
 
 def tensor_plan(config: PretrainedConfig) -> dict[str, str]:
-    """The plan of the model's family for tp: module of a layer, such as `self_attn.q_proj` → `colwise` or `rowwise`.
+    """Returns the tp plan of the model's family: module of a layer, for example `self_attn.q_proj` → its style.
 
     Raises:
-        ValueError: if there is none, or it has more than Parallel3DStrategy can do.
+        ValueError: if there is no plan, or Parallel3DStrategy does not support it.
     """
     plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     if not plan:
@@ -51,10 +51,10 @@ def tensor_plan(config: PretrainedConfig) -> dict[str, str]:
 
 
 def check_model(config: PretrainedConfig, tp: int) -> LogitTransform:
-    """Run a model without memory to see how its parts fit together; returns what it does to logits.
+    """Runs a model without memory to see how its parts fit together; returns its changes to logits.
 
     Raises:
-        ValueError: if stages or tensor slices would compute something else than the whole model.
+        ValueError: if stages or tensor slices would not compute the same as the whole model.
     """
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = new_model(config).eval()
@@ -73,13 +73,13 @@ def check_model(config: PretrainedConfig, tp: int) -> LogitTransform:
         _refuse(config, "its output head has a bias")
     if tp > 1 and type(body.embed_tokens) is not nn.Embedding and not hasattr(body.embed_tokens, "embed_scale"):
         _refuse(config, f"its embedding is a {type(body.embed_tokens).__name__}")
-    # Large numbers, since a cap such as 30 · tanh(logits / 30) hardly changes logits near 0.
+    # Large numbers, since a cap like 30 · tanh(logits / 30) hardly changes logits near 0.
     hidden, raw = torch.linspace(-1, 1, 6).view(1, 2, 3), torch.linspace(-99, 101, 8).view(1, 2, 4)
     fake_layer, fake_head = _Fake(hidden), _Fake(raw)
     body.layers = nn.ModuleList([fake_layer for _ in body.layers])
     body.norm = nn.Identity()
     model.set_output_embeddings(fake_head)
-    mask = torch.empty(1, 1, 1, 1, dtype=torch.bool)  # transformers then makes none, for which it reads positions
+    mask = torch.empty(1, 1, 1, 1, dtype=torch.bool)  # so that transformers makes none, which would read positions
     with torch.no_grad():
         token_ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
         logits = model(input_ids=token_ids, attention_mask=mask, use_cache=False).logits
@@ -89,7 +89,7 @@ def check_model(config: PretrainedConfig, tp: int) -> LogitTransform:
     if torch.allclose(logits, raw * scale):
         return LogitTransform(scale=scale)
     if cap is None or not torch.allclose(logits, torch.tanh(raw / cap) * cap):
-        _refuse(config, "it does more to logits than to scale or cap them")
+        _refuse(config, "it does more to logits than scale or cap them")
     return LogitTransform(cap=cap)
 
 
@@ -101,10 +101,10 @@ def _check_layer(config: PretrainedConfig, layer: nn.Module) -> None:
         if plan.get(name) in ("colwise", "rowwise"):
             continue
         shapes = [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]
-        # Ranks have all features of some tokens, or in attention all features of some heads.
+        # Each rank has all features of some tokens, or in attention all features of some heads.
         size = head_size(config) if name.startswith("self_attn.") else config.hidden_size
         if shapes and ("norm" not in type(module).__name__.lower() or {*shapes} != {(size,)}):
-            _refuse(config, f"no part of {name} ({type(module).__name__}) can be computed alone")
+            _refuse(config, f"no part of {name} ({type(module).__name__}) can be computed separately")
 
 
 class _Fake(nn.Module):
@@ -121,13 +121,13 @@ class _Fake(nn.Module):
 
 def _refuse(config: PretrainedConfig, reason: str) -> NoReturn:
     raise ValueError(
-        f"Parallel3DStrategy cannot split model_type={config.model_type!r}: {reason}. Use FSDP2Strategy, which takes "
-        "any model."
+        f"Parallel3DStrategy cannot split model_type={config.model_type!r}: {reason}. Use FSDP2Strategy, which "
+        "supports any model."
     )
 
 
 def check_world(pp: int, dp: int, tp: int, world_size: int) -> None:
-    """Raises ValueError, with sizes that fit, if pp · dp · tp is not the world size."""
+    """Raises ValueError, naming sizes that fit, if pp · dp · tp is not the world size."""
     if min(pp, dp, tp) < 1:
         raise ValueError(f"pp, dp and tp must be at least 1, got {pp}, {dp} and {tp}.")
     if pp * dp * tp == world_size:
@@ -143,7 +143,7 @@ def check_world(pp: int, dp: int, tp: int, world_size: int) -> None:
 
 
 def check_sizes(config: PretrainedConfig, pp: int, tp: int, schedule: str, stages_per_rank: int) -> None:
-    """Raises ValueError, with the nearest valid choice, for a config that says it cannot be split this way."""
+    """Raises ValueError, naming the nearest valid choice, if the config shows that this split is impossible."""
     if pp > 1 and set(getattr(config, "base_model_pp_plan", None) or {}) != _BODY:
         _refuse(config, "transformers has no plan of embed_tokens, layers and norm for its stages (base_model_pp_plan)")
     sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
@@ -177,7 +177,7 @@ def check_sizes(config: PretrainedConfig, pp: int, tp: int, schedule: str, stage
 
 
 def check_schedule(schedule: str, stages_per_rank: int) -> None:
-    """Raises ValueError for schedules that are not exact, and for a number of stages that does not fit the schedule."""
+    """Raises ValueError for inexact schedules, and for a number of stages that does not fit the schedule."""
     if schedule not in SCHEDULES:
         reason = ""
         if "zero" in schedule.lower() or "zbv" in schedule.lower() or "dualpipe" in schedule.lower():
@@ -189,7 +189,7 @@ def check_schedule(schedule: str, stages_per_rank: int) -> None:
 
 
 def split_layers(config: PretrainedConfig, num_stages: int) -> list[range]:
-    """The layers of each stage, in order, so that the largest stage has as few parameters as possible.
+    """Assigns layers to stages, in order, so that the largest stage has as few parameters as possible.
 
     The embedding counts for the first stage, which also holds the most activations, and the output head for the last.
     """
@@ -210,7 +210,7 @@ def head_size(config: PretrainedConfig) -> int:
 
 
 def layer_parameters(config: PretrainedConfig) -> int:
-    """Parameters of one decoder layer, without norms and biases."""
+    """Counts the parameters of one decoder layer, without norms and biases."""
     attention = 2 * config.hidden_size * head_size(config) * (config.num_attention_heads + config.num_key_value_heads)
     return int(attention + 3 * config.hidden_size * config.intermediate_size)
 

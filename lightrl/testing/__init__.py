@@ -1,6 +1,6 @@
 """Helpers for tests of your own code: a policy of a few thousand parameters, and made-up trajectories and groups.
 
-`tiny_policy` has one token per character (`char_tokenizer`); `QUIET` are settings of a silent trainer.
+`tiny_policy` has one token per character (`char_tokenizer`); `QUIET` has the settings of a silent trainer.
 `lightrl.FakeEngine` is the engine for such tests; docs/test-your-code.md shows how to use these. May import: everything
 up to engines. Nothing in lightrl imports this package.
 """
@@ -26,7 +26,7 @@ QUIET: JsonObject = {
     "enable_model_summary": False,
 }  # fmt: skip
 
-# Weights of this size make peaked distributions, in which a wrong mask or shift shows.
+# Weights of this size give peaked distributions, which reveal a wrong mask or shift.
 TINY_CONFIG: JsonObject = {
     "model_type": "qwen3", "vocab_size": len(LETTERS), "hidden_size": 16, "intermediate_size": 24,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
@@ -36,7 +36,7 @@ TINY_CONFIG: JsonObject = {
 
 
 def char_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character of `LETTERS`."""
+    """Makes a tokenizer with one token per character of `LETTERS`."""
     backend = Tokenizer(models.WordLevel({token: index for index, token in enumerate(LETTERS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
@@ -46,7 +46,7 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_policy(**options: Any) -> ModelSpec:
-    """A Qwen3 policy with random weights, the same each time; `options` are ModelSpec's."""
+    """Returns a Qwen3 policy with the same random weights each time; `options` are ModelSpec's."""
     return ModelSpec(**{"config": TINY_CONFIG, "tokenizer": "lightrl.testing.char_tokenizer", "seed": 0, **options})
 
 
@@ -62,7 +62,7 @@ def make_trajectory(
     versions: Sequence[int] | None = None,
     **others: Any,
 ) -> Trajectory:
-    """One turn; `fields` are the prompt's, `versions` those of the completion's tokens (0 if None)."""
+    """Makes a trajectory of one turn; `fields` are the prompt's, `versions` the completion tokens' (0 if None)."""
     num = len(completion_ids)
     return Trajectory(
         prompt=Prompt(id=f"prompt-{group_id}", token_ids=list(prompt_ids), fields=dict(fields or {})),
@@ -80,7 +80,7 @@ def make_trajectory(
 
 
 def make_groups(rewards: Sequence[Sequence[float]], **settings: Any) -> list[Group]:
-    """One group per row of rewards; `settings` are those of `make_trajectory`."""
+    """Makes one group per row of rewards; `settings` are those of `make_trajectory`."""
     groups = []
     for group_id, row in enumerate(rewards):
         trajectories = [

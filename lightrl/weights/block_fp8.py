@@ -1,8 +1,8 @@
-"""Block FP8: linear weights in float8, with a scale per block of 128 × 128, for rollouts with weights of half the size.
+"""Block FP8: linear weights in float8 with a scale per block of 128 × 128, which halves the weights for rollouts.
 
-The form of FP8 checkpoints, such as Qwen3-8B-FP8: `q_proj.weight` [N, K] in float8_e4m3fn and `q_proj.weight_scale_inv`
-[N / 128, K / 128] in float32, by which a block is multiplied. Embedding, head, routers, norms and biases stay as they
-are. Scales are powers of two: float8 has as many bits of precision at each of them, and products are exact in bfloat16.
+This is the format of FP8 checkpoints like Qwen3-8B-FP8: `q_proj.weight` [N, K] in float8_e4m3fn, and the factor of each
+block in `q_proj.weight_scale_inv` [N / 128, K / 128], float32. Embedding, head, routers, norms and biases stay as they
+are. Scales are powers of two: float8's precision is the same at every scale, and products are exact in bfloat16.
 
 Source: DeepSeek-V3 (https://arxiv.org/abs/2412.19437), section 3.3; transformers 5.23, integrations/finegrained_fp8.py.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"  # the suffix of a weight's scales
-# A config's entry, as in such checkpoints.
+# The entry in the config of such checkpoints.
 QUANTIZATION_CONFIG: dict[str, Any] = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -39,10 +39,10 @@ _UNQUANTIZED = re.compile(r"(.*\.)?(embed_tokens|lm_head|gate)\.weight")
 
 
 def quantized_config(config: PretrainedConfig, tp: int = 1, ep: int = 1) -> PretrainedConfig:
-    """A copy of a model's config under which a server of `tp` ranks holds the weights in block FP8.
+    """Copies a model's config, changed so that a server with `tp` ranks holds the weights in block FP8.
 
     Raises:
-        ValueError: if the family's layout on servers is unknown, or the ranks would divide a block.
+        ValueError: if the model family's layout on servers is unknown, or the ranks would split a block.
     """
     if config.model_type not in FAMILIES:
         raise ValueError(
@@ -59,7 +59,7 @@ def quantized_config(config: PretrainedConfig, tp: int = 1, ep: int = 1) -> Pret
     }
     for name, (size, num_parts) in sizes.items():
         if size % (BLOCK * num_parts):
-            smaller = "Use a smaller tp, or omit" if tp > 1 else "The model is too small for it: omit"
+            smaller = "Use a smaller tp, or omit" if tp > 1 else "The model is too small: omit"
             raise ValueError(
                 f"quantization='fp8' with tp={tp} needs {name} to be a multiple of {BLOCK * num_parts}, got "
                 f"{size}. {smaller} quantization."
@@ -76,7 +76,7 @@ def is_block_fp8(config: PretrainedConfig) -> bool:
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantizes [..., N, K]; a value that is not finite makes its block NaN.
+    """Quantizes [..., N, K]; a non-finite value makes its whole block NaN.
 
     Returns:
         The weight in float8, and the scales [..., ceil(N / 128), ceil(K / 128)] in float32.
@@ -95,14 +95,14 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
-    """Returns what `quantize` was given, rounded: [..., N, K] in bfloat16, exactly."""
+    """Restores the rounded input of `quantize`, [..., N, K] in bfloat16; the product with the scale is exact."""
     rows, columns = weight.shape[-2:]
     scales = scale.repeat_interleave(BLOCK, dim=-2).repeat_interleave(BLOCK, dim=-1)
     return (weight.float() * scales[..., :rows, :columns]).bfloat16()
 
 
 def quantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters as servers take them: each linear weight in float8, followed by its scales."""
+    """Returns the parameters in the form that servers load: each linear weight in float8, followed by its scales."""
     served: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if is_linear(name, tensor):
@@ -113,7 +113,7 @@ def quantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def dequantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters without scales, each quantized weight in bfloat16: the inverse of `quantized`, up to its rounding."""
+    """Inverts `quantized`, except for its rounding: returns parameters in bfloat16, without scales."""
     return {
         name: dequantize(tensor, tensors[name + SCALE]) if tensor.dtype == FP8 else tensor
         for name, tensor in tensors.items()
@@ -123,6 +123,6 @@ def dequantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def is_linear(name: str, tensor: Tensor) -> bool:
     """Whether block FP8 quantizes this parameter."""
-    if tensor.dim() == 3:  # all experts of a block, as the trainer's module has them
+    if tensor.dim() == 3:  # all experts of a layer in one tensor, as in the trainer's module
         return ".experts." in name
     return tensor.dim() == 2 and name.endswith(".weight") and _UNQUANTIZED.fullmatch(name) is None

@@ -1,8 +1,8 @@
-"""BroadcastGroup: one sender and some receivers in a process group of their own, outside torch's default one.
+"""BroadcastGroup: one sender and its receivers in a separate process group, outside torch's default one.
 
-Rank 0 is the trainer's and sends; servers follow, each with as many ranks as it has tensor-parallel parts. The group is
-built as SGLang builds its side (`init_weights_update_group`): a store at tcp://host:port under the group's name, then
-torch's own helper. A group cannot lose a member: if one dies, close it and build another under a new name.
+Rank 0 is the trainer and sends; the servers follow, each with one rank per tensor-parallel part. The group is built as
+SGLang builds its side (`init_weights_update_group`): a store at tcp://host:port under the group's name, then torch's
+own helper. A group cannot lose a member: if one dies, close the group and build another one under a new name.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class BroadcastGroup:
     """Forms the group and broadcasts tensors from rank 0; every call blocks, up to the group's deadline.
 
     Args:
-        host, port: of rank 0's store.
-        rank, world_size: of this process, and of all members together.
-        name: of the group; unique in this process.
-        backend: `nccl` between GPUs, `gloo` for the CPU.
-        timeout_s: for the others to join, and for each transfer.
-        listener: rank 0's socket at this port, see `listen`; the store takes it over.
-        interface: of the network, for gloo, unless GLOO_SOCKET_IFNAME names one; NCCL reads NCCL_SOCKET_IFNAME.
+        host, port: address of rank 0's store.
+        rank, world_size: this process's rank, and the number of all members.
+        name: the group's name, unique in this process.
+        backend: `nccl` between GPUs, `gloo` on the CPU.
+        timeout_s: limit for the others to join, and for each transfer.
+        listener: rank 0's socket at this port, see `listen`; the store takes ownership of it.
+        interface: network interface for gloo, unless GLOO_SOCKET_IFNAME is set; NCCL reads NCCL_SOCKET_IFNAME.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class BroadcastGroup:
         self.name = name
         self.world_size = world_size
         self.timeout_s = timeout_s
-        self._where = f"The weight group at {host}:{port} with {world_size} members"  # its name is a secret
+        self._where = f"The weight group at {host}:{port} with {world_size} members"  # the name is secret
         group_name: Any = name  # torch's GroupName, a str
         timeout = timedelta(seconds=timeout_s)
         with self._translated("did not form"), _gloo_interface(interface):
@@ -70,7 +70,7 @@ class BroadcastGroup:
         """Sends (rank 0) or fills (others) the contiguous tensors in this order; returns when all have arrived.
 
         Raises:
-            WeightSyncError: if a member is gone, or at the deadline. The group is unusable then.
+            WeightSyncError: if a member is gone or the deadline passes. The group is unusable afterwards.
         """
         with self._translated("failed a transfer"):
             works = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for tensor in tensors]
@@ -78,7 +78,7 @@ class BroadcastGroup:
                 while works:
                     works.pop(0).wait()
             finally:
-                works.clear()  # they keep the connections open, and an exception keeps this frame
+                works.clear()  # works keep connections open, and an exception would keep this frame
 
     def close(self) -> None:
         """Leaves the group, which closes its connections. May be called twice."""
@@ -99,16 +99,16 @@ class BroadcastGroup:
 
 
 def listen(host: str = "127.0.0.1") -> socket.socket:
-    """A socket of rank 0 at a free port of this address alone, one of this machine's.
+    """Opens rank 0's socket on a free port of this address, which must belong to this machine.
 
-    It listens before any member joins, and no other program takes the port.
+    It listens before any member joins, so no other program can take the port.
     """
     return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 @contextlib.contextmanager
 def _gloo_interface(name: str | None) -> Iterator[None]:
-    """Groups that form inside use this network interface; otherwise gloo uses that of the machine's own name."""
+    """Makes groups that form inside use this network interface; by default gloo uses that of the host name."""
     if name is None or _GLOO_INTERFACE in os.environ:
         yield
         return

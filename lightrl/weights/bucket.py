@@ -1,4 +1,4 @@
-"""Buckets: parameters in parts of bounded size, so that no export holds a model twice; their form at a server."""
+"""Buckets: parameters in parts of bounded size, so that no export holds a model twice; the form that a server needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A safetensors file of parameters that another rank has written already; see `disk.ShareWriter`."""
+    """A safetensors file of parameters that another rank has already written; see `disk.ShareWriter`."""
 
     path: str
     num_bytes: int
@@ -28,8 +28,8 @@ class WrittenFile:
 class Bucket:
     """Some parameters under their Hugging Face names, each whole (not sharded).
 
-    An iterator of buckets empties a bucket when it is asked for the next one, so that one is in memory at a time, and
-    the tensors may be the trainer's own: copy them to keep them.
+    An iterator of buckets empties each bucket before it yields the next, so that only one is in memory. The tensors may
+    be the trainer's own: copy them to keep them.
     """
 
     tensors: dict[str, Tensor]
@@ -38,7 +38,7 @@ class Bucket:
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """Hugging Face name → shape of all its parameters, those in `files` too."""
+        """Hugging Face name → shape of all its parameters, including those in `files`."""
         shapes = {name: list(tensor.shape) for name, tensor in self.tensors.items()}
         for file in self.files:
             shapes |= file.shapes
@@ -50,14 +50,14 @@ class Bucket:
 
 
 def bucketed(parameters: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
-    """Cut (name, tensor) pairs into buckets of at most `bucket_bytes`, unless a single tensor is larger.
+    """Cuts (name, tensor) pairs into buckets of at most `bucket_bytes`, unless a single tensor is larger.
 
     Args:
         parameters: pairs in a fixed order; read once, at most one bucket ahead.
-        bucket_bytes: upper bound of a bucket's size in bytes.
+        bucket_bytes: upper bound on a bucket's size in bytes.
 
     Returns:
-        The buckets in order; the last one is marked, and there is one even without parameters.
+        The buckets in order; the last one is marked. Without parameters there is one empty bucket.
     """
     held: dict[str, Tensor] = {}
     size = 0
@@ -72,16 +72,16 @@ def bucketed(parameters: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Ite
     yield Bucket(held, is_last=True)
 
 
-OUTPUT_HEAD = "lm_head.weight"  # the Hugging Face name of the output head, in every family that ties it
+OUTPUT_HEAD = "lm_head.weight"  # Hugging Face name of the output head, in every family that ties it
 
 
 class ServerForm:
-    """Converts a bucket one tensor at a time, so that only `quantized` holds it once more, in float8.
+    """Converts a bucket one tensor at a time; only `quantized` makes another copy of it, in float8.
 
     Args:
-        dtype: of the floating-point parameters, such as `torch.bfloat16`; None keeps the trainer's.
-        skip_names: Hugging Face names that the server does not take: the output head of a model with tied embeddings.
-        is_block_fp8: whether the server takes linear weights in block FP8.
+        dtype: dtype of floating-point parameters, for example `torch.bfloat16`; None keeps the trainer's.
+        skip_names: Hugging Face names that the server does not load: the output head of a model with tied embeddings.
+        is_block_fp8: whether the server loads linear weights in block FP8.
     """
 
     def __init__(
@@ -98,16 +98,16 @@ class ServerForm:
         return cls(dtype, skip_names, block_fp8.is_block_fp8(config))
 
     def quantized(self, bucket: Bucket) -> Bucket:
-        """The bucket with its linear weights in block FP8 if the server takes them so, for `tensors` and `layout`."""
+        """Quantizes linear weights to block FP8 if the server needs it; pass the result to `tensors` and `layout`."""
         return replace(bucket, tensors=block_fp8.quantized(bucket.tensors)) if self.is_block_fp8 else bucket
 
     def tensors(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) in the bucket's order; contiguous, without gradient."""
+        """Yields (name, tensor) in the bucket's order; contiguous, without gradient."""
         for name, dtype, _ in self.layout(bucket):
             yield name, bucket.tensors[name].detach().to(dtype).contiguous()
 
     def layout(self, bucket: Bucket) -> list[tuple[str, torch.dtype, torch.Size]]:
-        """(name, dtype, shape) of each of `tensors`, without converting them."""
+        """Returns (name, dtype, shape) of each of `tensors`, without converting them."""
         return [
             (name, self._dtype(name, tensor), tensor.shape)
             for name, tensor in bucket.tensors.items()

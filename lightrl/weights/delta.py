@@ -1,15 +1,15 @@
-"""Delta: what changed between two versions of a model, bit for bit: encoding, application, digests.
+"""Delta: the bitwise difference between two versions of a model: encoding, application, digests.
 
-The functions take the bits of tensors, flat and as unsigned integers, in chunks of `CHUNK` elements. An update of 1e-6
-moves about one bfloat16 value in a hundred, mostly to the neighboring one; so of a chunk travel
+The functions work on the bits of tensors, flat and as unsigned integers, in chunks of `CHUNK` elements. An update of
+1e-6 moves about one bfloat16 value in a hundred, mostly to the neighboring one. So a chunk is sent as
 
-    sparse    the gaps between changed elements, a byte each, and by how much their bits changed
-    dense     by how much the bits of each element changed, if a fourth or more of them did
-    nothing   if none did
+    sparse    the gaps between changed elements, a byte each, and the differences of their bits
+    dense     the difference of each element's bits, if a quarter or more of the elements changed
+    nothing   if no element changed
 
-compressed unless that takes longer than it saves. The change is `new - old` of the bits, so a delta also leads back.
+compressed unless that takes longer than it saves. The difference is `new - old` of the bits, so it can be undone.
 
-Some chunks together are a block, for numpy's sake. A part of a delta is some blocks, each `[lengths][header][body]`.
+Several chunks form a block for numpy. A part of a delta consists of blocks, each `[lengths][header][body]`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from torch import Tensor
 from lightrl.weights.bucket import Bucket, ServerForm, bucketed
 from lightrl.weights.disk import write_safetensors
 
-CHUNK = 2**19  # elements: they stay in a core's cache from one step of the comparison to the next
+CHUNK = 2**19  # elements; they stay in a core's cache between the steps of the comparison
 BLOCK_CHUNKS = 8  # the most chunks in a block
 PART_BYTES = 16 * 2**20  # about the size of a delta's part
-_ESCAPE = 255  # a gap of this or more follows as four bytes
+_ESCAPE = 255  # marks a gap this large or larger, which follows as four bytes
 _DENSE_FRACTION = 0.25  # with more changed elements, their positions cost more than zeros
-_STORED_FRACTION = 1 / 16  # below it, gaps are nearly random: to compress them takes longer than to send them
-_LARGE, _LARGE_FRACTION = 15, 1 / 8  # changes of the bits from 15 on follow in full, if they are few
+_STORED_FRACTION = 1 / 16  # below it, gaps are nearly random: compressing them takes longer than sending them
+_LARGE, _LARGE_FRACTION = 15, 1 / 8  # differences of 15 or more follow in full, if there are few
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LENGTHS = struct.Struct("<II")
 
@@ -48,28 +48,28 @@ Bits = npt.NDArray[Any]  # unsigned integers
 
 
 class DeltaError(ValueError):
-    """A delta that does not fit: torn, of another model, or malformed."""
+    """A delta that cannot be applied: corrupt, malformed, or for another model."""
 
 
 class Change(NamedTuple):
     """The change of one chunk."""
 
-    name: str  # the tensor's
-    number: int  # the chunk's, in its tensor
-    positions: npt.NDArray[np.int64] | None  # the changed elements', ascending; None: all elements
-    values: Bits  # the differences of their bits
+    name: str  # tensor name
+    number: int  # index of the chunk in its tensor
+    positions: npt.NDArray[np.int64] | None  # changed elements, ascending; None for all elements
+    values: Bits  # differences of their bits
 
 
 class Block(NamedTuple):
-    """The changes of some chunks as they travel."""
+    """The changes of several chunks in the form in which they are sent."""
 
-    chunks: list[tuple[str, int, int, bool]]  # name and number of each, how many values travel, and if it is sparse
+    chunks: list[tuple[str, int, int, bool]]  # name, number, how many values are sent, is it sparse
     width: int  # bytes of an element
     body: bytes
 
 
 def bits_of(tensor: Tensor) -> Bits:
-    """[elements] The bits of a contiguous tensor of the CPU, in its memory."""
+    """Returns the bits of a contiguous CPU tensor, flat, as a view of its memory."""
     size = tensor.element_size()
     return tensor.detach().reshape(-1).view(_SIGNED[size]).numpy().view(f"u{size}")
 
@@ -83,7 +83,7 @@ def chunk(bits: Bits, number: int) -> Bits:
 
 
 def replaced(name: str, number: int, old: Bits, new: Bits) -> Change | None:
-    """Makes `old`, a chunk, equal to `new`; the change, or None if they were equal."""
+    """Overwrites the chunk `old` with `new`; returns the change, or None if they were equal."""
     positions = np.flatnonzero(old != new)
     if not len(positions):
         return None
@@ -98,14 +98,14 @@ def replaced(name: str, number: int, old: Bits, new: Bits) -> Change | None:
 
 
 def apply(change: Change, bits: Bits, *, backward: bool = False) -> None:
-    """Changes the chunk `bits` in place, from the old to the new version, or back.
+    """Applies a change to the chunk `bits` in place, or undoes it if `backward`.
 
     Raises:
-        DeltaError: if the change does not fit; the chunk is as it was.
+        DeltaError: if the change does not fit; the chunk is left unchanged.
     """
     positions, values = change.positions, change.values
     if values.dtype != bits.dtype or (positions is None and len(values) != len(bits)):
-        raise DeltaError(f"The delta of {change.name!r} is of another dtype or size.")
+        raise DeltaError(f"The delta of {change.name!r} has another dtype or size.")
     if positions is None:
         bits += -values if backward else values
     elif len(positions):
@@ -115,7 +115,7 @@ def apply(change: Change, bits: Bits, *, backward: bool = False) -> None:
 
 
 def packed(changes: Sequence[Change]) -> Block:
-    """Packs at most `BLOCK_CHUNKS` changes, of elements of one size, into a block."""
+    """Packs at most `BLOCK_CHUNKS` changes, all of the same element size, into a block."""
     sparse = [index * CHUNK + one.positions for index, one in enumerate(changes) if one.positions is not None]
     gaps = np.diff(np.concatenate(sparse), prepend=-1) if sparse else np.empty(0, np.int64)
     gap_bytes = [np.minimum(gaps, _ESCAPE).astype(np.uint8).tobytes(), gaps[gaps >= _ESCAPE].astype("<u4").tobytes()]
@@ -126,7 +126,7 @@ def packed(changes: Sequence[Change]) -> Block:
 
 
 def unpacked(block: Block) -> list[Change]:
-    """The changes of a block; raises DeltaError if it is torn."""
+    """Decodes the changes of a block; raises DeltaError if it is corrupt."""
     num_gaps = sum(num for _, _, num, is_sparse in block.chunks if is_sparse)
     try:
         unpacker = zlib.decompressobj()
@@ -135,7 +135,7 @@ def unpacked(block: Block) -> list[Change]:
         gaps = gap_bytes[:num_gaps].astype(np.int64)
         gaps[gaps == _ESCAPE] = gap_bytes[num_gaps:].view("<u4")
     except (zlib.error, ValueError, TypeError) as error:
-        raise DeltaError(f"The delta is torn: {error}.") from error
+        raise DeltaError(f"The delta is corrupt: {error}.") from error
     positions = np.cumsum(gaps)
     changes, first, start = [], 0, 0  # the last two index a chunk's positions and values
     for index, (name, number, num, is_sparse) in enumerate(block.chunks):
@@ -146,7 +146,7 @@ def unpacked(block: Block) -> list[Change]:
 
 
 def parts(blocks: Iterable[Block | None], part_bytes: int = PART_BYTES) -> Iterator[bytes]:
-    """The blocks as parts of about `part_bytes`; None is a block of chunks that did not change."""
+    """Yields the blocks in parts of about `part_bytes`; None stands for a block without changes."""
     held: list[bytes] = []
     size = 0
     for block in blocks:
@@ -163,7 +163,7 @@ def parts(blocks: Iterable[Block | None], part_bytes: int = PART_BYTES) -> Itera
 
 
 def read_part(part: bytes) -> list[Block]:
-    """The blocks of a part; raises DeltaError if it is torn."""
+    """Decodes the blocks of a part; raises DeltaError if it is corrupt."""
     blocks, start = [], 0
     try:
         while start < len(part):
@@ -174,14 +174,14 @@ def read_part(part: bytes) -> list[Block]:
             blocks.append(Block([(str(name), int(n), int(num), bool(s)) for name, n, num, s in chunks], width, body))
             start += body_bytes
     except (struct.error, zlib.error, ValueError, TypeError) as error:
-        raise DeltaError(f"The delta is torn: {error}.") from error
+        raise DeltaError(f"The delta is corrupt: {error}.") from error
     if start != len(part):
         raise DeltaError(f"The delta has {len(part)} bytes instead of {start}.")
     return blocks
 
 
 def checksum(bits: Bits | bytes) -> int:
-    """Computes the checksum of a chunk or a part: finds random damage, 14 times as fast as a CRC."""
+    """Computes the checksum of a chunk or part; it detects random damage and is 14 times as fast as a CRC."""
     return xxhash.xxh3_64_intdigest(bits)  # type: ignore[arg-type]  # any buffer
 
 
@@ -189,15 +189,15 @@ def version_digest(run: str, weight_version: int, checksums: Mapping[str, Sequen
     """Identifies a version of a run and its content.
 
     Args:
-        run: a random word, so that another run's version of the same number and content is another one.
-        checksums: of each parameter's chunks.
+        run: a random word that distinguishes runs whose versions have the same number and content.
+        checksums: parameter → checksums of its chunks.
     """
     content = json.dumps([run, weight_version, sorted(checksums.items())], separators=(",", ":"))
     return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _packed(streams: Sequence[bytes], level: int = 1) -> bytes:
-    """One zlib stream. Each part of it gets its own Huffman codes; matches, which rarely exist, are not sought."""
+    """Compresses to one zlib stream with separate Huffman codes per input; skips matches, which are rare here."""
     packer = zlib.compressobj(level, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_RLE)
     packed = []
     for stream in streams:
@@ -206,11 +206,11 @@ def _packed(streams: Sequence[bytes], level: int = 1) -> bytes:
 
 
 def _packed_values(values: Bits) -> bytes:
-    """Half a byte each if nearly all are small, which is 5 times as fast as to compress them; else compressed."""
+    """Packs values into half a byte each if nearly all are small, 5 times as fast as compression; else compresses."""
     width = values.dtype.itemsize
     folded = (values << 1) ^ -(values >> (8 * width - 1))  # 0, -1, 1, -2 … become 0, 1, 2, 3 …
     large = folded[folded >= _LARGE]
-    if len(large) > _LARGE_FRACTION * len(folded):  # the lowest byte of each, then the next …
+    if len(large) > _LARGE_FRACTION * len(folded):  # all lowest bytes, then the next ones …
         return b"P" + _packed([plane.tobytes() for plane in folded.view(np.uint8).reshape(-1, width).T])
     halves = np.zeros(len(folded) + len(folded) % 2, np.uint8)
     halves[: len(folded)] = np.minimum(folded, _LARGE)
@@ -218,7 +218,7 @@ def _packed_values(values: Bits) -> bytes:
 
 
 def _values(packed: bytes, num_values: int, dtype: np.dtype[Any]) -> Bits:
-    """Unpacks what `_packed_values` packed; raises ValueError or zlib.error if it is torn."""
+    """Unpacks the result of `_packed_values`; raises ValueError or zlib.error if it is corrupt."""
     if packed[:1] == b"P":
         planes = np.frombuffer(zlib.decompress(packed[1:]), np.uint8).reshape(dtype.itemsize, num_values)
         folded = np.ascontiguousarray(planes.T).reshape(-1).view(dtype)
@@ -235,33 +235,33 @@ def _unfolded(folded: Bits) -> Bits:
     return (folded >> 1) ^ -(folded & 1)
 
 
-# Bytes of an element → the two values of each byte of half bytes, as one item.
+# Element size in bytes → for each byte, the two values in its halves, as one item.
 _HALVES = np.array([[byte & _LARGE, byte >> 4] for byte in range(256)])
 _PAIRS = {width: _unfolded(_HALVES.astype(f"u{width}")).view(f"V{2 * width}").ravel() for width in (1, 2, 4, 8)}
 
 
 class HostCopy:
-    """Copies buckets; the trainer may change its parameters afterwards.
+    """Copies buckets to host memory, so that the trainer may change its parameters afterwards.
 
-    Holds the whole model once, outside the bound of a bucket. Each copy reuses the storage of the previous one, to save
-    the allocation of pages: `add` changes buckets that were handed out before.
+    Holds the whole model once, beyond the size of a bucket. Each copy reuses the storage of the previous one, to avoid
+    allocating pages again: `add` overwrites buckets that it returned before.
     """
 
     def __init__(self, form: ServerForm | None = None) -> None:
         self.form = form or ServerForm()
-        self.weight_version = -1  # the copy's, once it is complete
+        self.weight_version = -1  # version of the copy, once it is complete
         self._coming_version = -1
         self._tensors: dict[str, Tensor] = {}
         self._names: list[list[str]] = []  # a list for each bucket
 
     def begin(self, weight_version: int) -> None:
-        """Starts a version; the copy is incomplete until its last bucket."""
+        """Starts copying a version; the copy is incomplete until its last bucket."""
         self.weight_version = -1
         self._coming_version = weight_version
         self._names = []
 
     def add(self, bucket: Bucket, copy: Callable[[str, Tensor, Tensor], object] | None = None) -> Bucket:
-        """Copies a bucket; returns the copy. `copy` gets each name, what was stored, and the trainer's tensor."""
+        """Copies a bucket; returns the copy. `copy`, if given, gets name, stored tensor and trainer's tensor."""
         copied: dict[str, Tensor] = {}
         for name, dtype, shape in self.form.layout(bucket):
             tensor = bucket.tensors[name].detach()
@@ -280,7 +280,7 @@ class HostCopy:
         return Bucket(copied, is_last=bucket.is_last)
 
     def buckets(self) -> Iterator[Bucket]:
-        """The copy, in the original buckets."""
+        """Yields the copy in the original buckets."""
         for index, names in enumerate(self._names):
             yield Bucket({name: self._tensors[name] for name in names}, is_last=index + 1 == len(self._names))
 
@@ -290,16 +290,16 @@ _Task = tuple[str, int, Bits, Tensor, torch.dtype]  # a chunk: name, number, kep
 
 
 class DeltaCopy(HostCopy):
-    """Keeps the version sent last; casts, compares and copies chunk by chunk, so that a chunk is read once."""
+    """Keeps the version sent last; casts, compares and copies chunk by chunk, so that each chunk is read once."""
 
     def __init__(self, form: ServerForm | None = None) -> None:
         super().__init__(form)
         self.checksums: dict[str, list[int]] = {}  # parameter → checksums of its chunks
-        # With more, OpenMP's threads would spin next to those of the pool.
+        # With more than one, OpenMP's threads would compete with the pool's.
         self._pool = ThreadPoolExecutor(_THREADS, "lightrl-delta", torch.set_num_threads, (1,))
 
     def close(self) -> None:
-        """Ends its threads."""
+        """Stops the threads."""
         self._pool.shutdown(wait=False)
 
     def begin(self, weight_version: int) -> None:
@@ -307,7 +307,7 @@ class DeltaCopy(HostCopy):
         self.checksums = {}
 
     def take_delta(self, bucket: Bucket, has_base: bool) -> tuple[list[bytes], Bucket]:
-        """Copies a bucket; the parts of its delta, none without a base, and the copy."""
+        """Copies a bucket; returns the parts of its delta (none without a base) and the copy."""
         tasks: list[_Task] = []
 
         def plan(name: str, stored: Tensor, tensor: Tensor) -> None:
@@ -337,12 +337,12 @@ class DeltaCopy(HostCopy):
             blocks.append(block)
             for task, one in zip(group, sums, strict=True):
                 self.checksums[task[0]].append(one)
-        torch.set_num_threads(num_threads)  # for other new threads: the pool's threads have changed it for them too
+        torch.set_num_threads(num_threads)  # the pool's threads changed it for all new threads
         return list(parts(blocks)), copy
 
 
 def full_parts(copy: Bucket, part_bytes: int = PART_BYTES) -> Iterator[bytes]:
-    """A copied bucket as safetensors files of at most `part_bytes` of tensors, unless one is larger."""
+    """Yields a copied bucket as safetensors files of at most `part_bytes`, unless a single tensor is larger."""
     for part in bucketed(copy.tensors.items(), part_bytes):
         file = io.BytesIO()
         layout = [(name, tensor.dtype, tensor.shape) for name, tensor in part.tensors.items()]

@@ -1,13 +1,13 @@
-"""DeltaFolder: one weight version in a folder at a server's side, which full versions replace and deltas change.
+"""DeltaFolder: one weight version in a folder on a server's host; full versions replace it and deltas update it.
 
     root/version-00000012/   model-00001.safetensors …, index, config.json, version.json: what a server loads
-    root/incoming/           parts of the version that is arriving; not a byte of the one above has changed
-    root/.changing/          the version above, while a delta is applied in place; a rename begins and ends this
-    root/undo/               the parts of the last delta, which also lead back
+    root/incoming/           parts of the version that is arriving; the version above is still unchanged
+    root/.changing/          the version above, while a delta is applied in place; renames start and end this state
+    root/undo/               the parts of the last delta, which can also be undone
 
-So the model is there once, and a delta. Whatever is killed at whatever moment: a folder named version-… is whole,
-and anything else is removed at the next start. Before a version gets its name, its digest is computed from the files
-and must equal the trainer's.
+So the disk holds the model once, plus a delta. Whenever a process is killed, a folder named version-… is complete;
+the next start removes everything else. Before a version gets its name, its digest is computed from the files and must
+equal the trainer's.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from lightrl.weights.disk import INDEX_FILE
 
 _STATE_FILE, _VERSION = "version.json", re.compile(r"version-\d+")
 _THREADS = min(8, os.cpu_count() or 1)
-_LENGTH_BYTES = 8  # a safetensors header's length takes eight bytes
+_LENGTH_BYTES = 8  # size of the header's length field in a safetensors file
 
 
 class NotTheBase(DeltaError):
-    """The folder has another version than the one that a delta starts from."""
+    """The folder holds a different version from the one that the delta starts from."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """A version of a run, and its `version_digest`."""
+    """A weight version of a run, with its `version_digest`."""
 
     run: str
     weight_version: int
@@ -64,17 +64,17 @@ NOTHING = Version("", -1, "")
 
 
 class DeltaFolder:
-    """Keeps one version; not for concurrent use, except `write`.
+    """Keeps one version; only `write` may be called concurrently.
 
     Args:
-        root: empty, or one that an earlier DeltaFolder left; only this object may write there.
+        root: an empty folder, or one from an earlier DeltaFolder; only this object may write there.
     """
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root).absolute()
         self.root.mkdir(parents=True, exist_ok=True)
         self.version = NOTHING
-        self._session = ""  # the session of the version that is arriving
+        self._session = ""  # session of the version that is arriving
         self._base = ""
         self._checks: dict[int, int] = {}  # checksums of the parts that have arrived
         self._files: dict[str, int] = {}  # file of the version → bytes
@@ -95,12 +95,12 @@ class DeltaFolder:
         return NOTHING
 
     def begin(self, session: str, base: str) -> None:
-        """Prepares for the parts of a version, and forgets those of an unfinished one.
+        """Prepares for the parts of a version, and discards those of an unfinished one.
 
         Args:
-            session: a word of the sender's choice, which its parts repeat.
+            session: a word that the sender chooses and sends with each part.
             base: the digest of the version that the delta starts from; empty for a full version, which removes the
-                present one at once, to free its space.
+                present one immediately, to free its space.
         """
         self._session = ""
         self._remove("incoming")
@@ -112,28 +112,28 @@ class DeltaFolder:
         self._session, self._base, self._checks = session, base, {}
 
     def write(self, session: str, index: int, content: bytes, check: int) -> None:
-        """Keeps part `index`, in any order; `check` is its `checksum`."""
+        """Stores part `index`; parts may arrive in any order. `check` is the part's `checksum`."""
         self._check_session(session)
         if checksum(content) != check:
-            raise DeltaError(f"Part {index} is torn: its checksum differs.")
+            raise DeltaError(f"Part {index} is corrupt: its checksum differs.")
         _check_space(self.root, len(content))
         (self.root / "incoming" / self._part(index)).write_bytes(content)
         self._checks[index] = check
 
     def finish(self, session: str, version: Version, num_parts: int, config: Mapping[str, Any]) -> Path:
-        """Makes the version from its parts, which are files of a full version or a delta.
+        """Builds the version from its parts, which are the files of a full version or of a delta.
 
         Args:
             session: as in `begin`.
-            num_parts: how many parts were sent.
-            config: the content of config.json; a delta leaves that file as it is.
+            num_parts: number of parts that were sent.
+            config: the content of config.json; a delta leaves that file unchanged.
 
         Returns:
             The folder that a server loads.
 
         Raises:
-            DeltaError: if parts are missing or torn, which changes nothing; or if the result is not the trainer's
-                version, which empties the folder.
+            DeltaError: if parts are missing or corrupt, in which case nothing changes; or if the result is not the
+                trainer's version, in which case the folder is emptied.
         """
         self._check_session(session)
         self._session = ""
@@ -141,14 +141,14 @@ class DeltaFolder:
         parts = [incoming / self._part(index) for index in range(num_parts)]
         for index, part in enumerate(parts):
             if index not in self._checks or not part.is_file() or checksum(part.read_bytes()) != self._checks[index]:
-                raise DeltaError(f"Part {index} of {num_parts} of version {version.weight_version} is missing or torn.")
+                raise DeltaError(f"Part {index} of {num_parts} of version {version.weight_version} is missing or bad.")
         if self._base:
             self._check_base(self._base)
             previous = self.version
             self._change(parts, version)
             self._remove("undo")
             (incoming / _STATE_FILE).write_text(json.dumps(asdict(previous)))
-            incoming.rename(self.root / "undo")  # the same parts lead back to the previous version
+            incoming.rename(self.root / "undo")  # the same parts can restore the previous version
         else:
             self._open(incoming)
             (incoming / "config.json").write_text(json.dumps(config, indent=2))
@@ -156,10 +156,10 @@ class DeltaFolder:
         return self.path
 
     def revert(self, digest: str) -> Path:
-        """Undoes the last delta; `digest` is that of the version before it."""
+        """Undoes the last delta; `digest` must be that of the version before it."""
         undo = self.undo
         if not digest or undo.digest != digest:
-            raise NotTheBase("There is no delta that leads back to this version.")
+            raise NotTheBase("There is no delta to undo that restores this version.")
         parts = sorted((self.root / "undo").glob("part-*"))
         self._change(parts, undo, backward=True)
         self._remove("undo")
@@ -176,14 +176,14 @@ class DeltaFolder:
         self._pool.shutdown()
 
     def _take_over(self) -> None:
-        """The version that an earlier process left, if it is whole; removes all else."""
+        """Adopts the version that an earlier process left, if it is complete; removes everything else."""
         folders = [path for path in self.root.iterdir() if _VERSION.fullmatch(path.name)]
         try:
             (folder,) = folders
             version = Version(**json.loads((folder / _STATE_FILE).read_text()))
             self._open(folder)
             self._name(folder, version)
-        except (OSError, ValueError, TypeError, KeyError):  # none, several, or torn: the next sync is a full one
+        except (OSError, ValueError, TypeError, KeyError):  # none, several, or corrupt: the next sync sends all
             self.clear()
         for name in (".changing", "incoming"):
             self._remove(name)
@@ -191,20 +191,20 @@ class DeltaFolder:
     def _check_base(self, base: str) -> None:
         if base != self.version.digest:
             raise NotTheBase(
-                f"The delta starts from version {base[:12]}, but the folder has "
+                f"The delta starts from version {base[:12]}, but the folder holds "
                 f"{self.version.digest[:12] or 'none'} ({self.version.weight_version})."
             )
 
     def _check_session(self, session: str) -> None:
         if not session or session != self._session:
-            raise NotTheBase("No upload of this version has started here, or another one has replaced it.")
+            raise NotTheBase("No upload of this version has started here, or another upload has replaced it.")
 
     def _change(self, parts: Sequence[Path], target: Version, *, backward: bool = False) -> None:
         changing = self.root / ".changing"
         source = self.path
         sizes = {path.name: path.stat().st_size for path in source.glob("*.safetensors")}
         if sizes != self._files:
-            self.clear()  # and never touch a mapped page that is gone
+            self.clear()  # without touching mapped pages that are gone
             raise DeltaError(f"The files of {source} have changed: one is missing or has another size.")
         source.rename(changing)
         self.version = NOTHING
@@ -214,7 +214,7 @@ class DeltaFolder:
                 blocks = read_part(part.read_bytes())
                 chunk_ids = [(name, number) for block in blocks for name, number, _, _ in block.chunks]
                 if len(set(chunk_ids)) < len(chunk_ids) or not sums.keys().isdisjoint(chunk_ids):
-                    raise DeltaError("The delta has a chunk twice.")
+                    raise DeltaError("The delta contains a chunk twice.")
                 for changed in self._pool.map(lambda block: self._changed(block, backward=backward), blocks):
                     sums |= changed
             self._name(changing, target, sums)
@@ -223,20 +223,20 @@ class DeltaFolder:
             raise
 
     def _changed(self, block: Block, *, backward: bool) -> dict[tuple[str, int], int]:
-        """Changes the chunks of a block; the checksum of each then, while it is in the cache."""
+        """Changes the chunks of a block; returns their new checksums, computed while each chunk is in the cache."""
         sums = {}
         for change in unpacked(block):
             name, number = change.name, change.number
             bits = self._bits.get(name)
             if bits is None or not 0 <= number < num_chunks(len(bits)):
-                raise DeltaError(f"The delta has chunk {number} of {name!r}, which the model does not have.")
+                raise DeltaError(f"The delta changes chunk {number} of {name!r}, which the model lacks.")
             own = chunk(bits, number)
             apply(change, own, backward=backward)
             sums[name, number] = checksum(own)
         return sums
 
     def _name(self, folder: Path, version: Version, sums: Mapping[tuple[str, int], int] | None = None) -> None:
-        """Gives the folder the version's name, if its content is that version's; `sums` are known checksums."""
+        """Renames the folder to the version's name if its digest matches; `sums` are checksums computed before."""
         all_sums = dict(sums or {})
         chunks = {name: [(name, index) for index in range(num_chunks(len(bits)))] for name, bits in self._bits.items()}
         missing = [place for chunk_ids in chunks.values() for place in chunk_ids if place not in all_sums]
@@ -251,7 +251,7 @@ class DeltaFolder:
         self.version = version
 
     def _open(self, folder: Path) -> None:
-        """Maps the parameters of the safetensors files of a folder, and writes their index."""
+        """Maps the parameters in a folder's safetensors files into memory, and writes their index."""
         self._bits, self._files = {}, {}
         weight_map: dict[str, str] = {}
         for path in sorted(folder.glob("*.safetensors")):
@@ -273,13 +273,13 @@ class DeltaFolder:
 
 
 def folder_in_memory(prefix: str) -> Path:
-    """A new folder below /dev/shm, or in the temporary folder where this process may not write there."""
+    """Makes a new folder below /dev/shm, or in the temporary folder if this process may not write there."""
     memory = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
     return Path(tempfile.mkdtemp(prefix=own_prefix(prefix, memory), dir=memory))
 
 
 def _mapped(path: Path) -> Iterator[tuple[str, Bits]]:
-    """(name, flat bits) of each tensor of a safetensors file, in the file's own memory."""
+    """Yields (name, flat bits) of each tensor in a safetensors file, mapped from the file."""
     try:
         content = np.memmap(path, np.uint8, "r+")
         start = _LENGTH_BYTES + int(content[:_LENGTH_BYTES].view("<u8")[0])
@@ -291,14 +291,14 @@ def _mapped(path: Path) -> Iterator[tuple[str, Bits]]:
             num_elements = int(np.prod(entry["shape"], dtype=np.int64))
             width = (end - first) // max(1, num_elements)
             if start + end > len(content):
-                raise DeltaError(f"{path.name} is torn.")
+                raise DeltaError(f"{path.name} is truncated.")
             yield name, content[start + first : start + end].view(f"u{width or 1}")
     except (ValueError, KeyError, TypeError) as error:
-        raise DeltaError(f"{path.name} is torn: {error}.") from error
+        raise DeltaError(f"{path.name} is corrupt: {error}.") from error
 
 
 def _check_space(root: Path, num_bytes: int) -> None:
-    """Raises OSError (ENOSPC); a folder in memory needs memory, which its file system does not count."""
+    """Raises OSError (ENOSPC) if space is short; for a folder in memory, also if available memory is short."""
     free = shutil.disk_usage(root).free
     if root.is_relative_to("/dev/shm"):
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -1,8 +1,8 @@
-"""Digests of what the trainer sends, in a server's dtype and layout, to compare with the server's own.
+"""Digests of the weights that the trainer sends, in a server's dtype and layout, to compare with the server's own.
 
-SGLang's `/weights_checker` and vLLM's `/weight_checker` give one of each parameter, by rank: q, k and v in one tensor,
-gate and up in one, all experts of a block in two, each rank's shard, the vocabulary padded with zeros. `Digests`
-computes the same from the buckets:
+SGLang's `/weights_checker` and vLLM's `/weight_checker` return a digest per parameter and rank. Servers fuse q, k and v
+into one tensor, gate and up into one, all experts of a layer into two, hold a shard per rank, and pad the vocabulary
+with zeros. `Digests` computes the same digests from the buckets:
 
     bucket ─► parts of a tensor ─► complete? ─► a thread: cast, cut into shards, hash ─► digests by rank and name
                   (q, k, v)         no: kept as a copy
@@ -33,19 +33,19 @@ from lightrl.weights.server_layout import CPU_PADDING, ServerLayout
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# SGLang's hash of a tensor on a GPU, in torch: each 32-bit word mixed with its position, summed by tiles of 8192.
+# SGLang's GPU hash of a tensor, in torch: mixes each 32-bit word with its position and sums tiles of 8192 words.
 _SEED = 0x243F6A88
 _SECOND_SEED = ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF
 _MIX = (0x85EBCA6B, 0xC2B2AE35)
 _POSITION = (0x27D4EB2D, 0x165667B1)
 _TILE_WORDS = 8192
-_TILES_AT_ONCE = 256  # bounds the memory of the intermediate values to some 16 MiB each
+_TILES_AT_ONCE = 256  # limits each intermediate tensor to about 16 MiB
 _WORD = 2**32 - 1
 _MASK = 2**64 - 1
 
 
 def tile_hash(tensor: Tensor) -> int:
-    """64 bits of the tensor's bytes, on its own device; 0 if it is empty."""
+    """Hashes the tensor's bytes to 64 bits on its own device; 0 if it is empty."""
     content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     num_bytes = content.numel()
     if num_bytes == 0:
@@ -69,7 +69,7 @@ def tile_hash(tensor: Tensor) -> int:
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """The finalizer of murmur3, on 32-bit words in int64; a product that overflows keeps its low 32 bits."""
+    """Applies murmur3's finalizer to 32-bit words in int64; products keep only their low 32 bits."""
     words = words ^ (words >> 16)
     words = (words * _MIX[0]) & _WORD
     words = words ^ (words >> 13)
@@ -85,26 +85,26 @@ def _split_mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-_Part = tuple[Tensor, ...]  # a parameter; or a weight in float8 and its scales
+_Part = tuple[Tensor, ...]  # a parameter, or a weight in float8 with its scales
 RankDigests = list[dict[str, str]]  # a dict for each rank: the server's parameter name → 16 hexadecimal digits
 
 _EMBEDDING = "model.embed_tokens.weight"
 _FUSED = {"q_proj": ("qkv_proj", 0, 3), "k_proj": ("qkv_proj", 1, 3), "v_proj": ("qkv_proj", 2, 3),
           "gate_proj": ("gate_up_proj", 0, 2), "up_proj": ("gate_up_proj", 1, 2)}  # fmt: skip
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
-# A projection of an expert: the block's parameter [E, ...], which of an expert's parts there, and how many it has.
+# Projection of an expert → the fused parameter [E, ...], its index among the expert's parts there, and their number.
 _OF_EXPERT = {"gate_proj": ("w13_weight", 0, 2), "up_proj": ("w13_weight", 1, 2), "down_proj": ("w2_weight", 0, 1),
               "w1": ("w13_weight", 0, 2), "w3": ("w13_weight", 1, 2), "w2": ("w2_weight", 0, 1)}  # fmt: skip
 _VOCABULARY_PADDING = 64
 
 
 class Digests:
-    """Hashes the buckets of one version during their transfer; keeps at most the parts of incomplete tensors.
+    """Hashes the buckets of one version during their transfer; keeps only the parts of incomplete tensors.
 
     Args:
         form: dtype and names that are sent.
-        layouts: of the servers.
-        timeout_s: for the hashes of one bucket.
+        layouts: layouts of the servers.
+        timeout_s: limit for hashing one bucket.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Digests:
         }
 
     def add(self, bucket: Bucket) -> None:
-        """Starts to hash a bucket, when that of the bucket before is done: `bucket` must stay as it is until then."""
+        """Starts hashing a bucket once the previous one is done; `bucket` must not change until the next `wait`."""
         self.wait()
         if not self._layouts:
             return
@@ -145,14 +145,14 @@ class Digests:
                 del self._parts[fused]
                 self._running.append(self._threads.submit(self._hash, fused, [parts[i] for i in range(num)]))
         for fused, index in added:
-            if fused in self._parts:  # it ends in a later bucket, and this one must not stay alive
+            if fused in self._parts:  # completed by a later bucket; this one must be freed
                 self._parts[fused][index] = tuple(tensor.clone() for tensor in self._parts[fused][index])
 
     def wait(self) -> None:
-        """Returns when the hashes of all buckets so far are done.
+        """Waits until all buckets so far are hashed.
 
         Raises:
-            WeightSyncError: if they take longer than `timeout_s`.
+            WeightSyncError: if hashing takes longer than `timeout_s`.
         """
         running, self._running = self._running, []
         for one in running:
@@ -162,17 +162,17 @@ class Digests:
                 raise WeightSyncError(f"the digests of a bucket took longer than {self._timeout_s:g} s") from error
 
     def finish(self) -> dict[ServerLayout, RankDigests]:
-        """The digests of the version, by layout; ends the threads."""
+        """Returns the digests of the version, by layout; stops the threads."""
         self.wait()
         self.close()
         return self._digests
 
     def close(self) -> None:
-        """Ends the threads. May be called twice."""
+        """Stops the threads. May be called twice."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _hash(self, name: str, given: list[_Part]) -> None:
-        # Servers hash what is quantized in bfloat16, whatever dtype the others have.
+        # Servers hash quantized weights in bfloat16, whatever the dtype of the others.
         parts = [part[0] if len(part) == 1 else block_fp8.dequantize(*part) for part in given]
         is_cast = len(given[0]) == 1
         if self._form.dtype is not None and is_cast:
@@ -197,11 +197,11 @@ class Digests:
                     digests[rank][OUTPUT_HEAD] = digest  # some servers hold a tied head twice
 
     def _shard(self, name: str, index: int, part: Tensor, rank: int, layout: ServerLayout) -> Tensor:
-        """The share of a part that `rank` holds, with zeros where servers pad; all of it where each rank holds all."""
+        """Returns the shard of a part that `rank` holds, zero-padded as on servers; all of it if it is replicated."""
         *_, module, kind = ("", *name.split("."))
         num = layout.num_ranks
         if module == "embed_tokens" and self._config.model_type == "gemma3_text":
-            return part  # each rank has all of it
+            return part  # replicated on each rank
         if module in ("embed_tokens", "lm_head"):
             unit = _VOCABULARY_PADDING
             if _padded(part.shape[0], unit) % num:
@@ -222,7 +222,7 @@ class Digests:
 
 
 def _fused(name: str, num_experts: int) -> tuple[str, int, int]:
-    """The servers' name for a parameter, which of its parts this one is, and how many it has."""
+    """Returns the fused parameter's name, the index of this parameter among its parts, and their number."""
     if (expert := _EXPERT.fullmatch(name)) is not None:
         fused, index, num = _OF_EXPERT[expert[3]]
         return f"{expert[1]}.{fused}", int(expert[2]) * num + index, num_experts * num
@@ -238,7 +238,7 @@ def _padded(size: int, unit: int) -> int:
 
 
 def _cut(tensor: Tensor, dim: int, size: int, num: int, index: int) -> Tensor:
-    """Shard `index` of `num` along a dimension, after that was padded with zeros to `size`."""
+    """Cuts out shard `index` of `num` along a dimension that is first padded with zeros to `size`."""
     if num == 1 and size == tensor.shape[dim]:
         return tensor
     length = size // num
@@ -252,7 +252,7 @@ def _cut(tensor: Tensor, dim: int, size: int, num: int, index: int) -> Tensor:
 
 
 def _digest(parts: list[Tensor], layout: ServerLayout) -> str:
-    """The server's digest of the parts one after the other: SGLang's `tensor_hash` on a GPU, else SHA-256."""
+    """Computes the server's digest of the concatenated parts: SGLang's `tensor_hash` on a GPU, otherwise SHA-256."""
     if not layout.is_cpu and not layout.is_vllm:
         return f"{tile_hash(torch.cat([part.reshape(-1) for part in parts])):016x}"
     digest = hashlib.sha256()  # it releases the GIL

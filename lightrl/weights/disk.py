@@ -2,9 +2,9 @@
 
     root/version-00000012/            model-00001.safetensors …, model.safetensors.index.json, config.json
     root/.unfinished-00000013-4711/   being written; the rename makes the version exist
-    root/.share-3/                    rank 3 writes here, if several ranks write; rank 0 moves its files to the version
+    root/.share-3/                    rank 3 writes here if several ranks write; rank 0 moves its files to the version
 
-Each bucket becomes a file at once, written from the tensors' memory, so that at most one tensor is copied.
+Each bucket is written to a file directly from the tensors' memory, so that at most one tensor is copied.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightrl.weights.bucket import Bucket, ServerForm, WrittenFile
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-KEPT_VERSIONS = 2  # the newest: servers can go back to the previous one if a sync fails
+KEPT_VERSIONS = 2  # keeps the newest ones: servers can return to the previous version if a sync fails
 INDEX_FILE = "model.safetensors.index.json"
 _FINISHED = re.compile(r"version-(\d+)")
 _DTYPE_NAMES = {
@@ -40,14 +40,14 @@ _DTYPE_NAMES = {
 
 
 class WeightFolder:
-    """Versions of a model's weights in one folder; the newest are kept, for a rollback and for late servers.
+    """Versions of a model's weights in one folder; the newest are kept, for rollbacks and servers that join late.
 
-    A version is written under a hidden name and renamed, so a reader never sees half of one. The next write removes
-    what a killed writer left. Only one process may write.
+    A version is written under a hidden name and renamed, so a reader never sees a partial one. The next write removes
+    the leftovers of a killed writer. Only one process may write.
 
     Args:
-        root: holds the versions; created if missing, readable by the servers. Below /dev/shm it is memory.
-        config: the model's, written next to the weights.
+        root: holds the versions; created if missing; servers must be able to read it. Below /dev/shm it uses memory.
+        config: the model's config, written next to the weights.
         form: dtype and names that the servers need.
     """
 
@@ -57,10 +57,10 @@ class WeightFolder:
         self.form = form or ServerForm.of(config)
 
     def write(self, buckets: Iterable[Bucket], weight_version: int) -> Path:
-        """The folder of the new version, from all its buckets.
+        """Writes a version from all its buckets; returns its folder.
 
         Raises:
-            WeightSyncError: if the disk is full or fails; nothing is left of the version, the earlier ones stay.
+            WeightSyncError: if the disk is full or fails; the version is removed, and earlier ones stay.
         """
         writer = self.begin(weight_version)
         try:
@@ -71,7 +71,7 @@ class WeightFolder:
             writer.discard()
 
     def begin(self, weight_version: int) -> VersionWriter:
-        """A writer of one version, for buckets that arrive one by one."""
+        """Returns a writer of one version, for buckets that arrive one by one."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -84,22 +84,22 @@ class WeightFolder:
         return self.root / f"version-{weight_version:08d}"
 
     def versions(self) -> list[int]:
-        """The complete versions, oldest first."""
+        """Returns the complete versions, oldest first."""
         matches = [_FINISHED.fullmatch(path.name) for path in self.root.glob("version-*")]
         numbers = sorted(int(match[1]) for match in matches if match)
         return [number for number in numbers if is_whole(self.path_of(number))]
 
     def remove_old(self, but: Iterable[int] = ()) -> None:
-        """Removes all but the newest versions and those in `but`, which a server may be reading."""
+        """Removes all versions except the newest and those in `but`, which a server may be reading."""
         numbers = self.versions()
         for number in set(numbers[:-KEPT_VERSIONS]) - set(but):
             shutil.rmtree(self.path_of(number), ignore_errors=True)
 
 
 class VersionWriter:
-    """One version being written; `finish` makes it exist, `discard` removes it if it is unfinished.
+    """One version being written; `finish` publishes it, `discard` removes it if it is unfinished.
 
-    Both and `add` raise WeightSyncError if the disk is full or fails.
+    `add` and `finish` raise WeightSyncError if the disk is full or fails.
     """
 
     def __init__(self, folder: WeightFolder, weight_version: int) -> None:
@@ -111,7 +111,7 @@ class VersionWriter:
         self._place = folder.root / f".unfinished-{weight_version:08d}-{os.getpid()}"
 
     def add(self, bucket: Bucket) -> None:
-        """Writes the bucket as a file, and takes over the files that other ranks have written."""
+        """Writes the bucket to a file, and moves in the files that other ranks have written."""
         for rank_file in bucket.files:
             self._adopt(rank_file)
         layout = self.folder.form.layout(bucket)
@@ -129,7 +129,7 @@ class VersionWriter:
         self._file_of.update({parameter: name for parameter, _, _ in layout})
 
     def finish(self) -> Path:
-        """The complete folder of the version, under its name; removes old versions."""
+        """Gives the complete folder the version's name and returns it; removes old versions."""
         if not self._files:
             raise WeightSyncError(f"Version {self.weight_version} has no parameters.")
         metadata = {"weight_version": self.weight_version, "file_bytes": self._files, "total_size": self.num_bytes}
@@ -140,7 +140,7 @@ class VersionWriter:
             config = served_config(self.folder.config, self.folder.form)
             (self._place / "config.json").write_text(json.dumps(config, indent=2))
             (self._place / INDEX_FILE).write_text(json.dumps(index, indent=2))
-            if place.exists():  # from before this run was resumed from an older checkpoint
+            if place.exists():  # written before this run resumed from an older checkpoint
                 shutil.rmtree(replaced, ignore_errors=True)
                 place.rename(replaced)
             self._place.rename(place)
@@ -178,7 +178,7 @@ class VersionWriter:
 
 
 def served_config(config: PretrainedConfig, form: ServerForm) -> dict[str, object]:
-    """The content of config.json next to weights in this form."""
+    """Returns the content of config.json for weights in this form."""
     values: dict[str, object] = json.loads(config.to_json_string(use_diff=False))
     if form.dtype is not None:
         values["dtype"] = str(form.dtype).removeprefix("torch.")
@@ -186,7 +186,7 @@ def served_config(config: PretrainedConfig, form: ServerForm) -> dict[str, objec
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a version has all its files, each in full length."""
+    """Whether a version has all its files, each of full length."""
     try:
         sizes: dict[str, int] = json.loads((folder / INDEX_FILE).read_text())["metadata"]["file_bytes"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -199,7 +199,7 @@ def write_safetensors(
 ) -> int:
     """Writes the safetensors format tensor by tensor; returns the file's size in bytes.
 
-    `safetensors.torch.save_file` would first copy every tensor of the file to bytes.
+    `safetensors.torch.save_file` would first copy all tensors to bytes.
     Source: https://github.com/huggingface/safetensors#format.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -219,7 +219,7 @@ def write_safetensors(
 
 
 def _write_all(file: BinaryIO, data: memoryview) -> None:
-    """An unbuffered write may be partial: at most 2 GiB at once, or what fits on the disk."""
+    """Repeats the write until all data is written: an unbuffered one stops at 2 GiB, or when the disk is full."""
     while len(data):
         data = data[file.write(data) :]
 
@@ -240,12 +240,12 @@ def _disk_error(error: OSError, root: Path, weight_version: int, num_bytes: int)
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """The facts that a rank needs to write its share; plain JSON by `vars`."""
+    """Everything that a rank needs to write its share; `vars` gives plain JSON."""
 
     root: str
-    dtype: str | None  # torch's name, for floating-point parameters; None keeps the trainer's
+    dtype: str | None  # torch's name of the floating-point dtype; None keeps the trainer's
     skip_names: list[str]
-    timeout_s: float  # until every rank has written its share
+    timeout_s: float  # limit until every rank has written its share
     is_block_fp8: bool = False
 
     @property
@@ -255,9 +255,9 @@ class SharedFolder:
 
 
 class ShareWriter:
-    """Writes each bucket of this rank as a file. A failure is kept for `record`: the other ranks need the rest.
+    """Writes each bucket of this rank to a file. `record` reports a failure later: other ranks still need this one.
 
-    Removes what an earlier version left of this rank.
+    The constructor removes this rank's files of an earlier version.
     """
 
     def __init__(self, folder: SharedFolder, rank: int) -> None:
@@ -290,15 +290,15 @@ class ShareWriter:
         self.files.append(WrittenFile(str(path), num_bytes, shapes))
 
     def record(self) -> dict[str, Any]:
-        """Encodes the share for rank 0 as plain JSON."""
+        """Describes the share to rank 0 as plain JSON."""
         return {"problem": self.problem, "files": [asdict(file) for file in self.files]}
 
 
 def files_of(records: list[dict[str, Any]]) -> tuple[WrittenFile, ...]:
-    """The files of all ranks.
+    """Returns the files of all ranks.
 
     Raises:
-        WeightSyncError: if a rank could not write; it names the rank.
+        WeightSyncError: if a rank could not write; the message names the rank.
     """
     problems = [record["problem"] for record in records if record["problem"] is not None]
     if problems:
@@ -307,6 +307,6 @@ def files_of(records: list[dict[str, Any]]) -> tuple[WrittenFile, ...]:
 
 
 def read_back(files: Iterable[WrittenFile]) -> Iterator[Bucket]:
-    """The files' tensors, file by file, as they are in the folder now: for digests of what servers will load."""
+    """Reads the tensors back from the folder, a bucket per file, for digests of the weights that servers will load."""
     for file in files:
         yield Bucket(load_file(file.path))

@@ -1,11 +1,11 @@
-"""GatherPlan: which rank gets each parameter whole, and who sends which part of it. Pure; no process group.
+"""GatherPlan: which rank gathers each parameter, and which ranks send which parts. Pure; no process group.
 
     parameter   held by                          owner   sent
     q_proj      ranks 0, 1, 2, 3, a quarter each     2   ranks 0, 1 and 3 send their quarters to rank 2
     norm        ranks 0 to 3, each all of it         1   nothing
 
-No owner receives what it holds, and nothing is sent twice. What a server fuses, such as q, k and v, has one owner, so
-that this rank can make the digest of the fused tensor.
+An owner never receives a part that it holds, and no part is sent twice. Parameters that a server fuses, like q, k and
+v, have the same owner, so that it can compute the digest of the fused tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes, one of each 
 
 @dataclass(frozen=True)
 class Layout:
-    """One parameter: its whole shape, and the part of it that each rank holds.
+    """One parameter: its full shape, and the part of it that each rank holds.
 
     Example:
         Layout("lm_head.weight", (100, 8), 4, {0: ((0, 0), (50, 8)), 1: ((50, 0), (50, 8))})
@@ -49,28 +49,28 @@ class Send:
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """The same on every rank.
+    """Owners, sends and rounds of an export; identical on every rank.
 
-    `rounds` are lists of tensors to export. Within a round each owner gets at most a bucket of them, or one that is
+    `rounds` are lists of tensors to export. Within a round each owner gets at most one bucket, or one tensor that is
     larger; all ranks finish a round before the next begins.
     """
 
     owners: Mapping[str, int]  # exported tensor → rank
-    sends: Mapping[str, Sequence[Send]]  # exported tensor → sends of all parameters that it is made of
+    sends: Mapping[str, Sequence[Send]]  # exported tensor → sends of all its parameters
     rounds: Sequence[Sequence[str]]
 
 
 def make_plan(
     layouts: Iterable[Layout], sources: Mapping[str, Sequence[str]], *, ranks: Sequence[int], bucket_bytes: int
 ) -> GatherPlan:
-    """Assigns each exported tensor one of `ranks`, balanced by bytes, and lists what the others send it.
+    """Assigns each exported tensor to one of `ranks`, balanced by bytes, and lists what the others send to it.
 
     Args:
-        layouts: of the parameters.
-        sources: exported tensor → the parameters that it is made of, in order, such as a weight and what
-            training adds to it.
-        ranks: that may own tensors; [0] gathers everything on rank 0.
-        bucket_bytes: most that a rank gathers at a time, counted over the parameters.
+        layouts: layouts of the parameters.
+        sources: exported tensor → the parameters that it is computed from, in order, for example a weight and its
+            trained update.
+        ranks: ranks that may own tensors; [0] gathers everything on rank 0.
+        bucket_bytes: most bytes of parameters that a rank gathers at a time.
 
     Raises:
         ValueError: if the parts of a parameter overlap or leave a gap.
@@ -88,7 +88,7 @@ def make_plan(
 
 
 def _unit(name: str) -> str:
-    """Names the unit that must stay on one rank: the attention or MLP of a layer, whose projections servers fuse."""
+    """Returns the unit that must stay on one rank: the attention or MLP of a layer, whose projections servers fuse."""
     parts = name.split(".")
     index = next((place for place, part in enumerate(parts) if part.isdigit()), None)
     return name if index is None else ".".join(parts[: index + 2])
@@ -97,7 +97,7 @@ def _unit(name: str) -> str:
 def _owners(
     layouts: Mapping[str, Layout], sources: Mapping[str, Sequence[str]], ranks: Sequence[int]
 ) -> dict[str, int]:
-    """Largest unit first, to the least loaded of the ranks that hold most of it."""
+    """Assigns units, largest first, each to the least loaded of the ranks that hold most of it."""
     held: dict[str, Counter[int]] = {}
     size: Counter[str] = Counter()
     for name, parts in sources.items():
@@ -110,7 +110,7 @@ def _owners(
     owners: dict[str, int] = {}
     for unit in sorted(size, key=lambda unit: (-size[unit], unit)):
         most = max(held[unit][rank] for rank in ranks)
-        # Shards of uneven size still share the work; a rank of another pipeline stage does not take part.
+        # Ranks with somewhat smaller shards still share the work; ranks of other pipeline stages hold nothing.
         near = [rank for rank in ranks if 2 * held[unit][rank] >= most]
         owner = min(near, key=lambda rank: (load[rank], rank))
         owners[unit] = owner
@@ -119,7 +119,7 @@ def _owners(
 
 
 def _sends_of(layout: Layout, owner: int, sent: Counter[int]) -> list[Send]:
-    """Plans how the owner gets what it lacks, each part from the holder that has sent least; updates `sent`."""
+    """Plans how the owner gets the parts it lacks, each from the holder that has sent least; updates `sent`."""
     holders: dict[Box, list[int]] = {}
     for rank, box in sorted(layout.boxes.items()):
         if math.prod(box[1]):
@@ -141,7 +141,7 @@ def _sends_of(layout: Layout, owner: int, sent: Counter[int]) -> list[Send]:
 
 
 def _rounds(owners: Mapping[str, int], sizes: Mapping[str, int], bucket_bytes: int) -> list[list[str]]:
-    """Each owner's tensors in order, cut into buckets; round i has everyone's bucket i."""
+    """Cuts each owner's tensors, in order, into buckets; round i contains every owner's bucket i."""
     rounds: list[list[str]] = []
     index: Counter[int] = Counter()
     filled: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""ServerLayout: the form in which a server holds its parameters, and which of these forms are known here."""
+"""ServerLayout: how a server stores its parameters, and which layouts are known here."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Keys are `model_type`s. Gemma and Gemma 2 add one to norms while they load; SGLang 0.5.23 does not start with their
-# present configs, so their layout could not be tried.
+# Values of `model_type`. Gemma and Gemma 2 are missing: they add one to norms while loading, and SGLang 0.5.23 does not
+# start with their present configs, so their layout could not be tested.
 FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe", "mixtral"})
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # a server's possible dtypes
-CPU_PADDING = 32  # times the ranks: the intermediate size is padded to a multiple of it
+CPU_PADDING = 32  # the intermediate size is padded to a multiple of this times the ranks
 
 
 @dataclass(frozen=True)
 class ServerLayout:
-    """The form in which a server holds its parameters."""
+    """How a server stores its parameters."""
 
     dtype: torch.dtype = torch.float32
     num_ranks: int = 1  # tensor-parallel
     is_cpu: bool = True
-    is_vllm: bool = False  # else SGLang, which pads sizes on a CPU and has a hash of its own on a GPU
-    ep: int = 1  # groups of ranks that divide the experts; the ranks of a group divide each expert
+    is_vllm: bool = False  # otherwise SGLang, which pads sizes on a CPU and uses another hash on a GPU
+    ep: int = 1  # groups of ranks among which experts are divided; a group's ranks split each expert
 
     @property
     def is_padded(self) -> bool:
@@ -37,7 +37,7 @@ class ServerLayout:
 
 
 def unknown_layout(config: PretrainedConfig, layout: ServerLayout) -> str | None:
-    """Says why the digests of this layout cannot be computed; None if they can."""
+    """Returns why the digests of this layout cannot be computed, or None if they can."""
     if config.model_type not in FAMILIES:
         return f"the layout of model_type={config.model_type!r} on servers is unknown here"
     if layout.is_vllm and hasattr(config, "num_experts"):

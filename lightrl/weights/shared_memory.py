@@ -1,7 +1,7 @@
-"""SharedBucket: a bucket in shared memory, which servers of the same host read without a copy.
+"""SharedBucket: a bucket in shared memory, which servers on the same host read without a copy.
 
 **This is the only place where a pickle leaves the process**: SGLang's `/update_weights_from_tensor` and
-`/load_lora_adapter_from_tensors` take nothing else. It is off by default. SGLang's allow-listed unpickler reads the
+`/load_lora_adapter_from_tensors` accept nothing else. It is off by default. SGLang's allow-listed unpickler reads the
 pickle; lightrl unpickles nothing. The pickle of a bucket holds the name of a shared-memory file instead of the tensors.
 """
 
@@ -22,15 +22,15 @@ from torch.multiprocessing import reductions
 
 from lightrl.weights.bucket import Bucket, ServerForm
 
-ALIGNMENT_BYTES = 16  # each tensor starts at a multiple: the receiver views the bytes in the tensor's own dtype
+ALIGNMENT_BYTES = 16  # tensors start at multiples: the receiver views the bytes in the tensor's dtype
 PART_BYTES = 32 * 2**20  # a block's default size
 LOAD_FORMAT = "flattened_bucket"  # SGLang's name for the result of `fill`
 
 
 class SharedBucket:
-    """One block of shared memory for every bucket, or part of one, in turn; as large as the largest.
+    """One block of shared memory, reused for every bucket or part of one; as large as the largest.
 
-    Refill it only when all servers have answered for its previous content.
+    Refill it only after all servers have answered for its previous content.
 
     Args:
         form: dtype and names that the servers need.
@@ -44,10 +44,10 @@ class SharedBucket:
         self._content: dict[str, Any] = {}
 
     def fill(self, bucket: Bucket) -> None:
-        """Copies the bucket in, over the previous one."""
+        """Copies the bucket into the block, over the previous one."""
         entries, start = _entries(self.form.layout(bucket))
         if self._block is None or self._block.numel() < start:
-            self._block = None  # freed before the next one is allocated
+            self._block = None  # free it before allocating the next one
             block: Any = torch.empty(max(1, start), dtype=torch.uint8, device=self.device)
             with _shared_by_name():
                 self._block = block if self.device.type == "cuda" else block.share_memory_()
@@ -59,9 +59,9 @@ class SharedBucket:
         self._content = {"flattened_tensor": self._block[:start], "metadata": entries}
 
     def payload(self) -> str:
-        """The bucket for **one** receiver: one of SGLang's `serialized_named_tensors`, in base64.
+        """Encodes the bucket for **one** receiver: one of SGLang's `serialized_named_tensors`, in base64.
 
-        Torch counts the receivers that will open the memory; two that open one payload would free it for all.
+        Torch counts the receivers that will open the memory; if two opened one payload, it would be freed too early.
         """
         with _shared_by_name():
             content = io.BytesIO()
@@ -70,9 +70,9 @@ class SharedBucket:
 
 
 class _DevicesByUuid(ForkingPickler):
-    """Names a CUDA tensor's device by UUID: its number differs between processes with other CUDA_VISIBLE_DEVICES.
+    """Identifies a CUDA tensor's device by UUID: its number depends on the process's CUDA_VISIBLE_DEVICES.
 
-    SGLang replaces torch's `rebuild_cuda_tensor` by one that takes a UUID (srt/utils/patch_torch.py).
+    SGLang replaces torch's `rebuild_cuda_tensor` with one that accepts a UUID (srt/utils/patch_torch.py).
     """
 
     def reducer_override(self, value: Any) -> Any:
@@ -82,16 +82,16 @@ class _DevicesByUuid(ForkingPickler):
         return rebuild, with_uuid(arguments, str(torch.cuda.get_device_properties(value.device).uuid))
 
 
-_DEVICE_ARGUMENT = 6  # its index in rebuild_cuda_tensor's arguments
+_DEVICE_ARGUMENT = 6  # index of the device in rebuild_cuda_tensor's arguments
 
 
 def with_uuid(arguments: Sequence[Any], uuid: str) -> tuple[Any, ...]:
-    """The arguments of torch's `rebuild_cuda_tensor`, with the device's UUID in place of its number."""
+    """Returns the arguments of torch's `rebuild_cuda_tensor`, with the device's UUID in place of its number."""
     return (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
 
 
 def payload_of(tensors: Mapping[str, Tensor]) -> str:
-    """Tensors by value, in the same format, for receivers on any host."""
+    """Encodes tensors by value, in the same format, for receivers on any host."""
     layout = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
     entries, num_bytes = _entries(layout)
     flat = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -101,7 +101,7 @@ def payload_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _entries(layout: Sequence[tuple[str, torch.dtype, torch.Size]]) -> tuple[list[SimpleNamespace], int]:
-    """SGLang's description of each tensor in a block, and the size of the block in bytes."""
+    """Returns SGLang's description of each tensor in a block, and the block's size in bytes."""
     entries: list[SimpleNamespace] = []
     start = 0
     for name, dtype, shape in layout:
@@ -115,7 +115,7 @@ def _entries(layout: Sequence[tuple[str, torch.dtype, torch.Size]]) -> tuple[lis
 
 @contextlib.contextmanager
 def _shared_by_name() -> Iterator[None]:
-    """Torch's other strategy passes a file descriptor, which only a child of this process can receive."""
+    """Shares memory by file name: torch's other strategy passes a descriptor, which only children can receive."""
     sharing: Any = torch.multiprocessing  # without types
     before = sharing.get_sharing_strategy()
     sharing.set_sharing_strategy("file_system")

@@ -2,12 +2,12 @@
 
 Reading order:
     workflow.py       Workflow, and SingleTurn: one completion for each prompt
-    multi_turn.py     several turns: conversation.py has their tokens, environment.py answers the policy
-      turn_log.py     what was answered, for a resumed run
-      tools.py        an environment of functions that the policy calls, and of tools on servers
+    multi_turn.py     several turns: conversation.py keeps their tokens, environment.py answers the policy
+      turn_log.py     records the environment's answers for a resumed run
+      tools.py        an environment whose tools the policy calls: Python functions, or tools of a server
       mcp_tools.py, openenv.py  tools of an MCP server; environments of an OpenEnv server
-    agent_workflow.py an agent that talks to openai_endpoint.py as to OpenAI or Anthropic; agent_command.py: a program
-      agent_session.py   its requests as tokens; completion_parser.py: completions as thinking, text and calls
+    agent_workflow.py an agent that uses openai_endpoint.py as its OpenAI or Anthropic; agent_command.py: a program
+      agent_session.py   turns its requests into tokens; completion_parser.py: completions into thinking, text, calls
       agent_protocol.py  a request and its answer: chat_protocol.py, messages_protocol.py, responses_protocol.py
 
 May import: errors, checks, concurrency, trajectory, rewards, engines. To add one: subclass Workflow and write `run`.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightrl.workflows.tools import ToolEnvironment
     from lightrl.workflows.workflow import SingleTurn, Workflow
 
-# Loaded when first used: a reward process that imports a user's environment starts without torch.
+# Loaded on first use, so that a reward process that imports a user's environment starts without torch.
 _HOMES = {
     "AgentWorkflow": "agent_workflow",
     "Environment": "environment",

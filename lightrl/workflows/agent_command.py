@@ -1,8 +1,8 @@
-"""AgentCommand: runs a program as an agent, in a folder that lasts until the reward has read it.
+"""AgentCommand: runs a program as an agent, in a folder that is kept until the reward has read it.
 
 The sandbox's guard (lightrl/rewards/sandbox_guard) makes the folder: `work`, a copy of the template, where the program
-runs; `home`, `tmp` and `task.txt`. It kills the program and all that it started when the program ends, on cancellation,
-and when this process dies; it keeps the folder only of a program that exits with code 0.
+runs; `home`, `tmp` and `task.txt`. It kills the program and all its children when the program ends, on cancellation,
+and when this process dies. It keeps the folder only if the program exits with code 0.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from lightrl.trajectory import Prompt, plain_text
 log = logging.getLogger(__name__)
 
 _PREFIX = "lightrl-agents-"
-_GRACE_S = 10.0  # for a guard to kill what runs, and to remove its folder
+_GRACE_S = 10.0  # for a guard to kill its processes and remove its folder
 _ENVIRONMENT = {"OPENAI_BASE_URL": "{base_url}", "OPENAI_API_KEY": "{api_key}", "HOME": "{home}", "TMPDIR": "{tmp}"}
 _ENVIRONMENT |= {"ANTHROPIC_BASE_URL": "{root_url}", "ANTHROPIC_API_KEY": "{api_key}", "NO_PROXY": "127.0.0.1"}
-# Not all of /etc: root's programs may lie where only a right to read everything reaches them.
-_ETC = ("passwd", "group", "hosts", "nsswitch.conf", "ssl", "mime.types")  # mimetypes fails if it may not read the last
+# Not all of /etc, where root's programs may keep files that only a right to read everything makes readable.
+_ETC = ("passwd", "group", "hosts", "nsswitch.conf", "ssl", "mime.types")  # Python's mimetypes fails without the last
 _READABLE = (*SYSTEM_PATHS, "/sys", *(f"/etc/{name}" for name in _ETC))
-# The deadline bounds the CPU time; programs reserve far more memory than they use.
+# The deadline bounds the CPU time; memory is unbounded because programs reserve far more than they use.
 _LIMITS = asdict(Limits(max_processes=1024, max_open_files=4096, output_kib=64))
 _LIMITS |= dict.fromkeys(("cpu_s", "memory_mib", "file_mib"), 1 << 30)
 
 
 _NO_ARGUMENT = (
-    " An argument or variable has less than 128 KiB and no NUL character. Without {task} in the command the program "
-    "gets the task on standard input; {task_file} is a file with it."
+    " An argument or variable must be smaller than 128 KiB and contain no NUL character. Without {task} in the "
+    "command, the program gets the task on standard input; {task_file} is a file that contains it."
 )
 
 
 @functools.cache
 def root_of(process: int) -> str:
-    """The folder for those of this process, removed at its end; those of ended processes are removed now."""
+    """Makes the parent of this process's agent folders, which is removed at exit; removes those of dead processes."""
     root = tempfile.mkdtemp(prefix=own_prefix(_PREFIX))
-    Path(root).chmod(0o711)  # a user of a program's own goes through it
+    Path(root).chmod(0o711)  # a program that runs as another user must reach its folder
     atexit.register(remove_folder, root)
     return root
 
@@ -75,19 +75,19 @@ class AgentResult:
 
 @dataclass
 class AgentCommand:
-    """A program that is called as any other agent; AgentWorkflow has the arguments."""
+    """A program that is called like any other agent; AgentWorkflow documents the arguments."""
 
     command: Sequence[str]
     template: str | None
     environment: Mapping[str, str]
     timeout_s: float
-    decode: Callable[..., Any]  # makes text of a prompt without messages
-    # Has the folders; made by the process that computes rewards, since workflow workers may end before it.
+    decode: Callable[..., Any]  # turns a prompt without messages into text
+    # Parent of the folders. The process that computes rewards makes it, since workflow workers may exit earlier.
     root: str = field(default_factory=lambda: root_of(os.getpid()))
-    layers: list[str] | None = None  # the protections in force, once known
+    layers: list[str] | None = None  # the protections in force, known after the first run
 
     async def run(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
-        """Runs the program to its end; raises RolloutError if it cannot be started, or fails."""
+        """Runs the program until it exits; raises RolloutError if it cannot be started or fails."""
         workspace = f"{self.root}/{secrets.token_hex(8)}/work"
         is_kept = False
         try:
@@ -98,7 +98,7 @@ class AgentCommand:
             raise RolloutError(f"{self.command[0]} could not be started: {error}.{help_}") from error
         finally:
             delete_workspace(None if is_kept else workspace)
-        if reply["layers"] != self.layers:  # say it once
+        if reply["layers"] != self.layers:  # log it once
             self.layers = reply["layers"]
             log.info("Agents run with these layers of protection: %s.", ", ".join(self.layers) or "none")
             if unprotected := unprotected_by({*self.layers, "seccomp"}):
@@ -108,15 +108,14 @@ class AgentCommand:
                     what_to_allow(),
                 )
             if "namespaces" not in self.layers:
-                log.warning("Agents may reach the network, since they have no namespace of it. %s", what_to_allow())
+                log.warning("Agents may reach the network: they have no network namespace. %s", what_to_allow())
         if not is_kept:
             code, limit = reply["exit_code"], reply["stopped_by"]
             how = f"was stopped for its {limit}" if limit else f"exited: {code}"
             raise RolloutError(f"{self.command[0]} {how}. It printed {reply['stdout'][-300:]!r}.")
         if reply["removed"]:
             log.warning(
-                "%s of the agent's folder led out of it, or were no files, and are removed before the reward reads it: "
-                "%s.",
+                "Removed %s of the agent's folder that led out of it or were not regular files: %s.",
                 count_text(len(reply["removed"]), "entry"),
                 ", ".join(reply["removed"][:3]),
             )
@@ -135,17 +134,17 @@ class AgentCommand:
 
         template = self.template and fill(self.template)
         if template is not None and not Path(template).is_dir():
-            raise NotADirectoryError(f"workspace_template={self.template!r} leads to {template!r}, which is no folder")
+            raise NotADirectoryError(f"workspace_template={self.template!r} gives {template!r}, which is not a folder")
         fixed, brace, _ = (self.template or "").partition("{")
         if brace and Path(f"{fixed}_").parent.resolve() not in Path(str(template)).resolve().parents:
-            raise PermissionError(f"workspace_template={self.template!r} leads to {template!r}, which is not below it")
+            raise PermissionError(f"workspace_template={self.template!r} gives {template!r}, which is not below it")
         environment = {**_ENVIRONMENT, "PATH": os.environ.get("PATH", os.defpath), **self.environment}
         is_named = any(re.search(r"\{task(_file)?\}", word) for word in (*self.command, *environment.values()))
         environment = {name: fill(value) for name, value in environment.items()}
         program = shutil.which(fill(self.command[0]), path=environment["PATH"])
         if program is None:
             raise FileNotFoundError("there is no such program")
-        program = os.path.abspath(program)  # noqa: PTH100  # a link keeps its name, which says what environment it is of
+        program = os.path.abspath(program)  # noqa: PTH100  # keeps a link, whose place names its environment
         own = {Path(program).parent, Path(program).resolve().parent}
         folders = own | set(map(Path, environment["PATH"].split(os.pathsep)))
         open_folders = {each for each in folders if each in own or Path.home() not in each.parents}  # ~/.local has keys
@@ -168,9 +167,9 @@ def check_command(command: Sequence[str] | None, template: str | None) -> None:
 
 
 def delete_workspace(workspace: str | None) -> None:
-    """Deletes a folder below one of `root_of`, in a thread since it may be large.
+    """Deletes a folder below one that `root_of` made, in a thread since it may be large.
 
-    Any other folder, which a recorded trajectory may name, stays.
+    Leaves any other folder alone: a recorded trajectory may name one.
     """
     if workspace is None:
         return
@@ -182,7 +181,8 @@ def delete_workspace(workspace: str | None) -> None:
 
 
 async def _run_under_guard(request: dict[str, Any]) -> dict[str, Any]:
-    """The guard's reply, or OSError; on cancellation the guard kills what runs, removes the folder, and is awaited."""
+    """Returns the guard's reply or raises OSError. On cancellation, waits for the guard to kill the program and clean
+    up."""
     guard = await asyncio.create_subprocess_exec(
         *GUARD_COMMAND, "", stdin=PIPE, stdout=PIPE, limit=1 << 22, start_new_session=True
     )
@@ -196,12 +196,12 @@ async def _run_under_guard(request: dict[str, Any]) -> dict[str, Any]:
     finally:
         guard.stdin.close()
         end_s = time.monotonic() + _GRACE_S
-        while guard.returncode is None:  # cancelled, perhaps again meanwhile
+        while guard.returncode is None:  # cancelled, possibly more than once
             if time.monotonic() > end_s:
-                guard.kill()  # the program's first process ends with it
+                guard.kill()  # the program's first process dies with it
             with contextlib.suppress(asyncio.CancelledError, asyncio.TimeoutError):
                 await asyncio.wait_for(guard.wait(), _GRACE_S)
-    record: dict[str, Any] = json.loads(reply) if reply else {"problem": "the guard died, see its output above"}
+    record: dict[str, Any] = json.loads(reply) if reply else {"problem": "the guard died; see its output above"}
     if record["problem"] is not None:
         raise OSError(record["problem"][:300])
     return record

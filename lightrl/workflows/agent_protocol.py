@@ -1,12 +1,12 @@
-"""One request of an agent and its answer, whatever protocol the agent speaks: the core behind three of them.
+"""One request of an agent and its answer, in any protocol: the common part of the three protocols.
 
     body ─► Exchange.read ─► AgentRequest: messages, tools ─► AgentSession ─► Answer ─► Exchange.whole, or .events
 
 chat_protocol.py, messages_protocol.py and responses_protocol.py each subclass `Exchange`. Everything here is a pure
 function of the request and the answer; agent_session.py has the state, openai_endpoint.py the HTTP server.
 
-Fields of a request are of three kinds: served; refused, because the agent would not get what it requests; and ignored,
-above all `temperature`, `top_p` and `seed`: the run's `sampling` decides, or the behavior logprobs would be wrong.
+A request's fields are served, refused (if the agent would not get what it asks for) or ignored. `temperature`, `top_p`
+and `seed` are ignored: the run's `sampling` applies, since the behavior logprobs would be wrong otherwise.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _MAX_DEPTH = 100
 MODEL = "policy"
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 500: "server_error"}
 
-# A field that is refused → its values that request nothing, and what to do instead.
+# A refused field → the values that are accepted because they change nothing, and what to do instead.
 Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
-# Role, text and tool calls: two messages are the same if these are.
+# Role, text and tool calls; two messages with equal keys count as the same message.
 MessageKey = tuple[str, str, tuple[tuple[str, str], ...]]
 
 
@@ -40,8 +40,8 @@ class RequestRefused(Exception):
 
     Args:
         message: what is wrong and how to fix it.
-        status: of HTTP; the official clients retry 408, 409, 429 and 5xx by default.
-        code: one word for programs.
+        status: the HTTP status; the official clients retry 408, 409, 429 and 5xx by default.
+        code: one word that programs can compare.
     """
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
@@ -50,7 +50,7 @@ class RequestRefused(Exception):
         self.code = code
 
     def to_json(self) -> JsonObject:
-        """The error in one form that the clients of all protocols read."""
+        """Returns the error in a form that the clients of all protocols can read."""
         kind = _ERROR_TYPES.get(self.status, "invalid_request_error")
         return {"type": "error", "error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
@@ -59,11 +59,11 @@ class RequestRefused(Exception):
 class AgentRequest:
     """A request that can be served."""
 
-    messages: list[JsonObject]  # for chat templates: contents are text, arguments of calls are objects
-    tools: list[JsonObject] = field(default_factory=list)  # functions with JSON schemas, which may be called
+    messages: list[JsonObject]  # for chat templates: content is text, call arguments are objects
+    tools: list[JsonObject] = field(default_factory=list)  # functions with JSON schemas that the policy may call
     max_new_tokens: int | None = None
     wants_logprobs: bool = False
-    has_parallel_calls: bool = True  # otherwise an answer has the policy's first call alone
+    has_parallel_calls: bool = True  # if False, an answer contains only the policy's first call
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Answer:
     completion: Completion
     content: str
     reasoning: str
-    calls: list[JsonObject]  # each with an id of its own
+    calls: list[JsonObject]  # each with a unique id
     num_prompt_tokens: int
     num_reasoning_tokens: int = 0
     token_bytes: Sequence[bytes] = ()  # of each token; empty unless logprobs are requested
@@ -86,7 +86,7 @@ class Answer:
 
 
 class Exchange(ABC):
-    """One request and what is sent back; subclasses are the protocols.
+    """One request and its response; each subclass implements a protocol.
 
     Raises:
         RequestRefused: if the request is malformed, or requests something that cannot be served.
@@ -113,17 +113,17 @@ class Exchange(ABC):
         self.id = uuid.uuid4().hex
         self.created = int(time.time())
         self.is_streamed = bool(self.fields.get("stream", False))
-        # Fields that have no effect.
+        # Names of the fields that have no effect.
         self.ignored = sorted(self.fields.keys() - {"model", "stream"} - set(self.served.split()) - self.refused.keys())
         self.request = self.read()
 
     @classmethod
     def of_json(cls, data: bytes) -> Self:
-        """Reads the body of a request, which must be JSON in UTF-8."""
+        """Parses the body of a request, which must be JSON in UTF-8."""
         try:
             body = json.loads(data.decode())
             if b"\\u" in data:
-                json.dumps(body, ensure_ascii=False).encode()  # a lone surrogate, which no tokenizer takes
+                json.dumps(body, ensure_ascii=False).encode()  # fails on a lone surrogate, which no tokenizer accepts
         except (ValueError, RecursionError) as error:
             problem = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
             raise RequestRefused(f"The request must be a JSON object in UTF-8: {problem}.") from error
@@ -133,43 +133,43 @@ class Exchange(ABC):
 
     @abstractmethod
     def read(self) -> AgentRequest:
-        """Read the request to the policy from `fields`."""
+        """Returns the request to the policy that `fields` describe."""
 
     @abstractmethod
     def whole(self, answer: Answer) -> JsonObject:
-        """The body of an answer that is not streamed."""
+        """Returns the body of an answer that is not streamed."""
 
     @abstractmethod
     def start_events(self, num_prompt_tokens: int) -> list[JsonObject]:
-        """The events that begin a stream; they need no answer."""
+        """Returns the first events of a stream, which are sent before there is an answer."""
 
     @abstractmethod
     def events(self, answer: Answer) -> Iterator[JsonObject]:
-        """The other events of a stream. The text comes in one piece, because the engine returns whole completions."""
+        """Yields the rest of a stream's events. The text is one event, since the engine returns whole completions."""
 
     def waiting_event(self) -> JsonObject | None:
-        """An event that shows a waiting client that the stream is alive; None for a comment."""
+        """Returns an event that tells a waiting client that the stream is alive, or None to send a comment."""
         return None
 
     def error_event(self, error: RequestRefused) -> JsonObject:
-        """The event that ends a stream without an answer."""
+        """Returns the event that ends a stream that has no answer."""
         return error.to_json()
 
     def limit_of(self, *names: str) -> int | None:
-        """The smallest limit of new tokens in these fields."""
+        """Returns the smallest limit on new tokens in these fields."""
         limits = [self.fields[name] for name in names if name in self.fields]
         if any(not isinstance(value, int) or isinstance(value, bool) or value < 1 for value in limits):
             raise RequestRefused(f"{names[0]} must be an integer >= 1, got {limits[0]!r:.80}.")
         return min(limits, default=None)
 
     def has_parallel_calls(self) -> bool:
-        """Whether an answer may have several calls."""
+        """Returns whether an answer may contain several calls."""
         choice = self.fields.get("tool_choice")
         is_disabled = isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use")
         return bool(self.fields.get("parallel_tool_calls", True)) and not is_disabled
 
     def may_call(self) -> bool:
-        """Whether `tool_choice` lets the policy call tools; a call that is forced is refused."""
+        """Returns whether `tool_choice` lets the policy call tools; refuses a request that forces a call."""
         choice = self.fields.get("tool_choice", "auto")
         choice = choice.get("type") if isinstance(choice, Mapping) else choice
         if choice not in ("auto", "none"):
@@ -178,7 +178,7 @@ class Exchange(ABC):
 
 
 def message_key(message: JsonMapping) -> MessageKey:
-    """Equal for equivalent messages: call ids, thinking, and white space around the policy's text do not count."""
+    """Returns a key that ignores call ids, thinking, and white space around the policy's text."""
     calls = tuple(
         (str(call["function"]["name"]), json.dumps(call["function"]["arguments"], sort_keys=True))
         for call in message.get("tool_calls", [])
@@ -190,16 +190,16 @@ def message_key(message: JsonMapping) -> MessageKey:
 
 
 def tool_call(call_id: object, name: str, arguments: object) -> JsonObject:
-    """A call as messages have it; arguments that are text become an object if they are JSON."""
+    """Returns a call as it appears in messages; arguments given as JSON text are parsed."""
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # otherwise it is the agent's own text, shown as it is
+        with contextlib.suppress(ValueError, RecursionError):  # other text stays as it is
             loaded = json.loads(arguments)
             arguments = arguments if _is_deep(loaded) else loaded
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _is_deep(value: object) -> bool:
-    """Whether JSON has more levels than templates and schemas can walk down."""
+    """Returns whether JSON is nested more deeply than templates and schemas can handle."""
     level, depth = [value], 0
     while level and depth <= _MAX_DEPTH:
         parents = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
@@ -208,7 +208,7 @@ def _is_deep(value: object) -> bool:
 
 
 def tool_of(name: object, description: object, schema: object) -> JsonObject:
-    """A tool as chat templates read it; refused without a name and a JSON schema."""
+    """Returns a tool as chat templates read it; refuses one without a name, or with a wrong JSON schema."""
     if not isinstance(name, str) or not name:
         raise RequestRefused(f"A tool must have a name, got {name!r:.80}.")
     problem = _schema_problem(json.dumps(schema)) if schema is not None else None
@@ -230,14 +230,14 @@ def _schema_problem(text: str) -> str | None:
 
 
 def objects_of(value: object, name: str, what: str = "objects") -> list[Any]:
-    """The value itself if it is a list of objects; anything else is refused."""
+    """Returns the value if it is a list of objects; refuses anything else."""
     if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
         return value
     raise RequestRefused(f"{name} must be a list of {what}, got {value!r:.80}.")
 
 
 def text_of(content: object) -> str:
-    """The text of a message's content, itself or in parts; anything else is refused."""
+    """Returns a message's content, given as text or as text parts; refuses anything else."""
     if content is None or isinstance(content, str):
         return content or ""
     parts: list[Any] = content if isinstance(content, list) else [content]
@@ -247,7 +247,7 @@ def text_of(content: object) -> str:
 
 
 def with_one_system_message(messages: Sequence[JsonObject]) -> list[JsonObject]:
-    """The messages for strict chat templates: one of the system, at the start; its later ones become the user's."""
+    """Merges leading system messages and gives later ones the role user, as strict chat templates require."""
     start = next((index for index, each in enumerate(messages) if each["role"] != "system"), len(messages))
     first = [{"role": "system", "content": "\n\n".join(each["content"] for each in messages[:start])}]
     later = [{**each, "role": "user"} if each["role"] == "system" else each for each in messages[start:]]
@@ -255,12 +255,12 @@ def with_one_system_message(messages: Sequence[JsonObject]) -> list[JsonObject]:
 
 
 def sealed(reasoning: str) -> str:
-    """Thinking in the form that clients only hand back: the signature of a block, or its encrypted content."""
+    """Encodes thinking as the opaque text that clients send back: a block's signature, or its encrypted content."""
     return base64.b64encode(reasoning.encode()).decode()
 
 
 def unsealed(text: object) -> str:
-    """The thinking in such a form; empty if it is another model's."""
+    """Decodes the result of `sealed`; returns an empty text if another model made it."""
     try:
         return base64.b64decode(str(text), validate=True).decode()
     except ValueError:

@@ -1,18 +1,18 @@
 """AgentSession: records the tokens of an agent's requests to the policy as a trajectory. Token in, token out.
 
-A request that continues an answer (the messages of an earlier request, then our answer, then new ones) gets exactly the
-tokens of that earlier request and answer; only the new messages are encoded. Any other request starts a new branch: the
-agent has rewritten history, holds two conversations, or sent the same request twice.
+A request that continues an answer (an earlier request's messages, our answer to it, then new messages) reuses the exact
+tokens of that request and answer; only the new messages are encoded. Any other request starts a new branch: the agent
+has rewritten history, runs two conversations, or sent the same request twice.
 
     request A ─► answer ─┬─► request B (A + answer + tool result) ─► answer          a row of 2 turns
                          └─► request C (A + answer + another question) ─► answer     a row of 2 turns
     request D (A, shortened) ─► answer                                               a row of 1 turn
 
-All of them are trained on, as one trajectory, in which a token of a prefix that requests share comes once
-(`Trajectory.rows`). An answer is always new: the same request sent twice has two samples of the policy.
+All rows train, as one trajectory that contains the tokens of a shared prefix once (`Trajectory.rows`). Every answer is
+a new sample: the same request sent twice gets two completions.
 
-A malformed call never reaches the agent: the policy reads what is wrong and continues, in turns that the agent does not
-see. After three such turns in a row the agent gets the text as it is.
+A malformed call never reaches the agent: the policy reads what is wrong and tries again, in turns that the agent does
+not see. After three such turns in a row the agent gets the text as it is.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from lightrl.workflows.conversation import Conversation, TurnRenderer
 from lightrl.workflows.workflow import Generate
 
 _MAX_CORRECTIONS = 3
-_LONG_CHARS = 1 << 15  # in a request's messages: some 30 ms of a tokenizer
+_LONG_CHARS = 1 << 15  # in a request's messages; a tokenizer needs about 30 ms for them
 _T = TypeVar("_T")
 _Ids = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass
 class _Answered:
-    """The conversation after one answer; later ones are copies that continued."""
+    """The conversation after one answer; requests that continue it work on copies."""
 
     conversation: Conversation
-    keys: list[MessageKey]  # all messages', the answer's last
+    keys: list[MessageKey]  # of all messages; the answer's key is the last
     tools: list[JsonObject]
     identity: tuple[object, ...]  # the answer's text and the ids of its calls
-    num_prompt_tokens: int  # the request's; then comes the answer
+    num_prompt_tokens: int  # the request's tokens; the answer's follow
 
 
 @dataclass(frozen=True)
@@ -60,26 +60,26 @@ class Prepared:
 
     request: AgentRequest
     conversation: Conversation  # ends with the request's last message
-    keys: list[MessageKey]  # the messages'
+    keys: list[MessageKey]  # of the messages
     num_prompt_tokens: int
 
 
 @dataclass(eq=False)
 class AgentSession:
-    """One growing trajectory of an agent; made and used on one event loop."""
+    """An agent's growing trajectory; created and used on one event loop."""
 
-    prompt: Prompt  # the agent's task; its requests may differ from it
+    prompt: Prompt  # the agent's task; its requests may contain other messages
     generate: Generate
     renderer: TurnRenderer  # shared by all sessions; has a chat template
     parser: CompletionParser
-    max_tokens: int  # the most tokens of one branch, at most the model's context
-    exceeds_max_tokens: bool = False  # max_tokens left no space for a request
+    max_tokens: int  # limit of one branch, at most the model's context
+    exceeds_max_tokens: bool = False  # whether a request was too long for max_tokens
 
     def __post_init__(self) -> None:
         # Fails the trajectory, whatever the agent does; set once.
         self.failure: asyncio.Future[LightRLError] = asyncio.get_running_loop().create_future()
         self._answered: list[_Answered] = []
-        # Text and call ids of an answer → its key: an agent may complete the arguments of a call with defaults.
+        # Text and call ids of an answer → its key, needed because an agent may add default arguments to a call.
         self._keys: dict[tuple[object, ...], MessageKey] = {}
         self._pending: set[asyncio.Task[Completion]] = set()
         self._is_closed = False
@@ -88,8 +88,8 @@ class AgentSession:
         """Encodes a request.
 
         Raises:
-            RequestRefused: if the session is over, the chat template fails on the request, or it rewrites history,
-                which sets `failure`.
+            RequestRefused: if the session is over or the chat template fails on the request. If the template rewrites
+                history, `failure` is set too.
         """
         with self._failing(), user_code(_template_failed, RequestRefused, LightRLError):
             keys = [self._keys.get(_identity(message), message_key(message)) for message in request.messages]
@@ -104,10 +104,10 @@ class AgentSession:
             return Prepared(request, conversation, keys, len(conversation.token_ids))
 
     async def answer(self, prepared: Prepared) -> Answer:
-        """The policy's answer; waits for the engine. On cancellation the engine drops the completion.
+        """Waits for the engine and returns the policy's answer. On cancellation the engine drops the completion.
 
         Raises:
-            RequestRefused: if it is too long, the session is over, or generation failed, which sets `failure`.
+            RequestRefused: if the request is too long, the session is over, or generation fails, which sets `failure`.
         """
         with self._failing():
             return await self._answer(prepared)
@@ -119,17 +119,17 @@ class AgentSession:
             task.cancel()
 
     def trajectory(self, reward: float | None) -> Trajectory:
-        """All requests and answers.
+        """Returns all requests and answers as one trajectory.
 
         Args:
-            reward: of the agent, placed on the last token; None leaves `Trajectory.rewards` unset.
+            reward: the agent's reward, placed on the last token; None leaves `Trajectory.rewards` unset.
 
         Raises:
             RolloutError: if the agent sent no request.
         """
         if not self._answered:
             raise RolloutError(
-                f"The agent finished prompt {self.prompt.id!r} without an answer of the policy. It must use the "
+                f"The agent finished prompt {self.prompt.id!r} without an answer from the policy. It must use the "
                 "base_url and api_key that it gets."
             )
         joined, num_rows = _join(self._answered)
@@ -181,7 +181,7 @@ class AgentSession:
             try:
                 with user_code(_template_failed, LightRLError):
                     corrected.add_observation(corrected.encode_observation(observation))
-            except RequestRefused:  # the template has no messages of tools
+            except RequestRefused:  # the template cannot render tool messages
                 break
             if num_corrections == _MAX_CORRECTIONS or len(corrected.token_ids) >= self.max_tokens:
                 break
@@ -200,7 +200,7 @@ class AgentSession:
         return answer
 
     async def _encoded(self, request: AgentRequest, encode: Callable[..., _T], *args: object) -> _T:
-        """The result of `encode`; of long messages from a thread, so that the other sessions continue meanwhile."""
+        """Returns the result of `encode`; long messages use a thread, so that they do not block other sessions."""
         if sum(len(message["content"]) for message in request.messages) < _LONG_CHARS:
             return encode(*args)
         encoded = await in_thread(encode, *args, name="lightrl-encode")
@@ -209,7 +209,7 @@ class AgentSession:
         return encoded
 
     def _find_parent(self, keys: list[MessageKey], request: AgentRequest) -> _Answered | None:
-        """The longest conversation that a request continues; of equals the one with its call ids, or the latest."""
+        """Returns the longest conversation that a request continues; prefers equal call ids, then the latest."""
         ids = [_identity(message) for message in request.messages]
         earlier = [
             answered
@@ -241,7 +241,7 @@ class AgentSession:
             raise _over()
         try:
             completion = task.result()
-        except ValueError as error:  # the engine's: outside the vocabulary, or longer than the context
+        except ValueError as error:  # the engine refuses ids outside the vocabulary and more tokens than the context
             raise RequestRefused(str(error)) from error
         if not completion.token_ids:
             raise RolloutError(f"The policy generated no token for prompt {self.prompt.id!r}.")
@@ -253,7 +253,7 @@ def _identity(message: JsonMapping) -> tuple[object, ...]:
 
 
 def _join(requests: Sequence[_Answered]) -> tuple[Conversation, int]:
-    """All conversations as one, in order, and the number of rows: each request continues the longest prefix of it."""
+    """Joins the conversations in order, each after the longest prefix that it shares; also returns the rows' number."""
     joined = requests[0].conversation.copy()
     ids = np.asarray(joined.token_ids)
     rows = [(ids, np.arange(len(ids)))]  # token ids of each row, and their positions in `joined`
@@ -262,7 +262,7 @@ def _join(requests: Sequence[_Answered]) -> tuple[Conversation, int]:
         ids = np.asarray(conversation.token_ids)
         shared = [_num_equal(ids[:num], row_ids) for row_ids, _ in rows]
         start = max(shared)
-        row = len(rows) - 1 - shared[::-1].index(start)  # the latest of equals
+        row = len(rows) - 1 - shared[::-1].index(start)  # the last row with this length
         old_ids, positions = rows[row]
         added = np.arange(len(ids) - start) + len(joined.token_ids)
         joined.add_branch(conversation, start, int(positions[start - 1]) if start else -1)
@@ -272,7 +272,7 @@ def _join(requests: Sequence[_Answered]) -> tuple[Conversation, int]:
 
 
 def _num_equal(left: _Ids, right: _Ids) -> int:
-    """The length of the longest common prefix."""
+    """Returns the length of the longest common prefix."""
     num = min(len(left), len(right))
     differ = left[:num] != right[:num]
     return int(differ.argmax()) if differ.any() else num
@@ -280,7 +280,7 @@ def _num_equal(left: _Ids, right: _Ids) -> int:
 
 def _template_failed(error: BaseException) -> RequestRefused:
     return RequestRefused(
-        f"The chat template raised {type(error).__name__}: {error}. Send messages that it takes, in its order of roles."
+        f"The chat template raised {type(error).__name__}: {error}. Send messages that it can render."
     )
 
 

@@ -1,4 +1,4 @@
-"""AgentWorkflow: trains any agent that calls its model through OpenAI's or Anthropic's API, by giving it a base_url.
+"""AgentWorkflow: trains any agent that calls its model through OpenAI's or Anthropic's API at a given base_url.
 
 client = AsyncOpenAI(api_key="set by run")  # for all trajectories
 
@@ -38,38 +38,38 @@ Agent = Callable[[Prompt, str, str], Any]  # a float, None, an AgentResult, or a
 
 
 class AgentWorkflow(Workflow):
-    """Runs an agent once per trajectory, with a base_url of its own, and records the policy's tokens there.
+    """Runs an agent once per trajectory, each with a separate base_url, and records the policy's tokens there.
 
     The function's chat completions become one trajectory, a tree if they are several conversations (agent_session.py).
-    The loss mask is True on the policy's tokens only. The function's return value goes into `Trajectory.rewards`, on
-    the last token: with `reward: lightrl.rewards.environment_reward` that is the reward; any other reward function
+    The loss mask is True only on the policy's tokens. The function's return value is stored in `Trajectory.rewards`, on
+    the last token: with `reward: lightrl.rewards.environment_reward` it is the reward; any other reward function
     replaces it. None leaves `Trajectory.rewards` unset.
 
-    A function that raises, hangs, returns no number or sends no request drops its trajectory, which is counted; so does
-    a program that fails. The reward finds the folder that a program left in `Trajectory.workspace`.
+    The trajectory is dropped and counted if the function raises, hangs, returns no number or sends no request, or if
+    the program fails. `Trajectory.workspace` is the folder that a program leaves for the reward.
 
     Args:
         tokenizer: the policy's.
         agent: `run(prompt, base_url, api_key) -> float | None`, or its dotted path. An async function shares the event
             loop with the engine and must not block it; a sync one runs in a thread. At its deadline it is cancelled; a
             thread cannot be, and is abandoned without a session.
-        command: instead of `agent`, a program and its arguments; docs/train-an-agent.md has what it finds. At its
-            deadline it and all that it started are killed. It reaches the endpoint alone where the kernel allows that.
-        workspace_template: the folder of which the program gets a copy.
-        environment: further variables of the program, which sees none of this process's but PATH.
-        agent_timeout_s: deadline of one call of the function, or of the program.
-        max_agents: calls at the same time; further trajectories wait. Each takes two open files, and a thread if sync.
-        max_tokens: of one conversation, at most the model's context, which is the default. A request beyond it is
+        command: a program and its arguments, instead of `agent`; docs/train-an-agent.md describes its environment. At
+            the deadline the program and its children are killed. It can reach only the endpoint if the kernel allows.
+        workspace_template: a folder; each program runs in a copy of it.
+        environment: more variables for the program, which inherits only PATH from this process.
+        agent_timeout_s: deadline of one call of the function, or of one run of the program.
+        max_agents: calls at the same time; further trajectories wait. Each uses two open files, and a thread if sync.
+        max_tokens: limit of one conversation, at most the model's context, which is the default. A longer request is
             refused (`context_length_exceeded`), and the trajectory is truncated.
         truncated_reward: the reward if the agent raises because of such a refusal.
-        tool_parser: finds the calls in a completion's text; a function or its dotted path. None for the tokenizer's
-            response template, or else for Hermes' format (Qwen 2.5 and 3).
+        tool_parser: finds the calls in a completion's text; a function or its dotted path. None uses the tokenizer's
+            response template or, if there is none, Hermes' format (Qwen 2.5 and 3).
         renderer: parses completions instead: a model's format in the package `renderers`, such as `qwen3.5`, or `auto`
             to choose it by the tokenizer's name. Needs `pip install renderers`.
 
     Raises:
-        ValueError: if a limit is out of range, a dotted path leads nowhere, there is no such renderer, or no chat
-            template works for several turns.
+        ValueError: if a limit is out of range, a dotted path or the renderer does not exist, or the chat template does
+            not work for several turns.
     """
 
     own_timeout_s = None  # agent_timeout_s bounds the whole call
@@ -125,9 +125,10 @@ class AgentWorkflow(Workflow):
         check_bounds(2, max_tokens=settings.get("max_tokens"))  # one for the prompt
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """Runs one trajectory; waits for the agent until its deadline, and fails at once if the engine fails.
+        """Runs one trajectory; waits for the agent until its deadline, and fails immediately if the engine fails.
 
-        On cancellation the agent is cancelled (a thread is abandoned), and so are its pending completions.
+        On cancellation the agent (unless it runs in a thread, which is abandoned) and its pending completions are
+        cancelled.
         """
         await self.endpoint.start()
         max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens  # None: the model states no context
@@ -149,7 +150,7 @@ class AgentWorkflow(Workflow):
 
     async def _run_agent(self, session: AgentSession, base_url: str, api_key: str) -> AgentResult:
         name = f"The agent {self.agent_name}"
-        # A copy of its own: `prompt.messages.append(...)` must not reach the other trajectories of the group.
+        # A copy, so that `prompt.messages.append(...)` does not affect the other trajectories of the group.
         arguments = (copy.deepcopy(session.prompt), base_url, api_key)
         running = asyncio.ensure_future(call_within(self.agent, *arguments, timeout_s=self.agent_timeout_s, name=name))
         await wait_or_abandon(running, session.failure)

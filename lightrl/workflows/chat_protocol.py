@@ -1,6 +1,6 @@
 """OpenAI's chat-completions protocol, as far as a policy in training can serve it.
 
-Source: https://platform.openai.com/docs/api-reference/chat; `reasoning_content` as SGLang and vLLM send it.
+Source: https://platform.openai.com/docs/api-reference/chat; `reasoning_content` follows SGLang and vLLM.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ChatExchange(Exchange):
         "functions": (([],), "Use tools."),
         "function_call": (("none",), "Use tools."),
         "modalities": ((["text"],), "Leave it out."),
-        "top_logprobs": ((0,), "Leave it out; logprobs=True gives those of the sampled tokens."),
+        "top_logprobs": ((0,), "Leave it out; logprobs=True returns the logprobs of the sampled tokens."),
     }
 
     def read(self) -> AgentRequest:
@@ -137,7 +137,7 @@ def _read_tool(tool: JsonMapping) -> JsonObject:
 
 
 def _calls(answer: Answer) -> list[JsonObject]:
-    """The calls with their arguments as text."""
+    """Returns the calls with their arguments as JSON text."""
     calls = [(call, call["function"]) for call in answer.calls]
     return [{**call, "function": {**each, "arguments": json.dumps(each["arguments"])}} for call, each in calls]
 

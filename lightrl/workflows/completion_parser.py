@@ -1,11 +1,11 @@
-"""CompletionParser: what a completion says, its thinking, text and calls apart, by the library that knows its format.
+"""CompletionParser: splits a completion into thinking, text and calls. Three things can do it:
 
     a `tool_parser`      the user's, on the text without its thinking; `parse_hermes` if nothing else applies
-    a `renderer`         of the package `renderers`, by name, or `auto` by the tokenizer's name
-    a response template  of the tokenizer: `tokenizer.parse_response` of transformers
+    a `renderer`         of the package `renderers`, by its name, or `auto` by the tokenizer's name
+    a response template  the tokenizer's, applied by `tokenizer.parse_response` of transformers
 
-A malformed call is a `ToolCall` with an error, whichever of them parses. A library that looks for tags by text may take
-one that is quoted for its own: where the text is plain about its thinking and calls, the text decides.
+With each of them, a malformed call is a `ToolCall` with an error. A library that searches for tags may mistake a quoted
+tag for a real one; if the text itself is clear about its thinking and calls, the text decides.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParsedCompletion:
-    content: str  # the text; with calls, the part before the first one
+    content: str  # the text; if there are calls, the part before the first one
     reasoning: str = ""
     calls: Sequence[ToolCall] = ()
 
 
-# Gets the prompt's tokens, the completion's, its text with the thinking that the prompt opened, and the tools.
+# Arguments: the prompt's tokens, the completion's, its text with the thinking that the prompt opened, and the tools.
 CompletionParser = Callable[[Sequence[int], Sequence[int], str, Sequence[JsonMapping]], ParsedCompletion]
 
 
 def completion_parser(
     tokenizer: PreTrainedTokenizerBase, tool_parser: ToolParser | None, renderer: str | None
 ) -> CompletionParser:
-    """The parser that these settings choose; raises ValueError if there is no such renderer, or both are set."""
+    """Returns the parser that these settings select; raises ValueError for an unknown renderer, or if both are set."""
     if tool_parser is not None and renderer is not None:
         raise ValueError(f"renderer={renderer!r} finds the calls itself. Leave tool_parser out, or renderer.")
     if renderer is not None:
@@ -47,7 +47,7 @@ def completion_parser(
 
 
 def parse_text(text: str, tool_parser: ToolParser | None = None) -> ParsedCompletion:
-    """The thinking and the rest of a text; without a parser of calls, they stay in the text."""
+    """Separates a text's thinking from the rest; without a tool parser, calls stay in the text."""
     reasoning, content = split_thinking(text, has_opening=True)
     calls = tool_parser(without_thinking(text)) if tool_parser is not None else []
     return ParsedCompletion(CALL_START.split(content, 1)[0].strip() if calls else content, reasoning, calls)
@@ -79,7 +79,7 @@ def _parse_with_renderer(
     parsed = renderer.parse_response(list(token_ids), tools=list(tools), prompt_ids=list(prompt_ids))
     calls = [
         _call_of(call.name, call.arguments)
-        if call.status in ("ok", "unknown_tool")  # the agent says which tools there are
+        if call.status in ("ok", "unknown_tool")  # the agent itself checks the name
         else ToolCall(error=f"the call is malformed ({call.status}): {call.raw:.200}")
         for call in parsed.tool_calls
     ]
@@ -87,7 +87,7 @@ def _parse_with_renderer(
 
 
 def _without_misread_tags(parsed: ParsedCompletion, text: str) -> ParsedCompletion:
-    """What a library parsed, or, where it took a tag that is quoted for one of the format, what the text says."""
+    """Returns what a library parsed, corrected by the text where the library mistook a quoted tag for a real one."""
     by_text = parse_text(text, parse_hermes)
     errors, text_errors = ([call.error for call in each.calls if call.error] for each in (parsed, by_text))
     if parsed.calls and not errors and "</tool_call>" in parsed.content:  # the rest of a call
@@ -107,7 +107,7 @@ def _renderer(tokenizer: PreTrainedTokenizerBase, name: str) -> Any:
         raise ValueError(f"renderer={name!r} needs the package renderers. Run `pip install renderers`.") from error
     try:
         renderer = renderers.create_renderer(tokenizer, renderers.config_from_name(name))
-    except Exception as error:  # whatever its model's tokenizer lacks
+    except Exception as error:  # raised for anything that the tokenizer lacks
         raise ValueError(f"renderer={name!r} does not fit the tokenizer: {error}") from error
     if isinstance(renderer, renderers.DefaultRenderer):
         raise ValueError(

@@ -1,14 +1,14 @@
 """Conversation: the tokens of one trajectory, turn by turn. Token in, token out.
 
-The policy's tokens stay as sampled and are never encoded again. Between two turns come only the tokens that the chat
-template adds for the new messages:
+The policy's tokens stay as sampled and are never encoded again. Between two turns there are only the tokens that the
+chat template adds for the new messages:
 
     prompt tokens | completion tokens, as sampled | encoded: template(all messages) minus the text so far | ...
 
 This requires that the template leaves earlier text unchanged. Before each addition the text so far is compared with
-what the template makes of the same messages now (ignoring white space). A template that rewrites history, for example
-by removing earlier thinking, is refused: the policy would train on a conversation that never occurs. What a prompt
-opens of the policy's turn, such as `<think>`, is part of that turn's message.
+the template's current rendering of the same messages (ignoring white space). A template that rewrites history, for
+example by removing earlier thinking, is refused: the policy would train on a conversation that never occurs. If the
+prompt already opens the policy's turn, for example with `<think>`, that text belongs to the turn's message.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lightrl.checks.user_code import user_code
 from lightrl.columns import GAPS, REWARDS, TOKENS, TokenArray, cut, extended, joined
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
-from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, Messages, is_mark, opened, with_turn
+from lightrl.models.chat_template import KEEP_HISTORY, MARK, ChatTemplate, Messages, opened, with_turn
 from lightrl.models.images import data_url, read_image, refusal, take_images
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt, Trajectory, Turn
 
-# Arguments of known templates that let earlier thinking stay, or leave thinking out.
+# Arguments of known templates that keep earlier thinking, or turn thinking off.
 _KEEP_HISTORY: tuple[JsonObject, ...] = (
     {"preserve_thinking": True},
     {"truncate_history_thinking": False},
@@ -37,17 +37,17 @@ _KEEP_HISTORY: tuple[JsonObject, ...] = (
 
 
 class _RewritesHistory(Exception):
-    """The chat template does not render earlier text as it was; the message says where."""
+    """The chat template renders earlier text differently; the message says where."""
 
 
 class TurnRenderer(ChatTemplate):
-    """Encodes prompts, and the text between two turns.
+    """Encodes prompts and the text between two turns.
 
-    Without a chat template, and for prompts that are only token ids, the text of an observation is encoded as it is.
+    Without a chat template, or if the prompt is only token ids, the text of an observation is encoded as it is.
     """
 
     def check_template(self, role: str, tools: Sequence[JsonObject]) -> None:
-        """Renders a short conversation in which the policy thinks and a message of this role answers.
+        """Renders a short conversation in which the policy thinks and a message with this role answers.
 
         Raises:
             ValueError: if the template rewrites history or cannot render such a message.
@@ -63,7 +63,7 @@ class TurnRenderer(ChatTemplate):
         raise ValueError(f"{rewritten} {KEEP_HISTORY}")
 
     def _rewritten(self, role: str, arguments: JsonMapping) -> str | None:
-        """How the template rewrites history with these arguments; None if it does not."""
+        """Returns how the template rewrites history with these arguments, or None if it does not."""
 
         def failed(error: BaseException) -> ValueError:
             return ValueError(
@@ -87,10 +87,10 @@ class TurnRenderer(ChatTemplate):
     def after_turn(
         self, messages: Messages, before: str, content: str, answer: Messages, arguments: JsonMapping
     ) -> tuple[list[JsonMapping], str, str]:
-        """All messages after a turn of the policy and an answer to it, their text, and the part that is new.
+        """Returns all messages after a turn of the policy and an answer to it, their text, and its new part.
 
         Args:
-            messages: before the turn.
+            messages: the messages before the turn.
             before: their text.
             content: what the policy generated.
         """
@@ -104,10 +104,10 @@ class TurnRenderer(ChatTemplate):
         raise _RewritesHistory(_rewrites(self.render(forms[0], arguments), before + content))
 
     def take_images(self, messages: Sequence[JsonObject]) -> tuple[list[JsonObject], tuple[str, ...]]:
-        """Messages of an environment with bare image parts, and their images as data: URLs.
+        """Returns an environment's messages with image parts that have no data, and the images as data: URLs.
 
         Raises:
-            RolloutError: if an image cannot be read, by anybody or by this policy.
+            RolloutError: if an image cannot be decoded, or this policy cannot read images.
         """
         with user_code(lambda error: _not_shown(messages, error)):
             bare, images = take_images(messages, folder=Path())
@@ -118,8 +118,7 @@ class TurnRenderer(ChatTemplate):
             return bare, tuple(map(data_url, images))
 
     def expanded(self, token_ids: list[int], images: Sequence[str], messages: Messages) -> list[int]:
-        """The tokens of these messages with all tokens of their images; raises RolloutError if the template left out
-        an image."""
+        """Expands each image's placeholder to all its tokens; raises RolloutError if the template left out an image."""
         if not images:
             return token_ids
         with user_code(lambda error: _not_shown(messages, error)):
@@ -130,11 +129,11 @@ class TurnRenderer(ChatTemplate):
 
 @dataclass(frozen=True)
 class Observed:
-    """The addition of an observation to a conversation."""
+    """What an observation adds to a conversation."""
 
     token_ids: list[int]
-    messages: list[JsonMapping] | None  # the whole conversation's, observation included
-    text: str  # all these messages in one
+    messages: list[JsonMapping] | None  # the whole conversation, including the observation
+    text: str  # all these messages, rendered
     images: tuple[str, ...] = ()  # the observation's
 
 
@@ -144,12 +143,12 @@ class Conversation:
     Args:
         renderer: shared by all conversations; has no state.
         prompt: the task.
-        opening: messages of the environment after the prompt's.
-        tools: JSON schemas for the chat template; None for those of the prompt's row.
+        opening: the environment's messages after the prompt.
+        tools: JSON schemas for the chat template; None uses the tools in the prompt's row.
 
     Raises:
-        RolloutError: if the prompt has no token ids, or they differ from those of its rendered messages, or the policy
-            cannot read an image of the opening.
+        RolloutError: if the prompt has neither token ids nor messages, its token ids differ from those of its rendered
+            messages, or the policy cannot read an image of the opening.
     """
 
     def __init__(
@@ -161,10 +160,10 @@ class Conversation:
     ) -> None:
         self.renderer = renderer
         self.arguments: JsonMapping = {}
-        self.messages: list[JsonMapping] | None = None  # None if observations are encoded as they are
-        self.text = ""  # the messages so far, completions as generated
+        self.messages: list[JsonMapping] | None = None  # None if no chat template renders observations
+        self.text = ""  # the messages so far, with completions as generated
         self.turns: list[Turn] = []
-        opening, self.images = renderer.take_images(opening)  # images after the prompt's
+        opening, self.images = renderer.take_images(opening)  # without the prompt's images
         token_ids = list(prompt.token_ids or [])
         if prompt.messages is not None and renderer.chat_template is not None:
             self.messages = [*prompt.messages, *opening]
@@ -175,7 +174,7 @@ class Conversation:
             if not opening and not tools and token_ids and token_ids != rendered:
                 raise RolloutError(
                     f"Prompt {prompt.id!r} has {len(token_ids)} token ids, but the chat template makes {len(rendered)} "
-                    "others from its messages. Leave the token ids out, or set data.chat_template to what made them."
+                    "others from its messages. Leave the token ids out, or set data.chat_template to the one they use."
                 )
             token_ids = rendered
         elif opening:
@@ -183,7 +182,7 @@ class Conversation:
             token_ids += renderer.expanded(encoded, self.images, opening)
         if not token_ids:
             raise RolloutError(f"Prompt {prompt.id!r} has neither messages nor token ids.")
-        # The prompt itself, if possible: its JSON is made once for all trajectories that share it.
+        # Keeps the prompt itself if possible: its JSON is made once for all trajectories that share it.
         self.prompt = prompt if token_ids == prompt.token_ids else replace(prompt, token_ids=token_ids)
         self.token_ids: TokenArray[int] = TokenArray((), "i")
         self.loss_mask: TokenArray[bool] = TokenArray((), "?")
@@ -194,7 +193,7 @@ class Conversation:
         self._add_read(token_ids)
 
     def copy(self) -> Conversation:
-        """One that can continue differently."""
+        """Returns a copy that can continue differently."""
         other = copy.copy(self)
         other.turns = list(self.turns)
         return other
@@ -215,12 +214,12 @@ class Conversation:
         return self._opening + self.renderer.text_of(turn_ids)
 
     def encode_observation(self, messages: Sequence[JsonObject]) -> Observed:
-        """The tokens that these messages would add after the last completion.
+        """Returns what these messages would add after the last completion.
 
-        If that was cut off, they start with the end of turn that the policy did not generate.
+        If the completion was cut off, the tokens start with the end of turn that the policy did not generate.
 
         Raises:
-            RolloutError: if the template rewrites earlier text, or adds nothing, or the policy cannot read an image.
+            RolloutError: if the template rewrites earlier text or adds nothing, or the policy cannot read an image.
         """
         messages, images = self.renderer.take_images(messages)
         turn = self.turns[-1]
@@ -247,7 +246,7 @@ class Conversation:
         reader, before = self.renderer.image_reader, (*self.prompt.images, *self.images)
         if reader is not None and list(self.token_ids).count(reader.image_token_id) != sum(reader.counts(before)):
             raise RolloutError(
-                f"The policy or a text has written an image token (id {reader.image_token_id}) before an image in "
+                f"The conversation has a stray image token (id {reader.image_token_id}) before an image in "
                 f"{_source_of(messages)}, so the model would put the image in that token's place. Remove the token's "
                 "text from prompts and observations; a trajectory in which the policy samples it is dropped."
             )
@@ -259,9 +258,9 @@ class Conversation:
         self.messages, self.text, self.images = observed.messages, observed.text, (*self.images, *observed.images)
 
     def add_branch(self, other: Conversation, start: int, last: int) -> None:
-        """Appends another conversation's tokens from `start` on, which follow this one's token `last`; -1: none.
+        """Appends another conversation's tokens from `start` on, which follow this one's token `last` (-1: no token).
 
-        Afterwards this one can only become a trajectory.
+        After this call, `trajectory` is the only method that may be called.
         """
         first, num_other = len(self.token_ids), len(other.token_ids)
         num, gap = num_other - start, first - 1 - last
@@ -280,10 +279,10 @@ class Conversation:
         self._opening = other._opening
 
     def trajectory(self, rewards: Sequence[float], *, is_truncated: bool, metrics: dict[str, float]) -> Trajectory:
-        """The trajectory up to the last token that the policy generated.
+        """Returns the trajectory up to the last token that the policy generated.
 
         Args:
-            rewards: one for each turn, placed on the turn's last token.
+            rewards: one per turn, placed on the turn's last token.
         """
         last = self.turns[-1]
         reward_runs: list[tuple[float, int]] = []
@@ -330,14 +329,14 @@ class Conversation:
 
 
 def _end_of_prefix(text: str, prefix: str) -> int | None:
-    """Finds where `prefix` ends in a text that starts with it, ignoring white space and marks; None if it does not."""
+    """Returns where `prefix` ends in `text`, ignoring white space and marks; None if `text` does not start with it."""
     if text.startswith(prefix):
         return len(prefix)
     end = 0
     for character in prefix:
-        if character.isspace() or is_mark(character):
+        if character.isspace() or character in MARK:
             continue
-        while end < len(text) and (text[end].isspace() or is_mark(text[end])):
+        while end < len(text) and (text[end].isspace() or text[end] in MARK):
             end += 1
         if end == len(text) or text[end] != character:
             return None
@@ -346,7 +345,7 @@ def _end_of_prefix(text: str, prefix: str) -> int | None:
 
 
 def _source_of(messages: Messages) -> str:
-    """Names what has images among these messages."""
+    """Describes where the images of these messages come from."""
     names = [message.get("name") for message in messages if isinstance(message.get("content"), list)]
     return "a message" if not names or names[-1] is None else f"a result of the tool {names[-1]!r}"
 

@@ -1,4 +1,4 @@
-"""Environment: answers the policy between its turns; RetryWithFeedback: one made of any reward function.
+"""Environment: answers the policy between its turns; RetryWithFeedback: an environment built on any reward function.
 
 class GuessNumber(Environment):
     def reset(self, prompt):
@@ -27,40 +27,40 @@ from lightrl.errors import RolloutError
 from lightrl.rewards import RewardResult
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt, Trajectory
 
-# What the policy reads next: the text of a user's turn, one chat message, or several; None adds nothing. A message's
-# content may be parts, `{"type": "image", "image": path or data: URL}` among them, for a policy that reads images.
+# What the policy reads next: the text of a user's turn, one chat message, or several; None adds nothing. For a policy
+# that reads images, a message's content may be a list with `{"type": "image", "image": path or data: URL}` parts.
 Observation: TypeAlias = str | JsonMapping | Sequence[JsonMapping] | None
 # observation, reward of the turn, done
 Step: TypeAlias = tuple[Observation, float, bool]
-_MAX_CHARS = 4_000_000  # the longest observation: it is encoded on the rollouts' event loop
+_MAX_CHARS = 4_000_000  # of an observation, which is encoded on the rollouts' event loop
 
 
 class Environment(ABC):
     """The other side of one conversation; each trajectory has a fresh one, so it may keep state in `self`.
 
-    Every method may be async; a sync one runs in a thread, so it may block. Each call has the workflow's
-    `step_timeout_s`; one that raises or hangs drops its trajectory, which is counted.
+    Every method may be async; a sync method runs in a thread, so it may block. The workflow's `step_timeout_s` bounds
+    each call; a call that raises or hangs drops its trajectory, which is counted.
 
-    A resumed run starts conversations again that a checkpoint, or the end of the process, cut short. With `state_dict`
-    and `load_state_dict` they continue where they were: no `reset` or `step` that was answered is called again.
-    After `kill -9` they continue from the last checkpoint, so a `step` that acts on the world may act twice.
+    A resumed run restarts conversations that a checkpoint, or the end of the process, cut short. With `state_dict` and
+    `load_state_dict` they continue instead: a `reset` or `step` that has returned is not called again. After `kill -9`
+    they continue from the last checkpoint, so a `step` with external effects may run twice.
     """
 
     @property
     def keeps_state(self) -> bool:
-        """Whether it can continue in another process."""
+        """Whether the environment can continue in another process."""
         return type(self).state_dict is not Environment.state_dict
 
     def state_dict(self) -> JsonObject | None:
-        """All that the next `step` depends on, as JSON; called after `reset` and after each `step`."""
+        """Returns everything that the next `step` depends on, as JSON; called after `reset` and after each `step`."""
         return None
 
     def load_state_dict(self, prompt: Prompt, state: JsonObject) -> None:
-        """Takes the place of the calls up to this state, in a new object; `close` follows as usual."""
+        """Restores the state in a new object, instead of repeating the calls; `close` follows as usual."""
         raise NotImplementedError(f"{type(self).__name__} has state_dict, but no load_state_dict.")
 
     def reset(self, prompt: Prompt) -> Observation | Awaitable[Observation]:
-        """Starts; called once, before the first turn.
+        """Starts the environment; called once, before the first turn.
 
         Returns:
             What the policy reads after the prompt; None, the default, adds nothing.
@@ -76,11 +76,11 @@ class Environment(ABC):
                 without this call.
 
         Returns:
-            What the policy reads next (ignored when done), the reward of this turn, whether this was the last.
+            What the policy reads next (ignored when done), this turn's reward, and whether it was the last turn.
         """
 
     def metrics(self) -> Mapping[str, float] | Awaitable[Mapping[str, float]]:
-        """Numbers to log for this trajectory, by name; called once, at the end."""
+        """Returns numbers to log for this trajectory, by name; called once, at the end."""
         return {}
 
     def close(self) -> Awaitable[None] | None:
@@ -88,7 +88,7 @@ class Environment(ABC):
         return None
 
     def tool_schemas(self) -> list[JsonObject]:
-        """JSON schemas of the tools that the chat template shows to the policy in the prompt; the same every time."""
+        """Returns JSON schemas of the tools that the chat template shows in the prompt; must not change."""
         return []
 
 
@@ -96,7 +96,7 @@ class Environment(ABC):
 class CheckedStep:
     """The checked return value of `step`."""
 
-    messages: list[JsonObject]  # the observation's
+    messages: list[JsonObject]  # the observation
     reward: float
     is_done: bool
 
@@ -104,7 +104,7 @@ class CheckedStep:
     def of(cls, value: object, name: str) -> CheckedStep:
         """
         Raises:
-            RolloutError: if it is not (observation, finite number, bool), or has no observation and is not done.
+            RolloutError: unless the value is (observation, finite number, bool), with an observation unless done.
         """
         if not isinstance(value, tuple | list) or len(value) != 3:
             raise RolloutError(f"{name}.step must return (observation, reward, done), got {value!r:.200}.")
@@ -124,7 +124,7 @@ class CheckedStep:
 
 
 def checked_metrics(value: object, name: str) -> dict[str, float]:
-    """Checks what `metrics` returned; raises RolloutError if it is not some finite numbers by name."""
+    """Checks what `metrics` returned; raises RolloutError unless it is a dict of finite numbers by name."""
     numbers = {str(key): finite_number(item) for key, item in value.items()} if isinstance(value, Mapping) else None
     metrics = {key: item for key, item in (numbers or {}).items() if item is not None}
     if metrics != numbers or len(metrics) > 1000:
@@ -135,10 +135,10 @@ def checked_metrics(value: object, name: str) -> dict[str, float]:
 
 
 def as_messages(observation: object, name: str) -> list[JsonObject]:
-    """An observation as chat messages.
+    """Returns an observation as chat messages.
 
     Raises:
-        RolloutError: if it has another form.
+        RolloutError: if it is not an Observation, or is too long.
     """
     if observation is None:
         return []
@@ -160,7 +160,7 @@ def as_messages(observation: object, name: str) -> list[JsonObject]:
 
 
 async def call_environment(environment: Environment, method: str, *arguments: object, timeout_s: float | None) -> Any:
-    """The result of a method, within a deadline; a default of Environment needs no thread."""
+    """Calls a method with a deadline and returns its result; Environment's own default needs no thread."""
     function = getattr(environment, method)
     if getattr(type(environment), method) is getattr(Environment, method):
         return function(*arguments)
@@ -169,7 +169,7 @@ async def call_environment(environment: Environment, method: str, *arguments: ob
 
 
 class _Values(dict[str, Any]):
-    """Values of a format string; a name without one stays as it is."""
+    """Values of a format string; a placeholder that has no value stays as it is."""
 
     def __missing__(self, name: str) -> object:
         return _Literal(name)
@@ -183,14 +183,14 @@ class _Literal(str):
 class RetryWithFeedback(Environment):
     """Answers that the completion is wrong and lets the policy try again, until the reward is high enough.
 
-    Each turn earns what it adds to the best reward so far, so the rewards of a trajectory sum to its best one (less the
-    discount), and failing first never pays.
+    Each turn earns its improvement over the best reward so far. Without a discount the rewards of a trajectory
+    therefore sum to its best reward, and failing first never pays.
 
     Args:
-        reward: of each completion: a sync function of a Trajectory or its dotted path. It sees `prompt` and
-            `completion`, no token ids, and runs in a thread of this process, with the deadline of a step.
+        reward: computes each completion's reward: a sync function of a Trajectory, or its dotted path. It gets `prompt`
+            and `completion` but no token ids, and runs in a thread of this process, with the deadline of a step.
         feedback: what the policy reads after a wrong completion; a format string that may use the reward function's
-            metrics, such as `{format}`. A name that is no metric stays as it is, as in `End with {answer}`.
+            metrics, such as `{format}`. Other placeholders stay as they are, as in `End with {answer}`.
         solved_reward: a completion with at least this reward ends the trajectory.
     """
 

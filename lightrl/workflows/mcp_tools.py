@@ -1,4 +1,4 @@
-"""MCPServer: tools of a server of the Model Context Protocol, for ToolEnvironment; `pip install mcp`."""
+"""MCPServer: gives a ToolEnvironment the tools of a Model Context Protocol server; needs `pip install mcp`."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from lightrl.errors import RolloutError
 from lightrl.trajectory import JsonObject
 from lightrl.workflows.tools import ToolServer, read_parts, run_apart
 
-_START_TIMEOUT_S = 60.0  # a program may import much before it answers
-_INVALID_PARAMS = -32602  # JSON-RPC's
+_START_TIMEOUT_S = 60.0  # a program may import a lot before it answers
+_INVALID_PARAMS = -32602  # JSON-RPC's error code
 
 
 class MCPServer(ToolServer):
-    """A program that speaks MCP on its standard input and output, or a server of streamable HTTP.
+    """A program that speaks MCP on its standard input and output, or an MCP server with streamable HTTP.
 
-    Each trajectory has a session: a process of the program, or a connection. Its first call opens it, within
-    `tool_timeout_s`; a later call waits again.
+    Each trajectory has a session: a process of the program, or a connection. The first call opens it within
+    `tool_timeout_s`; if that is too short, the next call continues to wait.
 
     Args:
-        command: the program and its arguments; or
-        url: of the server, such as `http://127.0.0.1:8000/mcp`.
-        environment: variables of the program, which otherwise inherits only a few, such as PATH.
+        command: the program and its arguments; leave it out if `url` is set.
+        url: the server's address, such as `http://127.0.0.1:8000/mcp`.
+        environment: variables for the program, which otherwise inherits only a few, such as PATH.
 
     Raises:
-        ValueError: unless one of `command` and `url` is given.
+        ValueError: unless exactly one of `command` and `url` is given.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class MCPServer(ToolServer):
     def schemas(self) -> list[JsonObject]:
         try:
             return _tools_of(*self.where)
-        except Exception as error:  # the package's own errors come in groups of any kind
+        except Exception as error:  # the package raises exception groups of any kind
             raise ValueError(
                 f"The MCP server {self.name!r} cannot list its tools: {_first(error)}. Start it, or fix command or url."
             ) from error
@@ -59,8 +59,8 @@ class MCPServer(ToolServer):
                 await self._connect()
             result = await self._client.call_tool(name, arguments)
             parts = [part.model_dump() for part in result.content]
-        except Exception as error:  # noqa: BLE001  # the package has errors of many kinds
-            if getattr(error, "code", None) == _INVALID_PARAMS:  # the policy's
+        except Exception as error:  # noqa: BLE001  # the package raises errors of many kinds
+            if getattr(error, "code", None) == _INVALID_PARAMS:  # the policy's mistake
                 raise ValueError(_first(error)) from None
             raise RolloutError(f"The MCP server {self.name!r} failed in {name}: {_first(error)}.") from None
         return read_parts(parts, is_error=bool(result.is_error), structured=result.structured_content)
@@ -73,7 +73,7 @@ class MCPServer(ToolServer):
             await asyncio.gather(self._owner, return_exceptions=True)
 
     async def _connect(self) -> None:
-        """Starts the task that opens and closes the client, which must be the same one."""
+        """Starts the task that opens the client and later closes it, as the same task must do both."""
         if self._owner is None:
             self._ends, self._opened = asyncio.Event(), asyncio.get_running_loop().create_future()
             self._owner = asyncio.create_task(self._own())
@@ -87,7 +87,7 @@ class MCPServer(ToolServer):
 
 
 def _client(command: tuple[str, ...], url: str | None, environment: tuple[tuple[str, str], ...]) -> Any:
-    """The client of a server, to be entered; raises ValueError without the package."""
+    """Returns a client for use in `async with`; raises ValueError if the package is not installed."""
     try:
         from mcp import Client, StdioServerParameters, stdio_client
     except ImportError as error:
@@ -111,7 +111,7 @@ def _tools_of(*where: Any) -> list[JsonObject]:
 
 
 def _first(error: BaseException) -> str:
-    """The text of an error, or of the first in a group of them."""
+    """Returns the text of an error, or of the first error in a group."""
     while inner := getattr(error, "exceptions", None):
         error = inner[0]
     return str(error) or repr(error)

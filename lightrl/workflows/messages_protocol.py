@@ -1,7 +1,7 @@
-"""Anthropic's Messages protocol, as far as a policy in training can serve it: what Claude Code speaks.
+"""Anthropic's Messages protocol, which Claude Code speaks, as far as a policy in training can serve it.
 
 Source: https://docs.anthropic.com/en/api/messages. Tools that the model's provider would run (a `type` other than
-`custom`) are left out. A tool with `defer_loading` is shown where a tool result refers to it, as the API does.
+`custom`) are left out. A tool with `defer_loading` is shown only where a tool result refers to it, as in the API.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class MessagesExchange(Exchange):
         }
 
     def _blocks(self, answer: Answer) -> list[JsonObject]:
-        """The content: thinking only if the request enables it, with its text unless it wants that omitted."""
+        """Returns the answer's content. Thinking needs the request's consent; `display: omitted` hides its text."""
         thinking = self.fields.get("thinking")
         options = thinking if isinstance(thinking, Mapping) else {"type": "disabled"}
         blocks: list[JsonObject] = []
@@ -126,7 +126,7 @@ class MessagesExchange(Exchange):
 
 
 def _read_message(message: JsonMapping, tools: Mapping[str, JsonMapping]) -> list[JsonObject]:
-    """The message, as several if it has results of tools: each is a message of its own, before the user's text."""
+    """Returns the message, with each tool result as a separate message before the user's text."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise RequestRefused(f"The role of a message must be user, assistant or system, got {message!r:.120}.")
@@ -149,7 +149,7 @@ def _read_message(message: JsonMapping, tools: Mapping[str, JsonMapping]) -> lis
 
 
 def _result_text(content: object, tools: Mapping[str, JsonMapping]) -> str:
-    """The text of a tool's result, with the schemas of tools to which it refers."""
+    """Returns the text of a tool's result, with the schemas of the tools that it refers to."""
     texts = []
     for part in content if isinstance(content, list) else [{"text": text_of(content)}]:
         is_reference = isinstance(part, Mapping) and part.get("type") == "tool_reference"

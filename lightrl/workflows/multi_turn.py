@@ -30,25 +30,26 @@ log = logging.getLogger(__name__)
 
 
 class MultiTurn(Workflow):
-    """Turns of the policy and answers of an environment, until the environment is done or a limit is reached.
+    """Alternates turns of the policy and answers of an environment, until the environment is done or a limit is
+    reached.
 
-    The loss mask is True on the policy's tokens only. `Trajectory.rewards` has the reward of turn k (from 0), times
-    `discount**k`, on the last token of that turn; with `reward: lightrl.rewards.environment_reward` they are the
+    The loss mask is True only on the policy's tokens. `Trajectory.rewards` contains the reward of turn k (from 0),
+    times `discount**k`, on the last token of that turn; with `reward: lightrl.rewards.environment_reward` they are the
     reward. Any other reward function replaces them, as after a single turn.
 
     A trajectory is truncated if a completion was cut off (`sampling.max_new_tokens`), `max_tokens` leaves no space for
-    another, or its time is over. Reaching `max_turns` is not a truncation but a rule of the game.
+    another, or its time is over. Reaching `max_turns` does not count as truncation.
 
     Args:
         tokenizer: the policy's.
         environment: makes an environment for each trajectory: a class, or a function without arguments.
-        max_turns: of the policy.
-        max_tokens: of the whole trajectory, at most the model's context, which is the default.
+        max_turns: the policy's turns in one trajectory.
+        max_tokens: limit of the whole trajectory, at most the model's context, which is the default.
         discount: factor on a reward for each turn before it.
         truncated_reward: the reward of a completion that was cut off, which the environment does not see.
-        time_limit_s: of one trajectory; then an unfinished completion is discarded, and a trajectory without a finished
-            turn is dropped.
-        step_timeout_s: deadline of one call of the environment; then the trajectory is dropped.
+        time_limit_s: of one trajectory; when it is over, an unfinished completion is discarded, and a trajectory
+            without a finished turn is dropped.
+        step_timeout_s: deadline of one call of the environment; missing it drops the trajectory.
 
     Raises:
         ValueError: if a limit is out of range, or the chat template does not work for several turns.
@@ -92,7 +93,7 @@ class MultiTurn(Workflow):
             raise ValueError(f"discount must be above 0 and at most 1, got {settings['discount']}.")
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """Runs one conversation; waits for the environment and the policy in turn, each with a deadline.
+        """Runs one conversation; waits alternately for the environment and the policy, each with a deadline.
 
         On cancellation the environment's call is cancelled (a thread is abandoned) and the environment is closed.
         """
@@ -154,7 +155,7 @@ class MultiTurn(Workflow):
         environment: object = self.make_environment() if callable(self.make_environment) else None
         if not isinstance(environment, Environment):
             raise TypeError(
-                f"environment must make a new Environment for each trajectory, but {self.make_environment!r} gives "
+                f"environment must make a new Environment for each trajectory, but {self.make_environment!r} returned "
                 f"{environment!r:.80}. Pass its class, or a function: environment=lambda: MyEnvironment(3)."
             )
         return environment
@@ -164,7 +165,7 @@ class MultiTurn(Workflow):
 
 
 async def _within(deadline: float, completing: Awaitable[Completion]) -> Completion | None:
-    """The completion, or None at the deadline (in the event loop's time), when it is cancelled."""
+    """Returns the completion, or cancels it at the deadline (in the event loop's time) and returns None."""
     task = asyncio.ensure_future(completing)
     await wait_or_abandon(task, within_s=max(0.0, deadline - asyncio.get_running_loop().time()))
     return task.result() if task.done() else None

@@ -1,10 +1,10 @@
-"""OpenAIEndpoint: the policy behind OpenAI's and Anthropic's APIs on a local port, one base_url for each session.
+"""OpenAIEndpoint: serves the policy through OpenAI's and Anthropic's APIs on a local port, one base_url per session.
 
     POST <base_url>/chat/completions    chat_protocol.py          GET <base_url>/models
     POST <base_url>/responses           responses_protocol.py
-    POST <base_url>/messages            messages_protocol.py; so too messages/count_tokens
+    POST <base_url>/messages            messages_protocol.py, also for messages/count_tokens
 
-A base_url is http://127.0.0.1:<port>/sessions/<id>/v1; Anthropic's clients want it without the `/v1`. Every route
+A base_url is http://127.0.0.1:<port>/sessions/<id>/v1; Anthropic's clients expect it without the `/v1`. Every route
 requires the session's random key, as a Bearer token or in the header x-api-key.
 """
 
@@ -43,26 +43,26 @@ _PROTOCOLS: dict[str, type[Exchange]] = {
     "responses": ResponsesExchange,
 }
 MAX_BODY_BYTES = 100 * 10**6
-WAITING_S = 15.0  # between signs of life in a stream that has no answer yet
+WAITING_S = 15.0  # between keep-alive events in a stream that has no answer yet
 _SHUTDOWN_TIMEOUT_S = 1.0
-_KEEPALIVE_TIMEOUT_S = 3600.0  # longer than any client's, or one could write to a connection that is closing
+_KEEPALIVE_TIMEOUT_S = 3600.0  # longer than any client's; otherwise one could use a connection that is closing
 _BODY_S = 60.0
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class OpenAIEndpoint:
-    """A server in one task of the event loop on which it was started.
+    """A server that runs as one task on the event loop that started it.
 
-    Cancelling that task closes its port and connections; the end of `asyncio.run` and the controller's `close` cancel
-    all tasks of their loops. So does `close`.
+    Cancelling the task closes the port and its connections. `close` cancels it, and so do the end of `asyncio.run` and
+    the controller's `close`, which cancel all tasks of their loops.
 
     Args:
-        max_sessions: at the same time; further ones wait.
+        max_sessions: sessions at the same time; further sessions wait.
     """
 
     def __init__(self, *, max_sessions: int = 64) -> None:
         self.max_sessions = max_sessions
-        self._secret = secrets.token_bytes(32)  # makes the keys of the sessions
+        self._secret = secrets.token_bytes(32)  # the sessions' keys are derived from it
         self._sessions: dict[str, AgentSession] = {}
         self._has_warned: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -72,7 +72,7 @@ class OpenAIEndpoint:
         self._listener = Listener()
 
     async def start(self) -> None:
-        """Waits until the port is open; does nothing if it is open already.
+        """Opens the port and waits for it; does nothing if it is open already.
 
         Raises:
             RolloutError: if no port can be opened.
@@ -90,19 +90,19 @@ class OpenAIEndpoint:
             raise RolloutError(f"The agents' endpoint could not open a port on {_HOST}: {error}.") from error
 
     async def close(self) -> None:
-        """Closes port, connections and sessions. May be called twice."""
+        """Closes the port, connections and sessions. May be called twice."""
         if self._serving is not None and self._loop is asyncio.get_running_loop():
             self._serving.cancel()
             await asyncio.wait({self._serving})
 
     @asynccontextmanager
     async def serving(self, session: AgentSession) -> AsyncIterator[tuple[str, str]]:
-        """The base_url and the key of this session, which is open until the end of the block.
+        """Yields the base_url and the key of this session, which is open until the end of the block.
 
-        Waits until one of `max_sessions` places is free.
+        Waits while `max_sessions` other sessions are open.
         """
-        assert self._port is not None, "start comes first"
-        assert self._slots is not None, "start comes first"
+        assert self._port is not None, "call start first"
+        assert self._slots is not None, "call start first"
         async with self._slots:
             name = secrets.token_hex(16)
             self._sessions[name] = session
@@ -118,7 +118,7 @@ class OpenAIEndpoint:
         app.router.add_get("/sessions/{session}/v1/models", self._models)
         for path in _PROTOCOLS:
             app.router.add_post(f"/sessions/{{session}}/v1/{{protocol:{path}}}", self._exchange)
-        # Cancelled with its connection, a request leaves the engine when the agent's client abandons it.
+        # A request is cancelled with its connection, so it leaves the engine if the agent's client disconnects.
         runner = web.AppRunner(
             app,
             handler_cancellation=True,
@@ -142,13 +142,13 @@ class OpenAIEndpoint:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Checks the key, and gives every error the form that the clients read."""
+        """Checks the key, and returns every error in the form that the clients read."""
         try:
             key = self._key_of(request.path.partition("/sessions/")[2].partition("/")[0])
             sent = request.headers.get("Authorization", f"Bearer {request.headers.get('x-api-key')}")
             if not hmac.compare_digest(sent.encode(errors="surrogateescape"), f"Bearer {key}".encode()):
                 raise RequestRefused(
-                    "The API key is wrong, or another session's. Use the api_key that comes with the base_url.",
+                    "The API key is wrong or belongs to another session. Use the api_key that comes with the base_url.",
                     status=401,
                     code="invalid_api_key",
                 )
@@ -163,7 +163,7 @@ class OpenAIEndpoint:
             return _refusal(
                 RequestRefused(
                     f"{request.method} {request.path} is not served ({error.reason}). Use "
-                    f"{', '.join(_PROTOCOLS)} or models below the session's base_url.",
+                    f"{', '.join(_PROTOCOLS)} or models under the session's base_url.",
                     status=error.status,
                     code="not_served",
                 )
@@ -197,15 +197,15 @@ class OpenAIEndpoint:
             abandon([answering])
 
     def _key_of(self, name: str) -> str:
-        """The key of a session; it never starts with "-", so it can be a command's argument."""
+        """Returns the key of a session; it never starts with "-", so it can be a command's argument."""
         return hmac.new(self._secret, name.encode(errors="surrogateescape"), hashlib.sha256).hexdigest()
 
     def _session(self, request: web.Request) -> AgentSession:
         session = self._sessions.get(request.match_info["session"])
         if session is None:
             raise RequestRefused(
-                "There is no such session, or its agent's function has returned. Use the base_url that it gets, and "
-                "await all requests there.",
+                "There is no such session, or its agent's function has returned. Use the base_url that the function "
+                "gets, and await all requests before it returns.",
                 status=404,
                 code="session_not_found",
             )
@@ -213,13 +213,13 @@ class OpenAIEndpoint:
 
 
 def _warn_of_proxy() -> None:
-    """The clients use the environment's proxy, which would resolve 127.0.0.1 to its own machine."""
+    """Warns that the clients would use the environment's proxy, for which 127.0.0.1 is the proxy's own machine."""
     proxies = urllib.request.getproxies()
     proxy = proxies.get("http") or proxies.get("all")
     if proxy and not urllib.request.proxy_bypass(_HOST):
         log.warning(
             "Agents call this process at %s, but the environment sends HTTP requests to the proxy %s. Run "
-            "`export NO_PROXY=%s,localhost` first, or give the agent's client no proxy.",
+            "`export NO_PROXY=%s,localhost` first, or configure the agent's client to use no proxy.",
             _HOST,
             proxy,
             _HOST,
@@ -229,7 +229,7 @@ def _warn_of_proxy() -> None:
 async def _stream(
     request: web.Request, exchange: Exchange, num_prompt_tokens: int, answering: asyncio.Future[Answer]
 ) -> web.StreamResponse:
-    """Streams the answer; an error that comes soon still has its status, a later one is an event."""
+    """Streams the answer; an error within WAITING_S is an HTTP error, a later error is an event."""
     await asyncio.wait({answering}, timeout=WAITING_S)
     if answering.done():
         answering.result()
@@ -255,5 +255,5 @@ async def _stream(
 
 
 def _refusal(error: RequestRefused) -> web.Response:
-    # The same request would fail again; the clients retry 5xx unless this header says no.
+    # The same request would fail again, but clients retry 5xx unless this header forbids it.
     return web.json_response(error.to_json(), status=error.status, headers={"x-should-retry": "false"})

@@ -1,4 +1,4 @@
-"""OpenEnv: environments that an OpenEnv server runs, a session for each trajectory; OpenEnvTools: those made of tools.
+"""OpenEnv: an environment on an OpenEnv server, one session per trajectory; OpenEnvTools: one that consists of tools.
 
     ws://…/ws   {"type": "reset" | "step" | "close", "data": {…}}
               → {"type": "observation", "data": {"observation": {…}, "reward": 0.0, "done": false}}
@@ -22,22 +22,22 @@ from lightrl.trajectory import JsonMapping, JsonObject, Prompt, split_thinking
 from lightrl.workflows.environment import Environment, Step
 from lightrl.workflows.tools import ToolEnvironment, ToolParser, ToolServer, parse_hermes, read_parts, run_apart
 
-_MAX_BYTES = 2**26  # the longest message of a server
-_START_TIMEOUT_S = 30.0  # to ask for the schemas, once
+_MAX_BYTES = 2**26  # of one message from a server
+_START_TIMEOUT_S = 30.0  # for the one request for the schemas
 
 
 class _Session(ToolServer):
-    """One connection to a server, which is one environment there; opened by the first message."""
+    """A connection to one environment on the server; the first message opens it."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.reward, self.is_done = 0.0, False  # summed since the last `take`
         self._http: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
-        self._is_late = False  # the server still owes the answer to a call that was given up
+        self._is_late = False  # the server has not yet answered a call that timed out
 
     async def ask(self, kind: str, data: JsonMapping) -> JsonObject:
-        """The data of the server's answer; raises RolloutError, without a cause: it is not the policy's fault."""
+        """Returns the data of the server's answer; its RolloutErrors have no cause: the policy is not at fault."""
         if self._is_late:
             raise RolloutError(
                 f"The OpenEnv server {self.url} missed the deadline of a call, and its late answer would be taken for "
@@ -47,7 +47,7 @@ class _Session(ToolServer):
             if self._socket is None:
                 self._http = aiohttp.ClientSession()
                 self._socket = await self._http.ws_connect(f"{self.url}/ws", max_msg_size=_MAX_BYTES)
-            with suppress(ConnectionResetError):  # what a closing server said last is read below
+            with suppress(ConnectionResetError):  # the last message of a closing server is read below
                 await self._socket.send_json({"type": kind, "data": data})
             message = await self._socket.receive()
         except asyncio.CancelledError:
@@ -55,7 +55,7 @@ class _Session(ToolServer):
             raise
         except aiohttp.WSServerHandshakeError as error:
             raise RolloutError(
-                f"{self.url} is no OpenEnv server: /ws answers with HTTP status {error.status}. Set url to one."
+                f"{self.url} is not an OpenEnv server: /ws answers with HTTP status {error.status}. Fix url."
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             raise RolloutError(f"No OpenEnv server answers at {self.url}: {error}. Start it, or fix url.") from None
@@ -74,7 +74,7 @@ class _Session(ToolServer):
                 return self._refuse(kind, data) if is_error else dict(data)
         except (ValueError, KeyError, TypeError):
             pass
-        raise RolloutError(f"{self.url} is no OpenEnv server: it answered a {kind} with {text:.200}. Set url to one.")
+        raise RolloutError(f"{self.url} is not an OpenEnv server: it answered a {kind} with {text:.200}. Fix url.")
 
     def _refuse(self, kind: str, data: JsonMapping) -> JsonObject:
         fields = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in data.get("errors", ())]
@@ -85,12 +85,12 @@ class _Session(ToolServer):
         )
 
     def take(self) -> tuple[float, bool]:
-        """The sum of the rewards since the last time, and whether the environment is done."""
+        """Returns the sum of the rewards since the last `take`, and whether the environment is done."""
         reward, self.reward = self.reward, 0.0
         return reward, self.is_done
 
     async def act(self, action: JsonMapping) -> JsonObject:
-        """The observation of a step, whose reward `take` returns."""
+        """Sends an action and returns the observation; `take` returns the reward."""
         answer = await self.ask("step", action)
         self.reward += float(answer.get("reward") or 0.0)
         self.is_done = bool(answer.get("done"))
@@ -120,14 +120,14 @@ class _Session(ToolServer):
 
 
 class OpenEnv(Environment):
-    """A text environment of an OpenEnv server: each completion is one of its actions.
+    """A text environment on an OpenEnv server: each completion is one action.
 
-    Every trajectory has a session, so the server needs as many (`max_concurrent_envs`) as the run has trajectories in
-    flight. `reset` gets a seed made of the prompt's id, the same for the whole group.
+    Every trajectory has a session, so the server's `max_concurrent_envs` must be at least the number of trajectories in
+    flight. `reset` gets a seed made from the prompt's id, which is the same for the whole group.
 
     Args:
-        url: of the server, such as `http://127.0.0.1:8000`.
-        action: the action's field that takes the completion, without its thinking.
+        url: the server's address, such as `http://127.0.0.1:8000`.
+        action: the action's field for the completion, which is sent without its thinking.
         observation: the observation's field that the policy reads; None for all fields, as JSON.
         reset_fields: columns of the prompt's row that `reset` gets as arguments.
 
@@ -159,13 +159,13 @@ class OpenEnv(Environment):
 
 
 class OpenEnvTools(ToolEnvironment):
-    """An environment of an OpenEnv server that consists of tools: the policy calls them, the server gives the rewards.
+    """An OpenEnv environment that consists of tools: the policy calls them, and the server returns the rewards.
 
-    The server's `list_tools` names the tools when the run starts; each call is a `call_tool`. The last turn is one
-    without calls, or one after which the server says done.
+    The server's `list_tools` names the tools when the run starts; each call is a `call_tool`. The trajectory ends after
+    a turn without calls, or when the server reports done.
 
     Args:
-        url: of the server.
+        url: the server's address.
         observation: the field of the first observation that the policy reads; None for all fields, as JSON.
         reset_fields: columns of the prompt's row that `reset` gets as arguments.
         parser, max_calls, max_result_chars, tool_timeout_s: as for ToolEnvironment.
@@ -212,7 +212,7 @@ async def _reset(session: _Session, prompt: Prompt, fields: Sequence[str]) -> Js
 
 
 def _text_of(observation: JsonMapping, field: str | None) -> str | None:
-    """The text that the policy gets of an observation; None if it has no fields."""
+    """Returns the text that the policy reads of an observation; None if the observation has no fields."""
     if field is None:
         fields = {name: value for name, value in observation.items() if name != "metadata"} or observation.get(
             "metadata"
@@ -243,7 +243,7 @@ def _action_fields(url: str) -> list[str]:
 
 @functools.lru_cache(maxsize=64)
 def _tools_at(url: str) -> list[JsonObject]:
-    """Schemas of the server's tools, in the form that chat templates take."""
+    """Returns the schemas of the server's tools, in the form that chat templates expect."""
 
     async def ask() -> list[JsonObject]:
         session = _Session(url)

@@ -1,8 +1,8 @@
-"""OpenAI's Responses protocol, as far as a policy in training can serve it: what Codex speaks.
+"""OpenAI's Responses protocol, which Codex speaks, as far as a policy in training can serve it.
 
-Source: https://platform.openai.com/docs/api-reference/responses. Nothing is stored: each request has all items. Tools
-that the model's provider would run, such as `web_search`, are left out; those of a namespace are called
-`namespace.name`; a `custom` tool takes its input as one argument, a text.
+Source: https://platform.openai.com/docs/api-reference/responses. Nothing is stored: each request contains all items.
+Tools that the model's provider would run, such as `web_search`, are left out; tools of a namespace are called
+`namespace.name`; a `custom` tool has one argument, its input as text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightrl.workflows.agent_protocol import (
 )
 
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
-_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # a custom tool's
+_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # of a custom tool
 
 
 class ResponsesExchange(Exchange):
@@ -54,7 +54,7 @@ class ResponsesExchange(Exchange):
         if form is not None and form != {"type": "text"}:
             raise RequestRefused(f"text.format={form!r:.80} is not supported. Let the reward check the format.")
         self.num_events = 0
-        self.wire_names: dict[str, tuple[str, str, str]] = {}  # the policy's name of a tool → kind, namespace, name
+        self.wire_names: dict[str, tuple[str, str, str]] = {}  # the policy's name for a tool → kind, namespace, name
         tools = [each for tool in objects_of(self.fields.get("tools", []), "tools") for each in self._read_tools(tool)]
         items = self.fields.get("input", [])
         items = [{"role": "user", "content": items}] if isinstance(items, str) else objects_of(items, "input")
@@ -102,7 +102,7 @@ class ResponsesExchange(Exchange):
         return self._event("failed", response={**self._response(), **failure})
 
     def _item_events(self, index: int, item: JsonObject) -> Iterator[JsonObject]:
-        """Adds an item without its text, then the text, then the whole item."""
+        """Yields events for an item without its text, then for the text, then for the complete item."""
         place = {"item_id": item["id"], "output_index": index}
         name, event, text = {
             "reasoning": ("content", "reasoning_text", ""),
@@ -143,7 +143,7 @@ class ResponsesExchange(Exchange):
         }
 
     def _items(self, answer: Answer) -> list[JsonObject]:
-        """The output: thinking, text, calls; the same each time."""
+        """Returns the output items: thinking, text, calls."""
         items: list[JsonObject] = []
         if answer.reasoning:
             text = [{"type": "reasoning_text", "text": answer.reasoning}]
@@ -165,7 +165,7 @@ class ResponsesExchange(Exchange):
         return [{**item, "status": "completed"} for item in items]
 
     def _read_tools(self, tool: JsonMapping, namespace: str = "") -> Iterator[JsonObject]:
-        """The functions of a tool: itself, those of a namespace, or none."""
+        """Yields a tool's functions: the tool itself, those of a namespace, or none."""
         kind, name = tool.get("type"), tool.get("name")
         if kind == "namespace" and not namespace:
             for inner in objects_of(tool.get("tools", []), "The tools of a namespace"):
@@ -179,7 +179,7 @@ class ResponsesExchange(Exchange):
 
 
 def _add_item(messages: list[JsonObject], item: JsonMapping) -> None:
-    """Adds an item; thinking, text and calls of one answer become one message."""
+    """Appends an item to the messages; thinking, text and calls of one answer become one message."""
     kind, role, name = item.get("type", "message"), item.get("role"), item.get("name")
     if kind in ("function_call_output", "custom_tool_call_output"):
         output = text_of(item.get("output"))
@@ -212,5 +212,5 @@ def _add_item(messages: list[JsonObject], item: JsonMapping) -> None:
 
 
 def _full_name(namespace: object, name: object) -> str:
-    """The policy's name of a tool."""
+    """Returns the name under which the policy sees a tool."""
     return f"{namespace}.{name}" if namespace else str(name)

@@ -1,4 +1,4 @@
-"""Tools: Python functions that the policy may call between its turns; two are here, a calculator and Python itself.
+"""Tools: Python functions that the policy may call between its turns. Two are included, `calculator` and `python`.
 
     def search(query: str) -> str:
         '''Finds a passage in the library.
@@ -10,7 +10,7 @@
 
     MultiTurn(tokenizer, environment=lambda: ToolEnvironment([search, "lightrl.workflows.tools.calculator"]))
 
-The chat template shows name, types and docstring to the policy, which calls with (Qwen, Hermes)
+The chat template shows name, types and docstring to the policy. In Qwen's and Hermes' format, a call is
 `<tool_call>{"name": "search", "arguments": {"query": "Ada"}}</tool_call>`. A failed call does not end the trajectory:
 the policy reads the error and may try again.
 """
@@ -40,7 +40,7 @@ from lightrl.trajectory import CLOSED_THOUGHT, LEADING_THOUGHTS, JsonMapping, Js
 from lightrl.workflows.environment import CheckedStep, Environment, Observation, Step, call_environment
 
 _T = TypeVar("_T")
-# A tag in quotes is spoken of.
+# A tag in quotes is only mentioned, so it starts no call.
 CALL_START = re.compile("(?<![\"'`])<tool_call>|<tool_call>(?![\"'`])")
 _CALL_OR_THOUGHT = re.compile(rf"(?:{CALL_START.pattern})\s*|{CLOSED_THOUGHT}", re.DOTALL)
 _CALL_END = re.compile(r"\s*(?:</tool_call>|\Z)")
@@ -69,18 +69,17 @@ ToolParser = Callable[[str], list[ToolCall]]
 
 
 def without_thinking(completion: str) -> str:
-    """The completion with spaces in place of thinking: that at its start, and later that has calls.
+    """Replaces thinking with spaces: thinking at the start of the completion, and later thinking that contains calls.
 
-    What else is in tags is quoted.
+    Any other text in thinking tags is a quotation and stays.
     """
     return _read_calls(completion)[0]
 
 
 def parse_hermes(completion: str) -> list[ToolCall]:
-    """The calls in a completion, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` each, in order.
+    """Returns the calls in a completion, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` each, in order.
 
-    A call ends where its JSON does, so it may quote any tag. Thinking is not acting: a call inside `<think>` does not
-    count.
+    A call ends where its JSON ends, so its arguments may contain any tag. A call inside `<think>` does not count.
 
     Source: https://github.com/NousResearch/Hermes-Function-Calling, the format of Qwen 2.5 and 3 too.
     """
@@ -88,7 +87,7 @@ def parse_hermes(completion: str) -> list[ToolCall]:
 
 
 def _read_calls(completion: str) -> tuple[str, list[ToolCall]]:
-    """The completion without its thinking, of the same length, and its calls in Hermes' form."""
+    """Returns the completion with its thinking blanked out, and its calls in Hermes' format."""
     calls, position = [], 0
     text = LEADING_THOUGHTS.sub(_blank, completion)
     while (start := _CALL_OR_THOUGHT.search(text, position)) is not None:
@@ -106,11 +105,11 @@ def _blank(part: re.Match[str]) -> str:
 
 
 def _hermes_call(text: str, start: int) -> tuple[ToolCall, int]:
-    """The call whose JSON starts here, and where it ends; a malformed one ends with the next tag."""
+    """Returns the call whose JSON starts here, and its end; a malformed call ends at the next closing tag."""
     end = len(text) if (closing := text.find("</tool_call>", start)) < 0 else closing
     try:
         record, position = _JSON.raw_decode(text, start)
-        json.dumps(record, ensure_ascii=False, allow_nan=False).encode()  # no NaN, no half of a character
+        json.dumps(record, ensure_ascii=False, allow_nan=False).encode()  # fails on NaN and lone surrogates
         after = _CALL_END.match(text, position)
         if after is None:
             raise ValueError(f"Extra data: {text[position : max(end, position + 1)]!r:.40}")
@@ -135,10 +134,10 @@ class Tool:
     def of(cls, source: str | Callable[..., object]) -> Tool:
         """
         Args:
-            source: a function, or its dotted path; each argument has a type and a line under `Args:`.
+            source: a function, or its dotted path; each argument needs a type, and a line under `Args:`.
 
         Raises:
-            ValueError: if it cannot be imported, or a type or a line is missing.
+            ValueError: if the function cannot be imported, or a type or a line is missing.
         """
         from transformers.utils import get_json_schema
 
@@ -149,15 +148,15 @@ class Tool:
             )
 
         function = function_of(source, "tools")
-        with user_code(failed):  # evaluates its type hints
+        with user_code(failed):  # evaluates the function's type hints
             schema = get_json_schema(function)
         return cls(schema["function"]["name"], function, schema)
 
     def fitted(self, arguments: JsonMapping) -> JsonObject:
-        """The arguments of a call as the schema describes them: an optional one that is null is left out.
+        """Returns a call's arguments as the schema describes them, without optional arguments that are null.
 
         Raises:
-            ValueError: for the policy to read.
+            ValueError: if they do not fit; the policy reads the message.
         """
         fitted = _fitted_fields(arguments, self.schema["function"]["parameters"])
         try:
@@ -168,7 +167,7 @@ class Tool:
 
 
 def _types_of(schema: Any) -> set[str]:
-    """The types that a JSON schema allows; all if it does not say."""
+    """Returns the types that a JSON schema allows; all types if it names none."""
     fields = schema if isinstance(schema, Mapping) else {}
     choices = [choice for name in ("anyOf", "oneOf") for choice in fields.get(name, ())]
     given = fields.get("type") or ([kind for choice in choices for kind in _types_of(choice)] or list(_TYPES))
@@ -177,7 +176,7 @@ def _types_of(schema: Any) -> set[str]:
 
 
 def _fitted_fields(values: JsonMapping, schema: JsonMapping) -> JsonObject:
-    """The values as this schema of an object has them, without an optional one that is null where none may be."""
+    """Returns the values as this object schema has them, without optional values that are null but must not be."""
     schemas, required = schema.get("properties", {}), schema.get("required", ())
     return {
         name: _fitted(value, schemas.get(name), name)
@@ -187,7 +186,7 @@ def _fitted_fields(values: JsonMapping, schema: JsonMapping) -> JsonObject:
 
 
 def _fitted(value: Any, schema: Any, name: str) -> Any:
-    """The value, with 5 for 5.0 where the schema has integers; ValueError if its type is wrong."""
+    """Returns the value, converting 5.0 to 5 if the schema requires integers; raises ValueError for a wrong type."""
     types = _types_of(schema)
     if isinstance(value, float) and value.is_integer() and "integer" in types and "number" not in types:
         return int(value)
@@ -201,37 +200,37 @@ def _fitted(value: Any, schema: Any, name: str) -> Any:
 
 
 class ToolServer(ABC):
-    """Tools that a server runs, with a session for each trajectory, which its first call opens."""
+    """Tools that run on a server. Each trajectory has a session, which its first call opens."""
 
     @abstractmethod
     def schemas(self) -> Sequence[JsonObject]:
-        """JSON schemas of the tools, as chat templates take them; asked for once, when the run starts."""
+        """Returns JSON schemas of the tools, as chat templates expect them; called when the run starts."""
 
     @abstractmethod
     def open(self) -> ToolServer:
-        """The server with a session of its own."""
+        """Returns the server with a new session."""
 
     @abstractmethod
     async def call(self, name: str, /, **arguments: object) -> object:
         """Calls a tool.
 
         Raises:
-            RolloutError: without a cause, if the server failed: the trajectory is dropped.
-            ValueError: if the tool failed, for the policy to read.
+            RolloutError: without a cause, if the server failed; the trajectory is dropped.
+            ValueError: if the tool failed; the policy reads the message.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Ends the session; called once, also if there was no call."""
+        """Ends the session; called once, even if no tool was called."""
 
 
 def read_parts(content: Sequence[JsonMapping], *, is_error: bool, structured: object = None) -> str | list[JsonObject]:
-    """A tool's result in MCP's form as a message's content; raises ValueError with its text for an error.
+    """Converts a tool's result from MCP's form to a message's content; raises ValueError if the result is an error.
 
-    The policy reads of a sound or a binary file only that there is one.
+    Audio and binary files are only mentioned to the policy.
 
     Args:
-        structured: the result as JSON, which is shown if there is no text.
+        structured: the result as JSON, shown if there is no text.
     """
     texts = [_part_text(part) for part in content]
     if structured is not None and not any("text" in part.get("resource", part) for part in content):
@@ -242,7 +241,7 @@ def read_parts(content: Sequence[JsonMapping], *, is_error: bool, structured: ob
     if all(part["type"] != "image" for part in content):
         return "\n".join(texts)
     return [
-        {"type": "image", "image": f"data:image/png;base64,{part['data']}"}  # or another format: the data says
+        {"type": "image", "image": f"data:image/png;base64,{part['data']}"}  # readers detect the real format
         if part["type"] == "image"
         else {"type": "text", "text": f"{text}\n"}
         for text, part in zip(texts, content, strict=True)
@@ -250,7 +249,7 @@ def read_parts(content: Sequence[JsonMapping], *, is_error: bool, structured: ob
 
 
 def _part_text(part: JsonMapping) -> str:
-    """The text of a part, an embedded resource or a link to one; of others what they are."""
+    """Returns the text of a part, an embedded resource or a link to one; describes any other part."""
     inner = part.get("resource", part)
     if isinstance(inner.get("text"), str):
         return str(inner["text"])
@@ -259,7 +258,7 @@ def _part_text(part: JsonMapping) -> str:
 
 
 def run_apart(work: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
-    """The result of a coroutine in an event loop of its own, as the caller may be in one; TimeoutError if too late."""
+    """Returns the result of a coroutine, run on a new event loop in a thread; raises TimeoutError if it is too late."""
     with ThreadPoolExecutor(1) as threads:
         return threads.submit(asyncio.run, asyncio.wait_for(work, timeout_s)).result()
 
@@ -268,15 +267,15 @@ class ToolEnvironment(Environment):
     """Runs the tools that a completion calls and shows their results; a completion without calls is the last turn.
 
     Args:
-        tools: functions, sync or async, their dotted paths, or servers with tools, such as MCPServer. One that returns
-            images returns parts: `[{"type": "text", "text": "here:"}, {"type": "image", "image": path or data: URL}]`.
+        tools: sync or async functions, their dotted paths, or servers with tools, such as MCPServer. To return images,
+            a tool returns parts: `[{"type": "text", "text": "here:"}, {"type": "image", "image": path or data: URL}]`.
         environment: answers completions without calls, which then need not be the last; a class, or a function without
             arguments.
         parser: finds the calls in a completion; a function or its dotted path.
-        max_calls: per completion; further ones are answered with an error.
-        max_result_chars: longer texts of results are cut.
-        tool_timeout_s: deadline of one call; the policy reads that it was missed. Keep the sum for `max_calls` below
-            the workflow's step_timeout_s.
+        max_calls: calls per completion; further calls are answered with an error.
+        max_result_chars: longer results are cut.
+        tool_timeout_s: deadline of one call; if it is missed, the policy reads an error. Keep `max_calls` times this
+            below the workflow's step_timeout_s.
 
     Raises:
         ValueError: if a tool cannot be described, or two have the same name.
@@ -349,7 +348,7 @@ class ToolEnvironment(Environment):
             await self._ask("close")
 
     async def _answer(self, call: ToolCall, index: int) -> JsonObject:
-        """The message about this call, for the policy to read."""
+        """Runs a call and returns the message that the policy reads."""
         error = self._refusal(call, index)
         result: str | list[JsonObject] = ""
         if error is None:
@@ -364,7 +363,7 @@ class ToolEnvironment(Environment):
                 error = f"no result in {self.tool_timeout_s:g} s"
             except RolloutError as raised:
                 cause = raised.__cause__
-                if cause is None or isinstance(cause, LightRLError):  # not the policy's fault: drop the trajectory
+                if cause is None or isinstance(cause, LightRLError):  # not the policy's fault
                     raise
                 error = f"{type(cause).__name__}: {cause}"
         self.num_calls += 1
@@ -373,14 +372,14 @@ class ToolEnvironment(Environment):
         return {"role": "tool", "name": call.name, "content": self._cut(content)}
 
     def _cut(self, content: str | list[JsonObject]) -> str | list[JsonObject]:
-        """A message's content with its texts cut."""
+        """Cuts the long texts of a message's content."""
         if isinstance(content, list):
             return [{**part, "text": self._cut(part["text"])} if "text" in part else part for part in content]
         is_long = len(content) > self.max_result_chars
         return f"{content[: self.max_result_chars]}… ({len(content)} characters, cut)" if is_long else content
 
     def _refusal(self, call: ToolCall, index: int) -> str | None:
-        """Why this call does not run, for the policy to read; None if it does."""
+        """Returns why this call is not run, for the policy to read; None if it is run."""
         if index >= self.max_calls:
             return f"more than {self.max_calls} calls in one turn; this one was not run"
         if call.error is not None:
@@ -405,7 +404,7 @@ class ToolEnvironment(Environment):
 
 _MAX_EXPRESSION_CHARS = 200
 _MAX_ABS = 1e100
-_MAX_POWER_BITS = 400  # the longest integer power, checked before it is computed
+_MAX_POWER_BITS = 400  # of an integer power; checked before it is computed
 _OPERATORS: dict[type, Callable[..., complex]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -443,7 +442,7 @@ def calculator(expression: str) -> str:
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except SyntaxError as error:
-        raise ValueError("this is no complete expression") from error
+        raise ValueError("this is not a complete expression") from error
     value = _value(tree.body)
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() and abs(value) < 1e15 else f"{value:.10g}"
@@ -451,7 +450,7 @@ def calculator(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> int | float:
-    """The value of a part, at most `_MAX_ABS`; only the operators and functions above are evaluated."""
+    """Evaluates a node to at most `_MAX_ABS`, using only the operators and functions above."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return _bounded(node.value)
     if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
@@ -474,13 +473,13 @@ def _power(base: int | float, exponent: int | float) -> complex:
 
 
 def _bounded(value: Any) -> int | float:
-    if isinstance(value, complex) or not abs(value) <= _MAX_ABS:  # NaN is not
+    if isinstance(value, complex) or not abs(value) <= _MAX_ABS:  # also true for NaN
         raise ValueError("the result is not a real number of at most 100 digits")
     return value  # type: ignore[no-any-return]
 
 
 _PYTHON_LIMITS = Limits(cpu_s=4.0, wall_s=5.0, memory_mib=256, output_kib=16)  # below ToolEnvironment.tool_timeout_s
-_idle_sandboxes: queue.SimpleQueue[LocalSandbox] = queue.SimpleQueue()  # so many have run at once
+_idle_sandboxes: queue.SimpleQueue[LocalSandbox] = queue.SimpleQueue()  # reused by later calls
 
 
 def python(code: str) -> str:

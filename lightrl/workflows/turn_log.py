@@ -1,4 +1,4 @@
-"""TurnLog: what an environment answered in one conversation, so that a resumed run does not ask again."""
+"""TurnLog: records an environment's answers in one conversation, so that a resumed run need not ask again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightrl.workflows.environment import Environment, call_environment
 
 @dataclass
 class TurnLog:
-    """The answers of one conversation so far; those of an earlier run are given again first."""
+    """The answers of one conversation so far; answers from an earlier run are replayed first."""
 
     answers: list[tuple[str, Any, Any]] = field(default_factory=list)  # method, answer, state after it
     _num_given: int = 0
@@ -22,16 +22,16 @@ class TurnLog:
     async def ask(
         self, environment: Environment, method: str, prompt: Prompt, *arguments: object, timeout_s: float
     ) -> Any:
-        """The environment's answer; one of the earlier run is not asked for again.
+        """Returns the environment's answer, without a call if the earlier run recorded it.
 
         Raises:
-            RolloutError: if the call fails, or its answer or the state are not JSON.
+            RolloutError: if the call fails, or its answer or the environment's state is not JSON.
         """
         name = f"{type(environment).__name__}.{method}"
         if self._num_given < len(self.answers):
             then, answer, state = self.answers[self._num_given]
             if then != method:
-                raise RolloutError(f"{name} is called where the earlier run called {then!r}.")
+                raise RolloutError(f"The resumed run calls {name} at a point where the earlier run called {then!r}.")
             environment.load_state_dict(prompt, state)
         else:
             returned = await call_environment(environment, method, *arguments, timeout_s=timeout_s)
@@ -39,8 +39,8 @@ class TurnLog:
                 answer, state = json.loads(json.dumps([self_contained(returned), environment.state_dict()]))
             except (TypeError, ValueError) as error:
                 raise RolloutError(
-                    f"{name} returned {returned!r:.200} with a state, one of which is not JSON ({error}); an "
-                    "environment with state_dict must return what JSON can hold."
+                    f"{name} returned {returned!r:.200}, and this or the state is not JSON ({error}). An environment "
+                    "with state_dict must return only values that JSON can store."
                 ) from error
             self.answers.append((method, answer, state))
         self._num_given += 1

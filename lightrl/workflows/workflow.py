@@ -1,4 +1,4 @@
-"""Workflow: maps a prompt to a trajectory by calling the policy once or several times; SingleTurn: once."""
+"""Workflow: maps a prompt to a trajectory by calling the policy; SingleTurn: calls it once."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ if TYPE_CHECKING:
     from lightrl.workflows.turn_log import TurnLog
 
 RunResult = Trajectory | RolloutError | RewardError  # an error drops the trajectory
-GroupResult = tuple[int, RunResult]  # a sample's number first
+GroupResult = tuple[int, RunResult]  # the sample's number, and its result
 
 
 class Generate(Protocol):
-    """Calls the policy; sampling settings, session and the seed of each turn are bound to it."""
+    """Calls the policy; it already knows the sampling settings, the session and each turn's seed."""
 
     async def __call__(
         self, token_ids: list[int], *, max_new_tokens: int | None = None, images: Sequence[str] = ()
     ) -> Completion:
-        """The completion after these token ids, which have the tokens of the prompt's images and then of `images`;
-        `max_new_tokens` can only lower the sampling's."""
+        """Returns the completion of these token ids, which include the tokens of the prompt's images and of `images`;
+        `max_new_tokens` can only lower the limit in `sampling`."""
         ...
 
 
 class GroupGenerate(Protocol):
-    """Calls the policy in the trajectories of one group. Completions that a checkpoint has started are continued."""
+    """Calls the policy in the trajectories of one group. Unfinished completions of a checkpoint are continued."""
 
     @property
     def samples(self) -> Sequence[int]:
-        """The numbers of the trajectories to run; a resumed group may have some of them already."""
+        """The numbers of the trajectories to run; a resumed group may already contain the others."""
         ...
 
     def for_sample(self, sample: int) -> Generate:
-        """Calls the policy in one trajectory, turn by turn."""
+        """Returns what calls the policy in one trajectory, turn by turn."""
         ...
 
     def for_all(self, token_ids: list[int]) -> AsyncGenerator[tuple[int, Completion | RolloutError], None]:
-        """Yields each sample's first completion after these token ids when it is done; the engine gets one request."""
+        """Yields each sample's first completion of these token ids when it is done; the engine gets one request."""
         ...
 
 
@@ -67,21 +67,21 @@ class Workflow(ABC):
     # Maximum tokens of one interaction with several turns, prompt included; None is the model's context.
     max_tokens: int | None = None
 
-    # Seconds that `run` may spend at a time outside of `generate`, as on a tool; then the trajectory is dropped. None
-    # for workflows that set deadlines on all that they await.
+    # Seconds that `run` may spend at a time outside of `generate`, for example on a tool, before the trajectory is
+    # dropped. None for workflows that set a deadline on everything they await.
     own_timeout_s: float | None = 600.0
 
-    # Whether an interaction that a checkpoint cut short can continue in a resumed run; otherwise it starts again. `run`
-    # is then called again, and `generate` returns what the checkpoint has before it asks the engine, so the same
+    # Whether an interaction that a checkpoint cut short can continue in a resumed run instead of starting over. `run`
+    # is called again, and `generate` first returns the checkpoint's completions before it asks the engine, so the same
     # completions must lead to the same calls.
     continues: bool = False
 
-    # Reads what the policy generated; before the first interaction, it gets the ids that end a turn.
+    # Decodes what the policy generated; it gets the ids that end a turn before the first interaction.
     template: ChatTemplate | None = None
 
-    @classmethod  # noqa: B027 - there may be none
+    @classmethod  # noqa: B027 - not every workflow has settings
     def check_settings(cls, **settings: Any) -> None:
-        """Raises ValueError for an argument of the constructor that is out of range, before there is a tokenizer."""
+        """Raises ValueError for a constructor argument that is out of range; called before the tokenizer is loaded."""
 
     def fit_context(self, context_tokens: int | None) -> None:
         """Sets `max_tokens` to the model's context if it is None; called once, before the first interaction.
@@ -100,12 +100,12 @@ class Workflow(ABC):
     async def run_group(self, prompt: Prompt, generate: GroupGenerate) -> AsyncGenerator[GroupResult, None]:
         """Runs the trajectories of a group and yields each when it is done, so that its reward starts early.
 
-        This default calls `run` for each sample, all at the same time. An exception drops the samples that were not
-        yielded before; a RolloutError or RewardError that is yielded drops its sample alone.
+        This default calls `run` for all samples concurrently. An exception drops the samples that were not yielded
+        before; a RolloutError or RewardError that is yielded drops only its sample.
 
         Args:
             prompt: the task; `prompt.token_ids` is set.
-            generate: calls the policy. On cancellation its requests leave the engine.
+            generate: calls the policy. On cancellation its requests are removed from the engine.
 
         Yields:
             Each of `generate.samples` once, in any order.
@@ -118,8 +118,8 @@ class Workflow(ABC):
             async for sample, run in done:
                 yield sample, run.result()
 
-    def clean_up(self, trajectory: Trajectory) -> None:  # noqa: B027 - there may be nothing
-        """Deletes what `run` left for the reward; called once the reward is known, or will not be computed."""
+    def clean_up(self, trajectory: Trajectory) -> None:  # noqa: B027 - most workflows leave nothing
+        """Deletes what `run` left for the reward; called when the reward is known or will not be computed."""
 
     @abstractmethod
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
@@ -127,7 +127,7 @@ class Workflow(ABC):
 
         Args:
             prompt: the task; `prompt.token_ids` is set.
-            generate: awaits the policy's completion after these token ids. Cancelled if the group is abandoned.
+            generate: waits for the policy's completion of the given token ids. Cancelled if the group is abandoned.
 
         Returns:
             The trajectory without reward; the controller fills in `group_id` and `sample`.
@@ -138,10 +138,10 @@ class Workflow(ABC):
 
 
 class SingleTurn(Workflow):
-    """One completion after the prompt.
+    """Generates one completion of the prompt.
 
     Args:
-        tokenizer: turns the completion's ids into `Trajectory.completion`, without end tokens.
+        tokenizer: decodes the completion into `Trajectory.completion`, without end tokens.
     """
 
     _latest: tuple[Prompt, TokenArray[int], TokenArray[float], str] | None = None  # the last result of `_of_prompt`
@@ -152,7 +152,7 @@ class SingleTurn(Workflow):
         self.continues = type(self).run is SingleTurn.run
 
     async def run_group(self, prompt: Prompt, generate: GroupGenerate) -> AsyncGenerator[GroupResult, None]:
-        """Generates the completions of all samples in one request, unless a subclass replaces `run` alone."""
+        """Generates the completions of all samples in one request, unless a subclass overrides only `run`."""
         if type(self).run is not SingleTurn.run:
             async with contextlib.aclosing(super().run_group(prompt, generate)) as results:
                 async for result in results:
@@ -175,7 +175,7 @@ class SingleTurn(Workflow):
         return self.trajectory_of(prompt, await generate(_token_ids(prompt)))
 
     def trajectory_of(self, prompt: Prompt, completion: Completion) -> Trajectory:
-        """Return the trajectory of this completion of a prompt that has token ids."""
+        """Returns the trajectory of this completion; the prompt must have token ids."""
         prompt_ids, zeros, opening = self._of_prompt(prompt)
         start, num_new = len(prompt_ids), len(completion.token_ids)
         versions = TOKENS["weight_versions"].array(completion.weight_versions).runs()
@@ -197,7 +197,7 @@ class SingleTurn(Workflow):
         )
 
     def _of_prompt(self, prompt: Prompt) -> tuple[TokenArray[int], TokenArray[float], str]:
-        """Token ids, zeros and opened thinking of a prompt, made once for completions that come together."""
+        """Returns a prompt's token ids, as many zeros, and its opened thinking; cached for the group's completions."""
         if self._latest is None or self._latest[0] is not prompt:
             token_ids: TokenArray[int] = TokenArray(prompt.token_ids or (), "i")
             zeros: TokenArray[float] = TokenArray.of_stored(bytes(4 * len(token_ids)), b"", "f")
@@ -205,7 +205,7 @@ class SingleTurn(Workflow):
         return self._latest[1:]
 
 
-@functools.lru_cache(64)  # most are of this iteration
+@functools.lru_cache(64)  # most trajectories of an iteration share a few arguments
 def _runs(code: str, *runs: tuple[int, int]) -> TokenArray[Any]:
     return TokenArray.of_runs(runs, code)
 
@@ -218,9 +218,9 @@ def _token_ids(prompt: Prompt) -> list[int]:
 
 @dataclass(eq=False)
 class _OwnTime:
-    """Calls the policy for one run of a workflow, and cancels it when it has spent too long outside of these calls."""
+    """Calls the policy for one run of a workflow, and cancels the run if it spends too long outside of these calls."""
 
-    timeout_s: float | None  # the longest time that the workflow may spend outside; None is no limit
+    timeout_s: float | None  # the longest time outside of calls; None is no limit
     generate: Generate
     is_over: bool = False
     _num_generating: int = 0
@@ -243,13 +243,13 @@ class _OwnTime:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """The current task runs the workflow inside."""
+        """Measures the current task, which runs the workflow in this block."""
         self._task = asyncio.current_task()
         self._start()
         try:
             yield
         finally:
-            self._task = None  # also for generations that the workflow left behind
+            self._task = None  # generations that the workflow left behind start no timer
             self._stop()
 
     def _start(self) -> None:
@@ -269,7 +269,7 @@ class _OwnTime:
 async def _run_sample(
     workflow: Workflow, prompt: Prompt, generate: Generate
 ) -> Trajectory | RolloutError | RewardError:
-    """Run a workflow once: its trajectory, or the error that drops it. An EngineError is raised."""
+    """Runs a workflow once; returns its trajectory or the error that drops it, but raises an EngineError."""
     name = f"{type(workflow).__name__}.run"
     own_time = _OwnTime(workflow.own_timeout_s, generate)
     try:
@@ -283,22 +283,22 @@ async def _run_sample(
         if not own_time.is_over:
             return own_cancellation(name, prompt)
         return RolloutError(
-            f"{name} spent own_timeout_s={own_time.timeout_s:g} outside of generate on prompt {prompt.id!r}. Give what "
-            "it awaits a deadline, or increase the attribute own_timeout_s of the class."
+            f"{name} spent own_timeout_s={own_time.timeout_s:g} outside of generate on prompt {prompt.id!r}. Set a "
+            "deadline on what it awaits, or increase the class attribute own_timeout_s."
         )
 
 
 def own_cancellation(name: str, prompt: Prompt) -> RolloutError:
-    """The error of a workflow that nobody cancelled."""
-    return RolloutError(f"{name} let a cancellation of its own escape on prompt {prompt.id!r}.")
+    """Returns the error for a workflow that raised CancelledError although nobody cancelled it."""
+    return RolloutError(f"{name} raised CancelledError on prompt {prompt.id!r}, although nobody cancelled it.")
 
 
 def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> Trajectory:
     """Checks that a workflow returned a trajectory to train on, and returns it.
 
     Raises:
-        RolloutError: if it is not, its lists differ in length, a logprob is not finite, or a token in the loss mask
-            has no weight version.
+        RolloutError: if it is not a Trajectory, its lists differ in length, a logprob is not finite, or a token in the
+            loss mask has no weight version.
     """
     name = f"{type(workflow).__name__}.run"
     if not isinstance(trajectory, Trajectory):
@@ -307,7 +307,7 @@ def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> 
         trajectory.pack()
     except ValueError as error:
         raise RolloutError(
-            f"{name} returned a trajectory of prompt {prompt.id!r} that has no numbers: {error}"
+            f"{name} returned, for prompt {prompt.id!r}, a trajectory with invalid numbers: {error}"
         ) from error
     lengths = {field: len(getattr(trajectory, field)) for field in TOKENS}
     if len(set(lengths.values())) > 1:

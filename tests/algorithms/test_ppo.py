@@ -61,7 +61,7 @@ def test_besides_rewards_of_tokens_bias_and_overlong_penalty_are_the_last_ones()
     experience = replace(experience, loss_mask=(columns >= 1) & (columns <= num_tokens))
     given = torch.where(experience.loss_mask, 0.5, 0.0)
     module = ppo(reward_shaping=RewardShaping(bias=-0.25, scaling=2.0), overlong_penalty=OverlongPenalty(4))
-    actual = module.token_rewards(replace(experience, token_rewards=given))
+    actual = module.token_rewards(experience.with_tensors({"token_rewards": given}))
     lost = torch.where(columns == num_tokens, torch.tensor([[0.25], [0.75], [1.25]]), 0.0)
     torch.testing.assert_close(actual, 2 * (given - lost))
 

@@ -6,8 +6,9 @@ weighted with their probabilities, so the gradients are exact: what differs is t
 
 import torch
 
+from lightrl.columns import EVERY_TOKEN
 from lightrl.engines.local.sampler import truncated
-from lightrl.functional import EVERY_TOKEN, Supports, encode_supports, token_logprobs
+from lightrl.functional import Supports, encode_supports, token_logprobs
 
 ARMS = 6
 REWARDS = torch.tensor([1.0, 1.0, 1.02, 1.0, 1.0, 1.0])

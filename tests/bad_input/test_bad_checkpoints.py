@@ -8,8 +8,8 @@ import pytest
 import torch
 from bad_input_rows import each, row
 
-from lightrl.strategies.checkpoints.folder import load_folder
-from lightrl.strategies.checkpoints.one_file import AtomicCheckpointIO
+from lightrl.strategies.checkpoint.folder import load_folder
+from lightrl.strategies.checkpoint.one_file import AtomicCheckpointIO
 
 pytestmark = pytest.mark.bad_input
 

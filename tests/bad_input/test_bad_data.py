@@ -36,8 +36,8 @@ FILES = [
     row("latin-1 in .json", ("a.json", '[\n{"question": "é"}]'.encode("latin-1")), "Line 2 of 'a.json'", "not UTF-8", "iconv"),
     row("latin-1 in .csv", ("a.csv", CSV + "é,2".encode("latin-1")), "Line 2 of 'a.csv'", "not UTF-8", "iconv"),
     row("UTF-16 in .jsonl", ("a.jsonl", OK.decode().encode("utf-16")), "'a.jsonl' is UTF-16", "iconv"),
-    row("a pointer of Git LFS as .jsonl", ("a.jsonl", POINTER), "'a.jsonl' is a pointer of Git LFS", "git lfs pull"),
-    row("a pointer of Git LFS as .parquet", ("a.parquet", POINTER), "'a.parquet' is a pointer of Git LFS", "git lfs pull"),
+    row("a pointer of Git LFS as .jsonl", ("a.jsonl", POINTER), "'a.jsonl' is a Git LFS pointer", "git lfs pull"),
+    row("a pointer of Git LFS as .parquet", ("a.parquet", POINTER), "'a.parquet' is a Git LFS pointer", "git lfs pull"),
     row("a gzipped file cut short", ("a.jsonl", gzip.compress(OK * 99)[:40]), "'a.jsonl' cannot be unpacked", "Write it again"),
     row("a web page", ("a.jsonl", b"<!doctype html>"), "Line 1 of 'a.jsonl' is not valid JSON"),
     row("a line cut short", ("a.jsonl", OK + b'{"question": "1", "ans'), "Line 2 of 'a.jsonl' is not valid JSON"),
@@ -68,7 +68,7 @@ FILES = [
     row("an object as the prompt", ("a.jsonl", line({"a": 1})), "Row 1 of 'a.jsonl'", "text or a list of chat messages"),
     row("a message with `rol`", ("a.jsonl", message(rol="user", content="1")), "Row 1 of 'a.jsonl': message 1 must have a role", "'rol'"),
     row("a role with a typing error", ("a.jsonl", message(role="usr", content="1")), "message 1", "Did you mean user"),
-    row("a role that is a list", ("a.jsonl", message(role=[], content="1")), "message 1 must have a role such as user"),
+    row("a role that is a list", ("a.jsonl", message(role=[], content="1")), "message 1 must have a role like user"),
     row("a message without content", ("a.jsonl", message(role="user")), "message 1 must have a text as its content"),
     row("parts without a type", ("a.jsonl", message(role="user", content=["1"])), "message 1 must have text or parts"),
     row("messages that are texts", ("a.jsonl", line(["1"])), "message 1 must be {'role': ..., 'content': ...}, got '1'"),
@@ -172,7 +172,7 @@ def test_repeated_prompts_and_a_validation_on_train_prompts_are_logged(caplog):
     with caplog.at_level(logging.WARNING):
         set_up(validation="a.jsonl")
     assert "29 of 30 train prompts repeat another one." in caplog.messages
-    assert any(text.startswith("30 of 30 validation prompts are train prompts too") for text in caplog.messages)
+    assert any(text.startswith("30 of 30 validation prompts are also train prompts") for text in caplog.messages)
 
 
 @settings(max_examples=150, derandomize=True, deadline=None, database=None)

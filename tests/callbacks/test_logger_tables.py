@@ -47,5 +47,5 @@ def test_a_logger_without_tables_is_warned_of_once_and_csv_never(
         for step in range(3):
             log_table([_Plain(), CSVLogger(tmp_path)], "samples", ROWS, step)
     assert [record.getMessage() for record in caplog.records] == [
-        "_Plain has no tables, so the table samples is in the run's folder only."
+        "_Plain has no tables, so the table samples is only in the run's folder."
     ]

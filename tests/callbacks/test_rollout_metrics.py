@@ -183,7 +183,7 @@ def test_the_warning_says_why_nothing_is_learnt(rewards: list[list[float]], why:
 
 def test_the_warning_says_when_sampling_gives_one_completion_only() -> None:
     same = [make_trajectory(reward=0.0, sample=sample) for sample in range(4)]
-    assert "it is the same completion" in explain_zero_variance([Group(0, same[0].prompt, same)], 3)
+    assert "all completions are the same" in explain_zero_variance([Group(0, same[0].prompt, same)], 3)
 
 
 def test_patience_below_one_is_refused() -> None:

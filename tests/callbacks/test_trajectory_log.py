@@ -29,6 +29,7 @@ def test_what_is_read_back_equals_what_was_trained_on(tmp_path: Path) -> None:
         turns=[Turn(3, 5, "length")], is_truncated=True, finish_reason="length",
     )  # fmt: skip
     odd.behavior_logprobs = [0.0, 0.0, 0.0, -1 / 3, -1e-17]
+    odd.pack()
     groups = [Group(0, odd.prompt, [odd])]
     run(lambda _: groups, TrajectoryLog(), default_root_dir=tmp_path)
     assert list(read_trajectories(log_of(tmp_path))) == [odd]
@@ -73,7 +74,7 @@ def test_a_full_disk_is_said_in_words_and_half_a_file_removed(tmp_path: Path, ca
     (folder / "iteration-000000.jsonl.tmp").symlink_to("/dev/full")  # which accepts nothing
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         run(lambda _: make_groups([[1.0, 0.0]]), TrajectoryLog(), default_root_dir=tmp_path)
-    said = rf"iteration-000000\.jsonl: the disk of '{folder}' is full \(.* free, 2 KiB to write\)\. It stops"
+    said = rf"iteration-000000\.jsonl: the disk of '{folder}' is full \(.* free, 1 KiB to write\)\. It stops"
     assert re.search(said, caplog.messages[0])
     assert list(folder.iterdir()) == []
 

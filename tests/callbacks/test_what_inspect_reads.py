@@ -108,7 +108,7 @@ def test_drops_warnings_and_the_final_error_are_problems(tmp_path: Path, monkeyp
     assert [(one["iteration"], one["source"]) for one in dropped] == [(0, "reward"), (1, "reward")]
     assert "no answer in <b>it</b>" in dropped[0]["message"]
     (rest,) = [one for one in found if one["kind"] == "dropped"]  # of the iteration that ended
-    assert rest["message"] == f"{BATCH_SIZE} trajectories in all: {BATCH_SIZE} reward_raised"
+    assert rest["message"] == f"{BATCH_SIZE} trajectories in total: {BATCH_SIZE} reward_raised"
     servers = [one["message"] for one in found if one["source"] == "server"]
     assert servers == ["a server of version 1 is slow", "a server of version 2 is slow"]
     assert (found[-1]["kind"], found[-1]["message"]) == ("error", "RuntimeError: the disk is gone")

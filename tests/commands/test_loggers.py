@@ -284,8 +284,8 @@ def test_a_store_that_fails_costs_a_warning(tmp_path: Path, caplog: pytest.LogCa
     logger = MLFlowLogger(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", artifact_location="unknown://bucket/folder")
     log_table([logger], "samples", [{"reward": 1.0}], 0)
     log_image([logger], tmp_path / "learning_curve.png", 0)
-    assert "MLFlowLogger could not take the table samples: " in caplog.text
-    assert "MLFlowLogger could not take learning_curve.png: " in caplog.text
+    assert "MLFlowLogger could not log the table samples: " in caplog.text
+    assert "MLFlowLogger could not log learning_curve.png: " in caplog.text
     assert "The run continues; its folder has it." in caplog.text
 
 

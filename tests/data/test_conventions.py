@@ -163,7 +163,7 @@ REFUSED = {
         SFTDataModule,
         {"text": "1+1=2"},
         {"prompt_column": "text", "answer_column": None},
-        r"Row 1 of '.*': 'text' must hold chats that begin with .* Text without a prompt is not read",
+        r"Row 1 of '.*': 'text' must hold chats that begin with .* Text needs a prompt column",
     ),
     "unpaired preferences": (
         PreferenceDataModule,
@@ -175,7 +175,7 @@ REFUSED = {
         PreferenceDataModule,
         {"chosen": [user("1+1?"), said("2")], "rejected": [user("1+2?"), said("3")]},
         {},
-        r"'chosen' and 'rejected' must hold chats that begin with the same message of the user",
+        r"'chosen' and 'rejected' must hold chats that begin with the same user or system message",
     ),
     "a pair whose chats are not the prompt's": (
         PreferenceDataModule,
@@ -229,7 +229,7 @@ REFUSED = {
         SFTDataModule,
         {"messages": TALK},
         {**MESSAGES, "prompt_template": "Q: {prompt}"},
-        r"'messages' holds chat messages, but prompt_template='Q: \{prompt\}' takes text",
+        r"'messages' holds chat messages, but prompt_template='Q: \{prompt\}' needs text",
     ),
 }
 

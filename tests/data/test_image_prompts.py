@@ -94,7 +94,7 @@ def test_an_image_that_is_not_there_is_said_before_the_run(tmp_path: Path, row, 
 
 
 def test_a_policy_without_images_refuses_them_before_the_run(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"Row 1 of .*takes token ids only"):
+    with pytest.raises(ValueError, match=r"Row 1 of .*accepts only token ids"):
         prompts_of([{"image": RED, "question": "1"}], tmp_path, image_column="image", sees=False)
 
 
@@ -113,4 +113,4 @@ def test_one_question_about_two_images_is_no_repetition(tmp_path: Path, caplog: 
         assert "validation prompts are" not in caplog.text
         validation = write_rows(tmp_path / "others.jsonl", others)
         prompts_of([of_red], tmp_path, validation=validation, image_column="image")
-    assert "1 of 2 validation prompts are train prompts too" in caplog.text
+    assert "1 of 2 validation prompts are also train prompts" in caplog.text

@@ -80,7 +80,7 @@ def test_chats_of_like_length_share_a_batch(tmp_path: Path, plain_tokenizer):
         pytest.param({"max_tokens": 1}, "max_tokens must be >= 2, got 1", id="no room"),
         pytest.param(
             {"max_tokens": 12, "prompt_overflow": "drop"},
-            r"None of the 10 rows of train=.* is left: .* limit of length \(more than 12 tokens, or a prompt of",
+            r"None of the 10 rows of train=.* is left: .* length limit \(more than 12 tokens, or a prompt of",
             id="all dropped",
         ),
     ],
@@ -116,7 +116,7 @@ def chats(
 @pytest.mark.parametrize("data", [SFTDataModule, PromptDataModule])
 def test_calls_that_no_template_writes_are_refused_and_broken_ones_too(data: Any, tmp_path: Path, chat_tokenizer):
     settings = {"data": data, "answer_column": None} if data is SFTDataModule else {"data": data}
-    with pytest.raises(ValueError, match="does not write the tool_calls"):
+    with pytest.raises(ValueError, match="ignores the tool_calls"):
         chats(tmp_path, chat_tokenizer, [*LOOKS, {"role": "user", "content": "!"}, *LOOKS[1:]], **settings)
     for call in ({"name": "look", "arguments": "[1]"}, {"name": "look", "arguments": [1]}, {"name": None}):
         broken = [LOOKS[0], {**LOOKS[1], "tool_calls": [{"function": call}]}]
@@ -124,7 +124,7 @@ def test_calls_that_no_template_writes_are_refused_and_broken_ones_too(data: Any
             chats(tmp_path, chat_tokenizer, broken, **settings)
     chat_tokenizer.chat_template = None
     if data is SFTDataModule:
-        with pytest.raises(ValueError, match="nothing writes the tool_calls"):
+        with pytest.raises(ValueError, match="tool_calls need a chat template"):
             chats(tmp_path, chat_tokenizer, LOOKS, **settings)
 
 
@@ -160,7 +160,7 @@ def test_a_chat_stored_as_json_text_is_a_chat_and_other_text_is_text(tmp_path: P
     assert [prompt.messages[0]["content"] for prompt in prompts] == ["1", "1", "1", "1", *rows[4:]]
     (batch,) = chats(tmp_path, chat_tokenizer, rows[0], answer_column=None).train_dataloader()
     assert completions(batch, chat_tokenizer) == ["2<|im_end|>"]
-    with pytest.raises(ValueError, match=r"Row 1 of .*: 'messages' holds a chat as Python prints it"):
+    with pytest.raises(ValueError, match=r"Row 1 of .*: 'messages' is a chat as printed by Python"):
         chats(tmp_path, chat_tokenizer, str(chat), data=PromptDataModule)
 
 

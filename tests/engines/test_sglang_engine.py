@@ -18,7 +18,6 @@ from waits import NUM_TOKENS, SLOWLY, Deadlines, no_more_files, until, until_wri
 from lightrl.engines.servers import connection
 from lightrl.engines.servers.addresses import addresses_from_environment
 from lightrl.engines.servers.engine import ServerEngine
-from lightrl.engines.sglang.command import dtype_of_auto
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trajectory import Sampling
@@ -58,7 +57,8 @@ def test_a_quantization_that_cannot_be_sent_is_refused_before_a_server_is_asked(
     ],
 )
 def test_auto_is_the_dtype_that_sglang_makes_of_it(dtype, auto):
-    assert dtype_of_auto(AutoConfig.for_model("qwen3", dtype=dtype)) == getattr(torch, auto)
+    config = AutoConfig.for_model("qwen3", dtype=dtype)
+    assert SGLangEngine(servers=1).dtype_of_auto(config) == getattr(torch, auto)
 
 
 @pytest.mark.parametrize(("dtype", "name"), [("auto", "bfloat16"), ("float32", "float32"), ("float16", "float16")])

@@ -59,5 +59,5 @@ def test_a_trajectory_longer_than_the_budget_has_a_row_of_its_own() -> None:
 def test_input_without_a_meaning_is_refused() -> None:
     with pytest.raises(ValueError, match="overhead_tokens must be >= 0, got -1"):
         rectangles([1], -1)
-    with pytest.raises(ValueError, match="the least of lengths must be >= 0, got -2"):
+    with pytest.raises(ValueError, match="the shortest length must be >= 0, got -2"):
         rectangles([1, -2], 0)

@@ -167,7 +167,7 @@ def test_a_hook_may_neither_change_nor_add_nor_remove_anything_else(name: str) -
 def test_a_hook_may_not_train_tokens_that_have_no_logprobs() -> None:
     experience = random_experience()
     changed = replace(experience, loss_mask=torch.ones_like(experience.loss_mask))
-    with pytest.raises(ValueError, match=r"added \d+ tokens? to loss_mask, but may only remove some"):
+    with pytest.raises(ValueError, match=r"added \d+ tokens? to loss_mask, but may only remove tokens"):
         accept_changes(experience, changed)
 
 

@@ -251,7 +251,7 @@ def test_typed_tokens_that_cannot_be_text_are_warned_about_once(template: Any, r
     for _ in range(2):
         of_tokenizer.plain_text(chat) if template is None else of_tokenizer.render(chat, {})
     (record,) = caplog.records
-    assert "has 2 special tokens typed out" in record.message
+    assert "contains 2 special tokens" in record.message
     assert reason in record.message
 
 

@@ -176,7 +176,7 @@ def test_groups_travel_with_their_images():
 def test_a_policy_that_takes_token_ids_only_refuses_images():
     assert ImageReader.of(tiny_spec().load_config()) is None
     trajectories = image_trajectories()
-    with pytest.raises(ValueError, match=r"3 images, but the policy takes token ids only.*llava"):
+    with pytest.raises(ValueError, match=r"3 images, but the policy accepts only token ids.*llava"):
         with_images(Experience.from_trajectories(trajectories), trajectories, None)
 
 
@@ -321,5 +321,5 @@ def test_an_image_token_that_the_policy_sampled_drops_what_a_server_would_take_f
 
 def test_servers_refuse_images_of_gemma_3_with_the_reason():
     read = image_reader("gemma3")
-    with pytest.raises(ValueError, match="no images for models of type gemma3: they write line breaks"):
+    with pytest.raises(ValueError, match="models of type gemma3: they add line breaks"):
         Attachments.of(read, [RED], [IMAGE_TOKEN] * TOKENS_EACH)

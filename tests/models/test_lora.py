@@ -136,14 +136,14 @@ def test_an_adapter_of_an_embedding_is_refused():
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**{**FAMILIES["llama"], "tie_word_embeddings": False})
     )
-    with pytest.raises(ValueError, match=r"adapter of 'model\.embed_tokens' \(Embedding\)"):
+    with pytest.raises(ValueError, match=r"adapter on 'model\.embed_tokens' \(Embedding\)"):
         LoRA(rank=2, target_modules=("q_proj", "embed_tokens")).add_to(model)
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 @pytest.mark.parametrize("layer", ["lm_head", "embed_tokens"])
 def test_an_adapter_of_a_tied_layer_is_refused(layer):
-    with pytest.raises(ValueError, match=f"adapter of '.*{layer}', whose weight is tied"):
+    with pytest.raises(ValueError, match=f"adapter on '.*{layer}', whose weight is tied"):
         LoRA(target_modules=(layer,)).add_to(tiny_model("llama"))
 
 

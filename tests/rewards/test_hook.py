@@ -77,7 +77,7 @@ def test_a_hung_async_call_is_cancelled_without_its_neighbors(caplog):
 
 
 def test_a_method_that_takes_no_trajectory_is_refused_before_a_rollout():
-    with pytest.raises(ValueError, match=r"called with a Trajectory alone, but its signature is \(\): too many"):
+    with pytest.raises(ValueError, match=r"called with only a Trajectory, but its signature is \(\): too many"):
         RewardHook(lambda: 1.0)
 
 

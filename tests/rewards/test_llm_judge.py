@@ -131,7 +131,7 @@ def test_nobody_at_the_address_is_a_timeout():
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        *[("Good.", "has no single score that matches"), ("<think>Score: 3", "has no single score")],
+        *[("Good.", "has no unambiguous score that matches"), ("<think>Score: 3", "has no unambiguous score")],
         ("Score: 11", "outside score_range=[0.0, 10.0]"),
     ],
 )
@@ -270,7 +270,7 @@ def test_in_a_pool_it_is_a_class_with_arguments():
         ({"score_range": (1, 1)}, "must be two increasing numbers"),
         ({"score_pattern": "score"}, "must have a group"),
         ({"max_concurrent": 0}, "max_concurrent must be >= 1, got 0"),
-        ({"request": {"model": "x"}}, r"request must not have \['model'\]"),
+        ({"request": {"model": "x"}}, r"request must not contain \['model'\]"),
         *[({"rubric": rubric}, "Double any braces") for rubric in ('{"score": 1}', r"\boxed{}", "{completion} {")],
     ],
 )

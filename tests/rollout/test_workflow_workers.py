@@ -278,7 +278,7 @@ def test_a_worker_that_sends_what_is_no_message_is_named_and_replaced(messages, 
     controller = make(1, ForgingOnce(tmp_path / "once", *messages))
     wait_until_ready(controller)
     assert tokens(iterations(controller, 1)) == honest
-    assert re.search(r"The workflow worker \d sent .*, which is no message of it, and is ended", caplog.text)
+    assert re.search(r"Ending the workflow worker \d, which sent an invalid message: ", caplog.text)
 
 
 @pytest.mark.extra
@@ -288,7 +288,7 @@ def test_a_prompt_that_kills_its_workers_is_dropped(make: Make, caplog: pytest.L
     assert len(groups) == 2
     assert not [item for group in groups for item in group.trajectories if item.prompt.id == "p1"]
     drops = {drop.prompt_id: drop for drop in controller.drain_drops()}  # perhaps also what ran with it
-    assert "3 workflow workers died in turn while they ran prompt 'p1'" in drops["p1"].message
+    assert "3 workflow workers died while they ran prompt 'p1'" in drops["p1"].message
     assert "ended with exit code 7" in caplog.text
 
 

@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_flatten
 from lightrl.checks.files import publish
 from lightrl.concurrency.owner import own_mark
 from lightrl.strategies import AtomicCheckpointIO
-from lightrl.strategies.checkpoints import one_file
-from lightrl.strategies.checkpoints.atomic_write import BackgroundWrites, Progress, TrackedFile
-from lightrl.strategies.checkpoints.folder import folder_writer, load_folder, optimizer_state
-from lightrl.strategies.checkpoints.one_file import load_optimizers
+from lightrl.strategies.checkpoint import one_file
+from lightrl.strategies.checkpoint.atomic_write import BackgroundWrites, Progress, TrackedFile
+from lightrl.strategies.checkpoint.folder import folder_writer, load_folder, optimizer_state
+from lightrl.strategies.checkpoint.one_file import load_optimizers
 
 
 class DiesWhenWritten:

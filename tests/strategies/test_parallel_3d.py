@@ -120,7 +120,7 @@ def module_of(**roles: Role) -> Any:
         ),
         (
             module_of(policy=Role(tiny_spec("qwen3"), lora=LoRA(target_modules=("q_proj", "lm_head")))),
-            r"The policy has a LoRA adapter of 'lm_head'.*Leave it out of lora\.target_modules, or use FSDP2Strategy",
+            r"The policy has a LoRA adapter on 'lm_head'.*Remove it from lora\.target_modules, or use FSDP2Strategy",
         ),
     ],
     ids=["an unknown family", "LoRA of the head"],

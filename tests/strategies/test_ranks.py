@@ -52,7 +52,7 @@ def test_other_ranks_know_the_numbers_of_trajectories_and_say_where_the_rest_is(
     for actual, expected in zip(group.trajectories, items, strict=True):
         assert (actual.metrics, actual.reward, actual.group_id) == (expected.metrics, None, 7)
         assert (actual.oldest_version, actual.newest_version) == (4, 4)
-        with pytest.raises(AttributeError, match=r"Rank 0 has 'completion' of a trajectory of prompt 'prompt-0'"):
+        with pytest.raises(AttributeError, match=r"Only rank 0 has 'completion' of a trajectory of prompt 'prompt-0'"):
             actual.completion  # noqa: B018
     items[1].reward, items[2].reward = 0.1, 0.7
     items[2].rewards = [0.1] * len(items[2].token_ids)

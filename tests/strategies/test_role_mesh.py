@@ -40,7 +40,7 @@ def with_bias(module: PPO) -> PPO:
         (on_cpus(FSDP2Strategy(), 4), ppo(critic=RoleMesh(2, tp=2)), "The critic has mesh=.* Remove pp and tp"),
         (on_cpus(FSDP2Strategy(), 4), ppo(policy=RoleMesh(2)), "The policy's mesh.first_rank must be 0, got 2"),
         (on_cpus(Parallel3DStrategy(), 4), ppo(critic=RoleMesh(0, tp=4)), "tp=4 must divide"),
-        (on_cpus(FSDP2Strategy(), 4), with_bias(ppo(critic=RoleMesh(2))), r"of its own \(bias\).* but critic has one"),
+        (on_cpus(FSDP2Strategy(), 4), with_bias(ppo(critic=RoleMesh(2))), r"own parameters \(bias\).* critic has one"),
     ],
     ids=["outside", "tensor slices under FSDP2", "a policy without rank 0", "heads", "own parameters"],
 )
@@ -61,7 +61,7 @@ def test_a_mesh_of_the_one_process_is_that_process() -> None:
 
 
 def test_a_server_has_no_mesh() -> None:
-    with pytest.raises(ValueError, match=r"has devices of its own\. Leave out mesh"):
+    with pytest.raises(ValueError, match=r"runs on its server's devices\. Omit mesh"):
         Role(ModelSpec(url="http://127.0.0.1:1"), mesh=RoleMesh())
 
 

@@ -43,7 +43,7 @@ def test_routes_are_padded_and_unknown_where_a_trajectory_has_none() -> None:
     with pytest.raises(ValueError, match=r"routes of \[1, 2\] bytes for each token"):
         Experience.from_trajectories(items)
     items[1].columns = as_columns({"routes": [1] * (len(items[1].token_ids) + 1)})
-    with pytest.raises(ValueError, match="each token needs equally many"):
+    with pytest.raises(ValueError, match="each token needs the same number"):
         Experience.from_trajectories(items)
 
 

@@ -42,7 +42,7 @@ def test_a_host_with_another_folder_of_the_name_is_refused_for_checkpoints(tmp_p
     other = tmp_path / "of node2"
     other.mkdir()
     missing = tmp_path / "runs" / "checkpoints"
-    with pytest.raises(ValueError, match=r"runs/checkpoints, where rank 1 on node2 cannot see") as refused:
+    with pytest.raises(ValueError, match=r"runs/checkpoints, but rank 1 on node2 cannot see") as refused:
         check_all_see([missing], TwoRanks(lambda mark: leave_mark(other, 1, mark)))
     assert is_on_all_ranks(refused.value)
     assert not missing.parent.exists()

@@ -51,7 +51,7 @@ def test_a_head_may_scale_or_cap_its_logits() -> None:
         ("qwen3_moe", 1, 2, "its plan has packed_colwise for layers.*.mlp.experts.gate_up_proj"),
         ("phi3", 1, 2, "its plan has colwise_gather_output for layers.*.self_attn.qkv_proj"),
         ("olmo2", 1, 2, "its plan has colwise_gather_output"),
-        ("apertus", 1, 2, "no part of mlp.act_fn (XIELUActivation) can be computed alone"),
+        ("apertus", 1, 2, "no part of mlp.act_fn (XIELUActivation) can be computed separately"),
         ("gemma4_unified_text", 2, 1, "its layers differ in size"),
         ("minicpm3", 2, 1, "it changes hidden states between its last layer and its head"),
         ("phi", 1, 2, "its body is not just embed_tokens, layers and norm"),

@@ -119,7 +119,7 @@ def test_a_reward_models_number_is_added_to_the_reward(tmp_path: Path) -> None:
     given = 0.5 * slow_values(module.reward_model, experience)[1]
     torch.testing.assert_close(actual.rewards, experience.rewards + given, rtol=1e-4, atol=1e-4)
     token_rewards = torch.where(experience.loss_mask, 0.25, 0.0)
-    actual = score(module, replace(experience, token_rewards=token_rewards))
+    actual = score(module, experience.with_tensors({"token_rewards": token_rewards}))
     earned = torch.where(actual.loss_mask & (actual.loss_mask.flip(1).cumsum(1).flip(1) == 1), given[:, None], 0.0)
     torch.testing.assert_close(actual.token_rewards, token_rewards + earned, rtol=1e-4, atol=1e-4)
     assert module.trained_roles() == ["policy"]

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from doubt_column import DOUBT, doubts
+from doubt_column import DOUBT
+from doubting_client import DoubtingClient, doubts
 from fake_sglang import python_of_fakes
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rank_scripts import fork_runs, leave
@@ -29,11 +30,9 @@ from lightrl import (
     FSDP2Strategy,
     LocalEngine,
     ModelSpec,
-    MultiTurn,
     Outputs,
     Parallel3DStrategy,
     Prompt,
-    RetryWithFeedback,
     Sampling,
     SGLangEngine,
     StalenessControl,
@@ -44,7 +43,6 @@ from lightrl import (
 from lightrl.columns import TokenArray
 from lightrl.engines import Completion
 from lightrl.engines.servers.request import Answer, CompletionDraft
-from lightrl.engines.sglang.client import SGLangClient
 from lightrl.workflows import Workflow
 from lightrl.workflows.conversation import Conversation, TurnRenderer
 from lightrl.workflows.workflow import Generate
@@ -66,16 +64,22 @@ class Doubting(LocalEngine):
         return {seed: with_doubts(completion) for seed, completion in (await super().unfinished()).items()}
 
 
-class DoubtingClient(SGLangClient):
-    @staticmethod
-    def read_answer(content: bytes) -> Answer:
-        answer = SGLangClient.read_answer(content)
-        values = DOUBT.array(doubts(answer.token_ids, answer.logprobs))
-        return replace(answer, columns={**answer.columns, DOUBT.name: values})
-
-
 class DoubtingServers(SGLangEngine):
     client_type = DoubtingClient
+
+
+class Turns(Workflow):
+    """Two completions, and an observation between them."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.renderer = TurnRenderer(tokenizer)
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        conversation = Conversation(self.renderer, prompt)
+        conversation.add_completion(await generate(list(conversation.token_ids)))
+        conversation.add_observation(conversation.encode_observation([{"role": "user", "content": "3"}]))
+        conversation.add_completion(await generate(list(conversation.token_ids)))
+        return conversation.trajectory([0.0, 0.0], is_truncated=False, metrics={})
 
 
 class Branches(Workflow):
@@ -123,14 +127,6 @@ def run(folder: Path, name: str, module: Checked | None = None, data: Any = None
     trainer = make_trainer(folder / name, **{key: value for key, value in settings.items() if value is not None})
     trainer.fit(module, datamodule=data or Digits(), ckpt_path=ckpt_path)
     return module.num_seen
-
-
-def two_turns(tokenizer: Any) -> Workflow:
-    return MultiTurn(tokenizer, lambda: RetryWithFeedback(never, feedback="3"), max_turns=2)
-
-
-def never(trajectory: Trajectory) -> float:
-    return 0.0
 
 
 def interrupted_request() -> int:
@@ -186,7 +182,7 @@ def on_servers(folder: Path, workers: int) -> int:
 def train_all(folder: Path, size: int) -> None:
     layouts: dict[str, Callable[[], int]] = {
         "one turn": lambda: run(folder, "one"),
-        "two turns": lambda: run(folder, "turns", Checked(workflow=two_turns)),
+        "two turns": lambda: run(folder, "turns", Checked(workflow=Turns)),
         "branches": lambda: run(folder, "branches", Checked(workflow=Branches)),
         "resumed": lambda: resumed(folder),
         "a request": interrupted_request,

@@ -72,11 +72,11 @@ class StoppingEngine(LocalEngine):
     def __init__(self, folder: Path, place: str) -> None:
         super().__init__()
         self.folder = folder
-        self.place = place
+        self.stops_in = place
 
     async def generate(self, token_ids: list[int], sampling: Sampling, **kwargs: Any) -> Any:
         kind = "validation" if sampling.temperature == 0 else "rollout"
-        if self.weight_version == ITERATION and kind == self.place:
+        if self.weight_version == ITERATION and kind == self.stops_in:
             (self.folder / "reached").touch()
             await asyncio.sleep(STOP_S)
         return await super().generate(token_ids, sampling, **kwargs)

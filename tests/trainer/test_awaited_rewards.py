@@ -128,7 +128,7 @@ def test_a_call_that_reads_rewards_without_a_word_is_refused(tmp_path: Path) -> 
             call = ModelCall("doubled", outputs=("doubled",), run=lambda experience, _: 2 * experience.rewards)
             return [*super().model_calls(), call]
 
-    with pytest.raises(ValueError, match=r"'doubled' before the rewards were there.*add 'rewards' to its inputs"):
+    with pytest.raises(ValueError, match=r"'doubled' before the rewards were known.*add 'rewards' to its inputs"):
         played(Silent(), tmp_path)
 
 

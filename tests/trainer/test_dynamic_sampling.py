@@ -100,7 +100,7 @@ def test_settings_are_refused_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="A trainer takes one DynamicSampling callback, got 2"):
         make_trainer(tmp_path, callbacks=[DynamicSampling(), DynamicSampling()]).fit(HalfSolved(), Digits())
     rewarded_later = GRPO(POLICY, reward_model=POLICY, group_size=4, sampling=Sampling(max_new_tokens=6))
-    with pytest.raises(ValueError, match="drops every group if a reward model is the whole reward"):
+    with pytest.raises(ValueError, match="drops every group if a reward model is the only reward"):
         make_trainer(tmp_path, callbacks=[DynamicSampling()]).fit(rewarded_later, Digits())
     with pytest.raises(ValueError, match="drops every group of group_size=1"):
         make_trainer(tmp_path, callbacks=[DynamicSampling()]).fit(

@@ -145,7 +145,7 @@ def test_default_callbacks_are_added_once(tmp_path: Path) -> None:
 
 CANNOT = "{} cannot be used with an RLModule: "
 FASTEST = (
-    "it looks for the fastest fall of the loss, but a policy's loss does not measure its progress. Compare short runs "
+    "it searches for the steepest drop of the loss, but a policy's loss does not measure progress. Compare short runs "
     "with several values of model.lr."
 )
 MEMORY = (
@@ -157,8 +157,8 @@ AVERAGES = (
     "validation. Average exported checkpoints instead."
 )
 FREEZES = (
-    "it freezes layers before the models are loaded. Override configure_model: call super's, then requires_grad_ of "
-    "what stays as it is."
+    "it freezes layers before the models are loaded. Override configure_model: call super's, then "
+    "requires_grad_(False) on what to freeze."
 )
 
 
@@ -180,14 +180,14 @@ REFUSED = refused("test_lightning_callbacks", [
      CANNOT.format("ThroughputMonitor") + "it counts the samples of a batch, but an iteration's batch is only its "
      "number. `rollout/tokens_per_s` and `update/tokens_per_s` are logged anyway."),
     ("SpikeDetection()", callback(SpikeDetection),
-     CANNOT.format("SpikeDetection") + "it compares the loss with earlier ones, but a policy's loss has no level of "
-     "its own. Set trainer.gradient_clip_val; an update without a finite gradient is skipped anyway."),
+     CANNOT.format("SpikeDetection") + "it compares the loss with earlier ones, but a policy's loss has no typical "
+     "level. Set trainer.gradient_clip_val; an update without a finite gradient is skipped anyway."),
     ('ModelPruning("l1_unstructured")', callback(lambda: ModelPruning("l1_unstructured")),
-     CANNOT.format("ModelPruning") + "it renames the parameters, which the engine would look for in vain. Prune the "
-     "exported model instead."),
+     CANNOT.format("ModelPruning") + "it renames the parameters, so the engine would not find them. Prune the exported "
+     "model instead."),
     ("RichProgressBar()", lambda: {"callbacks": [RichProgressBar()], "enable_progress_bar": True},
-     CANNOT.format("RichProgressBar") + "its line has no room for an iteration's numbers and wraps. Leave it out for "
-     "RolloutProgressBar, which shows the phases too, or use TQDMProgressBar."),
+     CANNOT.format("RichProgressBar") + "its line is too short for an iteration's numbers and wraps. Leave it out to "
+     "get RolloutProgressBar, which also shows the phases, or use TQDMProgressBar."),
     ("BackboneFinetuning()", callback(BackboneFinetuning), CANNOT.format("BackboneFinetuning") + FREEZES),
     ("Tuner(trainer).lr_find(module)", lambda: {"tunes": "lr_find"}, CANNOT.format("LearningRateFinder") + FASTEST),
     ("Tuner(trainer).scale_batch_size(module)", lambda: {"tunes": "scale_batch_size"},
@@ -228,8 +228,9 @@ def test_a_mistyped_monitor_is_found_before_training(make: Any, tmp_path: Path) 
     )
     with pytest.raises(ValueError) as error:  # noqa: PT011  # compared whole
         trainer.fit(module, datamodule=Digits())
+    name = type(given).__name__
     assert str(error.value).startswith(
-        f"{type(given).__name__} monitors val/rewrad, which is not logged. Did you mean val/reward? There are: val/"
+        f"{name} monitors val/rewrad, which is not logged. Did you mean val/reward? Logged metrics: val/"
     )
     assert module.trained == []
 
@@ -248,7 +249,7 @@ def test_a_monitor_that_looks_mistyped_is_named_before_models_are_loaded(
         trainer.fit(FailsToLoad(), datamodule=Digits())
     (message,) = [message for message in caplog.messages if "monitors" in message]
     assert message == (
-        f"EarlyStopping monitors {monitor}, which is logged only if your reward, module or a callback does it. Did you "
+        f"EarlyStopping monitors {monitor}, which is logged only if your reward, module or a callback logs it. Did you "
         f"mean {near}?"
     )
 

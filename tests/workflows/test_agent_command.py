@@ -194,7 +194,7 @@ def test_many_programs_at_once_reach_their_own_sessions() -> None:
     ("program", "message"),
     [
         ("sys.exit('no key')", r"exited: 1\. It printed 'no key\\n'"),
-        ("print('hello')", r"without an answer of the policy.* It printed 'hello\\n'"),
+        ("print('hello')", r"without an answer from the policy.* It printed 'hello\\n'"),
         ("ask('a'); os.kill(os.getpid(), 9)", r"exited: -9\."),
         ("ask('a'); 1 / 0", "exited: 1.*ZeroDivisionError"),
         ("print('x' * 10**6); ask('a'); sys.exit(2)", r"exited: 2\. It printed 'x{299}\\n'"),
@@ -296,7 +296,7 @@ def test_settings_that_lead_nowhere_are_refused_before_anything_starts(settings:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"workspace_template": "tasks/{folder}"}, "leads to '.*tasks/seven', which is no folder"),
+        ({"workspace_template": "tasks/{folder}"}, "gives '.*tasks/seven', which is not a folder"),
         ({"command": ["{folder}/run"]}, r"\{folder\}/run could not be started: there is no such program"),
     ],
 )
@@ -321,7 +321,7 @@ import socket; socket.socket(socket.AF_UNIX).bind('socket')"""
     left = sorted(str(path.relative_to(workspace)) for path in workspace.rglob("*"))
     assert left == ["inner", "own", "shut", "shut/in"]
     assert (workspace / "inner").read_text() == "mine"
-    assert "6 entries of the agent's folder led out of it" in caplog.text
+    assert "6 entries of the agent's folder that led out of it" in caplog.text
 
 
 def test_a_hard_link_to_a_file_of_others_is_no_file_of_a_workspace(tmp_path: Path) -> None:
@@ -341,14 +341,16 @@ def test_a_template_stays_below_the_fixed_part_of_its_path(folder: str, template
     setting = "{folder}" if folder == "{absolute}" else str(template / "{folder}")
     workflow = workflow_of("ask('a')", workspace_template=setting)
     prompt = replace(TASK, fields={"folder": folder.format(absolute=secret)})
-    with pytest.raises(RolloutError, match=r"leads to .*, which is not below it"):
+    with pytest.raises(RolloutError, match=r"gives .*, which is not below it"):
         play(workflow, prompt=prompt)
 
 
 @pytest.mark.parametrize(("task", "cause"), [("x" * 200_000, "Argument list too long"), ("a\0b", "null byte")])
 def test_a_task_that_cannot_be_an_argument_says_why_and_can_be_a_file(task: str, cause: str) -> None:
     prompt = replace(TASK, messages=[user(task)])
-    with pytest.raises(RolloutError, match=rf"could not be started: .*{cause}.*{{task_file}} is a file with it"):
+    with pytest.raises(
+        RolloutError, match=rf"could not be started: .*{cause}.*{{task_file}} is a file that contains it"
+    ):
         play(workflow_of("ask(sys.argv[1])", "{task}"), prompt=prompt)
     programs = {"ask(str(len(open(sys.argv[1]).read())))": ["{task_file}"], "ask(str(len(sys.stdin.read())))": []}
     for program, arguments in programs.items():

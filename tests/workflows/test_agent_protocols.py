@@ -390,7 +390,7 @@ def test_a_key_opens_its_own_session_and_no_other() -> None:
         (one, key), (other, other_key) = given
         for url, wrong in ((one, other_key), (other, key)):
             async with anthropic_client_of(url, wrong) as client:
-                with pytest.raises(anthropic.AuthenticationError, match="wrong, or another session's"):
+                with pytest.raises(anthropic.AuthenticationError, match="wrong or belongs to another session"):
                     await messages(client, [user("hi")])
         async with anthropic_client_of(base_url, api_key) as client:
             await messages(client, [user(f"[{prompt.id}]")])

@@ -104,9 +104,7 @@ def trajectories() -> list[Trajectory]:
     """Those with images in their results; a sampled image token before an image drops a trajectory."""
     results = sampled(workflow())
     errors = [str(result) for result in results if isinstance(result, RolloutError)]
-    assert all(
-        "has written an image token (id 2) before an image in a result of the tool 'camera'" in e for e in errors
-    )
+    assert all("has a stray image token (id 2) before an image in a result of the tool 'camera'" in e for e in errors)
     found = [result for result in results if isinstance(result, Trajectory) and result.images]
     assert {item.prompt.id for item in found} == {"a", "b", "c"}
     return found

@@ -183,7 +183,7 @@ def test_a_template_that_cannot_render_the_answer_is_refused():
 
 def test_a_prompt_of_another_template_is_refused():
     prompt = Prompt("a", messages=[{"role": "user", "content": "1+1?"}], token_ids=ids("1+1?"))
-    with pytest.raises(RolloutError, match=r"set data.chat_template to what made them"):
+    with pytest.raises(RolloutError, match=r"set data.chat_template to the one they use"):
         played(workflow(DONE), writes([END]), prompt)
 
 

@@ -168,7 +168,7 @@ def test_an_ended_session_and_an_unknown_route_are_not_found_and_an_unknown_sess
             with pytest.raises(openai.NotFoundError, match="no such session"):
                 await ask(client, [user("hi")])
         async with client_of(base_url.replace("/sessions/", "/sessions/0"), api_key) as client:
-            with pytest.raises(openai.AuthenticationError, match="or another session's"):
+            with pytest.raises(openai.AuthenticationError, match="or belongs to another session"):
                 await ask(client, [user("hi")])
 
     seen: list[tuple[str, str]] = []
@@ -259,7 +259,7 @@ async def returns_nan(prompt: Prompt, base_url: str, api_key: str) -> float:
         (raises, "The agent raises raised KeyError: 'oh'"),
         (hangs, "The agent hangs did not finish within 0.2 s"),
         (hangs_in_a_thread, "The agent hangs_in_a_thread did not finish within 0.2 s"),
-        (asks_nothing, "without an answer of the policy"),
+        (asks_nothing, "without an answer from the policy"),
         (returns_text, "must return a finite number or None, got 'good' for prompt 'a'"),
         (returns_nan, "must return a finite number or None, got nan"),
     ],

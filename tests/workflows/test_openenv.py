@@ -134,7 +134,7 @@ def test_the_policy_calls_the_servers_tools_and_earns_their_reward(serve: Callab
     [
         pytest.param(Dying, ["closed the connection during a step", "Its log says why"], id="closes midway"),
         pytest.param(Full, ["refused a reset", "8/8 sessions", "Increase its max_concurrent_envs"], id="is full"),
-        pytest.param(Echo, ["is no OpenEnv server: it answered a reset with", '{"echo"'], id="another protocol"),
+        pytest.param(Echo, ["is not an OpenEnv server: it answered a reset with", '{"echo"'], id="another protocol"),
     ],
 )
 def test_a_server_that_fails_drops_the_trajectory_with_one_message(session: type[Any], says: list[str]) -> None:

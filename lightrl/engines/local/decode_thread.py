@@ -1,11 +1,11 @@
-"""DecodeThread: the one thread that touches the batch of a LocalEngine.
+"""DecodeThread: the only thread that touches the batch of a LocalEngine.
 
     submit() ─► waiting rows ─► RunningBatch (slots) ─► completions, handed to the caller's event loop
     any loop    in call order   this thread              in one call per loop and step
 
-Everything else goes through one condition: callers add requests, cancellations and holds; the thread looks at them
-between two tokens, which is what "token boundary" means. A hold (a pause, a load of weights, a score) keeps it from
-starting the next token.
+Everything else goes through one condition variable: callers add requests, cancellations and holds, and the thread
+handles them between two tokens, at a "token boundary". A hold (a pause, a weight load, a score) keeps it from starting
+the next token.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class DecodeThread(threading.Thread):
     def __init__(self, batch: RunningBatch, *, threads: int, boundary_timeout_s: float = 120.0) -> None:
         super().__init__(name="lightrl-local-engine", daemon=True)
         self._batch = batch
-        # Short work of a token goes before an update's long kernels.
+        # A token's short kernels run before an update's long ones.
         make_stream: Any = torch.cuda.Stream
         self._stream = make_stream(batch.device, priority=-1) if batch.device.type == "cuda" else None
         self._threads = threads
         self._boundary_timeout_s = boundary_timeout_s
         self._hold_lock = threading.Lock()  # one `held` at a time
-        self._condition = threading.Condition()  # guards all below
+        self._condition = threading.Condition()  # guards everything below
         self.weight_version = -1
         self.is_closed = False
-        self._awaited: set[asyncio.Future[Completion]] = set()  # waiting and running rows'
+        self._awaited: set[asyncio.Future[Completion]] = set()  # of waiting and running rows
         self._waiting: deque[Row] = deque()
         self._num_running = 0
         self._has_cancellations = False
@@ -61,7 +61,7 @@ class DecodeThread(threading.Thread):
             return {"running": self._num_running, "waiting": len(self._waiting)}
 
     def submit(self, rows: list[Row]) -> list[asyncio.Future[Completion]]:
-        """The completion of each row, as a future of the running loop; cancelled, the row leaves at the next token."""
+        """Returns a future of each row's completion; if one is cancelled, its row leaves at the next token boundary."""
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Completion]] = []
         for row in rows:
@@ -84,7 +84,7 @@ class DecodeThread(threading.Thread):
                 self._condition.notify_all()
 
     async def pause(self) -> None:
-        """Returns when decoding has stopped between two tokens, until `resume`. The pause outlives a cancellation."""
+        """Stops decoding between two tokens, until `resume`. If this call is cancelled, the pause remains."""
         with self._condition:
             self.check_alive()
             self._is_paused = True
@@ -108,7 +108,7 @@ class DecodeThread(threading.Thread):
 
     @contextlib.contextmanager
     def held(self, caller: str) -> Iterator[None]:
-        """Decoding stands still inside; for one caller at a time, from any other thread."""
+        """Inside, decoding is stopped. One caller at a time, in any thread but this one."""
         with self._hold_lock:
             try:
                 with self._condition:
@@ -118,7 +118,7 @@ class DecodeThread(threading.Thread):
                     if not self._condition.wait_for(lambda: self._is_at_boundary, self._boundary_timeout_s):
                         raise self._overdue(caller)
                     self.check_alive()
-                if self._stream is not None:  # the device, too, does the caller's work between two tokens
+                if self._stream is not None:  # the device also runs the caller's work between two tokens
                     torch.cuda.current_stream(self._batch.device).wait_stream(self._stream)
                 yield
             finally:
@@ -129,9 +129,9 @@ class DecodeThread(threading.Thread):
                     self._condition.notify_all()
 
     def unfinished(self) -> dict[int, Completion]:
-        """Return what is generated so far, by seed, in the order of the slots; called inside a pause.
+        """Returns the completions so far by seed, in slot order; must be called during a pause.
 
-        Key-values are recomputed before the next token, as they will be in the run that continues from there.
+        Key-values are recomputed before the next token, as in a run that resumes from these completions.
         """
         with self._condition:
             self.check_alive()
@@ -139,12 +139,12 @@ class DecodeThread(threading.Thread):
             return self._batch.unfinished()
 
     def take_version(self, weight_version: int) -> None:
-        """Inside `held`: the decoder has new weights. Tokens get this version, and key-values are recomputed first."""
+        """Notes new weights, inside `held`: key-values are recomputed, and further tokens get this version."""
         self.weight_version = weight_version
         self._is_stale = True
 
     def close(self) -> None:
-        """Ends decoding; waiting requests raise EngineError."""
+        """Stops decoding; pending requests raise EngineError."""
         with self._condition:
             self.is_closed = True
             self._condition.notify_all()
@@ -153,7 +153,7 @@ class DecodeThread(threading.Thread):
             raise self._overdue("close")
 
     def check_alive(self) -> None:
-        """Raises EngineError if nothing is decoded any more."""
+        """Raises EngineError if decoding has ended."""
         if self.is_closed:
             raise EngineError("LocalEngine is closed. Create a new engine.")
         if self._failure is not None:
@@ -178,7 +178,7 @@ class DecodeThread(threading.Thread):
         )
 
     def run(self) -> None:
-        """One token for every row, again and again, until `close` or an error."""
+        """Samples one token for every row, repeatedly, until `close` or an error."""
         torch.set_num_threads(self._threads)
         try:
             with torch.inference_mode(), contextlib.ExitStack() as own:
@@ -186,13 +186,13 @@ class DecodeThread(threading.Thread):
                     own.enter_context(torch.cuda.stream(self._stream))
                 while self._next_token_is_due():
                     self._advance()
-        except BaseException as error:  # noqa: BLE001  # this thread ends here; all waiting callers get the error
+        except BaseException as error:  # noqa: BLE001  # all waiting callers get the error
             with self._condition:
                 self._failure = error
         self._fail_requests()
 
     def _next_token_is_due(self) -> bool:
-        """Waits until there is a token to sample; False when the engine is closed. This is the token boundary."""
+        """Waits until there is a token to sample; returns False if the engine is closed. This is the token boundary."""
         with self._condition:
             while True:
                 if self._has_cancellations:
@@ -220,7 +220,7 @@ class DecodeThread(threading.Thread):
         self._condition.notify_all()
 
     def _advance(self) -> None:
-        """Does what comes next: recomputes stale key-values, admits rows or samples a token; delivers completions."""
+        """Recomputes stale key-values, admits rows or samples a token, and delivers finished completions."""
         batch = self._batch
         with self._condition:
             weight_version = self.weight_version  # it changes only at a boundary
@@ -253,13 +253,13 @@ class DecodeThread(threading.Thread):
 
     def _fail_requests(self) -> None:
         if self._stream is not None and self._failure is None:
-            self._stream.synchronize()  # it may still use memory that is freed below
+            self._stream.synchronize()  # kernels may still use memory that is freed below
         with self._condition:
             futures = list(self._awaited)
             self._waiting.clear()
             self._num_running = 0
             self._reach_boundary()
-        del self._batch  # and with it the model
+        del self._batch  # frees the model too
         wake_ups = WakeUps()
         for future in futures:
             closed = EngineError("LocalEngine was closed before the completion was finished.")

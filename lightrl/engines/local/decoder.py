@@ -1,8 +1,8 @@
-"""Decoder: a model that gives the next token's logits for a changing set of rows; the protocol and the generic form.
+"""Decoder: computes the next token's logits for a changing set of rows; the protocol and a generic implementation.
 
 A decoder keeps the key-values of its rows. New rows follow the present ones, `keep` reorders and removes rows, `clear`
-removes all of them (weights have changed). It owns its weights: `write` copies, nothing is aliased. It knows nothing of
-threads, sampling and requests; `fast/` has the fast form for Llama-like families.
+removes all of them (after the weights have changed). It owns its weights: `write` copies and never aliases. It handles
+no threads, sampling or requests; `fast/` has a faster decoder for Llama-like families.
 
 Shapes: n rows, T tokens of a sequence, V tokens of the vocabulary.
 """
@@ -35,67 +35,68 @@ log = logging.getLogger(__name__)
 class Decoder(Protocol):
     """A model as LocalEngine needs it. One thread at a time calls it, in `torch.inference_mode` or not."""
 
-    # Columns (lightrl/columns) that it records, by name: values of the tokens of the latest `append`, [T, w] for each
-    # sequence, or of the latest `step`, [n, w].
+    # The columns (lightrl/columns) that it records, by name: values for the tokens of the latest `append`, [T, w] for
+    # each sequence, or of the latest `step`, [n, w].
     latest_columns: Mapping[str, Sequence[Tensor]]
-    has_own_threads: bool  # a step divides its rows over threads of its own; else torch's threads share an operation
+    has_own_threads: bool  # whether its own threads divide a step's rows; otherwise torch's threads share an operation
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
-        """Hugging Face name of every parameter → its shape; all must be written."""
+        """Maps the Hugging Face name of every parameter to its shape; all must be written."""
         ...
 
     @property
     def optional_shapes(self) -> Mapping[str, torch.Size]:
-        """Shapes of what may be written too: tied copies, which are ignored, and persistent buffers."""
+        """Shapes of optional tensors: tied copies, which `write` ignores, and persistent buffers."""
         ...
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Copies a parameter in; the caller has checked its name and shape."""
+        """Overwrites a parameter with a copy of the tensor; the caller has checked its name and shape."""
         ...
 
     def read(self, name: str) -> Tensor:
-        """A copy of a parameter, in Hugging Face's layout."""
+        """Returns a copy of a parameter in Hugging Face's layout."""
         ...
 
     def append(
         self, sequences: Sequence[Sequence[int]], owners: Sequence[int], images: Sequence[Sequence[str]] = ()
     ) -> Tensor:
-        """Adds rows with the key-values of these tokens; logits after each sequence, [len(sequences), V] float32.
+        """Adds rows with these tokens; returns the logits after each sequence, [len(sequences), V] float32.
 
         Args:
-            sequences: token ids, at least one each; each is computed once.
+            sequences: token ids, at least one per sequence; each sequence is computed once.
             owners: the index of each new row's sequence.
             images: paths or data: URLs of each sequence's images; empty if no sequence has any.
         """
         ...
 
     def fits(self, num_rows: int, num_tokens: int) -> bool:
-        """Whether the key-values of so many rows, each of so many tokens, fit into the memory that it may use."""
+        """Whether the key-values of this many rows of this many tokens fit into the available memory."""
         ...
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
-        """Reserves memory for what `fits`, before rows are added."""
+        """Reserves memory that `fits`, before rows are added."""
         ...
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
-        """Logits after each token of one sequence, [T, V] float32; does not change rows or their key-values."""
+        """Returns the logits after each token of a sequence, [T, V] float32; does not change rows or key-values."""
         ...
 
     def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Adds the last token of each row to its key-values; logits of the next, [n, V] float32, for in-place use.
+        """Adds each row's last token to its key-values; returns the next logits, [n, V] float32; the caller may change
+        them.
 
         Args:
             token_ids, positions: [n], of the last tokens.
-            longest: the greatest of `positions` plus 1.
+            longest: the largest position plus 1.
         """
         ...
 
     def keep(self, order: Sequence[int], longest: int) -> None:
-        """Row i becomes what row `order[i]` was; rows that are not named are removed.
+        """Moves row `order[i]` to row i, and removes rows that `order` does not name.
 
-        An entry with `order[i] != i` names a row beyond the new end, so that rows can be copied in place.
-        `longest` is at least the number of tokens in any row's key-values.
+        If `order[i] != i`, row `order[i]` lies beyond the new end, so that rows can be copied in place. No row's
+        key-values have more than `longest` tokens.
         """
         ...
 
@@ -104,7 +105,7 @@ class Decoder(Protocol):
         ...
 
     def use_threads(self, num: int) -> None:
-        """Sets the number of its own threads, if it has any."""
+        """Sets the number of the decoder's own threads, if it has any."""
         ...
 
 
@@ -115,8 +116,8 @@ def chunks_of_similar_length(
 
     Args:
         sequences: token ids.
-        max_tokens: of a chunk, padded to its longest sequence; a longer sequence is a chunk of its own.
-        may_pad: True allows a sequence of half the longest one's length; False allows equal lengths only.
+        max_tokens: of a chunk, padded to its longest sequence; a longer sequence is a separate chunk.
+        may_pad: True allows sequences down to half the longest one's length; False only equal lengths.
     """
     chunk: list[int] = []
     for index in sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i)):
@@ -132,27 +133,27 @@ def chunks_of_similar_length(
 
 
 def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of numbers that the host has; nobody waits for the copy."""
+    """Copies numbers from the host into a tensor on the device, without waiting for the copy."""
     return to_device(torch.tensor(values, dtype=dtype), device)
 
 
 class HuggingFaceDecoder:
-    """Hugging Face's code of a decoder-only model whose layers keep key-values, or states of fixed size, or both.
+    """Runs Hugging Face's code of a decoder-only model whose layers keep key-values, states of fixed size, or both.
 
-    All rows share one time axis that ends at "now": a row's key-values are right-aligned in the cache, with masked
-    columns before them, as in Hugging Face's own left padding. Distances between columns are then distances between
-    tokens, so sliding windows work; columns that no row uses any more are cut off. The states of convolutions and
-    recurrences, such as linear attention, have rows but no columns. Where padding would enter them, a forward has
-    prompts of one length only.
+    All rows share one time axis that ends with the latest token: a row's key-values are right-aligned in the cache,
+    with masked columns before them, like Hugging Face's left padding. Distances between columns are then distances
+    between tokens, so sliding windows work; columns that no row uses are removed. The states of convolutions and
+    recurrences, such as linear attention, have rows but no columns. If padding would change them, all prompts of a
+    forward have the same length.
 
     Args:
-        prefill_tokens: most tokens, with padding, in one forward over prompts.
-        record_routes: record which experts tokens take; None does where a family's can be recorded.
-        image_reader: how the model reads images; None if it takes none.
+        prefill_tokens: maximum number of tokens, with padding, in one forward over prompts.
+        record_routes: record the experts of each token; None records them if the model's family allows it.
+        image_reader: how the model reads images; None if it accepts none.
 
     Raises:
-        ValueError: if routes cannot be recorded but must be, or the model keeps anything else, such as the index of
-            sparse attention, or keeps it in a cache of its own class, or decodes otherwise than it is trained.
+        ValueError: if routes must be recorded but cannot be, the model keeps anything else, such as the index of
+            sparse attention, has its own class of cache, or computes differently in decoding than in training.
     """
 
     has_own_threads = False
@@ -181,13 +182,12 @@ class HuggingFaceDecoder:
             raise ValueError(
                 "LocalEngine needs a decoder-only model whose layers keep key-values, or states of convolutions and "
                 f"recurrences in transformers' DynamicCache, but layers of type {config.model_type!r} keep something "
-                "else, such as the index of sparse attention, or a cache of their own. Use SGLangEngine, or another "
-                "model."
+                "else, like the index of sparse attention, or have their own cache. Use SGLangEngine, or another model."
             )
         if (limits := time_step_limits(self._model)) is not None:
             raise ValueError(
                 f"LocalEngine cannot decode this model of type {config.model_type!r} as it is trained: transformers "
-                f"limits its time steps to {limits} over a sequence, but not over one token. Use another model."
+                f"limits its time steps to {limits} for a sequence, but not for a single token. Use another model."
             )
         self._may_pad = not self._keeps_states or self._masks_padding()
         self.latest_columns: Mapping[str, Sequence[Tensor]] = {}
@@ -208,7 +208,7 @@ class HuggingFaceDecoder:
 
     @torch.no_grad()
     def _keeps_what_rows_need(self) -> bool:
-        """Whether layers keep one key per token, or states, in transformers' cache, and no more; runs two tokens."""
+        """Whether layers keep only one key per token, or states, in transformers' cache; runs two tokens."""
         from transformers import DynamicCache
 
         if not self._cached:
@@ -220,7 +220,7 @@ class HuggingFaceDecoder:
         try:
             cache = self._cache_after(2)
         except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError):
-            # A layer looks in vain for its own state, or the model for its own class of cache.
+            # A layer does not find its own kind of state, or the model its own class of cache.
             return False
         layers = [_layer_tensors(layer) for layer in cache.layers if type(layer).__name__ != "DummyLayer"]
         columns = [holder[name].shape[-2] for tensors in layers for holder, name, has_columns in tensors if has_columns]
@@ -228,16 +228,16 @@ class HuggingFaceDecoder:
 
     @torch.no_grad()
     def _masks_padding(self) -> bool:
-        """Whether padding before a row's tokens leaves its states alone, also if biases are not 0, as new ones are."""
+        """Whether padding before a row's tokens leaves its states unchanged, even if biases are not 0."""
         generator = torch.Generator(self._device).manual_seed(0)
-        for parameter in self._model.parameters():  # the engine's first load overwrites them
+        for parameter in self._model.parameters():  # the engine's first weight load overwrites them
             if parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5, generator=generator)
         caches = (_cache_tensors(self._cache_after(1)), _cache_tensors(self._cache_after(1, num_padding=1)))
         for (alone, name, has_columns), (padded, _, _) in zip(*caches, strict=True):
             if not has_columns:
                 error = (padded[name] - alone[name]).abs().max()
-                if error > 0.05 * alone[name].abs().max():  # rounding of bfloat16 is smaller, also in the last layer
+                if error > 0.05 * alone[name].abs().max():  # bfloat16 rounding is smaller, even in the last layer
                     return False
         return True
 
@@ -248,7 +248,7 @@ class HuggingFaceDecoder:
 
     @torch.no_grad()
     def _record_routes(self, is_required: bool) -> None:
-        """Record routes from now on, if the model has experts and their routes can be recorded; runs two tokens."""
+        """Records routes from now on if the model has experts whose routes can be recorded; runs two tokens."""
         routes = Routes(self._model)
         if not routes.blocks:
             if is_required:
@@ -291,7 +291,7 @@ class HuggingFaceDecoder:
             is_token = (positions >= 0).to(torch.int64)
             shown = ImageTable.of([images[index] for index in chunk] if images else (), self._image_reader)
             inputs = {} if shown is None else image_inputs(self._model, token_ids, shown)
-            if "position_ids" in inputs:  # an image's tokens take fewer positions than there are
+            if "position_ids" in inputs:  # an image has fewer positions than tokens
                 shifts[chunk] = inputs["position_ids"].amax((0, 2)) + 1 - token_ids.shape[1]
             cache, outputs = self._forward(token_ids, is_token, positions.clamp(min=0), None, inputs)
             for place, (index, length) in enumerate(zip(chunk, lengths, strict=True)):
@@ -319,10 +319,10 @@ class HuggingFaceDecoder:
         return torch.stack([row for row in logits if row is not None])
 
     def fits(self, num_rows: int, num_tokens: int) -> bool:
-        return True  # it grows with every token, without a bound
+        return True  # the cache grows with every token, without a bound
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
-        """Does nothing: each token takes its own memory."""
+        """Does nothing: memory is allocated for each token."""
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         outputs = self._model(input_ids=torch.tensor([[*token_ids]], device=self._device), use_cache=False)
@@ -344,7 +344,7 @@ class HuggingFaceDecoder:
             return
         rows = torch.tensor(order, device=self._device)
         mask, self._shifts = self._is_token[rows], self._shifts[rows]
-        first = int(mask.any(0).to(torch.int64).argmax())  # no row uses the columns before it
+        first = int(mask.any(0).to(torch.int64).argmax())  # no row uses the columns before this one
         self._is_token = mask[:, first:]
         for holder, name, has_columns in _cache_tensors(self._cache):
             holder[name] = holder[name][rows, :, first:] if has_columns else holder[name][rows]
@@ -355,7 +355,7 @@ class HuggingFaceDecoder:
         self._shifts = torch.zeros(0, dtype=torch.int64, device=self._device)
 
     def use_threads(self, num: int) -> None:
-        """Torch has the threads."""
+        """Does nothing: torch's threads do the work."""
 
     def _forward(
         self,
@@ -369,7 +369,8 @@ class HuggingFaceDecoder:
 
         arguments: dict[str, Any] = {"attention_mask": is_token, "use_cache": True}
         if cache is None:
-            # Without the config all layers keep all tokens: `keep` and `append` move columns; sliding layers forbid it.
+            # Without the config all layers keep all tokens; sliding layers would not let `keep` and `append` move
+            # columns.
             cache = DynamicCache(config=self._model.config) if self._keeps_states else DynamicCache()
         arguments[self._cached] = cache
         if "position_ids" in self._accepted:
@@ -387,7 +388,7 @@ class HuggingFaceDecoder:
 
 
 def _aligned_right(tensor: Tensor, width: int, dim: int) -> Tensor:
-    """`tensor` with zeros before it along `dim`, `width` in total."""
+    """Pads `tensor` with zeros at the start of `dim`, up to `width`."""
     missing = width - tensor.shape[dim]
     if missing == 0:
         return tensor
@@ -397,7 +398,7 @@ def _aligned_right(tensor: Tensor, width: int, dim: int) -> Tensor:
 
 
 def _layer_tensors(layer: CacheLayerMixin) -> list[tuple[dict[Any, Tensor], Any, bool]]:
-    """The dict and the key of each tensor [n, …] of a layer, and whether it has a column for each token."""
+    """Returns the dict and the key of each tensor [n, …] of a layer, and whether it has a column for each token."""
     tensors: list[tuple[dict[Any, Tensor], Any, bool]] = [(vars(layer), name, True) for name in ("keys", "values")]
     for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
         tensors += [(states, index, False) for index in states]

@@ -1,4 +1,4 @@
-"""LocalEngine: generation in this process, with continuous batching, its own decode thread and its own weights."""
+"""LocalEngine: generates in this process, with continuous batching, its own decode thread and its own weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lightrl.weights import Bucket, block_fp8
 
 
 def copy_in(decoder: Decoder, buckets: Iterable[Bucket], *, can_undo: bool) -> None:
-    """Copies every parameter; if anything fails, overwritten ones get their old values back.
+    """Copies every parameter into the decoder; if anything fails, restores the old values.
 
     Args:
         can_undo: False if the decoder has no weights yet.
@@ -52,8 +52,8 @@ def copy_in(decoder: Decoder, buckets: Iterable[Bucket], *, can_undo: bool) -> N
         missing = sorted(set(decoder.shapes) - loaded_names)
         if missing:
             raise WeightSyncError(
-                f"{len(missing)} of {len(decoder.shapes)} parameters did not arrive, such as {missing[0]!r}. Export "
-                "every parameter; the engine keeps its old weights."
+                f"{len(missing)} of {len(decoder.shapes)} parameters did not arrive, for example {missing[0]!r}. "
+                "Export every parameter; the engine keeps its old weights."
             )
         undo.pop_all()
 
@@ -75,7 +75,7 @@ def _check_parameter(decoder: Decoder, name: str, tensor: Tensor, loaded_names: 
 
 
 def _check_values(tensors: Mapping[str, Tensor]) -> None:
-    """One read from the device for all of them."""
+    """Raises WeightSyncError for values that are not finite; reads from the device once for all tensors."""
     finite = {
         name: torch.stack(torch.aminmax(tensor.detach())).isfinite().all()
         for name, tensor in tensors.items()
@@ -91,47 +91,47 @@ def _check_values(tensors: Mapping[str, Tensor]) -> None:
 
 log = logging.getLogger(__name__)
 
-# Measured on 2 cores, batch 64: with a second thread 1 M parameters fall from 6,789 to 3,610 tokens/s, 27 M rise from
-# 415 to 508.
+# Measured on 2 cores, batch 64: a second thread slows 1 M parameters from 6,789 to 3,610 tokens/s, and speeds 27 M up
+# from 415 to 508.
 SMALL_MODEL_PARAMETERS = 10_000_000
 
 
 class LocalEngine(RolloutEngine):
     """A rollout engine in this process, on the trainer's GPU or the CPU, with its own copy of the weights.
 
-    Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path; other decoder-only models whose layers keep
-    key-values, or the states of convolutions and recurrences, run Hugging Face's code, with images too; the rest is
-    refused. Both share the scheduler: rows wait in the order of the calls, are admitted into free slots, and leave with
-    their last token; equal prompts that are admitted together are computed once. Tokens depend on (seed, position) and
-    the logits, not on the batch, up to float rounding of the logits.
+    Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path. Other decoder-only models whose layers keep
+    key-values, or the states of convolutions and recurrences, run Hugging Face's code, which also reads images. All
+    other models are refused. Both paths share the scheduler: rows wait in the order of the calls, enter free slots, and
+    leave with their last token; equal prompts that are admitted together are computed once. Tokens depend on (seed,
+    position) and the logits, not on the batch, up to float rounding of the logits.
 
     `pause` and `resume` set and clear one flag: one resume ends any number of pauses. A paused engine queues requests,
-    so `pause`, many `generate` calls, `resume` admits them as one wave in the order of the calls. `pause` on an idle
-    engine returns at once. A load holds decoding by itself and does not change the flag.
+    so `pause`, many `generate` calls and `resume` admit them together in the order of the calls. `pause` returns
+    immediately on an idle engine. A weight load stops decoding without changing the flag.
 
     Memory: the weights once; during a load also the old ones, to undo a bad bucket; key-values for the largest number
-    of rows and tokens so far, on a GPU of the fast path at most `key_value_bytes`: rows that might need more wait.
+    of rows and tokens so far. On a GPU the fast path uses at most `key_value_bytes` for these; other rows wait.
 
     Args:
-        max_batch: slots, the most completions that decode together; None takes 512 for a model below 10 M parameters,
-            whose steps cost more for each operation than for each row, and 256 for others.
-        threads: cores that decoding uses; None takes as many as torch uses in the thread that calls `start`. Where
-            kernels are, each decodes a part of the rows. Elsewhere they share an operation, which a second one slows
-            down below 10 M parameters: there None takes 1.
-        max_context: most tokens of prompt and completion together; None is the model's context.
-        dtype: of the engine's weights, such as `bfloat16`; `auto` is float32 on the CPU, bfloat16 on a GPU.
+        max_batch: slots, the maximum number of completions that decode together; None is 512 for a model below 10 M
+            parameters, whose steps cost more per operation than per row, and 256 for others.
+        threads: cores that decoding uses; None is the number that torch uses in the thread that calls `start`. With
+            the fast path's kernels, each thread decodes a part of the rows. Otherwise torch's threads share an
+            operation, which is slower than one thread below 10 M parameters: there None is 1.
+        max_context: maximum number of tokens of prompt and completion together; None is the model's context.
+        dtype: of the engine's weights, for example `bfloat16`; `auto` is float32 on the CPU, bfloat16 on a GPU.
         device: where to decode; None is the trainer's CUDA device, or the CPU.
-        quantization: `fp8` rounds linear weights as SGLang gets them with that argument, so that the difference from
-            the trainer, and what corrects it, can be seen without a GPU; saves no memory. See weights/block_fp8.py.
+        quantization: `fp8` rounds linear weights as SGLang does with that argument, to show the difference from the
+            trainer, and its correction, without a GPU; saves no memory. See weights/block_fp8.py.
         fast_path: False runs Hugging Face's code for every model.
-        prefill_tokens: most prompt tokens, with padding, in one forward; bounds the memory of a wave's prefill.
-        record_routes: return which experts each token took, so that the trainer takes the same (models/routes.py); None
-            does for models with experts, except for families whose routes cannot be recorded.
+        prefill_tokens: maximum number of prompt tokens, with padding, in one forward; bounds the prefill's memory.
+        record_routes: return each token's experts, so that the trainer uses the same (models/routes.py); None does this
+            for models with experts, except for families whose routes cannot be recorded.
         boundary_timeout_s: how long `pause`, `load_weights` and `close` wait for the token in progress.
     """
 
     continues_completions = True
-    probe_every_n_loads = 10  # a probe of a model of 0.8 M parameters takes 9 ms: 3 % of the quickstart after each load
+    probe_every_n_loads = 10  # a probe of 0.8 M parameters takes 9 ms: after each load, 3 % of the quickstart
 
     def __init__(
         self,
@@ -167,17 +167,17 @@ class LocalEngine(RolloutEngine):
         self.record_routes = record_routes
         self.boundary_timeout_s = boundary_timeout_s
 
-        self.key_value_bytes: float | None = None  # set before `start`; None: on a GPU half of what is then free
+        self.key_value_bytes: float | None = None  # set before `start`; None: half of a GPU's memory that is free then
 
         self._generates_each = replaces_generate_alone(self)
         self._decoder: Decoder | None = None
-        self._dtype = torch.float32  # after `start` that of `dtype` and the config
+        self._dtype = torch.float32  # after `start` the dtype of `dtype` and the device
         self._thread: DecodeThread | None = None
         self._vocab_size = 0
-        self._image_reader: ImageReader | None = None  # how the model reads images; None if it takes none
+        self._image_reader: ImageReader | None = None  # how the model reads images; None if it accepts none
 
     def start(self, config: PretrainedConfig) -> None:
-        """Builds the model, its weights still unset, and starts the decode thread."""
+        """Builds the model without setting its weights, and starts the decode thread."""
         if self._thread is not None and (self._thread.is_alive() or not self._thread.is_closed):
             raise EngineError("LocalEngine is already started. Close it first, or create a new one.")
         check_outputs(config, "LocalEngine's model")
@@ -188,7 +188,7 @@ class LocalEngine(RolloutEngine):
         elif model_context is not None and self._given_max_context > model_context:
             raise ValueError(f"max_context must be at most {model_context}, {CONTEXT}, got {self.max_context}.")
         if self.quantization is not None:
-            block_fp8.quantized_config(config)  # checks it
+            block_fp8.quantized_config(config)  # checks the config
         self.choose_device()
         self.weight_version = -1
         self._vocab_size = text_config.vocab_size
@@ -203,12 +203,12 @@ class LocalEngine(RolloutEngine):
         if self.device.type == "cuda" and not is_small:
             log.warning("LocalEngine decodes on %s; SGLangEngine is faster for models of this size.", self.device)
         batch = RunningBatch(self._decoder, max_rows=max_rows, vocab_size=self._vocab_size, device=self.device)
-        threads = 1 if is_small and has_own_threads else self.threads  # for one operation of torch
+        threads = 1 if is_small and has_own_threads else self.threads  # within one operation of torch
         self._thread = DecodeThread(batch, threads=threads, boundary_timeout_s=self.boundary_timeout_s)
         self._thread.start()
 
     def choose_device(self) -> torch.device:
-        """The device on which it decodes, from `device` and `trainer_devices`; `start` calls it."""
+        """Chooses the device to decode on from `device` and `trainer_devices`; `start` calls this."""
         if self._given_device is None and self.trainer_devices:
             first = self.trainer_devices[0]
             self.device = first if first.type == "cuda" else torch.device("cpu")
@@ -252,7 +252,7 @@ class LocalEngine(RolloutEngine):
         images: tuple[str, ...] = (),
         started: Completion | None = None,
     ) -> list[Completion]:
-        """`n` completions of one prompt, without a deadline: the controller has one."""
+        """Generates `n` completions of one prompt, without a deadline: the controller sets one."""
         check_bounds(1, n=n)
         seeds = [completion_seed(sampling.seed, sample) for sample in range(n)]
         return list(await asyncio.gather(*self._submit(token_ids, [sampling] * n, seeds, images, [started] * n)))
@@ -266,7 +266,7 @@ class LocalEngine(RolloutEngine):
         images: tuple[str, ...] = (),
         started: Sequence[Completion | None] | None = None,
     ) -> list[asyncio.Future[Completion]]:
-        """One request for all of them, unless a subclass replaces `generate` alone."""
+        """Submits one request for the whole group, unless a subclass replaces only `generate`."""
         if self._generates_each:
             return super().generate_group(token_ids, samplings, session=session, images=images, started=started)
         seeds = [sampling.seed for sampling in samplings]
@@ -276,14 +276,14 @@ class LocalEngine(RolloutEngine):
         return self._started().unfinished()
 
     async def pause(self) -> None:
-        """Raises EngineTimeout if the token in progress takes longer than `boundary_timeout_s`; the pause stays."""
+        """Raises EngineTimeout if the token in progress takes longer than `boundary_timeout_s`; the pause remains."""
         await self._started().pause()
 
     async def resume(self) -> None:
         self._started().resume()
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Stops decoding between two tokens, copies the buckets in the calling thread, continues.
+        """Stops decoding between two tokens, copies the buckets in the calling thread, and continues decoding.
 
         If `buckets` itself raises, the old weights are restored and the exception passes through.
 
@@ -301,14 +301,14 @@ class LocalEngine(RolloutEngine):
             self.weight_version = weight_version
 
     def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
-        """Waits for the token in progress, up to `boundary_timeout_s`. The one replica is named `engine`."""
+        """Waits for the token in progress, up to `boundary_timeout_s`. The only replica is named `engine`."""
         return {"engine": [self._scores(token_ids) for token_ids in sequences]}
 
     def dtypes(self) -> set[str]:
         return {str(self._dtype).removeprefix("torch."), *(["float8_e4m3fn"] if self.quantization else [])}
 
     def read_weights(self) -> dict[str, Tensor]:
-        """A copy of every parameter under its Hugging Face name, to compare with the trainer's; between two tokens."""
+        """Copies every parameter between two tokens, by its Hugging Face name, to compare with the trainer's."""
         with self._started().held("read_weights"):
             assert self._decoder is not None
             return {name: self._decoder.read(name) for name in self._decoder.shapes}
@@ -334,7 +334,7 @@ class LocalEngine(RolloutEngine):
             if self._image_reader is None:
                 raise ValueError(refusal(len(images)))
             self._image_reader.check(images, token_ids)
-            self._image_reader.read(images)  # an error belongs to this request; the decoder finds them in the cache
+            self._image_reader.read(images)  # an error fails only this request; the decoder finds them in the cache
         prompt = tuple(token_ids)
         rows = zip(samplings, seeds, started, strict=True)
         return thread.submit([Row(prompt, sampling, seed, images, start) for sampling, seed, start in rows])
@@ -344,7 +344,7 @@ class LocalEngine(RolloutEngine):
         return [0.0, *self._log_probabilities(token_ids).gather(1, chosen)[:, 0].tolist()]
 
     def _log_probabilities(self, token_ids: list[int]) -> Tensor:
-        """[T - 1, V], of the token after each token but the last."""
+        """Returns the log probabilities [T - 1, V] of the token after each token but the last."""
         with self._started().held("score"), torch.inference_mode():
             assert self._decoder is not None
             return torch.log_softmax(self._decoder.logits(token_ids[:-1]), -1)

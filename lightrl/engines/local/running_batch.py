@@ -1,7 +1,7 @@
 """RunningBatch: the rows being decoded; they enter and step together, and leave one by one.
 
-Slots 0 to `size - 1` are in use, so that every tensor of a step is a plain slice; when a row leaves, the last one takes
-its slot. Nothing here knows threads, queues or asyncio: `decode_thread.py` decides when to admit, step and recompute.
+Slots 0 to `size - 1` are in use, so that every tensor of a step is a plain slice; when a row leaves, the last one moves
+into its slot. `decode_thread.py` decides when to admit, step and recompute, and handles threads, queues and asyncio.
 
 Shapes: S slots, n = `size` rows in use, W tokens that fit in a row, V vocabulary.
 """
@@ -25,10 +25,10 @@ from lightrl.engines.local.sampler import ban_stop_tokens, sample_tokens, unifor
 from lightrl.functional import encode_supports
 from lightrl.trajectory import FinishReason, Sampling
 
-# Settings that rows share; each has its own seed.
+# The settings of a Sampling without its seed, which each row has separately.
 _kind = operator.attrgetter("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "stop_token_ids")
 _FIRST_WIDTH = 64  # tokens; W doubles from here
-_MAX_SAMPLED = 32  # steps whose supports wait to be encoded
+_MAX_SAMPLED = 32  # steps whose supports are encoded together
 
 
 @dataclass(eq=False)
@@ -38,16 +38,16 @@ class Row:
     prompt: tuple[int, ...]
     sampling: Sampling
     seed: int  # this completion's
-    attachments: tuple[str, ...] = ()  # what the prompt has besides tokens, as the decoder reads it
-    started: Completion | None = None  # how it starts, generated before by this engine or another
-    owner: Any = None  # the completion's owner; the batch hands it back
+    attachments: tuple[str, ...] = ()  # of the prompt, as the decoder reads them
+    started: Completion | None = None  # the start of the completion, generated before by this or another engine
+    owner: Any = None  # the completion's owner; the batch returns it
     version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on)
-    codes: list[bytes] = field(default_factory=list)  # of the tokens' supports, if sampling is truncated
-    recorded: dict[str, list[bytes]] = field(default_factory=dict)  # columns that the decoder records, a part a forward
+    codes: list[bytes] = field(default_factory=list)  # the tokens' encoded supports, if sampling is truncated
+    recorded: dict[str, list[bytes]] = field(default_factory=dict)  # the decoder's columns, one part per forward
 
     @property
     def columns(self) -> dict[str, TokenArray[Any]]:
-        """Those of its completion so far."""
+        """The columns of the completion so far."""
         parts = {**self.recorded, SUPPORTS.name: self.codes} if self.sampling.is_truncated else self.recorded
         stored = {name: (b"".join(each), column_named(name).code) for name, each in parts.items()}
         return {name: TokenArray.of_stored(values, b"", code) for name, (values, code) in stored.items()}
@@ -59,8 +59,8 @@ class RunningBatch:
     An admitted row has its first token; its last token is not yet in the decoder's key-values.
 
     Args:
-        decoder: gives the logits; if its weights change between two calls, `recompute` must come next.
-        max_rows: S, bound of `size`.
+        decoder: computes the logits; if its weights change between two calls, `recompute` must be called next.
+        max_rows: S, the maximum of `size`.
         vocab_size: V.
     """
 
@@ -71,7 +71,7 @@ class RunningBatch:
         self.device = device
         self._rows: list[Row] = []
         self._sampled: list[tuple[list[Row], Any, Any]] = []  # rows, supports [M, 2], tokens [n]: not yet encoded
-        # Host state. To find finished rows, only the sampled tokens are read from the device.
+        # Host state: only the sampled tokens are read from the device to find finished rows.
         self._prompt_lengths = np.zeros(max_rows, np.int64)
         self._lengths = np.zeros(max_rows, np.int64)  # tokens so far
         self._limits = np.zeros(max_rows, np.int64)  # max_new_tokens
@@ -82,7 +82,7 @@ class RunningBatch:
         self._unread: list[tuple[Any, Any, Tensor]] = []  # slots [n], their lengths [n], tokens and logprobs [2, n]
         # Device state.
         self._counters = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
-        self._positions, self._generated = self._counters  # [S] of the last token; [S] tokens so far
+        self._positions, self._generated = self._counters  # [S], position of the last token; [S], tokens so far
         self._current = torch.zeros(max_rows, dtype=torch.int64, device=device)  # [S] the last token
         self._seeds = torch.zeros_like(self._current)
         self._top_k = torch.zeros_like(self._current)
@@ -98,7 +98,7 @@ class RunningBatch:
         return len(self._rows)
 
     def capacity(self, waiting: Iterable[Row]) -> int:
-        """Rows that may run at once, with all tokens that they may get, if the first of these enter; at least one."""
+        """Returns how many rows fit, with the most tokens they may get, if the first waiting ones enter; at least 1."""
         size, longest = self.size, _longest_end(self._rows)
         for row in itertools.islice(waiting, self.max_rows - size):
             longest = max(longest, _longest_end([row]))
@@ -108,11 +108,11 @@ class RunningBatch:
         return self.max_rows
 
     def reserve(self, rows: Sequence[Row]) -> None:
-        """Reserves memory for these rows' key-values too; called before `admit` and `readmit`."""
+        """Reserves memory for these rows' key-values; called before `admit` and `readmit`."""
         self._decoder.reserve(self.size + len(rows), _longest_end([*self._rows, *rows]))
 
     def admit(self, rows: Sequence[Row], weight_version: int) -> None:
-        """Computes the prompts, equal ones once, and samples the first token of each row."""
+        """Computes each distinct prompt once, and samples the first token of each row."""
         first, end = self.size, self.size + len(rows)
         prompts, owners, attachments = _distinct([row.prompt for row in rows], rows)
         logits = self._decoder.append(prompts, owners, attachments)
@@ -148,7 +148,7 @@ class RunningBatch:
             return []
         self._encode_supports()
         completions = []
-        versions_of: dict[tuple[Any, ...], TokenArray[int]] = {}  # rows that were admitted together have the same
+        versions_of: dict[tuple[Any, ...], TokenArray[int]] = {}  # rows that were admitted together share theirs
         for slot in finished:
             row, length = self._rows[slot], int(lengths[slot])
             logprobs = self._logprobs[slot, :length]
@@ -174,13 +174,13 @@ class RunningBatch:
         self._logprobs[slots, lengths] = values[1].astype(np.int32).view(np.float32)
 
     def remove(self, is_unwanted: Callable[[Row], bool]) -> None:
-        """Removes rows without a completion."""
+        """Removes unwanted rows without returning completions."""
         slots = {slot for slot, row in enumerate(self._rows) if is_unwanted(row)}
         if slots:
             self._drop(slots)
 
     def unfinished(self) -> dict[int, Completion]:
-        """Seed → what is generated of its row so far, in slot order."""
+        """Maps each row's seed to its completion so far, in slot order."""
         self.read()
         self._encode_supports()
         return {
@@ -195,7 +195,7 @@ class RunningBatch:
         }
 
     def readmit(self, rows: Sequence[Row], weight_version: int) -> None:
-        """Computes the key-values of rows that were `started` before; samples no token."""
+        """Adds rows that were `started` before and computes their key-values; samples no token."""
         first = self.size
         starts = [row.started for row in rows if row.started is not None]
         sequences, owners, attachments = _distinct(
@@ -231,11 +231,11 @@ class RunningBatch:
         self._add_recorded(self._rows, owners)
 
     def _longest(self) -> int:
-        """Tokens of the longest row, prompt included."""
+        """Returns the number of tokens of the longest row, including its prompt."""
         return int((self._prompt_lengths + self._lengths)[: self.size].max())
 
     def _sample(self, first: int, end: int, logits: Tensor) -> None:
-        """Samples one token for the slots `first` to `end`; changes the logits."""
+        """Samples one token for each slot from `first` to before `end`; changes the logits."""
         rows, generated = self._slots[first:end], self._generated[first:end]
         lengths = self._lengths[first:end]
         is_banned = (lengths < self._minimums[first:end]) & (self._stop_ids[first:end, 0] >= 0)
@@ -261,14 +261,14 @@ class RunningBatch:
                 self._encode_supports()
 
     def _add_recorded(self, rows: Sequence[Row], owners: Sequence[int]) -> None:
-        """Gives each row what the decoder has recorded in its latest forward for its owner."""
+        """Adds to each row the columns that the decoder recorded for its owner in the latest forward."""
         for name, latest in self._decoder.latest_columns.items():
             of_owner = [values.numpy().tobytes() for values in latest]
             for row, owner in zip(rows, owners, strict=True):
                 row.recorded.setdefault(name, []).append(of_owner[owner])
 
     def _encode_supports(self) -> None:
-        """Gives rows the codes of their latest supports, of several steps at once: numpy's calls cost most of it."""
+        """Adds to rows the codes of their latest supports, several steps at a time, since numpy calls cost most."""
         sampled, self._sampled = self._sampled, []
         if sampled:
             rows, parts, token_ids = zip(*sampled, strict=True)
@@ -279,7 +279,7 @@ class RunningBatch:
                 row.codes.append(code)
 
     def _drop(self, leaving: set[int]) -> None:
-        """Removes the rows of these slots; the last rows take their places."""
+        """Removes the rows of these slots; the last rows move into their places."""
         self.read()
         old_size, new_size = self.size, self.size - len(leaving)
         holes = [slot for slot in sorted(leaving) if slot < new_size]
@@ -304,7 +304,7 @@ class RunningBatch:
                 array[holes] = array[movers]
 
     def _fill_rows(self, rows: Sequence[Row], generated: Sequence[int]) -> None:
-        """Sets what a step needs of new rows; `generated` are their numbers of tokens."""
+        """Sets the state of new rows that a step needs; `generated` are their numbers of tokens."""
         first = self.size
         self._rows.extend(rows)
         new = slice(first, self.size)
@@ -313,7 +313,7 @@ class RunningBatch:
         self._fill(self._positions, first, (self._prompt_lengths + self._lengths)[new] - 1)
         self._fill(self._generated, first, generated)
         self._fill(self._seeds, first, [row.seed for row in rows])
-        kinds = {_kind(row.sampling): row.sampling for row in self._rows}  # few, with hundreds of rows
+        kinds = {_kind(row.sampling): row.sampling for row in self._rows}  # few, even with hundreds of rows
         index_by_kind = {kind: index for index, kind in enumerate(kinds)}
         indices = [index_by_kind[_kind(row.sampling)] for row in rows]
         samplings = list(kinds.values())
@@ -337,7 +337,7 @@ class RunningBatch:
         self._has_greedy = any(sampling.temperature == 0 for sampling in samplings)
 
     def _fill_uniforms(self, first: int) -> None:
-        """Fills in the numbers that sample the tokens of the rows from this slot on."""
+        """Fills in the uniform numbers that sample the tokens of the rows from slot `first` on."""
         self._uniforms[first : self.size] = uniforms(self._seeds[first : self.size], 0, self._uniforms.shape[1])
 
     def _fill(self, tensor: Tensor, first: int, values: Any) -> None:
@@ -356,14 +356,14 @@ class RunningBatch:
 
 
 def _longest_end(rows: Sequence[Row]) -> int:
-    """Tokens that the longest of these rows may get, prompt included."""
+    """Returns the most tokens, including the prompt, that one of these rows may get."""
     return max((len(row.prompt) + row.sampling.max_new_tokens for row in rows), default=0)
 
 
 def _distinct(
     sequences: Sequence[tuple[int, ...]], rows: Sequence[Row]
 ) -> tuple[list[tuple[int, ...]], list[int], list[tuple[str, ...]]]:
-    """The sequences that differ in tokens or attachments; the index of each row's; and their attachments."""
+    """Returns the sequences that differ in tokens or attachments, each row's index in them, and their attachments."""
     index_of: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
     owners = [
         index_of.setdefault((sequence, row.attachments), len(index_of))
@@ -378,7 +378,7 @@ def _changes(versions: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _versions(changes: Sequence[tuple[int, int]], length: int) -> TokenArray[int]:
-    """The weight version of each token, from the positions at which it changed."""
+    """Returns the weight version of each token, from the positions where it changed."""
     ends = [*(start for start, _ in changes[1:]), length]
     runs = [(version, end - start) for (start, version), end in zip(changes, ends, strict=True)]
     return TokenArray.of_runs(runs, "i")

@@ -1,6 +1,6 @@
 """Samples tokens: one uniform number per (seed, position), then the inverse of the cumulative distribution.
 
-Does not use the global random state: a completion depends only on its seed and logits, not on the rest of the batch.
+The global random state is not used: a completion depends only on its seed and logits, not on the rest of the batch.
 Shapes: n rows, V tokens of the vocabulary. Logprobs are in nats.
 """
 
@@ -15,7 +15,7 @@ _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def completion_seed(seed: int, sample: int) -> int:
-    """The seed of completion `sample` of a request, int64; completion 0 has the request's own."""
+    """Returns the int64 seed of completion `sample` of a request; completion 0 has the request's seed."""
     if sample == 0:
         return seed
     mixed = _mix(torch.tensor(seed, dtype=torch.int64) ^ _mix(torch.tensor(sample, dtype=torch.int64) * _GOLDEN))
@@ -23,9 +23,9 @@ def completion_seed(seed: int, sample: int) -> int:
 
 
 def uniforms(seeds: Tensor, first: int, count: int) -> Tensor:
-    """Uniform numbers for the positions `first` to `first + count - 1` of completions with these seeds [n], int64.
+    """Returns uniform numbers for `count` positions from `first` on, of completions with these seeds [n], int64.
 
-    Source: splitmix64, https://doi.org/10.1145/2660193.2660195, its state hashed from the seed.
+    Source: splitmix64, https://doi.org/10.1145/2660193.2660195, with its state hashed from the seed.
 
     Returns:
         [n, count] float64 in [0, 1), with 53 random bits.
@@ -36,9 +36,9 @@ def uniforms(seeds: Tensor, first: int, count: int) -> Tensor:
 
 
 def ban_stop_tokens(logits: Tensor, is_banned: Tensor, stop_token_ids: Tensor) -> None:
-    """Sets the logits [n, V] of each row's stop tokens to -inf, in place, where `is_banned` [n].
+    """Sets the logits [n, V] of stop tokens to -inf, in place, in rows where `is_banned` [n].
 
-    `stop_token_ids` [n, K] has -1 for no token.
+    `stop_token_ids` [n, K] is padded with -1.
     """
     is_out = is_banned[:, None] & (stop_token_ids >= 0)
     bound = torch.where(is_out, -torch.inf, torch.inf).to(logits.dtype)
@@ -54,20 +54,20 @@ def sample_tokens(
     top_p: Tensor | None = None,
     is_greedy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One token per row, its logprob within its support (after temperature, top-k and top-p), and that support.
+    """Samples one token per row; returns it, its logprob within its support (see below), and that support.
 
-    None for a setting means that no row uses it, which saves work and does not change the tokens.
+    The support is what temperature, top-k and top-p leave. A setting is None if no row uses it, which saves work.
 
     Args:
         logits: [n, V] float32.
         uniform: [n] float64 in [0, 1).
         temperature: [n], above 0; 1 in greedy rows, whose logprobs are unscaled.
         top_k, top_p: [n]; both or neither; V and 1 keep every token, as in greedy rows.
-        is_greedy: [n] bool; these rows take the most likely token.
+        is_greedy: [n] bool, rows that get the most likely token.
 
     Returns:
-        Token ids [n] int64, logprobs [n] float32, and bool [n, V], the tokens that truncated rows could sample, none
-        in others; None without `top_k`.
+        Token ids [n] int64, logprobs [n] float32, and bool [n, V], the tokens that truncated rows could sample (all
+        False in other rows), or None without `top_k`.
     """
     scaled = logits if temperature is None else logits / temperature[:, None]
     logprobs = torch.log_softmax(scaled, -1)
@@ -77,13 +77,13 @@ def sample_tokens(
     # float64: with 150,000 tokens a float32 sum would lose every token below 6e-8
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     token_ids = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
-    token_ids.clamp_(max=logits.shape[-1] - 1)  # NaN logits have no place; their NaN logprob is reported later
+    token_ids.clamp_(max=logits.shape[-1] - 1)  # NaN logits may give V; their NaN logprob is reported later
     if is_greedy is not None:
         token_ids = torch.where(is_greedy[:, None], logits.argmax(-1, keepdim=True), token_ids)
     if top_k is not None and top_p is not None:
         is_truncated = ((top_k < logits.shape[-1]) | (top_p < 1))[:, None]
         is_possible = (probabilities > 0) & is_truncated
-        shifted = logits - logits.amax(-1, keepdim=True)  # first: the quotient of a large logit would lose digits
+        shifted = logits - logits.amax(-1, keepdim=True)  # first: dividing a large logit would lose digits
         shifted = shifted if temperature is None else shifted / temperature[:, None]
         within = torch.log_softmax(shifted.masked_fill(~is_possible, -torch.inf), -1)
         logprobs = torch.where(is_truncated, within, logprobs)
@@ -91,10 +91,10 @@ def sample_tokens(
 
 
 def truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The probabilities, with 0 outside top-k, then outside top-p of the rest.
+    """Sets the probabilities outside top-k to 0, then those outside top-p of the rest.
 
-    Top-p keeps the most likely tokens until their sum reaches `top_p`, with the one that reaches it. Ties go to the
-    lower token id. The result [n, V] is not renormalized.
+    Top-p keeps the most likely tokens until their sum reaches `top_p`, including the one that reaches it. Ties go to
+    the lower token id. The result [n, V] is not renormalized.
     """
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(ordered.shape[-1], device=ordered.device)

@@ -21,12 +21,12 @@ RECEIVER_HELP = (
 
 
 def as_url(address: str) -> str:
-    """`host:port` as `http://host:port`, without a `/` at the end."""
+    """Returns `host:port` as `http://host:port`, without a trailing `/`."""
     return (address if "://" in address else f"http://{address}").rstrip("/")
 
 
 def addresses_from_environment() -> list[str]:
-    """The addresses in LIGHTRL_SERVER_ADDRS, or in AReaL's variable.
+    """Returns the addresses in LIGHTRL_SERVER_ADDRS, or in AReaL's variable.
 
     Raises:
         ValueError: if neither is set.
@@ -40,7 +40,7 @@ def addresses_from_environment() -> list[str]:
 
 
 def read_addresses(name: str) -> list[str]:
-    """The addresses in an environment variable, with commas between them; none if it is not set."""
+    """Returns the comma-separated addresses in an environment variable; none if it is not set."""
     return [as_url(part.strip()) for part in os.environ.get(name, "").split(",") if part.strip()]
 
 
@@ -51,7 +51,7 @@ def check_routes(urls: Sequence[str], *, transport: str, trainer_host: str | Non
         if transport == "distributed":
             trainer_address(urls, trainer_host)
     except EngineUnreachable:
-        return  # the engine waits for it, and reports it
+        return  # the engine waits for the server, and reports one that never answers
     if remote and transport in ("tensor", "cuda_ipc"):
         raise ValueError(f"transport: {transport} needs servers on this machine; {remote[0]} is elsewhere. Use disk.")
     if remote and transport == "disk" and weight_folder is None:
@@ -62,16 +62,16 @@ def check_routes(urls: Sequence[str], *, transport: str, trainer_host: str | Non
 
 
 def remote_servers(urls: Iterable[str]) -> list[str]:
-    """The servers that are not on this machine; raises EngineUnreachable if a name is unknown or has no route."""
+    """Returns the servers on other machines; raises EngineUnreachable if a name is unknown or has no route."""
     ends = {url: _route_to(url) for url in urls}
     return [url for url, (there, here) in ends.items() if there != here and not ip_address(there).is_loopback]
 
 
 def trainer_address(urls: Iterable[str], trainer_host: str | None = None) -> str:
-    """The address of this machine that all these servers can reach: `trainer_host`, or that of the route to them.
+    """Returns this machine's address for these servers: `trainer_host`, or the source address of the route to them.
 
     Raises:
-        ValueError: if servers elsewhere cannot reach it, it is not ours, or the routes to the servers differ.
+        ValueError: if remote servers cannot reach it, it is not this machine's, or the routes to the servers differ.
         EngineUnreachable: if a server's name is unknown or has no route.
     """
     remote = remote_servers(urls)
@@ -90,7 +90,7 @@ def trainer_address(urls: Iterable[str], trainer_host: str | None = None) -> str
     if remote and ip_address(address).is_loopback:
         raise ValueError(
             f"engine.trainer_host={trainer_host!r} is {address}, which leads {remote[0]} to itself. Set it to an "
-            "address of this machine that the servers can reach, or omit it for that of the route to them."
+            "address of this machine that the servers can reach, or omit it for the one on the route to them."
         )
     try:
         with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET):
@@ -98,13 +98,13 @@ def trainer_address(urls: Iterable[str], trainer_host: str | None = None) -> str
     except OSError as error:
         raise ValueError(
             f"engine.trainer_host={trainer_host!r} ({address}) is not an address of this machine: {error}. Set it to "
-            "one, or omit it for that of the route to the servers."
+            "one, or omit it for the one on the route to the servers."
         ) from error
     return address
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface with this IPv4 address; None if it is not found, or the system is not Linux."""
+    """Returns the network interface with this IPv4 address; None if there is none, or the system is not Linux."""
     try:
         import fcntl
 
@@ -113,7 +113,7 @@ def interface_of(address: str) -> str | None:
                 request = name.encode()[:15].ljust(256, b"\0")
                 try:
                     answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
-                except OSError:  # it has no address
+                except OSError:  # the interface has no address
                     continue
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
@@ -123,7 +123,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _route_to(url: str) -> tuple[str, str]:
-    """(the server's address, ours on the route to it); sends nothing."""
+    """Returns the server's address and this machine's address on the route to it; sends nothing."""
     parts = urlsplit(url)
     try:
         family, kind, _, _, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]

@@ -1,6 +1,6 @@
-"""ServerClient: what the engine asks of a server; each kind of server has a subclass with its own paths.
+"""ServerClient: the engine's requests to one server; each kind of server has a subclass with its own paths.
 
-A `timeout_s` of 0 means `timeouts.request_s`, for `generate` `timeouts.generate_s`.
+A `timeout_s` of 0 means `timeouts.request_s`, or `timeouts.generate_s` for `generate`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ABORT_TIMEOUT_S = 5.0
 Reader = Callable[[bytes], Any]
 TensorLayout = Sequence[tuple[str, torch.dtype, torch.Size]]  # name, dtype and shape of each tensor
 MemoryPart = Literal["weights", "cuda_graph", "kv_cache"]
-MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "cuda_graph", "kv_cache")  # order to resume: the cache is last
+MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "cuda_graph", "kv_cache")  # order to resume: the cache last
 
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """A server's place in a process group with the trainer, which is rank 0."""
+    """A server's ranks in a process group whose rank 0 is the trainer."""
 
     master_address: str
     master_port: int
@@ -40,45 +40,45 @@ class GroupPlace:
 
 
 class ServerClient(Connection, ABC):
-    """One server; see `Connection` for the arguments.
+    """A client of one server; see `Connection` for the arguments.
 
-    A kind overrides the abstract methods. It overrides the others, which raise NotImplementedError, if it offers the
-    transports or the placement that need them.
+    Each kind of server implements the abstract methods. It overrides those that raise NotImplementedError if it
+    supports the transports or the placement that need them.
     """
 
-    version: str  # program and version whose answers it reads, for messages
+    version: str  # program and version of the server it expects, for messages
     column_help: ClassVar[Mapping[str, str]]  # name of a column -> how to make the server return it
 
     @staticmethod
     @abstractmethod
     def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, Any]:
-        """The body of the next request, for the tokens that are missing; shares key-values under `cache_key`."""
+        """Returns the body of the next request, for the missing tokens; it shares key-values under `cache_key`."""
 
     @staticmethod
     @abstractmethod
     def read_answer(content: bytes) -> Answer:
-        """Reads the answer to it; raises ValueError if it is not JSON."""
+        """Reads the answer to that request; raises ValueError if it is not JSON."""
 
     async def generate(
         self, body: dict[str, Any], *, num_retries: int | None = None, timeout_s: float = 0.0, read: Reader = json.loads
     ) -> Any:
-        """The answer to a generation: a dict, or a list of them for a batch; or what `read` makes of its bytes.
+        """Returns the answer as parsed by `read`: by default a dict, or a list of them for a batch.
 
-        A cancellation closes the connection, which the server notices seconds later; `abort` ends it at once.
+        A cancellation closes the connection, which the server notices seconds later; `abort` ends the request now.
         """
         path = self.generate_path
         return await self.request("POST", path, body, timeout_s=timeout_s, num_retries=num_retries, read=read)
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[None]:
-        """Raises EngineError if what is read inside, an answer of `path`, has another form."""
+        """Raises EngineError if reading an answer of `path` inside fails because its format is unexpected."""
         try:
             yield
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise EngineError(f"{self.name} sent {path} in an unknown form ({error!r}). Use {self.version}.") from error
 
     async def has_path(self, path: str, timeout_s: float) -> bool:
-        """Whether it answers a GET of this path, which shows its kind."""
+        """Whether it answers a GET of this path, which shows what kind of server it is."""
         try:
             await self.request("GET", path, timeout_s=timeout_s, num_retries=0, read=None)
         except EngineError:
@@ -87,23 +87,23 @@ class ServerClient(Connection, ABC):
 
     @abstractmethod
     async def logprobs(self, token_ids: list[int], *, weights: str | None = None) -> list[float]:
-        """Logprobs of these tokens at temperature 1, 0 for the first; empty if it gives none.
+        """Returns logprobs of these tokens at temperature 1, 0 for the first; empty if the server returns none.
 
         Args:
-            weights: name of those to compute with, as in `NamedVersion`; None: the server's only ones.
+            weights: name of the weights to use, as in `NamedVersion`; None: the server's only weights.
         """
 
     @abstractmethod
     async def num_cached(self, token_ids: list[int], rid: str, cache_key: str, *, timeout_s: float) -> int:
-        """Generates one token after these; returns how many of them the prefix cache had under this key."""
+        """Generates one token after these; returns how many of them were in the prefix cache under this key."""
 
     @abstractmethod
     async def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
-        """Ends the requests whose id starts with `rid` at the next token; `generate` returns what they have."""
+        """Ends the requests whose id starts with `rid` at the next token; `generate` returns their tokens so far."""
 
     @abstractmethod
     async def model_info(self, *, timeout_s: float = 0.0, num_retries: int | None = None) -> Mapping[str, Any]:
-        """The live `weight_version` and what `other_model` compares; also the cheapest sign of life."""
+        """Returns the live `weight_version` and what `other_model` compares; also the cheapest liveness check."""
 
     @abstractmethod
     async def server_info(self, *, timeout_s: float = 0.0) -> ServerInfo: ...
@@ -118,36 +118,36 @@ class ServerClient(Connection, ABC):
 
     @abstractmethod
     async def flush_cache(self, *, wait_s: float = 0.0) -> None:
-        """Forgets every key-value that no running request holds; refused if requests run `wait_s` later, unless paused.
+        """Empties the prefix cache; refused if requests still run after `wait_s`, unless the server is paused.
 
-        A paused server has retracted them.
+        A paused server has retracted its requests.
         """
 
     @abstractmethod
     async def begin_weight_update(self) -> bool:
-        """Opens the bracket around updates by tensors or a group; False if this server has none."""
+        """Opens the bracket around updates by tensors or a group; returns False if the server has no bracket."""
 
     @abstractmethod
     async def end_weight_update(self) -> None: ...
 
     @abstractmethod
     async def update_weights_from_disk(self, folder: str, weight_version: str | None, *, timeout_s: float) -> None:
-        """Loads a safetensors folder that the server can read; if that fails it keeps its old weights."""
+        """Loads a safetensors folder that the server can read; if that fails, the server keeps its old weights."""
 
     @abstractmethod
     async def set_weight_version(self, weight_version: str) -> None:
-        """Renames the weights without changing them; aborts nothing."""
+        """Sets the version of the present weights; aborts no request."""
 
     @abstractmethod
     async def digests(self, *, timeout_s: float = 0.0) -> RankDigests | None:
-        """Digests of the weights that it holds; None if it cannot compute them."""
+        """Returns digests of the server's weights; None if it cannot compute them."""
 
     async def release_memory(self, tags: Sequence[MemoryPart]) -> None:
-        """Releases these parts of the memory; a server that is not idle dies."""
+        """Releases these parts of the memory; kills a server that is not idle."""
         raise NotImplementedError
 
     async def resume_memory(self, tags: Sequence[MemoryPart]) -> None:
-        """Takes the memory again; a part that was not released kills the server."""
+        """Allocates the memory again; a part that was not released kills the server."""
         raise NotImplementedError
 
     async def init_weights_group(self, name: str, place: GroupPlace, *, timeout_s: float) -> None:
@@ -157,7 +157,7 @@ class ServerClient(Connection, ABC):
     async def update_weights_from_distributed(
         self, layout: TensorLayout, group_name: str, weight_version: str | None, *, timeout_s: float
     ) -> None:
-        """Receives these tensors by broadcast from rank 0 of the group, in order; the last call has the version."""
+        """Receives these tensors in order by broadcast from the group's rank 0; only the last call has a version."""
         raise NotImplementedError
 
     async def destroy_weights_group(self, name: str) -> None:
@@ -166,7 +166,7 @@ class ServerClient(Connection, ABC):
     async def update_weights_from_tensor(
         self, payloads: Sequence[str], weight_version: str | None, *, timeout_s: float
     ) -> None:
-        """Sends tensors, one payload per tp rank (see weights/shared_memory.py); the last call has the version."""
+        """Sends tensors, one payload per tp rank (see weights/shared_memory.py); only the last call has a version."""
         raise NotImplementedError
 
     async def _update(
@@ -179,7 +179,7 @@ class ServerClient(Connection, ABC):
 
 
 async def abort_at(clients: Iterable[ServerClient], rid: str = "", *, abort_all: bool = False) -> None:
-    """`ServerClient.abort` at each of these servers; gives up after `ABORT_TIMEOUT_S`, whatever fails."""
+    """Calls `abort` of each client; ignores failures, and stops waiting after `ABORT_TIMEOUT_S`."""
 
     async def abort(client: ServerClient) -> None:
         with contextlib.suppress(EngineError, asyncio.TimeoutError):

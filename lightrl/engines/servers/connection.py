@@ -1,8 +1,8 @@
 """Connection: HTTP to one server, with deadlines and retries; every failure names the server.
 
-Failed connections, answers of 5xx and answers that are not JSON are retried after a wait that doubles, except where a
-repeated request does harm. A server or balancer that is busy is asked again until the deadline, after `Retry-After` if
-it says so; other answers of 4xx are final. Generation and control have separate connections, so that a pause never
+Failed connections, 5xx answers and answers that are not JSON are retried after a wait that doubles, unless repeating
+the request would do harm. A busy server or balancer is asked again until the deadline, after the time in `Retry-After`
+if there is one; other 4xx answers are final. Generation and control have separate connections, so that a pause never
 queues behind 4,096 generations.
 """
 
@@ -33,12 +33,12 @@ from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 log = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 5.0
-BUSY_S = 30.0  # of refusing a request as busy, until a warning
-_NOT_TAKEN = (408, 425, 429, 503)  # refused before it was read, so it does no harm again
-_SLICE_BYTES = 2**18  # a request's body is sent in slices
+BUSY_S = 30.0  # a warning follows after a request was refused as busy for this long
+_NOT_TAKEN = (408, 425, 429, 503)  # refused before it was read, so a repetition does no harm
+_SLICE_BYTES = 2**18  # size of the pieces in which a large body is sent
 _MAX_ANSWER_BYTES = 2**30
 MAX_CONNECTIONS = 4096  # concurrent generations at a server; more of them queue here
-_KEPT_FILES = 128  # for files, and for pipes and sockets of rewards and agents
+_KEPT_FILES = 128  # left for files, and for pipes and sockets of rewards and agents
 CONTROL_CONNECTIONS = 16  # to each server
 
 
@@ -51,19 +51,19 @@ def raise_open_files() -> int:
 
 
 def connections_within(limit: int, num_servers: int) -> int:
-    """How many requests to each server may be in flight, so that this process stays within its limit of open files."""
+    """Returns how many requests per server may be in flight without exceeding this process's limit of open files."""
     num_open = sum(1 for _ in Path("/dev/fd").iterdir())
     return max(1, (limit - num_open - _KEPT_FILES) // max(1, num_servers) - CONTROL_CONNECTIONS)
 
 
 def connections_to_each(num_servers: int) -> int:
-    """How many requests to each of so many servers may be in flight; warns if open files allow fewer than usual."""
+    """Returns how many requests per server may be in flight; warns if the limit of open files reduces the number."""
     limit = raise_open_files()
     num = min(MAX_CONNECTIONS, connections_within(limit, num_servers))
     if num < MAX_CONNECTIONS:
         log.warning(
             "This process may open %d files (ulimit -n, LimitNOFILE), so at most %d requests go to each server at "
-            "once instead of %d; more queue here.",
+            "a time instead of %d; others queue here.",
             limit,
             num,
             MAX_CONNECTIONS,
@@ -72,12 +72,12 @@ def connections_to_each(num_servers: int) -> int:
 
 
 def is_out_of_files(error: BaseException | None) -> bool:
-    """Whether this process, or this machine, could not open another file: nothing that a server could help."""
+    """Whether this process or machine could not open another file, which is no fault of a server."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 class ServerRefused(EngineError):
-    """A server answered with an HTTP error, or that it failed."""
+    """A server answered with an HTTP error, or reported a failure."""
 
     def __init__(self, message: str, *, status: int, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -86,7 +86,7 @@ class ServerRefused(EngineError):
 
     @property
     def is_busy(self) -> bool:
-        """Whether it, or a balancer before it, may accept the same request a little later."""
+        """Whether the server, or a balancer in front of it, may accept the same request a little later."""
         return self.status in BUSY
 
     @property
@@ -96,22 +96,22 @@ class ServerRefused(EngineError):
 
 
 class OutOfFiles(EngineError):
-    """Raised if this machine could not open another connection; the server has no part in it."""
+    """This machine could not open another connection; the server is not the cause."""
 
 
 NO_ANSWER = (EngineUnreachable, EngineTimeout, ServerRefused, OutOfFiles)  # a later request may succeed
 
 
 class Connection:
-    """HTTP to one server. For one event loop at a time; after `close` the next request opens new connections.
+    """HTTP to one server, from one event loop at a time; after `close` the next request opens new connections.
 
-    A subclass says what it connects to, for messages, and which path generates.
+    A subclass sets the program's name for messages, and the path that generates.
 
     Args:
         token: the server's API key; None if it has none.
-        num_retries: of a request that may be repeated.
-        backoff_s: before the first retry; doubled each time up to 5 s, with jitter.
-        max_connections: concurrent generations; more of them queue here.
+        num_retries: for a request that may be repeated.
+        backoff_s: wait before the first retry; doubled each time up to 5 s, with jitter.
+        max_connections: concurrent generations; others queue here.
     """
 
     generate_path = "/generate"
@@ -154,17 +154,17 @@ class Connection:
         read: Callable[[bytes], Any] | None = json.loads,
         headers: dict[str, str] | None = None,
     ) -> Any:
-        """The answer, as `read` parses it; a `timeout_s` of 0 means `timeouts.generate_s` or `timeouts.request_s`.
+        """Returns the answer, parsed by `read`; a `timeout_s` of 0 means `timeouts.generate_s` or `timeouts.request_s`.
 
-        Puts the answer's headers into `headers`, names in lower case.
+        Adds the answer's headers to `headers`, with names in lower case.
 
-        A retried generation, or batch, gets a new random `rid`, also in `body`: the server may still hold the old one.
+        A retried generation or batch gets a new random `rid`, set in `body`: the server may still run the old request.
 
         Raises:
             ServerRefused: if the server answers with an error.
             EngineUnreachable: if there is no connection, or the answer is not JSON.
             EngineTimeout: at the deadline.
-            OutOfFiles: if this process may not open another connection.
+            OutOfFiles: if this process cannot open another connection.
         """
         kind = "generate" if path == self.generate_path else "control"
         timeout_s = timeout_s or (self.timeouts.generate_s if kind == "generate" else self.timeouts.request_s)
@@ -176,13 +176,13 @@ class Connection:
             try:
                 return await self._attempt(method, path, body, timeout_s, kind, read, headers)
             except EngineError as error:
-                # Not after a deadline: the caller has waited long enough, and the server may still be at work.
+                # No retry after a deadline: the caller has waited long enough, and the server may still be working.
                 is_passing = isinstance(error, EngineUnreachable | OutOfFiles)
                 is_passing |= isinstance(error, ServerRefused) and error.is_passing
                 may_repeat = attempt < retries and is_passing
                 if isinstance(error, ServerRefused) and error.is_busy:
                     wait_s = max(wait_s, error.retry_after_s)
-                    # A generation without retries has a caller who knows other servers.
+                    # The caller of a generation without retries tries other servers.
                     is_harmless = retries > 0 or (kind == "control" and error.status in _NOT_TAKEN)
                     busy_s = time.monotonic() - start + wait_s
                     may_repeat = is_harmless and busy_s < timeout_s
@@ -191,28 +191,27 @@ class Connection:
                 if not may_repeat or self._num_closes != num_closes:
                     raise
             await asyncio.sleep(wait_s)
-            rid = body.get("rid") if isinstance(body, dict) else None
-            if isinstance(body, dict) and isinstance(rid, list):
-                body["rid"] = [secrets.token_hex(16) for _ in rid]
-            elif isinstance(body, dict) and rid is not None and kind == "generate":
+            if isinstance(body, dict) and isinstance(body.get("rid"), list):
+                body["rid"] = [secrets.token_hex(16) for _ in body["rid"]]
+            elif isinstance(body, dict) and "rid" in body and kind == "generate":
                 body["rid"] = secrets.token_hex(16)
         raise AssertionError("unreachable")
 
     async def close(self, *, for_good: bool = False) -> None:
         """Closes the connections, on the event loop that opened them. Requests in flight fail and are not retried.
 
-        Afterwards requests open new ones, or are refused if it was `for_good`.
+        Later requests open new ones, or fail if this was `for_good`.
         """
         self._num_closes += 1
         self._is_over = self._is_over or for_good
         for kind in list(self._sessions):
-            # One at a time: what a cancelled close leaves open, the next one closes.
+            # One at a time: if this is cancelled, the next close continues with the rest.
             session = self._sessions.pop(kind, None)
             if session is not None:
                 await session.close()
 
     def warn_if_busy(self, error: ServerRefused, busy_s: float) -> None:
-        """Warns once if a request will have been refused as busy for long when it is sent again."""
+        """Warns once if a request will have been refused as busy for a long time by its next attempt."""
         if busy_s > BUSY_S and not self._has_warned_of_busy:
             self._has_warned_of_busy = True
             log.warning("Still waiting for a server that refuses requests as busy: %s", error)
@@ -237,7 +236,7 @@ class Connection:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.timeouts.request_s)
         data: Any = json.dumps(body).encode() if isinstance(body, dict) else body
         headers = None
-        if isinstance(body, bytes):  # a large one: other requests continue in between
+        if isinstance(body, bytes):  # large: sent in slices, so that other requests continue in between
             data, headers = _slices(body), {"Content-Length": str(len(body))}
         num_closes = self._num_closes
         try:
@@ -248,12 +247,12 @@ class Connection:
                 if answer_headers is not None:
                     answer_headers.update((key.lower(), value) for key, value in response.headers.items())
         except asyncio.CancelledError as error:
-            # Closing a session cancels the requests that wait for a connection; then nobody has cancelled this task.
+            # Closing a session cancels requests that wait for a connection, although nobody cancelled this task.
             task = asyncio.current_task()
             if task is None or task.cancelling() or self._num_closes == num_closes:
                 raise
-            raise EngineUnreachable(f"The connection to {self.name} was closed before it took {name}.") from error
-        except aiohttp.ServerTimeoutError as error:  # deadline of the connection; the whole request's is below
+            raise EngineUnreachable(f"The connection to {self.name} was closed before it accepted {name}.") from error
+        except aiohttp.ServerTimeoutError as error:  # the connection's deadline; the request's is below
             raise EngineUnreachable(
                 f"{self.name} accepted no connection for {name} within engine.timeouts.request_s="
                 f"{self.timeouts.request_s:g}; {self.describe()}. It may hang, or have too many connections."
@@ -326,7 +325,7 @@ def _reason(error: aiohttp.ClientError | OSError) -> str:
     if isinstance(cause, socket.gaierror):
         return f"no machine named {address.partition(' port ')[0]!r} is known"
     if isinstance(cause, ConnectionRefusedError):
-        return f"{address} refused the connection, nothing listens there"
+        return f"{address} refused the connection; nothing listens there"
     if isinstance(cause, TimeoutError):
         return f"{address} did not accept the connection in time"
     if isinstance(cause, aiohttp.ServerDisconnectedError | ConnectionResetError | BrokenPipeError):

@@ -1,15 +1,15 @@
-"""ServerEngine: rollouts by servers, given by address or started here; each kind of server has a subclass.
+"""ServerEngine: rollouts on servers, given by address or started here; each kind of server has a subclass.
 
 Its parts, each built from those above it:
 
     ServerFleet, HomeLoop     the servers, and the event loop of everything below
-    Members, Leader           what happens to servers one by one; requests of other processes
-    RequestLoop               generate ─► a server, whatever fails
+    Members, Leader           changes of single servers; requests of other processes
+    RequestLoop               generate ─► a server, despite failures
     WeightLoader              load_weights ─► all servers, verified
     Watch                     losses, returns, joins
 
-The loop is the controller's (`attach`, `detach`); without a controller it has one of its own. `start`, `load_weights`,
-`score`, `release_memory` and `close` are called from other threads.
+The loop is the controller's (`attach`, `detach`); without a controller the engine runs its own. `start`,
+`load_weights`, `score`, `release_memory` and `close` are called from other threads.
 """
 
 from __future__ import annotations
@@ -62,7 +62,15 @@ from lightrl.engines.servers.sync.receivers import Receivers
 from lightrl.engines.servers.sync.report import SyncReport
 from lightrl.engines.servers.sync.served_adapters import AdapterLoader
 from lightrl.engines.servers.sync.server_sync import ServerSync
-from lightrl.engines.servers.sync.transports import BroadcastTransport, TransportName, make_transport
+from lightrl.engines.servers.sync.transports import (
+    BroadcastTransport,
+    CudaIpcTransport,
+    DeltaTransport,
+    DiskTransport,
+    SharedMemoryTransport,
+    TransportName,
+    WeightTransport,
+)
 from lightrl.engines.servers.sync.verification import WeightVerifier
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.engines.servers.watch import Watch
@@ -70,9 +78,11 @@ from lightrl.errors import EngineError
 from lightrl.models.routes import RouteLayout
 from lightrl.models.tuning import Part, ServedForm, tuning_of
 from lightrl.trajectory import JsonObject, Sampling
-from lightrl.weights import Bucket, ServerForm, SharedFolder, block_fp8
+from lightrl.weights import Bucket, ServerForm, SharedFolder, WeightFolder, block_fp8
 
 log = logging.getLogger(__name__)
+
+TRANSFER_TIMEOUT_S = 120.0  # to broadcast one bucket
 
 
 @dataclass(frozen=True)
@@ -87,45 +97,47 @@ class Parts:
 
 
 class ServerEngine(RolloutEngine):
-    """A rollout engine of one or many servers of one kind.
+    """A rollout engine on one or more servers of one kind.
 
-    Where the servers are: `urls`; or `servers` of them, started on this machine and restarted when they die; or the
-    variable LIGHTRL_SERVER_ADDRS (or AREAL_LLM_SERVER_ADDRS): host:port, separated by commas. An address such as
-    `file:///shared/servers` is a registry: servers that announce themselves there join and leave during the run.
-    Started servers get the GPUs that the trainer does not use, or its own if colocated.
+    The servers are those at `urls`; or `servers` of them, started on this machine and restarted when they die; or, with
+    neither, those in LIGHTRL_SERVER_ADDRS (or AREAL_LLM_SERVER_ADDRS): host:port, separated by commas. An address such
+    as `file:///shared/servers` is a registry: servers that announce themselves there join and leave during the run.
+    Started servers get the GPUs that the trainer does not use, or the trainer's GPUs if colocated.
 
     A request goes to the server with the fewest outstanding tokens, a session's turns to the one that has its prefix.
-    If a server is lost, hangs or fails (5xx), its requests continue elsewhere with what they have; no token is counted
-    twice. An error in the request (4xx) is raised. If no server is left, the EngineError says what happened to each.
+    If a server is lost, hangs or fails (5xx), its requests continue on other servers with their tokens so far; no token
+    is counted twice. An error in the request (4xx) is raised. If no server is left, the EngineError says what happened
+    to each.
 
     Args:
-        urls: addresses of running servers, such as `http://host:30000`, or one of a registry.
+        urls: addresses of running servers, such as `http://host:30000`, or the address of a registry.
         servers: how many to start on this machine.
-        tp: GPUs of each started server.
-        server_args: arguments of started servers, by the server's own names.
-        transport: how weights travel: `disk`, `distributed` (NCCL, gloo on the CPU), `tensor` (same host; takes a
-            pickle, see weights/shared_memory.py), `delta` (only what changed, through weight receivers) or
-            `cuda_ipc` (same GPUs; a pickle too, and not run yet). They have the servers' dtype if all report the same.
-        router: who chooses the server of a request: `smg` starts SGLang's gateway on this machine (pip install smg), an
-            address is that of a running one, for this run alone; None chooses here. All else goes to each server.
-        weight_folder: of the disk transport, visible to trainer and servers under this path; None takes a temporary
-            one of this machine.
-        trainer_host: address of this machine that servers elsewhere connect to for `distributed`; None is that of the
+        tp: number of GPUs of each started server.
+        server_args: arguments for started servers, by the server's own names.
+        transport: how weights are sent: `disk`, `distributed` (NCCL, or gloo on the CPU), `tensor` (same host; uses a
+            pickle, see weights/shared_memory.py), `delta` (only what changed, through weight receivers) or `cuda_ipc`
+            (same GPUs; also a pickle; not tested yet). They are sent in the servers' dtype if all report the same.
+        router: chooses the server of a request: `smg` starts SGLang's gateway on this machine (pip install smg); an
+            address is that of a running gateway that no other run uses; None lets the engine choose. Only generations
+            go through it.
+        weight_folder: folder of the disk transport, visible to trainer and servers under this path; None uses a
+            temporary folder on this machine.
+        trainer_host: address of this machine that remote servers connect to for `distributed`; None uses the one on the
             route to them.
         placement: `separate` from the trainer's devices, or `colocated` on them: servers release their memory while the
             trainer updates. This needs `StalenessControl(0)`.
-        adapters: with LoRA, `merged` sends whole weights with the adapters in them; `served` sends the base once and
-            then only adapters, one per version, which a request keeps until its end; see sync/served_adapters.py.
-        record_routes: return which experts each token took, so that the trainer takes the same (models/routes.py); None
-            does for models with experts if every server can: those that are started here, and others with SGLang's
+        adapters: with LoRA, `merged` sends whole weights with the adapters merged in; `served` sends the base once and
+            then only adapters, one per version; a request keeps its version until it ends (sync/served_adapters.py).
+        record_routes: records the experts of each token, so that the trainer uses the same (models/routes.py). None
+            records them for models with experts if every server can: those started here, and others with SGLang's
             `enable_return_routed_experts`.
-        timeouts: how long to wait for what.
+        timeouts: deadlines.
     """
 
     continues_completions = can_drop_replicas = True
     probe_every_n_loads = 1
     parameter_names = "checkpoint"
-    is_quantized: bool = False  # its servers take linear weights in block FP8
+    is_quantized: bool = False  # the servers get linear weights in block FP8
     client_type: type[ServerClient]  # set by each kind
     process_type: type[ModelProcess]
     broadcast_type: type[BroadcastTransport] = BroadcastTransport
@@ -155,8 +167,8 @@ class ServerEngine(RolloutEngine):
         check_choice(("merged", "served"), adapters=adapters)
         if adapters == "served" and placement == "colocated":
             raise ValueError(
-                "adapters='served' needs placement='separate': colocated servers give up their base before each "
-                "update, so a load of the adapters alone is not enough. Set adapters to merged."
+                "adapters='served' needs placement='separate': colocated servers release their base before each "
+                "update, so loading only the adapters is not enough. Set adapters to merged."
             )
         if router is not None:
             entry_point("gateway").check_setting(router)
@@ -164,10 +176,10 @@ class ServerEngine(RolloutEngine):
         self.urls = list(urls) if urls is not None else None
         self.num_servers = servers
         self.tp = tp
-        self.python: str | None = None  # the servers' environment has it; set by each kind
+        self.python: str | None = None  # of the servers' environment; set by each kind
         self.server_args = dict(server_args or {})
         self.trainer_devices: Sequence[torch.device] = ()  # set before `start`
-        self.token: str | None = None  # set before `start`; else LIGHTRL_SERVER_TOKEN, or a random one for our servers
+        self.token: str | None = None  # set before `start`; default: LIGHTRL_SERVER_TOKEN, or random for started ones
         self.transport = transport
         self.router = router
         self.weight_folder = weight_folder
@@ -180,13 +192,13 @@ class ServerEngine(RolloutEngine):
         self.timeouts = timeouts
 
         self.fleet = ServerFleet()  # the servers and their states; a new one at each start
-        self.served_form: ServedForm | None = None  # with `adapters` served: how servers hold them
+        self.served_form: ServedForm | None = None  # with adapters="served": their form on servers
         self._config: PretrainedConfig | None = None  # the servers'
-        self._encoders: dict[str, Encode] = {}  # of the further columns that are wanted of the servers
+        self._encoders: dict[str, Encode] = {}  # for the further columns to request from servers
         self._token: str | None = None
         self._num_connections = MAX_CONNECTIONS  # to each server, within the limit of open files
         self._receivers = Receivers()
-        self._home = HomeLoop(self.fleet.describe)  # this, the own processes and the parts are of one start
+        self._home = HomeLoop(self.fleet.describe)  # this and the next three belong to one start
         self._own: OwnProcesses | None = None
         self._members: Members | None = None
         self._parts: Parts | None = None
@@ -194,18 +206,18 @@ class ServerEngine(RolloutEngine):
 
     @property
     def last_sync(self) -> SyncReport | None:
-        """Outcome of the last load for each server."""
+        """The outcome of the last load for each server."""
         return self._parts.loader.last_report if self._parts is not None else None
 
     @property
     def parts(self) -> Parts:
-        """The parts of the started engine; EngineError if it is closed."""
+        """The parts of the started engine; raises EngineError if it is closed."""
         if not self._is_open or self._parts is None:
             raise EngineError(f"{type(self).__name__} is closed. Start it, or create a new one.")
         return self._parts
 
     def gpus(self) -> list[int] | None:
-        """GPUs of the servers that are started here, as torch numbers them; None if this machine has none.
+        """Returns the GPUs for servers that are started here, by torch's numbers; None if this machine has none.
 
         Raises:
             ValueError: if there are too few.
@@ -242,7 +254,7 @@ class ServerEngine(RolloutEngine):
         return PlannedEngine(type(self).__name__, "servers", num, self.tp, is_block_fp8=self.is_quantized)
 
     def check_loads_whole(self, setting: str) -> None:
-        """Raises ValueError if a setting that needs whole weights in each load meets served adapters."""
+        """Raises ValueError with served adapters, for a setting that needs whole weights in each load."""
         if self.adapters == "served":
             raise ValueError(f"{setting} needs adapters='merged'. Set that, or omit {setting}.")
 
@@ -257,7 +269,7 @@ class ServerEngine(RolloutEngine):
     def parts_to_load(self) -> list[Part]:
         if self.served_form is None:
             return super().parts_to_load()
-        return ["added"] if self.fleet.weight_version >= 0 else ["added", "base"]  # the fleet's is that of the base
+        return ["added"] if self.fleet.weight_version >= 0 else ["added", "base"]  # the fleet's version is the base's
 
     def check(self) -> None:
         """Raises ValueError if servers cannot be started or reached with these settings on this machine."""
@@ -270,21 +282,21 @@ class ServerEngine(RolloutEngine):
             self._check_routes(urls or ())
         if self.transport in self.gpu_transports and not torch.cuda.is_available():
             raise ValueError(
-                f"transport={self.transport!r} needs a GPU, and torch sees none here. Set disk or another."
+                f"transport={self.transport!r} needs a GPU, and torch sees none here. Use another, such as disk."
             )
         if self.router is not None:
             entry_point("gateway").check_installed(self.router)
 
     def start_args(self) -> dict[str, Any]:
-        """Arguments of started servers that follow from this engine's settings."""
+        """Returns arguments for started servers that follow from this engine's settings."""
         return {}
 
     def dtype_of_auto(self, config: PretrainedConfig | None) -> torch.dtype:
-        """The dtype that these servers take for a model of this config if their dtype is `auto`."""
+        """Returns the dtype that these servers use for a model of this config if their dtype is `auto`."""
         return getattr(config, "dtype", None) or torch.float32
 
     def _given_urls(self) -> list[str] | None:
-        """None if the engine starts its servers."""
+        """Returns the servers' addresses, or None if the engine starts them."""
         return self.urls if self.urls is not None or self.num_servers is not None else addresses_from_environment()
 
     def _check_routes(self, urls: Sequence[str]) -> None:
@@ -329,7 +341,7 @@ class ServerEngine(RolloutEngine):
             home.call(members.identify_all(), self.timeouts.request_s * 2)
             self._parts = parts = self._assemble(config, members, own.folder)
             if self.should_verify:
-                parts.loader.check_models()
+                home.call(parts.loader.check_models(fleet.in_state()), self.timeouts.sync_s)
             watch = Watch(home, members, parts.loader, self._receivers, registry, self._client, self.timeouts)
             home.keep(watch.run)
             undo.pop_all()
@@ -343,12 +355,12 @@ class ServerEngine(RolloutEngine):
         await self._home.move_here(self._leave_loop)
 
     async def detach(self) -> None:
-        """Ends what runs on this event loop, which is about to end."""
+        """Ends the engine's tasks on this event loop, which is about to end."""
         await self._leave_loop()
         self._home.forget()
 
     def close(self) -> None:
-        """Ends the servers that were started here, and requests in flight; each step whatever the others raise."""
+        """Ends requests in flight and the servers that were started here; an error in one step skips no other."""
         was_open, self._is_open = self._is_open, False
         if not was_open:
             return
@@ -368,7 +380,7 @@ class ServerEngine(RolloutEngine):
         return {"running": traffic.num_running, "waiting": traffic.num_waiting}
 
     async def generate(self, token_ids: list[int], sampling: Sampling, **request: Any) -> list[Completion]:
-        """Takes what RolloutEngine's takes; waits at most `timeouts.generate_s` for each request to a server."""
+        """Generates as RolloutEngine says; waits at most `timeouts.generate_s` for each request to a server."""
         requests = self.parts.requests
         if self.weight_version < 0:
             raise EngineError(f"{type(self).__name__} has no weights yet. Call load_weights before the first request.")
@@ -380,7 +392,7 @@ class ServerEngine(RolloutEngine):
             raise EngineError(f"{type(self).__name__} was closed before the completion was finished.") from None
 
     def open_to_workers(self, num: int) -> tuple[Leader, Follower]:
-        """The leader is used on the controller's loop; the follower is pickled, and opened in each worker."""
+        """Returns a leader for use on the controller's loop, and a follower to pickle and open in each worker."""
         parts = self.parts
         share = min(self._num_connections, max(1, MAX_CONNECTIONS // num))
         settings = self._token, self.timeouts, share, parts.requests.limits, parts.members.router.for_followers()
@@ -390,7 +402,7 @@ class ServerEngine(RolloutEngine):
         return [dataclasses.asdict(server.status()) for server in self.fleet.in_state()]
 
     async def unfinished(self) -> dict[int, Completion]:
-        """Requests in flight are aborted, which is how servers return what they have, and continue after the pause."""
+        """Aborts requests in flight, since servers return partial tokens only then; they continue after the pause."""
         return await self._home.across(self.parts.requests.unfinished())
 
     async def pause(self) -> None:
@@ -404,18 +416,18 @@ class ServerEngine(RolloutEngine):
         return self._home.call(self.parts.requests.score(sequences), self.timeouts.generate_s)
 
     def drop_replica(self, name: str, reason: str) -> None:
-        """The server at this address gets no more requests until it has loaded the weights again."""
+        """Sends no more requests to the server at this address until it has loaded the weights again."""
         members, server = self.parts.members, self.fleet.servers.get(name)
         if server is not None:
             self._home.soon(lambda: members.lose(server, reason))
 
     def verified_by(self) -> dict[str, Verification]:
-        """Returns the check by address of each routable server; there are no digests of adapters."""
+        """Returns the check by address of each routable server; adapters have no digests."""
         routable = self.fleet.in_state("routable")
         return {server.url: server.verified_by if self.served_form is None else "version" for server in routable}
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Raises WeightSyncError only if no server has the new weights; `last_sync` has what happened to each."""
+        """Raises WeightSyncError only if no server has the new weights; `last_sync` says what happened to each."""
         loader = self.parts.loader
         try:
             loader.load(buckets, weight_version)
@@ -423,7 +435,7 @@ class ServerEngine(RolloutEngine):
             self.weight_version = loader.weight_version
 
     def release_memory(self) -> None:
-        """Colocated servers give their memory to the trainer until the next load; others do nothing."""
+        """Makes colocated servers release their memory until the next load; does nothing for others."""
         self.parts.loader.release_memory()
 
     def shared_folder(self) -> SharedFolder | None:
@@ -473,26 +485,15 @@ class ServerEngine(RolloutEngine):
         home, timeouts, fleet = self._home, self.timeouts, self.fleet
         limits = RequestLimits.of(config, self._encoders_of_servers())
         dtype = members.sent_dtype(self.dtype_of_auto(config))
-        transport = make_transport(
-            self.transport,
-            config,
-            dtype=dtype,
-            folder=Path(self.weight_folder or folder / "weights"),
-            sync_s=timeouts.sync_s,
-            trainer_host=self.trainer_host,
-            connect=lambda url: Connection(url, token=self._token, timeouts=timeouts),
-            receiver_of=self._receivers.of,
-            request_s=timeouts.request_s,
-            broadcast=self.broadcast_type,
-        )
+        form = ServerForm.of(config, dtype)
         canary = CacheCanary(
             fleet, vocab_size=limits.vocab_size, max_context=limits.max_context, timeout_s=timeouts.generate_s
         )
         sync = ServerSync(
-            transport,
+            self._make_transport(config, form, folder),
             timeout_s=timeouts.sync_s,
             verify=self.should_verify,
-            verifier=WeightVerifier(config, ServerForm.of(config, dtype), timeout_s=timeouts.sync_s),
+            verifier=WeightVerifier(config, form, timeout_s=timeouts.sync_s),
             canary=canary if self.should_verify else None,
         )
         versions = ServedVersions()
@@ -506,8 +507,25 @@ class ServerEngine(RolloutEngine):
         used = {"home": home, "members": members, "requests": requests, "sync": sync, "timeouts": timeouts}
         return Parts(home, members, leader, requests, make(**used, config=config, is_colocated=self.is_colocated))
 
+    def _make_transport(self, config: PretrainedConfig, form: ServerForm, folder: Path) -> WeightTransport:
+        if self.transport == "distributed":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            timeout_s = min(TRANSFER_TIMEOUT_S, self.timeouts.sync_s)
+            return self.broadcast_type(
+                form, device=device, transfer_timeout_s=timeout_s, trainer_host=self.trainer_host
+            )
+        if self.transport == "cuda_ipc":
+            return CudaIpcTransport(form)
+        if self.transport == "tensor":
+            return SharedMemoryTransport(form)
+        if self.transport == "delta":
+            connect = functools.partial(Connection, token=self._token, timeouts=self.timeouts)
+            receiver_of, wait_s = self._receivers.of, self.timeouts.request_s
+            return DeltaTransport(form, config, connect=connect, receiver_of=receiver_of, wait_s=wait_s)
+        return DiskTransport(WeightFolder(Path(self.weight_folder or folder / "weights"), config, form=form))
+
     def _encoders_of_servers(self) -> dict[str, Encode]:
-        """The further columns to ask for: those that are wanted and that every server returns.
+        """Returns encoders of the further columns to ask for: those wanted that every server returns.
 
         Raises:
             ValueError: if `record_routes` is true, and the model has no experts or a server does not return them.
@@ -515,16 +533,16 @@ class ServerEngine(RolloutEngine):
         infos = [(server.url, server.info) for server in self.fleet.in_state()]
         without = [url for url, info in infos if info is None or ROUTES.name not in info.returned_columns]
         if self.record_routes and not self._encoders:
-            raise ValueError("record_routes is true, but the model has no experts. Omit it.")
+            raise ValueError("record_routes is true, but the model has no experts. Omit record_routes.")
         if self.record_routes and without:
             raise ValueError(
-                f"record_routes is true, but {without[0]} does not return its experts. Start it with "
-                "SGLang's enable_return_routed_experts, or omit record_routes."
+                f"record_routes is true, but {without[0]} does not return the experts of tokens. Start it "
+                "with SGLang's enable_return_routed_experts, or omit record_routes."
             )
         if self._encoders and without:
             log.warning(
                 "The trainer's router chooses the experts of each token, since %s does not return them. SGLang "
-                "does if it was started with enable_return_routed_experts.",
+                "returns them if it was started with enable_return_routed_experts.",
                 without[0],
             )
         return {} if without else self._encoders

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from lightrl.engines.servers.server import ACTIVE, GONE, Server, State
 
-MAX_SESSIONS = 65536  # remembered; then all are forgotten
-# A server that is lost so often within so many weight versions is retired.
+MAX_SESSIONS = 65536  # remembered; beyond that all are forgotten
+# A server that is lost this often within this many weight versions is retired.
 MAX_LOSSES, WITHIN_VERSIONS = 4, 8
-SLOW_FACTOR = 3.0  # a server that takes so many times as long for a token as the others is named
+SLOW_FACTOR = 3.0  # the log names a server that takes this many times as long per token as the others
 
 
 @dataclass(eq=False, kw_only=True)
@@ -25,20 +25,20 @@ class ServerFleet:
     """The servers of an engine, and the sessions whose prefixes they hold.
 
     A server is routable only after it acknowledged the current weights. A session stays on its server while that server
-    is routable and at most `max_lead_tokens` busier than the least busy one; a prefix cache is worth that much.
+    is routable and at most `max_lead_tokens` busier than the least busy one: its prefix cache saves about that much.
     """
 
-    may_grow: bool = False  # servers may join that are not known yet
+    may_grow: bool = False  # servers that are not known yet may join
     max_lead_tokens: int = 65536
-    salt: str = field(default_factory=lambda: secrets.token_hex(8))  # part of cache keys: two runs share no key-values
+    salt: str = field(default_factory=lambda: secrets.token_hex(8))  # in cache keys, so that runs share no key-values
     servers: dict[str, Server] = field(default_factory=dict)  # address to server
     weight_version: int = -1  # all routable servers have it
-    newest_version: int = -1  # that a server may have: of the load in progress, or the last
+    newest_version: int = -1  # newest that a server may have: of the load in progress or the last one
     is_loading: bool = False  # servers may report either version
-    sessions: dict[str, str] = field(default_factory=dict)  # session to the address that has its prefix, until a load
+    sessions: dict[str, str] = field(default_factory=dict)  # session to the server with its prefix, until a load
 
     def join(self, server: Server) -> Server:
-        """Adds a server that is up but does not have our weights."""
+        """Adds a server that is up but does not have this run's weights."""
         self.servers[server.url] = server
         return server
 
@@ -48,16 +48,16 @@ class ServerFleet:
         server.weight_version = weight_version
 
     def drain(self, server: Server) -> bool:
-        """Sends no new requests to a server that is about to leave; False if it has none to finish."""
+        """Sends no new requests to a server that is about to leave; returns False if it has none to finish."""
         if server.state in ACTIVE:
             server.state, server.reason = "draining", "it leaves"
         return server.state == "draining" and server.num_requests > 0
 
     def lose(self, server: Server, reason: str, *, is_given_up: bool = False) -> bool:
-        """Marks a server that is gone, or whose weights are unknown; False if it was marked before.
+        """Marks a server that is gone or whose weights are unknown; returns False if it was marked before.
 
-        Requests wait for one of ours, which is restarted until it `is_given_up`, and for one that may answer again. One
-        that was lost too often is retired, unless it is the last.
+        Requests wait for a server started by the engine, which is restarted until it `is_given_up`, and for any other
+        that may answer again. A server that was lost too often is retired, unless it is the last.
         """
         if not self.has(server):
             return False
@@ -87,7 +87,7 @@ class ServerFleet:
         return self.servers.get(server.url) is server
 
     def choose(self, session: str, *, min_version: int = -1, excluded: Collection[Server] = ()) -> Server | None:
-        """The server for a request of this session; None if no server fits. Avoids `excluded` if another one fits."""
+        """Returns the server for a request of this session, or None; avoids those `excluded` if another one fits."""
         fitting = [server for server in self.in_state("routable") if server.weight_version >= min_version]
         candidates = [server for server in fitting if server not in excluded] or fitting
         if not candidates:
@@ -126,26 +126,26 @@ class ServerFleet:
             return None
         return (
             f"The server at {url} takes {own:.3g} ms for a token, the others {usual:.3g} ms. Look for another program "
-            "on its GPU, throttling, other arguments, or a slow network."
+            "on its GPU, throttling, different arguments, or a slow network."
         )
 
     def in_state(self, *states: State) -> list[Server]:
-        """The servers in these states; all if none is named."""
+        """Returns the servers in these states; all if no state is given."""
         return [server for server in list(self.servers.values()) if not states or server.state in states]
 
     def urls(self, *states: State) -> list[str]:
         return [server.url for server in self.in_state(*states)]
 
     def cache_key(self, weight_version: int) -> str:
-        """The key under which requests share key-values in a server: a weight version of this run."""
-        return f"{self.salt}-{weight_version}"  # vLLM takes no slash
+        """Returns the key under which requests of this run and weight version share key-values on a server."""
+        return f"{self.salt}-{weight_version}"  # vLLM accepts no slash
 
     def has_hope(self) -> bool:
-        """Whether a server is routable or may become routable by itself."""
+        """Whether a server is routable or may become routable without intervention."""
         return self.may_grow or any(
             server.state not in ("lost", "retired") or server.may_return for server in self.servers.values()
         )
 
     def describe(self) -> str:
-        """One clause per server, for messages."""
+        """Returns one clause per server, for messages."""
         return "; ".join(server.describe() for server in self.servers.values())

@@ -1,4 +1,4 @@
-"""Follower: requests of another process than the one that controls the servers; see leader.py."""
+"""Follower: sends requests from a process other than the one that controls the servers; see leader.py."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from lightrl.engines.servers.server import GONE, Server
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.trajectory import Sampling
 
-ReportServer = Callable[[str, str, str], object]  # gets what `Leader.on_server_failed` takes
+ReportServer = Callable[[str, str, str], object]  # called with the arguments of `Leader.on_server_failed`
 
 
 @dataclass(eq=False)
 class _FollowedMembers(Members):
-    """Members as the leader describes them; it decides which are lost."""
+    """Members as the leader describes them; the leader decides which are lost."""
 
     report: ReportServer
-    _suspects: set[Server] = field(default_factory=set)  # reported since the last state
+    _suspects: set[Server] = field(default_factory=set)  # reported since the last state arrived
 
     def follow(self, state: FleetState, make_client: Callable[[str], ServerClient]) -> None:
         self._suspects.clear()
@@ -55,12 +55,12 @@ class _FollowedMembers(Members):
 
 @dataclass
 class Follower:
-    """An engine that only requests completions; it is pickled, and opened in its process.
+    """An engine that only requests completions; it is pickled, sent to another process and opened there.
 
     Args:
-        salt: of the run's keys in the servers' prefix caches.
-        max_connections: of this process to each server; more requests queue here.
-        make_router: makes the router, as the leader's says.
+        salt: the run's part of keys in the servers' prefix caches.
+        max_connections: connections of this process to each server; further requests queue here.
+        make_router: makes the router; from the leader's `Router.for_followers`.
     """
 
     client_type: type[ServerClient]
@@ -74,14 +74,14 @@ class Follower:
     continues_completions: ClassVar[bool] = True
 
     async def open(self, report: ReportServer) -> None:
-        """Called first, on the event loop of its requests; `report` sends what failed to the leader."""
+        """Called first, on the event loop of the requests; `report` tells the leader about failed servers."""
         raise_open_files()
         self._fleet = ServerFleet(salt=self.salt)
         self._home = HomeLoop(self._fleet.describe, timeout_s=self.timeouts.request_s)
         router = self.make_router(self._fleet, timeouts=self.timeouts)
         self._members = _FollowedMembers(self._home, self._fleet, router, self.timeouts, report)
         self._traffic = Traffic(is_held=True)  # until the first state
-        leader = Leader(self._home, self._members, self._traffic)  # leads nobody
+        leader = Leader(self._home, self._members, self._traffic)  # has no followers
         self._requests = RequestLoop(
             self._home, self._members, self._traffic, leader, limits=self.limits, timeouts=self.timeouts
         )

@@ -1,10 +1,10 @@
-"""Gateway: SGLang's gateway (smg) chooses the server of each request; everything else goes to each server directly.
+"""Gateway: SGLang's gateway (smg) chooses the server of each request; other calls go to each server directly.
 
-    Writer ── /generate ──► smg ──► one of its workers
-    Gateway.keep ── /workers ──► smg     which are the routable servers, and no others
+    RequestLoop ── /generate ──► smg ──► one of its workers
+    Gateway.keep ── /workers ──► smg     keeps exactly the routable servers as workers
 
-So a request reaches only servers whose present weights are verified. Paths and fields are those of smg 1.13.0: a
-worker that is deleted gets no new request; for 5 seconds more it is listed as `draining`, and cannot be added again.
+So a request reaches only servers whose present weights are verified. Paths and fields are those of smg 1.13.0. A
+deleted worker gets no new request; for another 5 seconds it is listed as `draining` and cannot be added again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from smg.launch_router import main
 sys.argv.append("--api-key=" + os.environ.pop({TOKEN_VARIABLE!r}))
 main()
 """
-# lightrl itself sends requests again, and knows which servers are alive: one paused for a sync is not overloaded.
+# lightrl retries requests itself and knows which servers are alive: one paused for a sync is not overloaded.
 _ARGUMENTS = [
     "--disable-retries", "--disable-circuit-breaker", "--disable-health-check", "--disable-worker-overload-protection",
     "--worker-stall-secs=1000000", "--worker-wedge-secs=1000000", "--request-timeout-secs=1000000",
@@ -52,25 +52,25 @@ _ARGUMENTS = [
 
 _SERVER_HEADER = "x-smg-routed-worker-id"
 _NOT_FOUND, _CONFLICT = 404, 409
-_SETTLING_S, _SETTLED_S = 0.1, 1.0  # between two checks of its workers
-_CUT_AFTER_S = 1.0  # for requests of a lost server, then of the others, to leave it by themselves
+_SETTLING_S, _SETTLED_S = 0.1, 1.0  # interval between checks of its workers
+_CUT_AFTER_S = 1.0  # for requests to a lost server, then to the others, to end on their own
 
 
 @dataclass(frozen=True)
 class GatewayState:
-    """State of the gateway that the process which controls it sends to others that send requests through it."""
+    """The gateway's state, sent by the process that controls it to others that send requests through it."""
 
-    serving: frozenset[str] = frozenset()  # servers that it may send a request to
+    serving: frozenset[str] = frozenset()  # servers to which it may send a request
     problem: str = ""  # why it cannot be used
     num_cuts: int = 0  # how often the connections of all requests were closed
 
 
 class Gateway(Connection, Router):
-    """A gateway, used by this run alone; it counts the requests at its servers.
+    """A gateway used only by this run; it counts the requests on its servers.
 
     Args:
-        token: its API key, and the servers'; None if they have none.
-        fleet: which servers are routable.
+        token: API key of the gateway and the servers; None if they have none.
+        fleet: knows which servers are routable.
     """
 
     program = "SGLang's gateway"
@@ -83,7 +83,7 @@ class Gateway(Connection, Router):
         self.state = GatewayState()
         self.fleet = fleet
         self._key = {"api_key": token} if token is not None else {}
-        self._added: set[str] = set()  # addresses of all workers that it ever had
+        self._added: set[str] = set()  # addresses of all workers that the gateway ever had
 
     @property
     def problem(self) -> str:  # type: ignore[override]
@@ -103,13 +103,13 @@ class Gateway(Connection, Router):
         self.state = state
 
     def note_loads(self, loads: Iterable[tuple[str, int, int]]) -> None:
-        """Changes nothing: `settle` reads them from the gateway."""
+        """Does nothing: `settle` reads the loads from the gateway."""
 
     def may_reach(self, server: Server, *states: State) -> list[Server]:
         return self.fleet.in_state(*states)
 
     def start_request(self, server: Server, tokens: int) -> None:
-        """Changes nothing: `settle` reads how many there are from the gateway."""
+        """Does nothing: `settle` reads the number of requests from the gateway."""
 
     end_request = start_request
 
@@ -130,7 +130,7 @@ class Gateway(Connection, Router):
     def opened(
         cls, router: str, token: str | None, fleet: ServerFleet, timeouts: Timeouts
     ) -> tuple[Gateway, ServerProcess | None]:
-        """The gateway that `router` names, with the servers' token, and its process if it is started here."""
+        """Returns the gateway that `router` names, with the servers' token, and its process if it is started here."""
         if router != "smg":
             return cls(as_url(router), token, fleet, timeouts=timeouts), None
         process = smg_process(token)
@@ -138,7 +138,7 @@ class Gateway(Connection, Router):
         return cls(process.url, process.token, fleet, timeouts=timeouts), process
 
     def can_send(self) -> bool:
-        """Whether every server that it is known to choose from is routable; `send` checks the one that it chose."""
+        """Whether all servers that it can choose, as far as known, are routable; `send` checks the one it chose."""
         return bool(self.state.serving) and self.state.serving <= set(self.fleet.urls("routable"))
 
     async def send(self, server: Server, body: dict[str, Any], timeout_s: float) -> tuple[Answer, str]:
@@ -147,7 +147,7 @@ class Gateway(Connection, Router):
         try:
             answer = await self.request("POST", self.generate_path, body, read=server.client.read_answer, **settings)
         except ServerRefused as error:
-            if error.status == _NOT_FOUND:  # it has no worker now
+            if error.status == _NOT_FOUND:  # the gateway has no worker now
                 raise EngineUnreachable(str(error)) from error
             raise
         url = headers.get(_SERVER_HEADER, "a server that it does not name")
@@ -156,7 +156,7 @@ class Gateway(Connection, Router):
         return answer, url
 
     async def keep(self, home: HomeLoop) -> None:
-        """Keeps its workers those servers that are routable."""
+        """Keeps the gateway's workers equal to the routable servers."""
         while True:
             before = self.state
             await self.settle()
@@ -166,29 +166,29 @@ class Gateway(Connection, Router):
             await home.wait_for_change(_SETTLED_S if is_settled else _SETTLING_S)
 
     async def settle(self) -> None:
-        """Makes the routable servers its workers, and no others; notes in `state` why it cannot."""
+        """Makes exactly the routable servers its workers; if that fails, `state` says why."""
         try:
             serving, problem = await self._settle(), ""
         except EngineError as error:
             serving, problem = frozenset[str](), str(error)
-            if isinstance(error, EngineTimeout):  # it hangs, and the requests in it
+            if isinstance(error, EngineTimeout):  # the gateway hangs, and so do its requests
                 await self.cut()
         if bool(problem) != bool(self.state.problem):
             log.warning("%s", problem or f"{self.name} answers again.")
         self.state = replace(self.state, serving=serving, problem=problem)
 
     async def free(self, server: Server, home: HomeLoop) -> None:
-        home.spawn(abort_at([server.client], abort_all=True))  # if it is alive; its answers are not used
+        home.spawn(abort_at([server.client], abort_all=True))  # in case it is alive; its answers are not used
         await asyncio.sleep(_CUT_AFTER_S)
         await self.settle()
-        if self.fleet.has(server) and server.num_requests:  # it hangs, and which these are is unknown
+        if self.fleet.has(server) and server.num_requests:  # it hangs, and which requests it has is unknown
             await abort_at([one.client for one in self.fleet.in_state("routable")], abort_all=True)
-            await asyncio.sleep(_CUT_AFTER_S)  # the others return what they have
+            await asyncio.sleep(_CUT_AFTER_S)  # the others return their tokens so far
             await self.cut()
             home.wake()
 
     async def cut(self) -> None:
-        """Closes its connections, here and in processes that get its state: requests in flight are sent again."""
+        """Closes connections to the gateway, here and in followers; requests in flight are sent again."""
         self.state = replace(self.state, num_cuts=self.state.num_cuts + 1)
         await self.close()
 
@@ -207,8 +207,8 @@ class Gateway(Connection, Router):
         for url in serving.keys() - routable:
             if url not in self.fleet.servers and url not in self._added:
                 raise EngineError(
-                    f"{self.name} has a worker {url}, which is not one of this run's servers. Give each run a gateway "
-                    f"of its own, or remove the worker: curl -X DELETE {self.url}/workers/{serving[url]}"
+                    f"{self.name} has a worker {url}, which is not one of this run's servers. Give each run its own "
+                    f"gateway, or remove the worker: curl -X DELETE {self.url}/workers/{serving[url]}"
                 )
             await self._change("DELETE", f"/workers/{serving[url]}")
         for url in routable - workers.keys():
@@ -220,12 +220,12 @@ class Gateway(Connection, Router):
         try:
             await self.request(method, path, body, read=None)
         except ServerRefused as error:
-            if error.status not in (_NOT_FOUND, _CONFLICT):  # it is done, or under way
+            if error.status not in (_NOT_FOUND, _CONFLICT):  # already done, or under way
                 raise
 
 
 def smg_process(token: str | None) -> ServerProcess:
-    """SGLang's gateway on this machine, not started."""
+    """Returns a process for SGLang's gateway on this machine, not yet started."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         metrics_port = free.getsockname()[1]
     command = [sys.executable, "-c", _PROGRAM, *_ARGUMENTS, f"--prometheus-port={metrics_port}"]

@@ -1,4 +1,4 @@
-"""HomeLoop: the event loop that an engine's requests run on, and how other threads reach it."""
+"""HomeLoop: the event loop that runs an engine's requests, and how other threads reach it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _CANCEL_AGAIN_S = 1.0
-_ENDED = "The event loop of the engine ended. The log, or the error before, says why."
+_ENDED = "The engine's event loop ended. The log, or the previous error, says why."
 
 
 class HomeLoop:
-    """The controller's event loop, or one of its own, in a thread, while there is no controller.
+    """The controller's event loop, or its own loop in a thread while there is no controller.
 
-    Tasks that are `spawned`, or run inside `counted`, are cancelled when the loop changes; what is `kept` starts again
-    on the next one.
+    Tasks started by `spawn` or running inside `counted` are cancelled when the loop changes; coroutines passed to
+    `keep` start again on the next loop.
 
     Args:
-        describe: what the servers do, for the message of a missed deadline.
+        describe: returns the state of the servers, for the message about a missed deadline.
     """
 
     def __init__(self, describe: Callable[[], str], *, timeout_s: float = 60.0) -> None:
@@ -40,12 +40,12 @@ class HomeLoop:
         self._own_thread: LoopThread | None = None
         self._is_closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._changed = asyncio.Event()  # a new one for each loop
+        self._changed = asyncio.Event()  # replaced when the loop changes and at each `wake`
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop; starts its own if there is none. EngineError after `close`."""
-        if self._is_closed:  # a supervising thread that is late must not start a loop that nobody ends
+        """The loop; starts its own if there is none. Raises EngineError after `close`."""
+        if self._is_closed:  # a late supervising thread must not start a loop that nobody ends
             raise EngineError("The engine is closed.")
         if self._loop is None:
             self._own_thread = LoopThread(
@@ -57,7 +57,7 @@ class HomeLoop:
         return self._loop
 
     async def move_here(self, leave: Callable[[], Work[None]]) -> None:
-        """Makes the running loop the home; `leave` runs on the previous one, which ends if it was our own."""
+        """Makes the running loop the home; `leave` runs on the previous loop if that was its own, which then ends."""
         here = asyncio.get_running_loop()
         old, thread = self._loop, self._own_thread
         if old is here:
@@ -69,13 +69,13 @@ class HomeLoop:
         self._enter(here)
 
     def forget(self) -> None:
-        """The loop is about to end."""
+        """Called when the loop is about to end."""
         self._loop = None
 
     def close(self, leave: Callable[[], Work[None]]) -> None:
-        """Runs `leave` on the loop, from another thread, and ends our own loop.
+        """Runs `leave` on the loop, from another thread, and ends its own loop.
 
-        A loop that does not answer in time, or is ending itself, is left as it is: its requests end with it.
+        A loop that does not answer in time, or is already ending, is left alone: its requests end with it.
         """
         loop, thread = self._loop, self._own_thread
         try:
@@ -90,9 +90,9 @@ class HomeLoop:
                 thread.close(lambda: asyncio.sleep(0), self.timeout_s)
 
     async def end_tasks(self) -> None:
-        """Cancels all tasks and waits for them; on the loop.
+        """Cancels all tasks and waits for them; called on the loop.
 
-        One that continues is cancelled again: aiohttp swallows a cancellation that arrives as its own timeout expires.
+        A task that continues is cancelled again: aiohttp swallows a cancellation that arrives as its timeout expires.
         """
         me = asyncio.current_task()
         while tasks := [task for task in self._tasks if task is not me and not task.done()]:
@@ -107,7 +107,7 @@ class HomeLoop:
             self._start_soon(start)
 
     def call(self, coroutine: Work[_T], timeout_s: float) -> _T:
-        """Returns the coroutine's result, from another thread; EngineError if the loop ends meanwhile."""
+        """Returns the coroutine's result, from another thread; raises EngineError if the loop ends meanwhile."""
         future, loop = self._submit(coroutine)
         deadline_s = time.monotonic() + timeout_s
 
@@ -118,7 +118,7 @@ class HomeLoop:
                 )
 
         try:
-            wait_on_loop(loop, future, silent_s=math.inf, on_wait=check)  # the deadline finds a blocked one
+            wait_on_loop(loop, future, silent_s=math.inf, on_wait=check)  # the deadline catches a blocked loop
             return future.result()
         except LoopEnded as error:
             death = error.__cause__

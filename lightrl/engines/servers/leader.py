@@ -1,10 +1,10 @@
-"""Leader: requests of several processes to the servers that one of them controls; its side of it.
+"""Leader: lets other processes send requests to the servers that this process controls; see also follower.py.
 
     rank 0: engine, Leader ── FleetState: servers, gate ─────────────► Follower ── /generate ──► servers
                                  ◄── FollowerState; servers that failed ────
 
-A follower knows what it is sent: it chooses among servers and continues requests elsewhere as the engine does, but
-whether a server is lost, and when requests may begin, the leader decides.
+A follower knows only what the leader sends: it chooses among servers and moves requests to others as the engine does,
+but the leader decides whether a server is lost and when requests may begin.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lightrl.engines.servers.server import ServerStatus
 
 @dataclass
 class Traffic:
-    """Requests in flight, of this process or of all that follow it, and whether new ones may begin."""
+    """Requests in flight, of this process or of all its followers, and whether new ones may begin."""
 
-    num_running: int = 0  # completions that a server generates
+    num_running: int = 0  # completions that a server is generating
     num_waiting: int = 0  # completions that wait for the gate or for a server
-    is_held: bool = False  # requests wait for the end of a load
+    is_held: bool = False  # requests wait for a load to end
     is_paused: bool = False
-    has_minimum: bool = False  # a request has min_new_tokens: a paused server would count from 0, so it is aborted
+    has_minimum: bool = False  # a request has min_new_tokens: abort it, since after a pause servers count from 0
 
     @property
     def is_open(self) -> bool:
@@ -36,30 +36,30 @@ class Traffic:
 
 @dataclass(frozen=True)
 class FleetState:
-    """State that followers need; it is pickled."""
+    """The state that followers need; it is pickled."""
 
     weight_version: int
     newest_version: int
     is_open: bool  # requests may begin
     may_grow: bool  # servers may join
     servers: list[ServerStatus]
-    router: Any  # the state of the leader's
+    router: Any  # the state of the leader's router
 
 
 @dataclass(frozen=True)
 class FollowerState:
-    """Answer of a follower."""
+    """A follower's answer."""
 
-    num_running: int = 0  # completions that a server generates
+    num_running: int = 0  # completions that a server is generating
     has_minimum: bool = False  # a request had `min_new_tokens`
     loads: tuple[tuple[str, int, int], ...] = ()  # address, requests, outstanding tokens
 
 
 class FollowerProcesses(Protocol):
-    """All followers, as the leader reaches them."""
+    """The leader's connection to all followers."""
 
     async def notify(self) -> None:
-        """Returns when each has the leader's state and its own was noted, or it has ended."""
+        """Returns when each follower has the leader's state and its own was noted, or it has ended."""
         ...
 
     def post(self) -> object:
@@ -69,7 +69,7 @@ class FollowerProcesses(Protocol):
 
 @dataclass(eq=False)
 class Leader:
-    """Keeps the followers' view of the fleet up to date; does nothing while there are none."""
+    """Keeps the followers' view of the fleet up to date; does nothing while there are no followers."""
 
     home: HomeLoop
     members: Members
@@ -78,7 +78,7 @@ class Leader:
     _posting: asyncio.Task[Any] | None = None
 
     def lead(self, followers: FollowerProcesses | None) -> None:
-        """Leaves requests to these processes alone; None ends that."""
+        """Leaves all requests to these processes, until called with None."""
         if self._posting is not None:
             self._posting.cancel()
         self._followers = followers
@@ -90,7 +90,7 @@ class Leader:
             followers.post()
 
     async def notify(self) -> None:
-        """Returns when all followers have the present state, and theirs is noted."""
+        """Returns when all followers have the present state and their states are noted."""
         if self._followers is not None:
             await self._followers.notify()
 
@@ -107,7 +107,7 @@ class Leader:
         self.members.router.note_loads(load for state in states for load in state.loads)
 
     def on_server_failed(self, kind: str, url: str, reason: str) -> None:
-        """A follower's request failed at a server, which is `lost` or `suspect`."""
+        """Called when a follower's request failed at a server, which is `lost` or `suspect`."""
         server = self.members.fleet.servers.get(url)
         if server is None:
             return

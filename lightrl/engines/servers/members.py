@@ -1,4 +1,4 @@
-"""Members: what happens to an engine's servers one by one: reached, lost, drained; `Watch` says when."""
+"""Members: changes of single servers: reached, lost, drained; `Watch` says when."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from lightrl.errors import EngineError, EngineTimeout
 log = logging.getLogger(__name__)
 
 _SHORT_S = 5.0
-_WARN_AFTER_S = 3.0  # a wrong port looks like a server that is starting
+_WARN_AFTER_S = 3.0  # a wrong port looks like a server that is still starting
 _WARN_EVERY_S = 30.0
 _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 @dataclass(eq=False)
 class Members:
-    """Changes the fleet and the connections to its servers together; on the home loop."""
+    """Changes the fleet and the connections to its servers together; used on the home loop."""
 
     home: HomeLoop
     fleet: ServerFleet
-    router: Router  # every request goes through it
+    router: Router  # all requests go through it
     timeouts: Timeouts
 
     @property
@@ -49,10 +49,10 @@ class Members:
         await self.router.reach()
 
     async def identify_all(self) -> None:
-        """Asks every server which process it is; one that does not answer is asked again at the first load.
+        """Asks every server for its identity; one that does not answer is asked again at the first load.
 
         Raises:
-            EngineError: if a server answers that it was started without what rollouts need.
+            EngineError: if a server was started without arguments that rollouts need.
         """
 
         async def identify(server: Server) -> None:
@@ -62,7 +62,7 @@ class Members:
         await asyncio.gather(*(identify(server) for server in self.fleet.in_state()))
 
     async def reach(self, server: Server) -> None:
-        """Waits while the server may be starting; raises within seconds if its address is wrong."""
+        """Waits while the server may still be starting; raises within seconds if its address is wrong."""
         start = time.monotonic()
         warn_after_s = _WARN_AFTER_S
         while True:
@@ -84,25 +84,25 @@ class Members:
             await asyncio.sleep(0.2)
 
     def lose(self, server: Server, reason: str, *, is_given_up: bool = False) -> None:
-        """Fails the server's requests at once; they continue elsewhere."""
+        """Makes the server's requests fail now, so that they continue on other servers."""
         if self.fleet.lose(server, reason, is_given_up=is_given_up):
             what = "retired" if server.state == "retired" else "lost"
             log.warning("The server at %s is %s: %s", server.url, what, reason)
             if not self.fleet.in_state(*ACTIVE) and self.fleet.has_hope():
                 log.warning(
-                    "No server is left now; requests wait up to engine.timeouts.startup_s=%g s for one to return.",
+                    "No server is left; requests wait up to engine.timeouts.startup_s=%g s for one to return.",
                     self.timeouts.server_wait_s,
                 )
             self.home.spawn(self._free(server))
         self.home.wake()
 
     async def _free(self, server: Server) -> None:
-        """Makes the requests at a lost server fail, so that they continue elsewhere."""
+        """Makes the requests at a lost server fail."""
         await server.client.close()
         await self.router.free(server, self.home)
 
     def check_hope(self, since: float) -> None:
-        """Raises if no server will be routable, or none could be used for `server_wait_s` after `since`, monotonic."""
+        """Raises if no server can become routable, or none was usable for `server_wait_s` after `since`, monotonic."""
         limit_s = self.timeouts.server_wait_s
         is_late = time.monotonic() - since > limit_s
         if is_late and self.fleet.urls("routable") and not self.router.can_send():
@@ -122,7 +122,7 @@ class Members:
             )
 
     async def wait_for_any(self) -> None:
-        """Waits for a server that may get weights, at most `server_wait_s`."""
+        """Waits at most `server_wait_s` for a server that may get weights."""
         since = time.monotonic()
         while not self.fleet.in_state(*ACTIVE):
             self.check_hope(since)
@@ -136,20 +136,20 @@ class Members:
             await server.client.model_info(timeout_s=self.probe_s, num_retries=1)
         except EngineError as error:
             is_busy = isinstance(error, EngineTimeout) and server.silent_s < self.timeouts.hang_s
-            is_busy |= isinstance(error, ServerRefused) and error.is_busy and error.status < 500  # it is alive
+            is_busy |= isinstance(error, ServerRefused) and error.is_busy and error.status < 500  # alive
             if not is_busy and not isinstance(error, OutOfFiles):
                 self.lose(server, str(error))
 
     async def dtypes(self) -> set[str]:
-        """The dtype that each server was started with, or `auto`; of a quantized one the coarsest."""
+        """Returns the dtypes that servers were started with, or `auto`; for a quantized server, the coarsest."""
         names = await asyncio.gather(*(self._dtype(server) for server in self.fleet.in_state(*ACTIVE)))
         return {name for name in names if name is not None} or {"auto"}
 
     def sent_dtype(self, auto: torch.dtype) -> torch.dtype | None:
-        """The dtype of all servers if it is narrower than float32; None sends the trainer's own.
+        """Returns the servers' common dtype if it is narrower than float32; None sends the trainer's own.
 
         Args:
-            auto: what servers that were started here take if their dtype is `auto`; another server's config may differ.
+            auto: dtype that `auto` means on servers started here; another server's config may differ.
         """
         dtypes = set()
         for server in self.fleet.in_state():
@@ -159,19 +159,19 @@ class Members:
         return None if dtype == torch.float32 else dtype
 
     async def _dtype(self, server: Server) -> str | None:
-        with contextlib.suppress(EngineError, asyncio.TimeoutError):  # a server that is gone computes nothing
-            info = await asyncio.wait_for(server.client.server_info(), self.timeouts.request_s)  # with its retries
+        with contextlib.suppress(EngineError, asyncio.TimeoutError):  # a server that is gone has none
+            info = await asyncio.wait_for(server.client.server_info(), self.timeouts.request_s)  # includes retries
             return info.computes_in
         return None
 
     async def drain(self, server: Server) -> None:
-        """Moves the requests of a server that leaves elsewhere, waits for that at most `request_s`, and forgets it."""
+        """Moves a leaving server's requests to others, waits at most `request_s` for that, and forgets the server."""
         deadline = time.monotonic() + self.timeouts.request_s
         self.fleet.drain(server)
         await self.router.settle()
         while self.fleet.drain(server) and time.monotonic() < deadline:
-            self.home.wake()  # processes that follow learn of it
-            if self.fleet.urls("routable"):  # else its requests cannot continue anywhere
+            self.home.wake()  # tells followers
+            if self.fleet.urls("routable"):  # otherwise its requests cannot continue anywhere
                 with contextlib.suppress(EngineError):
                     await server.client.abort(abort_all=True)
             await asyncio.sleep(0.05)
@@ -183,21 +183,21 @@ class Members:
         await server.client.close(for_good=True)
 
     async def disconnect(self, *, for_good: bool = False) -> None:
-        """Closes the connections; the next requests, on this loop or another, open new ones unless it is `for_good`."""
+        """Closes the connections; unless `for_good`, the next requests open new ones, on this or another loop."""
         for server in self.fleet.in_state():
             await server.client.close(for_good=for_good)
         await self.router.close(for_good=for_good)
 
 
 def _is_other_program(error: EngineError) -> bool:
-    """Whether what answered is not our server: it refuses the request or the token, or speaks no JSON."""
+    """Whether another program answered: it refused the request or the token, or sent no JSON."""
     if isinstance(error, ServerRefused):
         return not error.is_passing
     return isinstance(error.__cause__, (TypeError, ValueError, aiohttp.ClientResponseError))
 
 
 def _is_nowhere(error: EngineError) -> bool:
-    """Whether the address leads to no machine: its name is unknown, or there is no route."""
+    """Whether no machine has this address: its name is unknown, or there is no route."""
     cause = error.__cause__
     cause = cause.os_error if isinstance(cause, aiohttp.ClientConnectorError) else cause
     return isinstance(cause, socket.gaierror) or getattr(cause, "errno", None) in _NO_ROUTE

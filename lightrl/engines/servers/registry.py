@@ -1,12 +1,12 @@
-"""Registry: a folder that all hosts see, in which running servers say where they are, until they leave or fall silent.
+"""Registry: a folder visible to all hosts where running servers announce their addresses until they leave or go silent.
 
     lightrl serve ─► Announcement: HOST-PORT.json, written again every 2 s ─► Registry ─► Watch: join, drain, lose
                           leaving: true ──────────────────────────────────────► requests move to other servers
                           waits until the file is gone ◄───────────────────────  removed once the server is unused
 
-What else a run needs of a server (model, weight version, which process answers) it asks the server itself. Clocks of
-hosts are not compared: an entry is alive while its content changes, by the reader's clock. One that was there before
-the reader may be of a server that was killed, so it counts once it changes.
+A run asks the server itself for anything else it needs (model, weight version, identity). Hosts' clocks are not
+compared: an entry is alive while its content changes, by the reader's clock. An entry older than the reader may belong
+to a server that was killed, so it counts only once it changes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 SCHEME = "file://"
 BEAT_S = 2.0
 READ_EVERY_S = 0.5
-EXPIRE_S = 20.0  # without a beat; network file systems may show a new content seconds late
+EXPIRE_S = 20.0  # without a beat; network file systems may show new content seconds late
 
 
 @dataclass(frozen=True)
 class ServerEntry:
-    """Entry of one server, by itself."""
+    """A server's entry, written by the server."""
 
     url: str
     receiver: str | None = None  # weight receiver, for the delta transport
@@ -61,9 +61,9 @@ class Announcement:
         self._thread.start()
 
     def leave(self, timeout_s: float = 30.0) -> bool:
-        """Asks runs to move their requests elsewhere; True once they have, False if that takes longer.
+        """Asks runs to move their requests elsewhere; returns True once they have, False after `timeout_s`.
 
-        With a timeout of 0 s nobody is asked.
+        With a timeout of 0 no run is asked.
         """
         if not self._thread.is_alive() or not timeout_s:
             self.end()
@@ -76,7 +76,7 @@ class Announcement:
         return not is_used
 
     def end(self) -> None:
-        """Removes the entries at once."""
+        """Removes the entries without asking runs."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(BEAT_S * 2)
@@ -99,7 +99,7 @@ class Announcement:
         self._num_beats += 1
         for server in self._servers:
             file = self._file(server)
-            if self._is_leaving and not file.exists():  # the run has let it go
+            if self._is_leaving and not file.exists():  # the run has released the server
                 continue
             content = asdict(server) | {"is_leaving": self._is_leaving, "beat": f"{self._start}-{self._num_beats}"}
             part = file.with_suffix(".part")
@@ -112,15 +112,15 @@ class Announcement:
 
 @dataclass
 class Registry:
-    """Reads the entries; every call may wait for the file system, so make it in a thread."""
+    """Reads the entries; any call may block on the file system, so call it in a thread."""
 
     folder: Path
-    num_expected: int = 1  # servers for which a run waits at its start
+    num_expected: int = 1  # servers that a run waits for when it starts
     _changes: dict[str, tuple[str, float]] = field(default_factory=dict)  # file to its content and when it changed
     _has_read: bool = False
 
     def read(self) -> dict[str, ServerEntry]:
-        """The servers that are there, by address; an entry that cannot be read counts as silent."""
+        """Returns the registered servers by address; an entry that cannot be read counts as silent."""
         now = time.monotonic()
         servers = {}
         for file in sorted(self.folder.glob("*.json")):
@@ -136,10 +136,10 @@ class Registry:
         return servers
 
     def wait_for_servers(self, timeout_s: float) -> list[ServerEntry]:
-        """The servers that are there once as many as expected are, or after `timeout_s`.
+        """Returns the registered servers once there are as many as expected, or after `timeout_s`.
 
         Raises:
-            EngineTimeout: if none is there by then.
+            EngineTimeout: if there are none by then.
         """
         deadline = time.monotonic() + timeout_s
         while len(entries := [one for one in self.read().values() if not one.is_leaving]) < self.num_expected:
@@ -154,16 +154,16 @@ class Registry:
         return entries
 
     def release(self, url: str) -> None:
-        """Marks a server that leaves: no request of this run is left."""
+        """Tells a leaving server that this run has no more requests on it."""
         with contextlib.suppress(OSError):
             (self.folder / _name(url)).unlink(missing_ok=True)
 
 
 def registry_at(urls: Sequence[str] | None) -> Registry | None:
-    """The registry if one is given as the servers' address, as `file:///shared/servers`, or with `?servers=4`.
+    """Returns the registry if the address is one, as in `file:///shared/servers` or with `?servers=4`; otherwise None.
 
     Raises:
-        ValueError: if it is given together with addresses, or not as an absolute path.
+        ValueError: if it is given together with addresses, or its path is not absolute.
     """
     if not any(url.startswith(SCHEME) for url in urls or ()):
         return None
@@ -172,8 +172,8 @@ def registry_at(urls: Sequence[str] | None) -> Registry | None:
     number = query.removeprefix("servers=") if query else "1"
     if len(urls) > 1 or not path.startswith("/") or not number.isdecimal():
         raise ValueError(
-            f"Servers are given by a registry, as `file:///shared/servers`, or `…?servers=4` to wait "
-            f"for 4 at the start, or by their addresses, not both; got {', '.join(urls)}."
+            f"Give servers by a registry, such as `file:///shared/servers` (or `…?servers=4` to wait for "
+            f"4 at the start), or by their addresses, not both; got {', '.join(urls)}."
         )
     return Registry(Path(path), int(number))
 

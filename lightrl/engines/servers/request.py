@@ -1,7 +1,7 @@
-"""A completion over several requests: what is missing, and what an answer adds; an answer, checked. Pure.
+"""A completion over several requests: what is missing, and what an answer adds; checks of an answer. No I/O.
 
-A completion may take several requests: after an abort for a sync, or the loss of its server, the next request has the
-tokens so far as part of its prompt.
+A completion may take several requests: after an abort for a sync, or the loss of its server, the next request contains
+the tokens so far as part of its prompt.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightrl.trajectory import FinishReason, Sampling
 _ABOVE_0_NATS = 1e-3  # rounding
 NO_IDS: TokenArray[int] = TokenArray((), "i")
 _NO_LOGPROBS: TokenArray[float] = TokenArray((), "f")
-# Encodes what a server sent of the given number of tokens; raises ValueError if it is of another model.
+# Encodes a server's data on the given number of tokens; raises ValueError if it belongs to another model.
 Encode = Callable[[Any, int], TokenArray[Any]]
 
 
@@ -38,22 +38,22 @@ class MalformedAnswer(EngineError):
 
 @dataclass(frozen=True)
 class Answer:
-    """The tokens of one request, one entry for each."""
+    """The tokens of one request; each field has one entry per token."""
 
     token_ids: TokenArray[int] = NO_IDS
     logprobs: TokenArray[float] = _NO_LOGPROBS
     weight_versions: TokenArray[int] = NO_IDS
     finish: str = "abort"
-    columns: Mapping[str, TokenArray[Any]] = field(default_factory=dict)  # what else the server sent of the tokens
-    raw_columns: Mapping[str, Any] = field(default_factory=dict)  # the same as sent, for `CompletionDraft.encoders`
-    full_support: int | None = None  # least size of a support with all tokens returned: it may lack some
+    columns: Mapping[str, TokenArray[Any]] = field(default_factory=dict)  # further data on the tokens
+    raw_columns: Mapping[str, Any] = field(default_factory=dict)  # further data as sent, for `CompletionDraft.encoders`
+    full_support: int | None = None  # smallest support with all tokens returned, so that it may lack some
     rid: object = None  # the request that it answers
     num_read: object = None  # tokens that the server read
     problem: str = ""  # why it is unusable
 
 
 def check_answers(rid: str, num_sent: int | None, answer_rid: object, num_read: object, server: str) -> None:
-    """Raises MalformedAnswer unless this answers the request `rid` of `num_sent` tokens; None counts none."""
+    """Raises MalformedAnswer unless this answers the request `rid` of `num_sent` tokens (None: any number)."""
     if answer_rid != rid or num_sent not in (None, num_read):
         raise MalformedAnswer(
             f"{server} answered request {rid} of {num_sent} tokens as if it were {answer_rid} of {num_read}. Look "
@@ -63,11 +63,11 @@ def check_answers(rid: str, num_sent: int | None, answer_rid: object, num_read: 
 
 @dataclass(frozen=True)
 class NamedVersion:
-    """A weight version that servers hold by name next to its base; the tokens of a request for it have this version."""
+    """A weight version that servers hold by name next to its base; tokens of requests for it get this version."""
 
     version: int
     name: str
-    base_version: int  # the server must report it
+    base_version: int  # version that the server must report
 
 
 @dataclass
@@ -76,7 +76,7 @@ class CompletionDraft:
 
     prompt: list[int]
     sampling: Sampling  # `max_new_tokens` counts all requests of the completion together
-    sample: int = 0  # number of the completion among the n of the prompt
+    sample: int = 0  # index of the completion among the prompt's n
     token_ids: TokenArray[int] = NO_IDS
     logprobs: TokenArray[float] = _NO_LOGPROBS
     weight_versions: TokenArray[int] = NO_IDS
@@ -88,7 +88,7 @@ class CompletionDraft:
     vocab_size: int = 2**31
 
     def start_with(self, started: Completion) -> None:
-        """Continue a completion that was generated before."""
+        """Continues a completion that was partly generated before."""
         self.token_ids = TokenArray.joined([started.token_ids], "i")
         self.logprobs = TokenArray.joined([started.logprobs], "f")
         self.weight_versions = TokenArray.joined([started.weight_versions], "i", as_runs=True)
@@ -100,22 +100,18 @@ class CompletionDraft:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and of the completion so far."""
+        """Number of tokens of the prompt and of the completion so far."""
         return len(self.prompt) + len(self.token_ids)
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of prompt and completion together; a measure of a server's load."""
+        """Largest number of tokens of prompt and completion; a measure of a server's load."""
         return len(self.prompt) + self.sampling.max_new_tokens
 
     def add(
         self, answer: Answer, server: str, *, path: str = "/generate", column_help: Mapping[str, str] | None = None
     ) -> None:
-        """Appends an answer, or raises MalformedAnswer; sets `finish_reason` if that ends the completion.
-
-        Args:
-            column_help: by name, how to make the server return a column.
-        """
+        """Appends an answer, or raises MalformedAnswer; sets `finish_reason` if this ends the completion."""
         token_ids, logprobs, versions, finish = answer.token_ids, answer.logprobs, answer.weight_versions, answer.finish
         if answer.problem:
             raise MalformedAnswer(
@@ -172,17 +168,17 @@ class CompletionDraft:
             self.finish_reason = "length"
         elif token_ids and self._is_end(token_ids[-1]):  # SGLang aborts a request before it looks for the end
             self.finish_reason = "stop"
-        # else it continues: aborted, or stopped at an end token of the model's config that the sampling does not have
+        # otherwise it continues: aborted, or stopped at an end token of the model's config that the sampling lacks
 
     def check(self, answer: Answer, server: str, rid: str, oldest: int, newest: int) -> None:
-        """Raises MalformedAnswer for the answer to another request than `rid`, or weights the server has not had since.
+        """Raises MalformedAnswer if this answers another request, or reports weights that the server cannot have had.
 
         Args:
-            oldest, newest: weight versions that it may have had; of the base of a named version.
+            oldest, newest: weight versions that it may have had, of the base if the version is named.
         """
-        if answer.problem:  # `add` says which
+        if answer.problem:  # `add` reports it
             return
-        # A server counts the tokens of attachments itself, and none of what it aborts unread.
+        # A server counts tokens of attachments differently, and none of a request that it aborts unread.
         is_counted = self.attachments is None and (answer.num_read is not None or answer.finish != "abort")
         num_sent = self.num_tokens if is_counted else None
         check_answers(rid, num_sent, answer.rid, answer.num_read, server)
@@ -194,7 +190,7 @@ class CompletionDraft:
             )
 
     def completion(self) -> Completion:
-        """Completion so far; its finish reason is `abort` while more is to come."""
+        """Returns the completion so far; its finish reason is `abort` until it is finished."""
         columns = {
             name: column_named(name).of_completion(values, len(self.prompt), self.num_tokens)
             for name, values in (self.columns if self.token_ids else {}).items()
@@ -203,8 +199,8 @@ class CompletionDraft:
         return Completion(self.token_ids, self.logprobs, self.weight_versions, reason, columns)
 
     def _encoded(self, answer: Answer, server: str) -> dict[str, TokenArray[Any]]:
-        """The columns that the answer has as its server sent them."""
-        num_read = self.num_tokens + len(answer.token_ids) - 1  # nothing has read the last one
+        """Returns the encoded columns of those that the answer has as sent."""
+        num_read = self.num_tokens + len(answer.token_ids) - 1  # the model has not read the last one
         columns = {}
         for name, encode in self.encoders.items():
             if name not in answer.raw_columns:
@@ -223,15 +219,15 @@ class CompletionDraft:
 
 
 def request_seed(seed: int, sample: int) -> int:
-    """Seed of all requests of a completion, 0 to 2**63 - 1: SGLang hashes it with each token's position."""
-    # So a completion has the same tokens wherever it is interrupted.
+    """Returns the seed of all requests of a completion, 0 to 2**63 - 1; SGLang hashes it with each token's position."""
+    # So a completion gets the same tokens wherever it is interrupted.
     if sample == 0 and seed >= 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _check_numbers(token_ids: TokenArray[int], logprobs: TokenArray[float]) -> None:
-    """Raises ValueError for what no model samples; trained on, it would be noticed as a bad update, or not at all."""
+    """Raises ValueError for values that no model samples: training on them might be a bad update that nobody sees."""
     numbers = np.asarray(logprobs)
     if not (np.isfinite(numbers) & (numbers <= _ABOVE_0_NATS)).all():
         wrong = next(number for number in logprobs if not -math.inf < number <= _ABOVE_0_NATS)
@@ -242,12 +238,12 @@ def _check_numbers(token_ids: TokenArray[int], logprobs: TokenArray[float]) -> N
 
 @dataclass(frozen=True)
 class RawAnswer:
-    """An answer's parts as a server sent them."""
+    """The parts of an answer as a server sent them."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     logprob_ids: Sequence[int]  # the tokens that the logprobs belong to
-    spans: Sequence[Mapping[str, Any]]  # such as `{"version": "7", "start": 0, "end": 12}`
+    spans: Sequence[Mapping[str, Any]]  # for example `{"version": "7", "start": 0, "end": 12}`
     finish: str
     supports: Sequence[Sequence[int]] | None  # ids of each token's support, in any order
     raw_columns: Mapping[str, str | None] = field(default_factory=dict)  # `Answer.raw_columns`, int32 in base64
@@ -259,8 +255,8 @@ class RawAnswer:
 def parse_answer(content: bytes, parse: Callable[[Any], RawAnswer]) -> Answer:
     """Reads and checks an answer; raises ValueError if it is not JSON.
 
-    A thousand tokens are a thousand short-lived lists in JSON. The garbage collector is off meanwhile: they would
-    trigger it, and it would visit all trajectories in memory (0.9 of 2.2 ms per request).
+    A thousand tokens are a thousand short-lived lists in JSON. The garbage collector is off meanwhile, since they would
+    trigger it and it would visit all trajectories in memory (0.9 of 2.2 ms per request).
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -316,7 +312,7 @@ def _token_versions(spans: Sequence[Mapping[str, Any]], num_tokens: int) -> Toke
 
 
 def _version(value: object) -> int:
-    """Servers keep it as text; `int` alone would also take 1.5, True and 1_0."""
+    """Reads a version, which servers keep as text; `int` would also accept 1.5, True and 1_0."""
     if type(value) is int or (isinstance(value, str) and value.isascii() and value.removeprefix("-").isdigit()):
         return int(value)
     raise ValueError(f"the weight version {value!r}")

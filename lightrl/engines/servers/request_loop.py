@@ -1,8 +1,8 @@
-"""RequestLoop: completions, request by request: which server, what to do when it fails, the gate that a pause closes.
+"""RequestLoop: generates completions request by request: chooses servers, handles failures, and waits during a pause.
 
     generate() ─► gate ─► ServerFleet.choose ─► ServerClient.generate ─► CompletionDraft.add ─► Completion
                  (pause)      │                    │ lost, 5xx, not JSON    │ aborted
-                              └────────────────────┴────────────────────────┘ continues elsewhere with what it has
+                              └────────────────────┴────────────────────────┘ continues elsewhere with its tokens
 
 Everything runs on the home loop.
 """
@@ -15,7 +15,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 
 from lightrl.engines.engine import Completion, check_request
 from lightrl.engines.servers.client import ABORT_TIMEOUT_S, abort_at
-from lightrl.engines.servers.connection import OutOfFiles, ServerRefused
+from lightrl.engines.servers.connection import MAX_BACKOFF_S, OutOfFiles, ServerRefused
 from lightrl.engines.servers.fleet import ServerFleet
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.leader import Leader, Traffic
@@ -39,17 +39,16 @@ from lightrl.trajectory import Sampling
 
 log = logging.getLogger(__name__)
 
-MAX_BACKOFF_S = 5.0
-MAX_RETRIES = 8  # failures of a request in a row, without a token in between
+MAX_RETRIES = 8  # consecutive failures of a request, without a token in between
 
 
 @dataclass
 class _Failures:
-    """Failures of one request in a row, without a token in between."""
+    """Consecutive failures of one request, without a token in between."""
 
     num: int = 0
     servers: set[Server] = field(default_factory=set)
-    busy_since: float | None = None  # monotonic; servers that are busy do not count
+    busy_since: float | None = None  # monotonic; refusals by busy servers do not count in `num`
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,8 @@ class RequestLimits:
 
     vocab_size: int
     max_context: int | None  # tokens of prompt and completion
-    image_reader: ImageReader | None  # how it reads images; None if it takes none
-    encoders: Mapping[str, Encode] = field(default_factory=dict)  # of the further columns that they return
+    image_reader: ImageReader | None  # how the model reads images; None if it does not
+    encoders: Mapping[str, Encode] = field(default_factory=dict)  # for the further columns that servers return
 
     @classmethod
     def of(cls, config: PretrainedConfig, encoders: Mapping[str, Encode]) -> RequestLimits:
@@ -68,18 +67,18 @@ class RequestLimits:
 
 
 class ServedVersions:
-    """Which of a server's weights a request gets: by default the only ones."""
+    """Chooses which of a server's weights a request uses: by default its only weights."""
 
     def choose(self, started_with: NamedVersion | None) -> NamedVersion | None:
-        """The version for the next request of a completion that has started with this one."""
+        """Returns the version for the next request of a completion that started with `started_with`."""
         return None
 
     def used(self, named: NamedVersion | None, rid: str, server: Server) -> contextlib.AbstractContextManager[None]:
-        """Inside, a request under this version is running."""
+        """Returns a context inside which a request under this version runs."""
         return contextlib.nullcontext()
 
     def min_version(self, draft: CompletionDraft) -> int:
-        """The oldest weight version of a server that may continue the completion."""
+        """Returns the oldest weight version that a server may have to continue the completion."""
         return draft.last_version
 
     def is_missing(self, server: Server, error: EngineError) -> bool:
@@ -89,18 +88,18 @@ class ServedVersions:
 
 @dataclass(eq=False)
 class RequestLoop:
-    """Generates completions while the gate is open."""
+    """Generates completions while the gate is open (see Traffic)."""
 
     home: HomeLoop
     members: Members
     traffic: Traffic
-    leader: Leader  # with followers, they alone send requests, and the traffic is theirs
+    leader: Leader  # if it has followers, only they send requests, and `traffic` counts theirs
     limits: RequestLimits
     timeouts: Timeouts
     versions: ServedVersions = field(default_factory=ServedVersions)
-    _paused: set[Server] = field(default_factory=set)  # servers that `pause` has paused and nothing resumed since
-    _at_load: set[Server] = field(default_factory=set)  # a load pauses and resumes them
-    _drafts: dict[int, CompletionDraft] = field(default_factory=dict)  # seed to a completion that is generated alone
+    _paused: set[Server] = field(default_factory=set)  # servers that `pause` paused and nothing has resumed
+    _at_load: set[Server] = field(default_factory=set)  # servers that a load pauses and resumes
+    _drafts: dict[int, CompletionDraft] = field(default_factory=dict)  # seed to a completion with n = 1
 
     @property
     def fleet(self) -> ServerFleet:
@@ -116,7 +115,7 @@ class RequestLoop:
         images: tuple[str, ...] = (),
         started: Completion | None = None,
     ) -> list[Completion]:
-        """Generates as RolloutEngine's does; a cancellation aborts the requests on the servers."""
+        """Generates as RolloutEngine says; a cancellation aborts the requests on the servers."""
         limits = self.limits
         check_request(token_ids, sampling, n, vocab_size=limits.vocab_size, max_context=limits.max_context)
         attachments = Attachments.of(limits.image_reader, images, token_ids) if images else None
@@ -141,9 +140,10 @@ class RequestLoop:
                     task.cancel()
 
     async def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
-        """Logprobs at temperature 1 of these sequences' tokens from each routable server, 0 for the first token.
+        """Returns logprobs at temperature 1 of these sequences' tokens from each routable server, 0 for the first
+        token.
 
-        A server that gives none has empty lists; one that is lost meanwhile is left out.
+        A server without logprobs has empty lists; a server that is lost meanwhile is left out.
         """
         with self.home.counted():
             while True:
@@ -154,7 +154,7 @@ class RequestLoop:
                     return {server.url: rows for server, rows in zip(servers, answers, strict=True) if rows is not None}
 
     async def _logprobs_of(self, server: Server, sequences: list[list[int]]) -> list[list[float]] | None:
-        """None if the server is lost."""
+        """Returns None if the server is lost."""
         failures = _Failures()
         while self.fleet.has(server) and server.state == "routable":
             try:
@@ -167,16 +167,16 @@ class RequestLoop:
         return None
 
     async def pause(self) -> None:
-        """Stops requests in flight at a token; new ones wait. Waits for the servers that have any."""
+        """Stops requests in flight at a token; new ones wait. Returns once the servers have paused."""
         self.traffic.is_paused = True
         await self.leader.notify()
         if self.traffic.num_running:
             await self._pause_servers()
 
     async def unfinished(self) -> dict[int, Completion]:
-        """Returns what is generated of the completions that were requested alone, by seed; while requests are paused.
+        """Returns the tokens so far of completions with n = 1, by seed; called while requests are paused.
 
-        A server returns what it has only when it ends a request: it is aborted, and sent again after the pause.
+        A server returns tokens only when it ends a request, so requests are aborted and sent again after the pause.
         """
         paused, self._paused = self._paused, set()
         for server in paused & set(self.fleet.in_state("routable")):
@@ -186,31 +186,25 @@ class RequestLoop:
 
     async def resume(self) -> None:
         """Continues all requests."""
-
-        async def resume(server: Server) -> None:
-            try:
-                await server.client.resume()
-            except EngineError as error:
-                self.members.lose(server, f"it could not be resumed: {error}")
-
-        # Also if all requests have ended since: nothing else resumes that server. During a load, the load does.
+        # Even if all requests have ended since: nothing else resumes that server, unless a load is running.
         paused = self._paused - self._at_load
-        await asyncio.gather(*(resume(server) for server in self.fleet.in_state("routable") if server in paused))
+        servers = [server for server in self.fleet.in_state("routable") if server in paused]
+        await asyncio.gather(*(self._try(server, server.client.resume, "resumed") for server in servers))
         self._paused.clear()
         self.traffic.is_paused = False
         self.home.wake()
 
     def leave_to_load(self, servers: Collection[Server]) -> None:
-        """Leaves it to a load to pause and resume these servers, until `release`."""
+        """Lets a load pause and resume these servers, until `release`."""
         self._at_load.update(servers)
 
     async def close_gate(self) -> None:
-        """New requests wait until `release`. A server reads a pause only after what was sent before it."""
+        """Makes new requests wait until `release`: a server reads a pause only after the requests sent before it."""
         self.traffic.is_held = True
         await self.leader.notify()
 
     async def hold(self, servers: Collection[Server]) -> None:
-        """Closes the gate. Requests in flight return with what they have if one of them has a minimum of tokens."""
+        """Closes the gate; if any request in flight has a minimum of tokens, aborts all of them."""
         await self.close_gate()
         if self.traffic.has_minimum:
             await self._abort_all(servers, within_s=self.timeouts.sync_s)
@@ -225,7 +219,7 @@ class RequestLoop:
             await self.leader.notify()
 
     async def release(self, servers: Collection[Server]) -> None:
-        """The load of these servers is over and they were resumed: requests continue, unless paused."""
+        """Called when these servers were loaded and resumed: requests continue, unless paused."""
         self._paused.difference_update(servers)
         self._at_load.difference_update(servers)
         if self.traffic.is_paused and self.traffic.num_running:
@@ -236,18 +230,18 @@ class RequestLoop:
     async def _pause_servers(self) -> None:
         if self.traffic.has_minimum:
             await self._abort_all(self.fleet.in_state("routable"), within_s=self.timeouts.request_s)
+        servers = self.fleet.in_state("routable")
+        self._paused.update(servers)
+        await asyncio.gather(*(self._try(server, server.client.pause, "paused") for server in servers))
 
-        async def pause(server: Server) -> None:
-            self._paused.add(server)
-            try:
-                await server.client.pause()
-            except EngineError as error:
-                self.members.lose(server, f"it could not be paused: {error}")
-
-        await asyncio.gather(*(pause(server) for server in self.fleet.in_state("routable")))
+    async def _try(self, server: Server, change: Callable[[], Awaitable[None]], done: str) -> None:
+        try:
+            await change()
+        except EngineError as error:
+            self.members.lose(server, f"it could not be {done}: {error}")
 
     async def _generate(self, draft: CompletionDraft, session: str) -> Completion:
-        """Sends requests until the completion is finished: again after an abort, elsewhere after a loss."""
+        """Sends requests until the completion is finished: another after an abort, to another server after a loss."""
         failures = _Failures()
         while draft.finish_reason is None:
             min_version = self.versions.min_version(draft)
@@ -263,7 +257,7 @@ class RequestLoop:
         return draft.completion()
 
     async def _wait_to_retry(self, server: Server, error: EngineError, failures: _Failures) -> None:
-        """Returns after a while if the request may be sent again; else raises."""
+        """Waits and returns if the request may be sent again; otherwise raises."""
         is_refused = isinstance(error, ServerRefused) and not error.is_passing
         if is_refused and self.versions.is_missing(server, error):
             self.members.lose(server, str(error))
@@ -273,7 +267,7 @@ class RequestLoop:
             raise error
         if not isinstance(error, OutOfFiles):
             failures.servers.add(server)
-        if isinstance(error, (EngineTimeout, EngineUnreachable)):  # it may have lost only this request
+        if isinstance(error, (EngineTimeout, EngineUnreachable)):  # it may be alive
             self.home.spawn(self.members.check(server))
         if isinstance(error, ServerRefused) and error.is_busy:
             failures.busy_since = failures.busy_since or time.monotonic()
@@ -303,7 +297,7 @@ class RequestLoop:
             servers = router.may_reach(server, "routable", "draining")
             self.home.spawn(abort_at([one.client for one in servers], rid))
 
-        limit_s = self.timeouts.generate_s  # then the server returns what it has, unless it lost the request
+        limit_s = self.timeouts.generate_s  # then the server returns its tokens so far, unless it lost the request
         overdue = asyncio.get_running_loop().call_later(limit_s, abort)
         try:
             draft.named_version = self.versions.choose(draft.named_version)
@@ -327,7 +321,7 @@ class RequestLoop:
         draft.add(answer, url, path=server.client.generate_path, column_help=server.client.column_help)
 
     async def _find_server(self, session: str, failed: set[Server], *, min_version: int = -1) -> Server:
-        """Waits for the gate, a routable server and the router; a change of any wakes it."""
+        """Waits for the gate, a routable server and the router; a change of any of them ends the wait."""
         since = time.monotonic()
         is_waiting = False
         try:

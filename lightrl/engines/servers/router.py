@@ -1,4 +1,4 @@
-"""Router: chooses the server of each request, which the fleet does here; gateway.py has another one, a leaf."""
+"""Router: sends each request to the server that the fleet chooses; gateway.py has another router, a leaf."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightrl.engines.servers.timeouts import Timeouts
 
 
 class Router:
-    """Sends each request to the server that the fleet has chosen, and counts the requests there."""
+    """Sends each request to the server that the fleet has chosen, and counts each server's requests."""
 
-    state: Any = None  # what followers need to know, pickled
-    problem: str = ""  # why it can send nothing now
+    state: Any = None  # state for followers; it is pickled
+    problem: str = ""  # why it cannot send requests now
 
     def __init__(self, fleet: ServerFleet, *, timeouts: Timeouts) -> None:
         self.fleet = fleet
@@ -29,14 +29,14 @@ class Router:
         """Runs as long as the engine."""
 
     async def settle(self) -> None:
-        """Returns when it sends requests to the routable servers alone, or cannot do that now."""
+        """Returns when it sends requests only to the routable servers, or cannot do that now."""
 
     def can_send(self) -> bool:
         """Whether a request may be sent now; it goes to a server whose weights are verified."""
         return True
 
     def may_reach(self, server: Server, *states: State) -> list[Server]:
-        """The servers to which a request may go that the fleet chose this one for; of several only those in a state."""
+        """Returns the servers that a request for `server` may go to; if the router chooses, all in these states."""
         return [server]
 
     def start_request(self, server: Server, tokens: int) -> None:
@@ -51,20 +51,20 @@ class Router:
         return await client.generate(body, num_retries=0, timeout_s=timeout_s, read=client.read_answer), server.url
 
     async def free(self, server: Server, home: HomeLoop) -> None:
-        """Makes the requests at a lost server fail, whose connections here are closed."""
+        """Makes the requests at a lost server fail; the connections of this process are closed before."""
 
     async def close(self, *, for_good: bool = False) -> None:
-        """Closes its own connections."""
+        """Closes the router's own connections."""
 
     def for_followers(self) -> Callable[..., Router]:
-        """Makes the router of another process from its fleet and `timeouts`; it is pickled."""
+        """Returns a picklable function that makes another process's router from its fleet and `timeouts`."""
         return Router
 
     def follow(self, state: Any, home: HomeLoop) -> None:
-        """Takes the state of the router that this one follows."""
+        """Adopts the state of the leader's router."""
 
     def note_loads(self, loads: Iterable[tuple[str, int, int]]) -> None:
-        """Counts what all followers have sent: address, requests, outstanding tokens."""
+        """Adds up all followers' loads: address, requests, outstanding tokens."""
         servers = self.fleet.servers
         for server in servers.values():
             server.num_requests = server.outstanding_tokens = 0

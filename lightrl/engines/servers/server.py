@@ -1,4 +1,4 @@
-"""Server: one server of an engine, and all that the engine knows of it."""
+"""Server: one server of an engine, and all that the engine knows about it."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from lightrl.engines.servers.server_info import ServerInfo
 State = Literal["starting", "routable", "draining", "restarting", "lost", "retired"]
 ACTIVE: tuple[State, ...] = ("starting", "routable")  # may get weights
 GONE: tuple[State, ...] = ("restarting", "lost", "retired")
-SPEED_ANSWERS = 64  # latest answers that a server's speed is measured over
+SPEED_ANSWERS = 64  # number of latest answers over which a server's speed is measured
 
 
 @dataclass(eq=False)
 class Server:
-    """One server at one address, from when it joins until it is forgotten; belongs to the home loop.
+    """One server at one address, from when it joins until it is forgotten; used only on the home loop.
 
-    `ServerFleet` decides its state, `Members` and `Watch` act on it. A server of ours that restarts gets another
-    address, and is another Server with the same process object.
+    `ServerFleet` decides its state; `Members` and `Watch` act on it. A restart of a server started by the engine gives
+    a new Server, with a new address and the same process object.
     """
 
     client: ServerClient
     process: ServerProcess | None = None  # set if the engine started it
     state: State = "starting"
     reason: str = ""  # why it is not routable
-    may_return: bool = False  # it is lost, and admitted again if it answers
-    losses: tuple[int, ...] = ()  # the fleet's newest weight version at each of the latest
+    may_return: bool = False  # lost, but admitted again if it answers
+    losses: tuple[int, ...] = ()  # the fleet's newest weight version at each of the latest losses
     weight_version: int = -1  # acknowledged
     verified_by: Verification = "version"  # the strongest check that the last load passed
-    info: ServerInfo | None = None  # None until it was asked
+    info: ServerInfo | None = None  # None until it is asked
     digest_dtype: torch.dtype | None = None  # dtype under which its digests equaled the trainer's
-    logged_check: Verification | None = None  # check that the log has named for this process
-    released: set[MemoryPart] = field(default_factory=set)  # a resume of anything else kills the server
+    logged_check: Verification | None = None  # check that was logged for this process
+    released: set[MemoryPart] = field(default_factory=set)  # resuming any other part kills the server
     num_requests: int = 0
-    outstanding_tokens: int = 0  # prompts of its requests, and what may still be generated
+    outstanding_tokens: int = 0  # prompts of its requests, plus their max_new_tokens
     num_answers: int = 0
-    recent_s: float = 0.0  # seconds and tokens of the latest answers; older ones count less
+    recent_s: float = 0.0  # seconds and tokens of the latest answers, with decaying weights
     recent_tokens: float = 0.0
-    is_slow: bool = False  # and the log has named it
+    is_slow: bool = False  # slower than the others, and the log says so
 
     @property
     def url(self) -> str:
@@ -58,26 +58,21 @@ class Server:
         last = self.client.last_answer_at
         return float("inf") if last is None else time.monotonic() - last
 
-    @property
-    def page_tokens(self) -> int:
-        """The unit in which it caches key-values."""
-        return self.info.page_tokens if self.info is not None else 1
-
     def status(self) -> ServerStatus:
         return ServerStatus(**{item.name: getattr(self, item.name) for item in fields(ServerStatus)})
 
     def describe(self) -> str:
-        """One clause, for messages."""
+        """Returns one clause for messages."""
         reason, requests = f" ({self.reason})" if self.reason else "", count_text(self.num_requests, "request")
         return f"{self.url} is {self.state} with version {self.weight_version} and {requests}{reason}"
 
     def rejoin(self) -> None:
-        """The server is up again at its address, without our weights."""
+        """Called when the server is up again at its address, without this run's weights."""
         self.state, self.reason, self.may_return = "starting", "", False
         self.weight_version = -1
 
     async def identify(self, *, timeout_s: float = 0.0) -> bool:
-        """Asks which process answers at the address; True if it is another one than before."""
+        """Asks which process answers at the address; returns True if it is not the one from before."""
         info = await self.client.server_info(timeout_s=timeout_s)
         is_other = self.info is not None and self.info.identity != info.identity
         if is_other:
@@ -86,14 +81,14 @@ class Server:
         return is_other
 
     async def release_memory(self) -> None:
-        """Releases the parts that it still holds; only while paused, a server that is not idle dies."""
+        """Releases the parts that it still holds; only while paused, since a server that is not idle dies."""
         tags = [part for part in MEMORY_PARTS if part not in self.released]
         self.released.update(tags)  # before the request: a server that fails in between is lost anyway
         if tags:
             await self.client.release_memory(tags)
 
     async def resume_memory(self, parts: Collection[MemoryPart] = MEMORY_PARTS) -> None:
-        """Takes back those of `parts` that it has released, one after the other."""
+        """Resumes those of `parts` that were released, one after the other."""
         for part in MEMORY_PARTS:
             if part in parts and part in self.released:
                 self.released.discard(part)
@@ -107,7 +102,7 @@ class Server:
 
     @property
     def ms_per_token(self) -> float | None:
-        """Over the latest answers; None while there are too few."""
+        """Milliseconds per token over the latest answers; None while there are too few."""
         is_known = self.num_answers >= SPEED_ANSWERS and self.recent_tokens
         return 1000 * self.recent_s / self.recent_tokens if is_known else None
 

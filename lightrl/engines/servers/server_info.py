@@ -1,4 +1,4 @@
-"""ServerInfo: what a running server reports of itself; other_model: whether its model is the trainer's."""
+"""ServerInfo: what a running server reports about itself; other_model: whether its model is the trainer's."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """A running server's own account: which process it is, how it holds weights, of which model.
+    """What a running server reports: which process it is, its model, and how it stores weights.
 
     Args:
-        identity: differs after a restart; None from a server that does not report when it started.
-        num_ranks: tensor-parallel.
-        dtype: of its weights; None if it only says `auto`.
+        identity: differs after a restart; None if the server does not report when it started.
+        num_ranks: number of tensor-parallel ranks.
+        dtype: dtype of its weights; None if it reports only `auto`.
         is_cpu: whether its weights are on a CPU.
         layout_problem: why its digests cannot be compared with the trainer's; None if they can.
-        model_path: at its start.
-        overrides: of that model's config.
-        page_tokens: the unit in which it caches key-values.
-        is_auto: its dtype follows from the config that it was started with.
+        model_path: path of the model it was started with.
+        overrides: overrides of that model's config, in JSON.
+        page_tokens: number of tokens in a page of its key-value cache.
+        is_auto: whether its dtype follows from the config it was started with.
         computes_in: torch's name of the coarsest dtype that it computes in, or `auto`.
-        world_size: its ranks, of tensor and pipeline parallelism together.
-        is_vllm: whether it holds weights as vLLM does; see ServerLayout.
+        world_size: number of ranks, of tensor and pipeline parallelism together.
+        is_vllm: whether it stores weights as vLLM does; see ServerLayout.
         returned_columns: names of the columns (lightrl/columns) that it was started to return.
-        ep: groups of ranks that divide the experts.
+        ep: number of groups of ranks that divide the experts.
     """
 
     identity: str | None = None
@@ -57,7 +57,7 @@ class ServerInfo:
     ep: int = 1
 
     def layouts(self, dtype: torch.dtype | None = None) -> list[ServerLayout]:
-        """Layouts that it may have; `dtype` if that is known from an earlier load."""
+        """Returns the layouts that it may have; pass `dtype` if it is known from an earlier load."""
         dtypes = [self.dtype or dtype] if self.dtype or dtype else list(DTYPES)
         return [ServerLayout(one, self.num_ranks, self.is_cpu, self.is_vllm, self.ep) for one in dtypes if one]
 
@@ -65,10 +65,10 @@ class ServerInfo:
 def other_model(
     config: PretrainedConfig, model_info: Mapping[str, Any], info: ServerInfo, names: Iterable[str]
 ) -> str | None:
-    """How a server's model differs from the trainer's, as far as the server reports; None if it seems to be the same.
+    """Returns how a server's model differs from the trainer's, as far as the server reports; None if it seems the same.
 
-    A running server does not report its sizes. They are compared if this machine can read the config that the server
-    was started from.
+    A running server does not report its model's sizes. They are compared if this machine can read the config that the
+    server was started from.
 
     Args:
         model_info: its `model_type` and `architectures`, if it reports them.
@@ -108,7 +108,7 @@ def _readable_config(info: ServerInfo) -> PretrainedConfig | None:
 
     if not info.model_path:
         return None
-    with contextlib.suppress(OSError, ValueError):  # a path of the server's host, or a format unknown here
+    with contextlib.suppress(OSError, ValueError):  # a path on the server's host, or a format unknown here
         served: PretrainedConfig = AutoConfig.from_pretrained(info.model_path, local_files_only=True)
         for name, value in json.loads(info.overrides).items():
             setattr(served, name, value)

@@ -1,4 +1,4 @@
-"""Timeouts: how long an engine of servers waits, and for what."""
+"""Timeouts: the deadlines of a server engine."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from lightrl.checks.bounds import check_positive
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Deadlines of an engine of servers, in seconds. In YAML: `timeouts: {startup_s: 1800}`.
+    """Deadlines of a server engine, in seconds. In YAML: `timeouts: {startup_s: 1800}`.
 
     Args:
         request_s: for a connection, and for the answer to a request that should be quick. A server that answers nothing
-            for half as long is lost.
+            for half this time is lost.
         sync_s: for each step of a weight sync.
-        startup_s: from a server's start to its first answer; as long, requests and weight syncs wait for a server if
-            all are starting, syncing or lost.
+        startup_s: from a server's start to its first answer; also how long requests and weight syncs wait for a server
+            if all are starting, syncing or lost.
     """
 
     request_s: float = 60.0
@@ -33,19 +33,19 @@ class Timeouts:
 
     @property
     def probe_interval_s(self) -> float:
-        """Pause between two health checks of a server."""
+        """Interval between health checks of a server."""
         return self.hang_s / 15
 
     @property
     def server_wait_s(self) -> float:
-        """Wait for a server, if all are starting, syncing or lost."""
+        """How long to wait for a server if all are starting, syncing or lost."""
         return self.startup_s
 
     @property
     def generate_s(self) -> float:
-        """Deadline of one generation; then the server returns what it has, and the rest is requested again.
+        """Deadline of one generation; then the server returns its tokens so far, and the rest is requested again.
 
-        Below StalenessControl's rollout_timeout_s, so that a request that got lost in a server is repeated before the
+        It is below StalenessControl's rollout_timeout_s, so that a request that a server lost is repeated before the
         run ends.
         """
         return 900.0

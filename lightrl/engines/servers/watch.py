@@ -1,4 +1,4 @@
-"""Watch: one loop over all servers, started here or given by address: which are lost, come back, join, leave."""
+"""Watch: checks all servers, started here or given by address, for those that are lost, come back, join or leave."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from lightrl.errors import EngineError, EngineTimeout, LightRLError
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
-_IDENTIFY_EVERY = 5  # health checks: the question reaches the scheduler, so it costs more than a sign of life
-_FAILURES = (LightRLError, OSError, MemoryError, RuntimeError)  # errors of a thread's work; also no thread, no memory
+_IDENTIFY_EVERY = 5  # health checks: this request reaches the scheduler, so it costs more than a liveness check
+_FAILURES = (LightRLError, OSError, MemoryError, RuntimeError)  # of work in a thread, or of starting one
 
 
 @dataclass(eq=False)
 class Watch:
     """Checks every server until it is forgotten, and reads the registry, if there is one; on the home loop.
 
-    One of ours that is lost is restarted. One that was given by address is asked again and again. Each gets the weights
+    A lost server is restarted if the engine started it; otherwise it is checked again and again. Each gets the weights
     before it gets requests.
     """
 
@@ -46,14 +46,14 @@ class Watch:
     make_client: Callable[[str], ServerClient]
     timeouts: Timeouts
     _watched: set[Server] = field(default_factory=set)
-    _leaving: set[str] = field(default_factory=set)  # addresses of servers that are drained, or about to be
+    _leaving: set[str] = field(default_factory=set)  # addresses of servers that are being drained or will be
 
     @property
     def fleet(self) -> ServerFleet:
         return self.members.fleet
 
     async def run(self) -> None:
-        """Watches all servers on a new loop."""
+        """Starts to watch all servers; called on each new loop."""
         for server in self.fleet.in_state():
             self.home.spawn(self._watch(server))
         self.home.spawn(self.members.router.keep(self.home))
@@ -72,7 +72,7 @@ class Watch:
             self._watched.discard(server)
 
     async def _until_lost_for_good(self, server: Server) -> None:
-        """Checks a server now and then, one that was given by address also when it is lost: it may come back."""
+        """Checks a server regularly; one given by address even while it is lost, since it may come back."""
         interval_s = self.timeouts.probe_interval_s
         answered_at = checked_at = time.monotonic()
         num_checks = 0
@@ -90,10 +90,10 @@ class Watch:
             try:
                 problem = await self._problem(server, should_identify=num_checks % _IDENTIFY_EVERY == 0)
             except OutOfFiles:
-                answered_at = time.monotonic()  # the server was not asked
+                answered_at = time.monotonic()  # this machine could not ask
                 continue
             except EngineError as error:
-                is_gone = not isinstance(error, EngineTimeout | ServerRefused)  # or is useless for rollouts
+                is_gone = not isinstance(error, EngineTimeout | ServerRefused)  # or cannot serve rollouts
                 silent_s = min(time.monotonic() - answered_at, server.silent_s)
                 if server.state not in GONE and (is_gone or silent_s >= self.timeouts.hang_s):
                     self.members.lose(server, str(error))
@@ -109,7 +109,7 @@ class Watch:
                 await self._give_weights(server)
 
     async def _problem(self, server: Server, *, should_identify: bool) -> str | None:
-        """Why a server that answers must get no more requests: it was restarted or changed."""
+        """Returns why a server that answers must get no more requests: it was restarted or changed; otherwise None."""
         version = None if self.fleet.is_loading else server.weight_version
         was_routable = server.state == "routable"
         info = await server.client.model_info(timeout_s=self.members.probe_s, num_retries=0)
@@ -123,7 +123,7 @@ class Watch:
         return None
 
     async def _give_weights(self, server: Server) -> bool:
-        """Loads the weights into a server that is up, which admits it; loses it if that fails."""
+        """Loads the weights into a server that is up and admits it; marks it as lost if that fails."""
         try:
             await in_thread(self.loader.give, server)
         except _FAILURES as error:
@@ -132,7 +132,7 @@ class Watch:
         return True
 
     async def _restart(self, lost: Server, process: ServerProcess) -> None:
-        """Restarts a server of ours, as often as its policy allows: it is another Server, at another address."""
+        """Restarts a server that the engine started, if its policy allows it, as a new Server at a new address."""
         current = lost
 
         async def join_with_weights() -> None:
@@ -154,15 +154,15 @@ class Watch:
         """Lets servers join and leave as the registry says."""
         while True:
             await asyncio.sleep(READ_EVERY_S)
-            reading = asyncio.ensure_future(in_thread(registry.read))  # one thread, however long it takes
+            reading = asyncio.ensure_future(in_thread(registry.read))  # only one thread, however slow
             while not (await asyncio.wait({reading}, timeout=self.timeouts.request_s))[0]:
                 log.warning("The registry %s cannot be read: its disk does not answer. Waiting.", registry.folder)
             try:
                 entries = reading.result()
-            except (OSError, RuntimeError) as error:  # also no thread
+            except (OSError, RuntimeError) as error:  # RuntimeError: no thread
                 log.warning("The registry %s cannot be read: %r. Trying again.", registry.folder, error)
                 continue
-            silent = set(self.fleet.urls("lost", "retired")) - set(entries)  # one that answers stays
+            silent = set(self.fleet.urls("lost", "retired")) - set(entries)  # a server that answers stays
             leaving = {url for url, entry in entries.items() if entry.is_leaving}
             for url in (silent | leaving) - self._leaving:
                 self._leaving.add(url)
@@ -183,7 +183,7 @@ class Watch:
         await self._give_weights(server)
 
     async def _leave(self, url: str, registry: Registry) -> None:
-        """Lets go of a server that leaves, or is lost and silent, and marks it as released in the registry."""
+        """Drains and forgets a server that leaves or is lost and silent; releases it in the registry."""
         server = self.fleet.servers.get(url)
         try:
             if server is not None:

@@ -1,11 +1,11 @@
-"""SGLang's part of an engine of servers: its paths and its command line; engines/servers/ has the rest.
+"""What is specific to SGLang: its paths and its command line; engines/servers/ has the rest of a server engine.
 
 Reading order:
     engine.py      SGLangEngine
     client.py      SGLang's paths as methods; generation.py  a completion's next request, and the answer
-    command.py     which Python has SGLang, and a server's command line
-    scoring.py     a teacher's logprobs or a reward model's numbers, from a server
+    command.py     a server's arguments, command line and environment
+    scoring.py     a teacher's logprobs or a reward model's rewards, from a server
 
-May import: what engines/ may. Nothing outside this package knows SGLang's paths, but for the gateway's. To use one more
-route of SGLang: a method in client.py, its behavior in tests/fake_sglang/, and a test on the real server.
+May import: what engines/ may. Nothing outside this package knows SGLang's paths, except the gateway's. To use
+another route of SGLang, add a method to client.py, its behavior to tests/fake_sglang/, and a test on a real server.
 """

@@ -26,12 +26,12 @@ from lightrl.weights.server_layout import DTYPES
 from lightrl.weights.shared_memory import LOAD_FORMAT
 
 _NOT_FOUND = 404
-# Not the draft models of speculative decoding: they have what they share with it, and are of other shapes otherwise.
+# Excludes draft models of speculative decoding: they share some parameters with the target; the rest differ in shape.
 _TARGET = {"selector": "target"}
-# Arguments that change what a parameter holds or who holds it; see `layout_problem`.
+# Arguments that change a parameter's values or which rank has it; see `layout_problem`.
 _OTHER_LAYOUTS = ("quantization", "torchao_config", "enable_dp_attention", "enable_dp_lm_head", "enable_fp32_lm_head",
                   "modelopt_quant", "rl_quant_profile", "enable_eplb", "ep_num_redundant_experts")  # fmt: skip
-# Values of arguments under which experts are as in the checkpoint, one after the other; others reorder them.
+# Argument values that keep experts in the checkpoint's order; other values reorder them.
 _PLAIN_EXPERTS = {"moe_runner_backend": ("auto", "triton"), "moe_a2a_backend": ("none",),
                   "init_expert_location": ("trivial",)}  # fmt: skip
 
@@ -43,7 +43,7 @@ class SGLangClient(ServerClient):
     version = "SGLang 0.5.23"
     column_help: ClassVar = {
         "supports": "Use SGLang 0.5.20 or later.",
-        "routes": "A server needs enable_return_routed_experts, and a gateway must pass routed_experts on: set router "
+        "routes": "A server needs enable_return_routed_experts, and a gateway must forward routed_experts: set router "
         "to null, or record_routes to false.",
     }
     hints: ClassVar = {
@@ -68,7 +68,7 @@ class SGLangClient(ServerClient):
             return [0.0, *(float(entry[0]) for entry in logprobs[1:])] if len(logprobs) == len(token_ids) else []
 
     async def num_cached(self, token_ids: list[int], rid: str, cache_key: str, *, timeout_s: float) -> int:
-        # Sampled as most requests are: a greedy request in a batch makes SGLang sample other tokens for all of it.
+        # Not greedy: one greedy request in a batch makes SGLang sample different tokens for the whole batch.
         params = {"max_new_tokens": 1, "temperature": 1.0}
         body = {"rid": rid, "input_ids": token_ids, "sampling_params": params, "extra_key": cache_key}
         answer = await self.ask(body, num_retries=0, timeout_s=timeout_s)
@@ -76,7 +76,7 @@ class SGLangClient(ServerClient):
             return int(answer["meta_info"].get("cached_tokens") or 0)
 
     async def ask(self, body: dict[str, Any], **settings: Any) -> dict[str, Any]:
-        """`generate` of one request; raises MalformedAnswer for an answer that is not its own."""
+        """Sends one request with `generate`; raises MalformedAnswer if the answer belongs to another one."""
         body.setdefault("rid", secrets.token_hex(16))
         answer: dict[str, Any] = await self.generate(body, **settings)
         with self.reading(self.generate_path):
@@ -87,7 +87,7 @@ class SGLangClient(ServerClient):
         check_answers(rid, len(token_ids), meta.get("id"), meta.get("prompt_tokens"), self.name)
 
     async def classify(self, rows: Sequence[Sequence[int]], *, timeout_s: float = 0.0) -> list[list[float]]:
-        """The numbers of a reward model's head at the last token of each row of token ids, usually one.
+        """Returns the outputs of a reward model's head, usually one, at the last token of each row of token ids.
 
         The server needs `--is-embedding` and a `…ForSequenceClassification` model.
         """
@@ -102,7 +102,7 @@ class SGLangClient(ServerClient):
         await self.request("POST", "/abort_request", {"rid": rid, "abort_all": abort_all}, read=None)
 
     async def model_info(self, *, timeout_s: float = 0.0, num_retries: int | None = None) -> dict[str, Any]:
-        """`model_path`, the live `weight_version` and more; also the cheapest sign of life."""
+        """Returns `model_path`, the live `weight_version` and more; also the cheapest liveness check."""
         try:
             with self.reading("/model_info"):
                 return {**await self.request("GET", "/model_info", timeout_s=timeout_s, num_retries=num_retries)}
@@ -133,7 +133,7 @@ class SGLangClient(ServerClient):
         await self.request("POST", "/resume_memory_occupation", {"tags": tags}, num_retries=0)
 
     async def begin_weight_update(self) -> bool:
-        """False before SGLang 0.5.21."""
+        """Returns False before SGLang 0.5.21."""
         try:
             await self._update("/begin_weight_update", _TARGET)
         except ServerRefused as error:
@@ -146,7 +146,7 @@ class SGLangClient(ServerClient):
         await self._update("/end_weight_update", {})
 
     async def update_weights_from_disk(self, folder: str, weight_version: str | None, *, timeout_s: float) -> None:
-        # Without a format it takes that of its start: a server of dummy weights would refuse real ones.
+        # Without a format SGLang uses the one it started with: a server with dummy weights would refuse real ones.
         body = {"model_path": folder, "load_format": "auto", "weight_version": weight_version, "flush_cache": True}
         await self._update("/update_weights_from_disk", body, timeout_s)
 
@@ -176,7 +176,7 @@ class SGLangClient(ServerClient):
         await self._update("/update_weights_from_tensor", body | _TARGET | _version(weight_version), timeout_s)
 
     async def adapters(self) -> list[str]:
-        """Names of the LoRA adapters it has."""
+        """Returns the names of its LoRA adapters."""
         models = await self.request("GET", "/v1/models")
         with self.reading("/v1/models"):
             return [entry["id"] for entry in models["data"] if entry.get("parent") is not None]
@@ -184,13 +184,13 @@ class SGLangClient(ServerClient):
     async def load_adapter(
         self, name: str, config: dict[str, Any], payloads: Sequence[str], checksums: dict[str, str], *, timeout_s: float
     ) -> None:
-        """Adds a LoRA adapter, by value: one payload per tp rank. A tensor of another SHA-256 kills the server."""
+        """Adds a LoRA adapter, one payload per tp rank. A tensor that does not match its SHA-256 kills the server."""
         body = {"lora_name": name, "config_dict": config, "expected_checksums": checksums, "load_format": LOAD_FORMAT}
         body |= {"serialized_named_tensors": list(payloads)}
         await self._update("/load_lora_adapter_from_tensors", body, timeout_s)
 
     async def unload_adapter(self, name: str, *, timeout_s: float = 0.0) -> None:
-        """Removes a LoRA adapter when no request uses it; the server holds other adapter updates back until then."""
+        """Removes a LoRA adapter when no request uses it; the server delays other adapter updates until then."""
         await self._update("/unload_lora_adapter", {"lora_name": name}, timeout_s)
 
     async def set_weight_version(self, weight_version: str) -> None:
@@ -198,7 +198,7 @@ class SGLangClient(ServerClient):
         await self._update("/update_weight_version", body, num_retries=None)
 
     async def checksum(self, *, timeout_s: float = 0.0) -> dict[str, Any]:
-        """Checksums of the weights it holds: `per_engine_checksum`, and those of each rank and parameter."""
+        """Returns checksums of its weights: `per_engine_checksum`, and those of each rank and parameter."""
         return await self._update("/weights_checker", {"action": "checksum"}, timeout_s, num_retries=None)
 
     async def digests(self, *, timeout_s: float = 0.0) -> RankDigests | None:
@@ -211,7 +211,7 @@ class SGLangClient(ServerClient):
             raise
 
     def is_unknown_adapter(self, error: EngineError) -> bool:
-        """Whether it refused a request because it does not have the adapter: somebody restarted it."""
+        """Whether it refused a request because it lacks the adapter, which means that it was restarted."""
         return isinstance(error, ServerRefused) and "LoRA adapter" in str(error)
 
 
@@ -220,12 +220,12 @@ def _version(weight_version: str | None) -> dict[str, Any]:
 
 
 def read_server_info(info: Mapping[str, Any]) -> ServerInfo:
-    """Reads the answer of `/server_info`: the arguments of its start."""
+    """Reads the answer of `/server_info`, the arguments that the server was started with."""
     started = info.get("startup_time")
     identity = None
     if started is not None:
         fields = json.dumps([started, info.get("random_seed"), info.get("launch_command")], sort_keys=True)
-        identity = hashlib.sha256(fields.encode()).hexdigest()[:16]  # the command line may hold a key
+        identity = hashlib.sha256(fields.encode()).hexdigest()[:16]  # the command line may contain a key
     dtype = getattr(torch, str(info.get("dtype")), None)
     problems = [name for name in _OTHER_LAYOUTS if info.get(name) and (name, info[name]) != ("quantization", "fp8")]
     sizes = ("pp_size", "attn_cp_size", "dcp_size", "moe_dp_size")
@@ -250,7 +250,7 @@ def read_server_info(info: Mapping[str, Any]) -> ServerInfo:
 
 
 def target_digests(answer: Mapping[str, Any]) -> RankDigests:
-    """Digests from an answer of `/weights_checker`, without those of draft models, which SGLang lists too.
+    """Returns the digests in an answer of `/weights_checker`, except those of draft models, which SGLang also lists.
 
     Source: SGLang 0.5.23, managers/scheduler_components/weight_updater.py.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -18,22 +18,14 @@ if TYPE_CHECKING:
 _RESERVED_TOKENS = 8
 
 
-def dtype_of_auto(config: PretrainedConfig | None) -> torch.dtype:
-    """Dtype that `auto` is in SGLang 0.5.23: the config's, but float16 for float32, or bfloat16 for Gemma."""
-    dtype = getattr(config, "dtype", None) or torch.float32
-    if dtype != torch.float32:
-        return cast(torch.dtype, dtype)
-    return torch.bfloat16 if getattr(config, "model_type", "").startswith("gemma") else torch.float16
-
-
 def _fp8_kernels() -> dict[str, Any]:
-    """Arguments for kernels that leave weights in block FP8 as they are loaded, so that new ones can be loaded."""
+    """Returns arguments for kernels that keep block FP8 weights as loaded, so that new ones can be loaded."""
     if not torch.cuda.is_available():
         return {}
     capability = torch.cuda.get_device_capability()
     if capability < (8, 9):  # Marlin repacks them
         raise ValueError(
-            f"server_args.quantization=fp8 needs GPUs of compute capability 8.9 or more, such as an H100; this one has "
+            "server_args.quantization=fp8 needs GPUs of compute capability 8.9 or higher, like an H100; this one has "
             f"{'.'.join(map(str, capability))}. Omit it."
         )
     if capability[0] == 10:  # DeepGEMM and TensorRT-LLM repack them
@@ -56,7 +48,7 @@ class SGLangProcess(ModelProcess):
         "admin_api_key": "token=",
     }
     defaults: ClassVar[Mapping[str, Any]] = {
-        "sampling_defaults": "openai",  # else the checkpoint's generation_config sets top-p and such on some routes
+        "sampling_defaults": "openai",  # otherwise the checkpoint's generation_config sets top-p etc. on some routes
         "skip_server_warmup": True,
     }
     cpu_defaults: ClassVar[Mapping[str, Any]] = {
@@ -67,8 +59,8 @@ class SGLangProcess(ModelProcess):
         "lora_backend": "torch_native",
         "mem_fraction_static": 0.1,
         "max_total_tokens": 16384,
-        "sleep_on_idle": True,  # else an idle server uses a core
-        "enable_deterministic_inference": True,  # else SGLang ignores the seeds of requests; it costs nothing here
+        "sleep_on_idle": True,  # otherwise an idle server uses a core
+        "enable_deterministic_inference": True,  # otherwise SGLang ignores requests' seeds; no cost on a CPU
     }
 
     @classmethod
@@ -86,7 +78,7 @@ class SGLangProcess(ModelProcess):
         return {"random_seed": seed, **context, **({"tp_size": tp} if tp > 1 else {}), **kernels}
 
     def command_line(self, secrets_file: str) -> list[str]:
-        """The server's program and arguments; no shell sees them, and they contain no secret."""
+        """Returns the server's program and arguments; no shell parses them, and they contain no secret."""
         module = "lightrl_sglang_cpu.launch" if self.is_cpu_build else "sglang.launch_server"
         return [
             *(self.python, "-m", module, "--model-path", str(self.model_folder)),

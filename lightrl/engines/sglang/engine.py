@@ -1,4 +1,4 @@
-"""SGLangEngine: rollouts by SGLang servers, given by address or started here."""
+"""SGLangEngine: rollouts on SGLang servers, given by address or started here."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from transformers import PretrainedConfig
 
 from lightrl.engines.servers.engine import ServerEngine
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.command import SGLangProcess, dtype_of_auto
+from lightrl.engines.sglang.command import SGLangProcess
 from lightrl.engines.sglang.generation import RETURNED
 
 
 class SGLangEngine(ServerEngine):
-    """A rollout engine of one or many SGLang servers: token ids in, token ids out, a weight version on each.
+    """A rollout engine on one or more SGLang servers: token ids in, token ids out, a weight version on each.
 
-    Logprobs are SGLang's `output_token_logprobs`, with top-p or top-k those within the token's support, as `Completion`
-    defines them. The seed of a request determines its tokens only if the servers run with
+    Logprobs are SGLang's `output_token_logprobs`; with top-p or top-k, those within the token's support, as
+    `Completion` defines them. The seed of a request determines its tokens only if the servers run with
     `enable_deterministic_inference`. A colocated server needs `enable_memory_saver: true`.
 
     Args:
         sglang_python: Python of the environment that has SGLang; for None see docs/serve-with-sglang.md.
         settings: of `ServerEngine`; `server_args` such as `{mem_fraction_static: 0.8}`. With `{quantization: fp8}`
-            linear weights are sent in block FP8 (weights/block_fp8.py), to servers of an FP8 checkpoint too; not run on
-            a GPU yet.
+            linear weights are sent in block FP8 (weights/block_fp8.py), also to servers of an FP8 checkpoint; not yet
+            tested on a GPU.
     """
 
     client_type = SGLangClient
@@ -59,4 +59,8 @@ class SGLangEngine(ServerEngine):
         return args if self.served_form is None else args | self.served_form.server_args
 
     def dtype_of_auto(self, config: PretrainedConfig | None) -> torch.dtype:
-        return dtype_of_auto(config)
+        """Returns what `auto` means in SGLang 0.5.23: the config's, but for float32 float16, or bfloat16 for Gemma."""
+        dtype = super().dtype_of_auto(config)
+        if dtype != torch.float32:
+            return dtype
+        return torch.bfloat16 if getattr(config, "model_type", "").startswith("gemma") else torch.float16

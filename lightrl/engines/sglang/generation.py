@@ -1,4 +1,4 @@
-"""A completion's next request to SGLang's `/generate`, and the answer. Pure."""
+"""A completion's next request to SGLang's `/generate`, and its answer. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 from lightrl.columns import ROUTES
 from lightrl.engines.servers.request import Answer, CompletionDraft, RawAnswer, parse_answer, request_seed
 
-# Column → SGLang's names of it: an argument of the server, and the fields of a request and of its answer.
+# Column → SGLang's names for it: an argument of the server, and the fields of a request and of its answer.
 RETURNED = {ROUTES.name: ("enable_return_routed_experts", "return_routed_experts", "routed_experts")}
 
 
 def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, Any]:
-    """The next request to `/generate`, for the tokens that are missing; shares key-values under `cache_key`."""
+    """Returns the next request to `/generate`, for the missing tokens; it shares key-values under `cache_key`."""
     sampling, num_generated = draft.sampling, len(draft.token_ids)
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
@@ -24,7 +24,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
     }
     if sampling.stop_token_ids:
         params["stop_token_ids"] = list(sampling.stop_token_ids)
-    else:  # SGLang then ignores the stop ids of the request too
+    else:  # with it SGLang would also ignore the request's stop ids
         params["ignore_eos"] = True
     attached = draft.attachments
     body = {
@@ -43,7 +43,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
 
 
 def read_answer(content: bytes) -> Answer:
-    """The answer of `/generate`; raises ValueError if it is not JSON."""
+    """Reads the answer of `/generate`; raises ValueError if it is not JSON."""
     return parse_answer(content, _parse)
 
 
@@ -52,7 +52,7 @@ def _parse(answer: Any) -> RawAnswer:
     output_ids = answer.get("output_ids") or []
     triples = meta.get("output_token_logprobs") or []
     chosen = meta.get("output_token_sampling_logprobs")  # after truncation; the others are before it
-    # A server without spans (before 0.5.20) has one version for all.
+    # A server without spans (before 0.5.20) reports one version for all tokens.
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": len(output_ids)}]
     return RawAnswer(
         output_ids,

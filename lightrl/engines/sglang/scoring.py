@@ -1,4 +1,4 @@
-"""Models behind an SGLang server: ServedScores gives logprobs of trajectories, ServedRewards one number for each.
+"""Models on an SGLang server: ServedScores returns logprobs of trajectories, ServedRewards a reward for each.
 
 Shapes: B trajectories, T tokens, the top K tokens.
 """
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from lightrl.experience import Experience
     from lightrl.functional import BranchRows
 
-MAX_CONCURRENT = 64  # trajectories at the server at a time
+MAX_CONCURRENT = 64  # trajectories at the server at the same time
 BATCH = 16  # trajectories in a request for rewards
 
-# Logprobs of a trajectory's tokens; with `topk`, (logprob, id) of the top tokens at each place but the first.
+# Logprobs of a trajectory's tokens; with `topk`, (logprob, id) of the top tokens at each position but the first.
 _Scores = tuple[list[float], list[list[tuple[float, int]]]]
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 
 def with_server(call: ModelCall, *, is_scalar: bool) -> ModelCall:
-    """A call with a `url`, with the function that asks the server there.
+    """Returns the call with a `run` that asks the server at its `url`.
 
     Args:
         is_scalar: whether the server's model has a scalar head.
@@ -44,9 +44,9 @@ def with_server(call: ModelCall, *, is_scalar: bool) -> ModelCall:
 
 @dataclass(frozen=True)
 class ServedScores:
-    """The `run` of a model call that a server answers; LIGHTRL_SERVER_TOKEN has its token.
+    """The `run` of a model call that a server answers; LIGHTRL_SERVER_TOKEN contains its token.
 
-    Runs an event loop of its own in the calling thread, until all trajectories are scored.
+    Runs its own event loop in the calling thread until all trajectories are scored.
     """
 
     url: str
@@ -54,9 +54,9 @@ class ServedScores:
     topk: int = 0  # K; 0 scores only the tokens that were sampled
 
     def __call__(self, experience: Experience, trajectories: Sequence[Any]) -> Tensor | Mapping[str, Tensor]:
-        """Logprobs of the loss tokens at temperature 1, [B, T], 0 elsewhere.
+        """Returns logprobs of the loss tokens at temperature 1, [B, T], 0 elsewhere.
 
-        With `topk` as `teacher_logprobs`, with `teacher_topk_ids` and `teacher_topk_logprobs`, [B, T, K].
+        With `topk` they are `teacher_logprobs`, next to `teacher_topk_ids` and `teacher_topk_logprobs`, [B, T, K].
         """
         import torch
 
@@ -99,8 +99,8 @@ class ServedScores:
                 top = meta.get("input_top_logprobs", [])[1:] if self.topk else []
                 if [len(place) for place in top] != [self.topk] * (len(token_ids) - 1 if self.topk else 0):
                     raise EngineError(
-                        f"The server at {self.url} gave the top tokens of {len(top)} places instead of "
-                        f"{self.topk} tokens at each of {len(token_ids) - 1}. Lower teacher_topk to at most the "
+                        f"The server at {self.url} returned top tokens at {len(top)} positions instead of "
+                        f"{self.topk} at each of {len(token_ids) - 1}. Lower teacher_topk to at most the "
                         "server's vocabulary, or use SGLang 0.5.21 or later."
                     )
                 pairs = [[(float(entry[0]), int(entry[1])) for entry in place] for place in top]
@@ -118,24 +118,24 @@ class ServedScores:
             if actual != expected:
                 raise EngineError(
                     f"The server at {self.url} scored token {actual} in place of token {expected}. SGLang 0.5.23 does "
-                    "so for the last id of a vocabulary: set the model's path instead of url, or use a checkpoint with "
-                    "a larger vocabulary than the tokenizer."
+                    "this for the last id of a vocabulary: set the model's path instead of url, or use a checkpoint "
+                    "with a larger vocabulary than the tokenizer."
                 )
 
 
 @dataclass(frozen=True)
 class ServedRewards:
-    """Rewards as ServedScores gets logprobs, from a server with a reward model, started with `--is-embedding`.
+    """Gets rewards as ServedScores gets logprobs, from a server of a reward model started with `--is-embedding`.
 
     SGLang's Qwen2 and Qwen3 heads have a bias. For a checkpoint without one, which is what transformers writes, SGLang
-    makes it random, and all rewards are off by that number; docs/model-calls.md shows how to set it to 0.
+    initializes it at random, which shifts all rewards; docs/model-calls.md shows how to set it to 0.
     """
 
     url: str
     timeout_s: float = 1800.0  # deadline of one request of BATCH trajectories
 
     def __call__(self, experience: Experience, trajectories: Sequence[Any]) -> Tensor:
-        """The reward model's number after each trajectory's last token, [B]."""
+        """Returns the reward model's output at each trajectory's last token, [B]."""
         import torch
 
         rows, tree = _rows(experience)
@@ -151,9 +151,8 @@ class ServedRewards:
             sizes = [len(numbers) for numbers in answer]
             if sizes != [1] * len(batch):
                 raise EngineError(
-                    f"The server at {self.url} gave {len(sizes)} trajectories {max(sizes, default=0)} numbers each "
-                    f"instead of 1 for each of {len(batch)}. Start it with the export of a RewardModel, whose config "
-                    "has one label."
+                    f"The server at {self.url} gave {len(sizes)} of {len(batch)} trajectories {max(sizes, default=0)} "
+                    "numbers each instead of 1. Start it with the export of a RewardModel, whose config has one label."
                 )
             return [float(numbers[0]) for numbers in answer]
 
@@ -161,7 +160,7 @@ class ServedRewards:
 
 
 def _rows(experience: Experience) -> tuple[list[list[int]], BranchRows | None]:
-    """The token ids of each trajectory, or of each conversation if some are trees, and which is whose."""
+    """Returns the token ids of each trajectory, or of each conversation if some are trees, and the mapping."""
     from lightrl.functional import BranchRows
 
     token_ids, lengths, tree = experience.token_ids, experience.lengths, None
@@ -175,7 +174,7 @@ def _rows(experience: Experience) -> tuple[list[list[int]], BranchRows | None]:
 async def _all_answers(
     url: str, ask: Callable[[SGLangClient, Item], Awaitable[Answer]], items: Sequence[Item], max_concurrent: int
 ) -> list[Answer]:
-    """The answers in the order of `items`; the first failure, or a cancellation, cancels the others."""
+    """Returns the answers in the order of `items`; the first failure, or a cancellation, cancels the others."""
     client = SGLangClient(url, token=os.environ.get(TOKEN_VARIABLE))
     limit = asyncio.Semaphore(max_concurrent)
 

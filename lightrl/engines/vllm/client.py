@@ -2,7 +2,7 @@
 
     what                   vLLM 0.32
     generate, logprobs     POST /inference/v1/generate                   needs --enable-scale-out
-    sign of life           GET  /weight_info                             needs VLLM_SERVER_DEV_MODE=1, as all below
+    liveness check         GET  /weight_info                             needs VLLM_SERVER_DEV_MODE=1, as all below
     arguments              GET  /server_info?config_format=json
     pause, resume, abort   POST /pause?mode=keep, /resume, /abort_requests
     load a folder          POST /collective_rpc with reload_weights
@@ -12,7 +12,7 @@
     broadcast              POST /init_weight_transfer_engine, /start_weight_update, /update_weights,
                                 /finish_weight_update, /shutdown_weight_transfer_engine
 
-vLLM asks for its key on the first route alone: whoever reaches the port may load weights.
+vLLM requires its key only on the first route: anyone who reaches the port can load weights.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from lightrl.weights.server_layout import DTYPES
 LOGPROBS_MODE = "processed_logprobs"
 _SERVER_INFO = "/server_info?config_format=json"
 _BAD_REQUEST, _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 400, 401, 403, 404
-# Arguments that change who holds a parameter; see `layout_problem`.
+# Arguments that change which rank has a parameter; see `layout_problem`.
 _OTHER_LAYOUTS = ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
 _RESTART_HELP = "Restart it with that, or start one with `lightrl serve --engine vllm`."
-_EMPTY_DIGEST = "e3b0c44298fc1c14"  # sha256 of an empty tensor: on a CPU the values are packed, and are somewhere else
+_EMPTY_DIGEST = "e3b0c44298fc1c14"  # sha256 of an empty tensor: on a CPU the packed values are stored elsewhere
 
 
 class VLLMClient(ServerClient):
@@ -45,18 +45,18 @@ class VLLMClient(ServerClient):
     generate_path = "/inference/v1/generate"
     program = "a vLLM server"
     version = "vLLM 0.32"
-    column_help: ClassVar = {"supports": f"top_p or top_k needs --max-logprobs {generation.MAX_LOGPROBS} at vLLM."}
+    column_help: ClassVar = {"supports": f"With top_p or top_k, vLLM needs --max-logprobs {generation.MAX_LOGPROBS}."}
     hints: ClassVar = {(_BAD_REQUEST, generate_path): f"Fix the request. {column_help['supports']}"}
     request_of = staticmethod(generation.request_of)
     read_answer = staticmethod(generation.read_answer)
-    _checked_identity = ""  # identity of the process whose arguments suffice
+    _checked_identity = ""  # identity of the process whose arguments were checked
 
     async def logprobs(self, token_ids: list[int], *, weights: str | None = None) -> list[float]:
         params = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
         answer = await self._ask(
             {"request_id": secrets.token_hex(16), "token_ids": token_ids, "sampling_params": params}
         )
-        self._num_cached_of(answer)  # refuses, at a run's first answer, a server that does not report it
+        self._num_cached_of(answer)  # at a run's first answer, rejects a server that does not report it
         with self.reading(self.generate_path):
             candidates = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
             return [0.0, *(float(by_token[str(token)]["logprob"]) for token, by_token in candidates)]
@@ -87,7 +87,7 @@ class VLLMClient(ServerClient):
             raise ServerRefused(await self._explain_absence(timeout_s), status=_NOT_FOUND) from error
 
     async def server_info(self, *, timeout_s: float = 0.0) -> ServerInfo:
-        """Raises EngineError if the server was started without what rollouts need."""
+        """Raises EngineError if the server was started without arguments that rollouts need."""
         with self.reading("/server_info"):
             config = (await self.request("GET", _SERVER_INFO, timeout_s=timeout_s))["vllm_config"]
             info, logprobs_mode = read_server_info(config), config["model_config"]["logprobs_mode"]
@@ -107,7 +107,7 @@ class VLLMClient(ServerClient):
         await self.request("POST", "/resume", {}, timeout_s=timeout_s, read=None)
 
     async def flush_cache(self, *, wait_s: float = 0.0) -> None:
-        """Running requests compute theirs again."""
+        """Empties the prefix cache; running requests recompute their key-values."""
         await self._update("/reset_prefix_cache?reset_running_requests=true", {})
 
     async def begin_weight_update(self) -> bool:
@@ -118,7 +118,7 @@ class VLLMClient(ServerClient):
         await self._update("/finish_weight_update", {})
 
     async def update_weights_from_disk(self, folder: str, weight_version: str | None, *, timeout_s: float) -> None:
-        """Loads a folder, also after a start with dummy weights; one that the server cannot read kills it."""
+        """Loads a folder, even after a start with dummy weights; a folder that it cannot read kills the server."""
         real_weights = {"overrides": {"load_config": {"load_format": "auto"}}}
         for method, arguments in (("update_config", real_weights), ("reload_weights", {"weights_path": folder})):
             await self._update("/collective_rpc", {"method": method, "kwargs": arguments}, timeout_s)
@@ -165,7 +165,7 @@ class VLLMClient(ServerClient):
         raise EngineError(_describe_missing(self.name, ["--enable-prompt-tokens-details"]))
 
     async def _missing_arguments(self, timeout_s: float) -> list[str]:
-        """Asks by a request that is refused in any case; the `?` keeps it from waiting behind completions."""
+        """Probes with a request that is always refused; the `?` keeps it from queueing behind completions."""
         try:
             await self.request("POST", f"{self.generate_path}?", {}, timeout_s=timeout_s, num_retries=0, read=None)
         except ServerRefused as error:
@@ -175,7 +175,7 @@ class VLLMClient(ServerClient):
         return []
 
     async def _explain_absence(self, timeout_s: float) -> str:
-        """Says what answers at the address, if it has no /weight_info."""
+        """Says what kind of program answers at an address without /weight_info."""
         if await self.has_path("/model_info", timeout_s):
             return f"{self.name} is an SGLang server. Set the engine to SGLangEngine, or urls to vLLM servers."
         if not await self.has_path("/version", timeout_s):
@@ -191,7 +191,7 @@ def _describe_missing(name: str, arguments: Sequence[str]) -> str:
 
 
 def read_server_info(config: dict[str, Any]) -> ServerInfo:
-    """Reads `vllm_config` of the answer of `/server_info`."""
+    """Reads `vllm_config` from the answer of `/server_info`."""
     model, parallel, cache = config["model_config"], config["parallel_config"], config["cache_config"]
     dtype_name = str(model["dtype"]).removeprefix("torch.")
     tp_size, pp_size = int(parallel["tensor_parallel_size"]), int(parallel["pipeline_parallel_size"])
@@ -213,7 +213,7 @@ def read_server_info(config: dict[str, Any]) -> ServerInfo:
 
 
 def rank_digests(checksums: dict[str, str]) -> RankDigests:
-    """Digests by rank, from `{"dp0:pp0:pcp0:tp1:model.norm.weight": "…64 digits"}`; empty where vLLM has none."""
+    """Reads digests by rank from `{"dp0:pp0:pcp0:tp1:model.norm.weight": "…64 digits"}`; empty if vLLM has none."""
     ranks: dict[int, dict[str, str]] = {}
     for key, checksum in checksums.items():
         *_, rank, name = key.split(":")

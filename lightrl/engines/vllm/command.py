@@ -12,7 +12,7 @@ from lightrl.engines.vllm.generation import MAX_LOGPROBS
 
 
 class VLLMProcess(ModelProcess):
-    """A vLLM server; see ModelProcess for the arguments. Only its route of completions asks for the token."""
+    """A vLLM server; see ModelProcess for the arguments. Only its completion route requires the token."""
 
     title = "vLLM"
     info_path = "/health"
@@ -20,9 +20,9 @@ class VLLMProcess(ModelProcess):
     defaults: ClassVar[Mapping[str, Any]] = {
         "enable_scale_out": True,  # token ids in and out
         "logprobs_mode": LOGPROBS_MODE,
-        "enable_prompt_tokens_details": True,  # the cached ones, which show that a load emptied the cache
+        "enable_prompt_tokens_details": True,  # cached tokens show whether a load emptied the cache
         "max_logprobs": MAX_LOGPROBS,
-        "generation_config": "vllm",  # else the checkpoint's sets top-p and such on some routes
+        "generation_config": "vllm",  # otherwise the checkpoint's sets top-p etc. on some routes
         "disable_uvicorn_access_log": True,
     }
     cpu_defaults: ClassVar[Mapping[str, Any]] = {"dtype": "float32", "enforce_eager": True}
@@ -34,7 +34,7 @@ class VLLMProcess(ModelProcess):
         return {"seed": seed, "tensor_parallel_size": tp, **context}
 
     def command_line(self, secrets_file: str) -> list[str]:
-        """The server's program and arguments; no shell sees them, and they contain no secret."""
+        """Returns the server's program and arguments; no shell parses them, and they contain no secret."""
         program = [self.python, "-m", "vllm.entrypoints.cli.main", "serve", str(self.model_folder)]
         return [*program, "--host", self.host, "--port", str(self.port), *flags(self.args)]
 

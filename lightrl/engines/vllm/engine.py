@@ -1,4 +1,4 @@
-"""VLLMEngine: rollouts by vLLM servers, given by address or started here; VLLMBroadcast: weights to their workers."""
+"""VLLMEngine: rollouts on vLLM servers, given by address or started here; VLLMBroadcast: weights to their workers."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class NCCLGroup(BroadcastGroup):
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        self._communicator = None  # its last reference
+        self._communicator = None  # drops the last reference
 
 
 class VLLMBroadcast(BroadcastTransport):
-    """BroadcastTransport to vLLM's workers, by NCCL. **Not run yet: vLLM's CPU build has no NCCL.**
+    """Broadcasts to vLLM's workers over NCCL. **Not tested yet: vLLM's CPU build has no NCCL.**
 
-    vLLM's workers join by a unique id, without a store, and then add up one number to see that all are there.
+    vLLM's workers join by a unique id, without a store, and then reduce one number to check that all have joined.
 
     Source: vLLM 0.32.0, distributed/weight_transfer/nccl_common.py and nccl_engine.py, device_communicators/pynccl.py.
     """
@@ -62,21 +62,21 @@ class VLLMBroadcast(BroadcastTransport):
 
 
 class VLLMEngine(ServerEngine):
-    """A rollout engine of one or many vLLM servers: token ids in, token ids out, a weight version on each.
+    """A rollout engine on one or more vLLM servers: token ids in, token ids out, a weight version on each.
 
-    A vLLM that runs elsewhere needs `VLLM_SERVER_DEV_MODE=1` in its environment, `--enable-scale-out`,
+    A server started elsewhere needs `VLLM_SERVER_DEV_MODE=1` in its environment, `--enable-scale-out`,
     `--logprobs-mode processed_logprobs` and `--enable-prompt-tokens-details`; for top-p or top-k `--max-logprobs 4008`;
-    for `transport: distributed` `--weight-transfer-config '{"backend": "nccl"}'`. Its routes that load weights ask for
+    for `transport: distributed` `--weight-transfer-config '{"backend": "nccl"}'`. Its routes that load weights require
     no key: let only the run's machines reach its port.
 
     The seed of a request determines its tokens unless the request is interrupted by an abort or a lost server. Images
-    are not sent: a request with any raises ValueError. On a CPU vLLM keeps the old output head of a model with tied
-    embeddings when it loads weights; the probe of `WeightSync` then fails.
+    are not supported: a request with images raises ValueError. On a CPU vLLM keeps the old output head of a model with
+    tied embeddings when it loads weights; the probe of `WeightSync` then fails.
 
     Args:
         vllm_python: Python of the environment that has vLLM.
-        settings: of `ServerEngine`, without router, placement, adapters and record_routes; `transport` is disk, delta
-            or distributed (not run yet); `server_args` such as `{gpu_memory_utilization: 0.8}`.
+        settings: of `ServerEngine`, except router, placement, adapters and record_routes; `transport` is disk, delta
+            or distributed (not tested yet); `server_args` such as `{gpu_memory_utilization: 0.8}`.
     """
 
     client_type = VLLMClient
@@ -95,11 +95,11 @@ class VLLMEngine(ServerEngine):
         ):
             if value not in choices:
                 allowed = " or ".join(map(str, choices))
-                raise ValueError(f"{name} must be {allowed} for VLLMEngine, got {value!r}. Or use SGLangEngine.")
+                raise ValueError(f"{name} must be {allowed} for VLLMEngine, got {value!r}. Otherwise use SGLangEngine.")
         self.python = vllm_python
 
     def check_sampling(self, sampling: Sampling) -> None:
-        if sampling.temperature and not 0.01 <= sampling.temperature <= 2:  # it samples at .01, or refuses
+        if sampling.temperature and not 0.01 <= sampling.temperature <= 2:  # otherwise vLLM uses 0.01, or refuses
             raise ValueError(
                 f"sampling.temperature must be 0 or from 0.01 to 2 for VLLMEngine, got {sampling.temperature:g}. "
                 "Change it, or use SGLangEngine."

@@ -1,6 +1,6 @@
-"""A completion as vLLM's requests and answers. Pure.
+"""A completion's next request to vLLM, and its answer. Pure functions.
 
-vLLM returns the tokens of a truncated distribution in one of its runners only, and then needs `top_k` in every request.
+Only one of vLLM's runners returns the tokens of a truncated distribution, and it then needs `top_k` in every request.
 So a request asks for the most likely tokens instead: those outside the support have no finite logprob.
 
 Source: vLLM 0.32.0, entrypoints/scale_out/token_in_token_out/protocol.py and serving.py.
@@ -13,16 +13,16 @@ from typing import Any
 from lightrl.engines.servers.request import Answer, CompletionDraft, RawAnswer, parse_answer, request_seed
 from lightrl.trajectory import MAX_SUPPORT
 
-MAX_TIES = 8  # tokens of the support beyond `top_k`: they are as likely as the last one within
-MAX_LOGPROBS = MAX_SUPPORT + MAX_TIES  # a token's
-PREFIX = "generate-tokens-"  # vLLM adds it to a request's id
+MAX_TIES = 8  # tokens of the support beyond `top_k`, as likely as the last one within it
+MAX_LOGPROBS = MAX_SUPPORT + MAX_TIES  # for each token
+PREFIX = "generate-tokens-"  # vLLM prepends it to a request's id
 _IMPOSSIBLE = -9999.0  # the logprob that vLLM sends for -inf
 
 
 def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, Any]:
-    """The next request to `/inference/v1/generate`, for the missing tokens; shares key-values under `cache_key`."""
+    """Returns the next request, for the missing tokens; it shares key-values under `cache_key`."""
     if draft.attachments is not None:
-        raise ValueError("VLLMEngine sends no images yet. Use SGLangEngine for a policy that reads them.")
+        raise ValueError("VLLMEngine does not support images yet. Use SGLangEngine for a policy that reads them.")
     sampling, num_generated = draft.sampling, len(draft.token_ids)
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
@@ -30,12 +30,12 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
         "top_k": sampling.max_support,
         "max_tokens": sampling.max_new_tokens - num_generated,
         "min_tokens": max(0, sampling.min_new_tokens - num_generated),
-        # vLLM counts random numbers from the start of a request: a later one must not repeat those of the first.
+        # vLLM restarts its random numbers with each request: a later one must not repeat those of the first.
         "seed": request_seed(request_seed(sampling.seed, draft.sample), num_generated),
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": True,
         "detokenize": False,
-        # vLLM dies of a request for more logprobs than the vocabulary has.
+        # A request for more logprobs than the vocabulary has tokens kills vLLM.
         "logprobs": min(sampling.max_support + MAX_TIES, draft.vocab_size) if sampling.is_truncated else 0,
     }
     token_ids = [*draft.prompt, *draft.token_ids]
@@ -43,7 +43,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
 
 
 def read_answer(content: bytes) -> Answer:
-    """The answer of `/inference/v1/generate`; raises ValueError if it is not JSON."""
+    """Reads the answer of `/inference/v1/generate`; raises ValueError if it is not JSON."""
     return parse_answer(content, _parse)
 
 

@@ -1,4 +1,4 @@
-"""The guard: serves requests, collects what a program prints, stops it at a limit, and kills all that it started."""
+"""The guard: serves requests, collects a program's output, stops it at a limit, and kills everything it started."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .program import READ_BYTES, Program, read_records, start
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the process that asked
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the requesting process
     become_subreaper()
     requests = bytearray()
     while True:
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 class _Execution:
-    """One program, from its start to the end of everything that it started."""
+    """One program, from its start until everything that it started has ended."""
 
     def __init__(self, request: Json) -> None:
         self.stdin = request["stdin"]
@@ -47,7 +47,7 @@ class _Execution:
         self.keeper = 0  # its process id while it lives
 
     def run(self) -> Json:
-        folder = self.program.folder or tempfile.mkdtemp(prefix=sys.argv[2])  # with the mark of the process that asks
+        folder = self.program.folder or tempfile.mkdtemp(prefix=sys.argv[2])  # the prefix names the requester
         group = make_group(Path(folder).name, self.limits) if "cgroup" in self.program.layers else None
         self.program.group = group
         reply: Json = {}
@@ -56,7 +56,7 @@ class _Execution:
             if self.program.folder is not None and reply["exit_code"] == 0:
                 try:
                     reply["removed"] = _remove_foreign(folder)
-                except (OSError, RecursionError) as error:  # nested too deeply to be looked through
+                except (OSError, RecursionError) as error:  # nested too deeply to be checked
                     reply |= {"exit_code": None, "problem": f"its folder cannot be checked: {error}"}
             return reply
         finally:
@@ -76,7 +76,7 @@ class _Execution:
             for descriptor in (out, err, report, life):
                 os.close(descriptor)
             nothing = os.open(os.devnull, os.O_RDWR)
-            os.dup2(nothing, 0)  # programs must not see the guard's own; the numbers stay taken
+            os.dup2(nothing, 0)  # hides the guard's own pipes and keeps their numbers in use
             os.dup2(nothing, 1)
             streams = (stdin, out_end, err_end if self.program.port is None else out_end)
             start(self.program, folder, streams, report_end, life_end)
@@ -84,7 +84,7 @@ class _Execution:
             os.close(descriptor)
         try:
             os.waitpid(starter, 0)
-            first_records = os.read(report, READ_BYTES)  # possibly all that the keeper ever reports
+            first_records = os.read(report, READ_BYTES)  # may contain all of the keeper's reports
             self.keeper = read_records(first_records).get("keeper", 0)
             return self._watch(out, err, report, first_records)
         finally:
@@ -92,13 +92,13 @@ class _Execution:
                 os.close(descriptor)
 
     def _watch(self, out: int, err: int, report: int, first_records: bytes) -> Json:
-        """Collects output until the report comes, a limit is reached, or stdin closes."""
+        """Collects output until the report arrives, a limit is reached, or stdin closes."""
         start_s = time.monotonic()
         received = {out: bytearray(), err: bytearray(), report: bytearray(first_records)}
         poller = select.poll()
         for descriptor in received:
             poller.register(descriptor, select.POLLIN)
-        poller.register(0, 0)  # hang-up is always reported
+        poller.register(0, 0)  # hang-ups are always reported
         still_open = set(received)
         cause = ""
         while still_open:
@@ -132,11 +132,11 @@ class _Execution:
     def _reply(self, out: bytearray, err: bytearray, report: Json, cause: str, wall_s: float) -> Json:
         exit_code, cpu_s = report.get("exit_code"), report.get("cpu_s", 0.0)
         stopped_by = report.get("stopped_by") if cause == "itself" else cause
-        used_up = cpu_s >= 0.9 * self.limits["cpu_s"]  # accounts lag behind the limit's own clock
+        used_up = cpu_s >= 0.9 * self.limits["cpu_s"]  # reported time lags behind the limit's clock
         if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and used_up):
             stopped_by = "time"
         max_bytes = self.limits["output_kib"] << 10
-        if len(out) + len(err) > max_bytes:  # it may have exited by itself meanwhile
+        if len(out) + len(err) > max_bytes:  # even if it exited before it was killed
             stopped_by = "output"
         return {
             "stdout": out[:max_bytes].decode(errors="replace"),
@@ -150,14 +150,14 @@ class _Execution:
         }
 
     def _kill(self) -> None:
-        """Kills the keeper and everything below it; returns when nothing is left."""
+        """Kills the keeper and all its descendants; returns when none is left."""
         if self.keeper:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.keeper, signal.SIGKILL)
-            self.keeper = 0  # from here on the number may belong to another process
+            self.keeper = 0  # another process may get its number now
         if "private_user" in self.program.layers:
             self._kill_private_user()
-        while True:  # without a pid namespace this process inherits orphans, one generation after another
+        while True:  # without a pid namespace, this process inherits one generation of orphans after another
             for child in _children():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
@@ -167,13 +167,13 @@ class _Execution:
                 return
 
     def _kill_private_user(self) -> None:
-        """Kills all processes of the program's own user at once: a fork bomb cannot outrun that."""
+        """Kills all processes of the program's user with one call, which a fork bomb cannot outrun."""
         uid = self.program.uid
         killer = os.fork()
         if killer == 0:
             with contextlib.suppress(OSError):
                 os.setresuid(uid, uid, uid)
-                if os.getuid() == os.geteuid() == uid:  # root would kill every process
+                if os.getuid() == os.geteuid() == uid:  # as root, it would kill every process
                     os.kill(-1, signal.SIGKILL)
             os._exit(0)
         os.waitpid(killer, 0)
@@ -187,7 +187,7 @@ def _children() -> list[int]:
 
 
 def _file_with(data: bytes) -> int:
-    """A descriptor to read this data from, of a file without a name."""
+    """Returns a readable descriptor of an unnamed file that contains this data."""
     number, name = tempfile.mkstemp(prefix=sys.argv[2])
     with os.fdopen(number, "wb") as file:
         file.write(data)
@@ -197,9 +197,9 @@ def _file_with(data: bytes) -> int:
 
 
 def _remove_foreign(folder: str) -> list[str]:
-    """Removes what leads its reader out of the folder, or to a wait: links, hard ones too, pipes, sockets, devices.
+    """Removes entries that lead out of the folder or could block a reader; returns their names.
 
-    Everything that ran in the folder has ended. Returns the names.
+    These are symbolic and hard links, pipes, sockets and devices. Everything that ran in the folder has ended.
     """
 
     def failed(error: OSError) -> None:
@@ -227,8 +227,8 @@ def _remove_foreign(folder: str) -> list[str]:
 
 
 def remove_folder(folder: str) -> None:
-    """Removes it with all that a program put there, also folders that the program locked."""
-    with contextlib.suppress(OSError, RecursionError):  # folders may be nested without end
+    """Removes a folder with all its contents, including folders that the program locked."""
+    with contextlib.suppress(OSError, RecursionError):  # folders may be nested very deeply
         for path, names, _ in os.walk(folder):
             for name in names:
                 entry = Path(path) / name

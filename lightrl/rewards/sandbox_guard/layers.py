@@ -1,4 +1,4 @@
-"""The layers of protection, by the system calls of Linux: each takes rights from this process for good."""
+"""The layers of protection, through system calls of Linux: each removes rights of this process permanently."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CAP_DAC_READ_SEARCH = 2
 _EXECUTE_AND_READ = 0b1101  # Landlock: execute, read a file, list a folder
 _READ_AND_WRITE_FILE = 0b0110
 _CONNECT_TCP = 0b10
-# Refused by the filter: sockets, looking into other processes, namespaces and mounts, memory that no limit counts.
+# The filter refuses sockets, access to other processes, namespaces and mounts, and memory that no limit counts.
 # In this order: socket, ptrace, unshare, setns, mount, umount2, add_key, request_key, keyctl, perf_event_open, bpf,
 # userfaultfd, open_by_handle_at, process_vm_readv, process_vm_writev, io_uring_setup, memfd_create, shmget, mq_open,
 # msgget, semget, setsockopt (larger buffers of a socketpair), vmsplice (pipes that keep pages), inotify_init1 and its
@@ -47,20 +47,20 @@ _REFUSED_CALLS = {
     ),
 }
 
-# The same numbers everywhere: open_tree, move_mount, fsopen, fsconfig, fsmount, fspick, mount_setattr, memfd_secret.
+# On all architectures: open_tree, move_mount, fsopen, fsconfig, fsmount, fspick, mount_setattr, memfd_secret.
 _REFUSED_EVERYWHERE = (428, 429, 430, 431, 432, 433, 442, 447)
 _MMAP = {"x86_64": 9, "aarch64": 222}
 _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
 _MAX_PENDING_SIGNALS = 1024
 _CLONE = {"x86_64": 56, "aarch64": 220}
-_CLONE3 = 435  # its flags are in memory, where no filter can see them; without it, C libraries use clone
+_CLONE3 = 435  # its flags are in memory, which filters cannot read; C libraries fall back to clone
 
 _libc = ctypes.CDLL(None, use_errno=True)
 Json = dict[str, Any]  # a request, a reply, or a part of one
 
 
 def unprotected_by(layers: set[str]) -> list[str]:
-    """Lists what of this machine a program could harm in spite of these layers."""
+    """Lists the parts of this machine that a program could harm despite these layers."""
     needed = {
         "other processes": {"namespaces", "private_user", "landlock_signals"},
         "files": {"private_user", "landlock"},
@@ -70,12 +70,12 @@ def unprotected_by(layers: set[str]) -> list[str]:
 
 
 def set_limits(limits: Json, *, counts_all_of_user: bool) -> None:
-    """Resource limits; `counts_all_of_user` if the bound on processes includes those outside the sandbox."""
+    """Sets resource limits; `counts_all_of_user`: the limit on processes also counts those outside the sandbox."""
     cpu_s = max(1, -(-int(limits["cpu_s"] * 1000) // 1000))
     memory_bytes, file_bytes = limits["memory_mib"] << 20, limits["file_mib"] << 20
     num_processes = limits["max_processes"] + (_num_threads_of_user() if counts_all_of_user else 0)
     bounds = {
-        resource.RLIMIT_CPU: (cpu_s, cpu_s + 1),  # the first sends SIGXCPU, the second SIGKILL
+        resource.RLIMIT_CPU: (cpu_s, cpu_s + 1),  # the soft limit sends SIGXCPU, the hard limit SIGKILL
         resource.RLIMIT_DATA: (memory_bytes, memory_bytes),
         resource.RLIMIT_AS: (memory_bytes + (1 << 30), memory_bytes + (1 << 30)),  # shared libraries, reserved ranges
         resource.RLIMIT_FSIZE: (file_bytes, file_bytes),
@@ -84,12 +84,12 @@ def set_limits(limits: Json, *, counts_all_of_user: bool) -> None:
         resource.RLIMIT_NPROC: (num_processes, num_processes),
     }
     if sys.platform == "linux":
-        bounds[resource.RLIMIT_SIGPENDING] = (_MAX_PENDING_SIGNALS, _MAX_PENDING_SIGNALS)  # of the user, timers too
+        bounds[resource.RLIMIT_SIGPENDING] = (_MAX_PENDING_SIGNALS, _MAX_PENDING_SIGNALS)  # per user, with timers
     for what, (soft, hard) in bounds.items():
         _, allowed = resource.getrlimit(what)
         if allowed != resource.RLIM_INFINITY:
             soft, hard = min(soft, allowed), min(hard, allowed)
-        with contextlib.suppress(OSError, ValueError):  # macOS has no bound on memory
+        with contextlib.suppress(OSError, ValueError):  # macOS cannot limit memory
             resource.setrlimit(what, (soft, hard))
 
 
@@ -104,12 +104,12 @@ def _num_threads_of_user() -> int:
 
 @functools.cache
 def kind_of_namespaces(has_private_user: bool) -> str | None:
-    """Finds namespaces that this system allows: `plain`, or `user` for those within a user namespace; None: neither.
+    """Finds namespaces that this system allows: `plain`, or `user` inside a user namespace, or None if neither works.
 
-    A child tries, since there is no way back from half of it: Ubuntu 24.04 lets anyone make a user namespace and then
-    refuses everything in it.
+    A child process tries them, since a partial failure cannot be undone: Ubuntu 24.04 lets anyone make a user namespace
+    and then refuses everything in it.
     """
-    # Within a user namespace root's own files would be the program's; without, one user's processes would be counted.
+    # In a user namespace, the program would own root's files; with plain ones, one user's processes would be counted.
     for kind in ("plain",) if has_private_user else ("plain", "user") if is_root() else ("user",):
         child = os.fork()
         if child == 0:
@@ -123,10 +123,10 @@ def kind_of_namespaces(has_private_user: bool) -> str | None:
 
 
 def enter_namespaces(kind: str) -> bool:
-    """Own processes, network, mounts and shared memory; with kind `user` through a user namespace.
+    """Enters new namespaces of processes, network, mounts and shared memory; kind `user` adds a user namespace.
 
     Raises:
-        OSError: if the user namespace gets no user; this process is then of no use.
+        OSError: if the user namespace cannot get a user; this process is then unusable.
     """
     flags = _NEWPID | _NEWNET | _NEWNS | _NEWIPC | (_NEWUSER if kind == "user" else 0)
     user, group = os.getuid(), os.getgid()
@@ -140,9 +140,9 @@ def enter_namespaces(kind: str) -> bool:
 
 
 def mount_own(folder: str | None, owner: int, limits: Json) -> set[str]:
-    """Mounts `disk`, a bounded memory disk at `folder`, and `proc`, a `/proc` of its own; returns those that worked."""
+    """Mounts `disk`, a bounded memory disk at `folder`, and `proc`, a private `/proc`; returns those that worked."""
     if not _mount("none", "/", None, _MS_REC_PRIVATE, ""):
-        return set()  # a mount could reach the system's
+        return set()  # mounts could spread to the system
     group = owner if owner != os.getuid() else os.getgid()
     size = f"size={limits['file_mib']}m,nr_inodes={limits['max_files']},mode=700,uid={owner},gid={group}"
     has_disk = _mount("tmpfs", folder or "/dev/shm", "tmpfs", _MS_NOSUID_NODEV, size)  # an agent keeps its folder
@@ -166,33 +166,33 @@ def may_have_private_user(uid: int, needs_read_right: bool) -> bool:
 
 
 def is_root() -> bool:
-    """Whether this is a root of many users; the only user of a rootless container is an ordinary user outside."""
+    """Returns whether this is a root with other users; the root of a rootless container is an ordinary user outside."""
     return os.getuid() == 0 and (sys.platform != "linux" or _is_mapped(1))
 
 
 def _is_mapped(uid: int) -> bool:
-    """Whether this user namespace has the user."""
+    """Returns whether the user exists in this user namespace."""
     ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     return any(int(first) <= uid < int(first) + int(num) for first, _, num in ranges)
 
 
 def is_public(path: str) -> bool:
-    """Whether every user may reach and run this file, and the file that it links to."""
+    """Returns whether every user may reach this file and the file that it links to."""
     folders = {*Path(path).absolute().parents, *Path(path).resolve().parents}
     return all(folder.stat().st_mode & 0o001 for folder in folders)
 
 
 def give_up_privileges(private_uid: int | None, needs_read_right: bool) -> None:
-    """Becomes the private user, or else a root without rights; no setuid program gives them back.
+    """Becomes the private user, or drops root's rights; no setuid program can give them back.
 
     Args:
         private_uid: None keeps the user.
-        needs_read_right: the interpreter lies in a folder like /root; Landlock bounds what else may be read.
+        needs_read_right: the interpreter is in a folder like /root; Landlock limits what else can be read.
     """
     if private_uid is not None:
         _change_user(private_uid, needs_read_right)
     elif os.getuid() == 0:
-        _prctl(_PR_SET_SECUREBITS, 0b11)  # from the next exec on, being root gives no rights
+        _prctl(_PR_SET_SECUREBITS, 0b11)  # after the next exec, root has no special rights
         _set_capabilities(0)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
@@ -209,17 +209,17 @@ def _change_user(uid: int, needs_read_right: bool) -> None:
 
 
 def hide_memory() -> None:
-    """No other process looks into this one."""
+    """Prevents other processes from reading this one's memory."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def die_with_parent() -> None:
-    """Linux kills this process when the one that forked it is gone."""
+    """Makes Linux kill this process when its parent dies."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def become_subreaper() -> None:
-    """Makes this process the parent of orphans below it."""
+    """Makes this process the parent of its orphaned descendants."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -236,10 +236,10 @@ def _prctl(*arguments: int) -> None:
 
 
 def restrict_files(folder: str, readable: list[str], port: int | None, has_own_network: bool) -> int:
-    """Landlock: reads below `readable`, writes below `folder`; from version 4 no TCP, from 6 no signals to others.
+    """Allows only reads below `readable` and writes below `folder`; Landlock 4 also bans TCP, 6 signals to others.
 
     Returns:
-        Its version, 0 if it is not in force.
+        Landlock's version, 0 if it is not in force.
     """
     version: int = _libc.syscall(444, None, ctypes.c_size_t(0), 1)
     if version < 1:
@@ -253,7 +253,7 @@ def restrict_files(folder: str, readable: list[str], port: int | None, has_own_n
     ruleset = _libc.syscall(444, attributes, ctypes.c_size_t(size), 0)
     if ruleset < 0:
         return 0
-    devices = ["/dev/null", "/dev/random", "/dev/urandom"]  # /dev/zero mapped for writing is shared memory
+    devices = ["/dev/null", "/dev/random", "/dev/urandom"]  # writable mappings of /dev/zero are shared memory
     rules = [(folder, all_files)]
     rules += [(path, _EXECUTE_AND_READ) for path in readable]
     rules += [(path, _READ_AND_WRITE_FILE) for path in devices] + [("/dev/zero", _EXECUTE_AND_READ)]
@@ -268,7 +268,7 @@ def restrict_files(folder: str, readable: list[str], port: int | None, has_own_n
         except OSError:
             continue
         if rights == _EXECUTE_AND_READ and not stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            rights = 0b101  # files cannot be listed
+            rights = 0b101  # without the right to list
         _libc.syscall(445, ruleset, 1, struct.pack("=Qi", rights, descriptor), 0)
         os.close(descriptor)
     is_done = _libc.syscall(446, ruleset, 0) == 0
@@ -277,10 +277,10 @@ def restrict_files(folder: str, readable: list[str], port: int | None, has_own_n
 
 
 def refuse_calls(counts_shared_memory: bool) -> bool:
-    """A seccomp filter that answers EPERM to `_REFUSED_CALLS`, and to a clone with a user namespace.
+    """Installs a seccomp filter that refuses (EPERM) `_REFUSED_CALLS` and a clone with a user namespace.
 
-    Without a cgroup nothing counts shared memory without a file, which stays when it is no longer resident or mapped:
-    then its mmap gets the same answer.
+    Without a cgroup it also refuses to map shared memory without a file, which nothing counts then, and which persists
+    when it is no longer resident or mapped.
     """
     if platform.machine() not in _REFUSED_CALLS:
         return False
@@ -288,7 +288,7 @@ def refuse_calls(counts_shared_memory: bool) -> bool:
     load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, not_implemented = 0x7FFF0000, 0x00050001, 0x00050000 + errno.ENOSYS
     code = [(load, 0, 0, 4), (equal, 1, 0, architecture), (answer, 0, 0, refuse), (load, 0, 0, 0)]
-    code += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # x86-64's second table of calls
+    code += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # the x32 calls of x86-64
     for call in (*calls, *_REFUSED_EVERYWHERE):
         code += [(equal, 0, 1, call), (answer, 0, 0, refuse)]
     code += [(equal, 0, 1, _CLONE3), (answer, 0, 0, not_implemented)]

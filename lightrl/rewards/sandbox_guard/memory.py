@@ -1,4 +1,4 @@
-"""Memory of all of a program's processes together: a cgroup of their own, or the sum of what each of them holds."""
+"""Bounds the memory of all of a program's processes together, with a cgroup or by adding up what each of them uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RMDIR_S = 2.0
 
 
 def parent_of_groups(process: str = "/proc/self") -> Path | None:
-    """The folder of the nearest cgroup, of v1 or v2, in which this process may make groups that bound memory."""
+    """Returns the nearest cgroup folder, v1 or v2, in which this process may make groups that bound memory."""
     own = [line.split(":", 2) for line in _text(Path(process, "cgroup")).splitlines()]
     path_of = {controller: path for _, controllers, path in own for controller in controllers.split(",")}
     for line in _text(Path(process, "mountinfo")).splitlines():
@@ -24,7 +24,7 @@ def parent_of_groups(process: str = "/proc/self") -> Path | None:
         if ".." in path or not (is_v1 or kind == "cgroup2"):
             continue
         folder = Path(mount, path)
-        for each in [folder] if is_v1 else [folder, *folder.parents]:  # v2 has processes in leaves only
+        for each in [folder] if is_v1 else [folder, *folder.parents]:  # in v2, only leaves have processes
             has_memory = is_v1 or "memory" in _text(each / "cgroup.subtree_control").split()
             if has_memory and os.access(each, os.W_OK):
                 return each
@@ -32,7 +32,7 @@ def parent_of_groups(process: str = "/proc/self") -> Path | None:
 
 
 def make_group(name: str, limits: Json) -> Path | None:
-    """A cgroup for a program's memory, files in a memory disk included; None where this system has none."""
+    """Makes a cgroup for a program's memory, including files on a memory disk; returns None if that is impossible."""
     if (parent := parent_of_groups()) is None:
         return None
     group, num_bytes = parent / name, limits["memory_mib"] << 20
@@ -49,20 +49,20 @@ def make_group(name: str, limits: Json) -> Path | None:
 
 
 def enter_group(group: Path) -> bool:
-    """Makes this process, and those that it starts, count in the group."""
+    """Moves this process, and thus its future children, into the group; returns whether that worked."""
     with contextlib.suppress(OSError):
         return (group / "cgroup.procs").write_text("0") > 0
     return False
 
 
 def has_killed(group: Path) -> bool:
-    """Whether Linux has killed a process of the group because the memory was used up."""
+    """Returns whether Linux has killed a process of the group because it was out of memory."""
     events = _text(group / "memory.events") + _text(group / "memory.oom_control")
     return any(int(number) for number in re.findall(r"^oom_kill (\d+)", events, re.MULTILINE))
 
 
 def remove_group(group: Path) -> None:
-    """Removes a group whose processes have ended; the kernel may need a moment for the last one."""
+    """Removes a group whose processes have ended; waits while the kernel still cleans up the last one."""
     deadline = time.monotonic() + _RMDIR_S
     while group.exists() and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
@@ -72,9 +72,9 @@ def remove_group(group: Path) -> None:
 
 
 def overuse(limits: Json, group: Path | None) -> str | None:
-    """The limit that all processes below the keeper, which gets their orphans and looks every 50 ms, exceed together.
+    """Returns the limit that all processes below the keeper, which checks every 50 ms, exceed together, or None.
 
-    A group knows about memory; what processes hold counts pages that they share more than once.
+    With a group, Linux enforces the memory limit; without one, pages that processes share are counted repeatedly.
     """
     num_threads = num_kib = 0
     waiting = ["self"]
@@ -93,7 +93,7 @@ def overuse(limits: Json, group: Path | None) -> str | None:
 
 
 def _threads_and_kib(process: str) -> tuple[int, int]:
-    """Of one process; a first thread that has ended no longer shows the memory that others still use."""
+    """Returns a process's numbers, read from another thread if the main thread has ended and shows no memory."""
     status = Path(process, "status").read_bytes()
     if b"\nState:\tZ" in status:
         for thread in os.listdir(f"{process}/task"):  # noqa: PTH208
@@ -103,12 +103,12 @@ def _threads_and_kib(process: str) -> tuple[int, int]:
 
 
 def _kib(status: bytes) -> int:
-    """Memory in use, also what was swapped out."""
+    """Returns the memory in use, including swapped memory."""
     return sum(map(int, re.findall(rb"\nVm(?:RSS|Swap):\s+(\d+)", status)))
 
 
 def _text(file: Path) -> str:
-    """Empty if there is no such file."""
+    """Returns the file's text, or "" if there is no such file."""
     with contextlib.suppress(OSError):
         return file.read_text(errors="surrogateescape")
     return ""

@@ -1,4 +1,4 @@
-"""Starter, keeper and program: each forks the next, and the last becomes Python without its rights."""
+"""Starter, keeper and program: each forks the next, and the last gives up its rights and becomes Python."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from . import layers, memory
 from .layers import Json
 
 READ_BYTES = 1 << 16
-_FIRST_PRIVATE_UID = 0x50000000  # plus the guard's process id: no other user has it
+_FIRST_PRIVATE_UID = 0x50000000  # plus the guard's process id, so that it is unique
 _WATCH_S = 0.05
 
 
 class Program:
-    """A program, and the layers of protection around it; each process below the guard has its own copy."""
+    """A program and the layers of protection around it; each process below the guard has a copy."""
 
     def __init__(self, request: Json) -> None:
         self.request = request
         self.limits = request["limits"]
-        self.folder: str | None = request.get("folder")  # an agent's, kept if it succeeds; None: the guard makes one
-        self.port: int | None = request.get("port")  # where an agent's endpoint is; None: no network at all
+        self.folder: str | None = request.get("folder")  # an agent's, kept if it succeeds; None: temporary
+        self.port: int | None = request.get("port")  # of an agent's endpoint; None: no network at all
         self.layers: set[str] = set(request["layers"]) if sys.platform == "linux" else set()
         self.uid = _FIRST_PRIVATE_UID + os.getpid()
         self.needs_read_right = not layers.is_public(request["command"][0])
         if not layers.may_have_private_user(self.uid, self.needs_read_right):
             self.layers.discard("private_user")
-        self.group: Path | None = None  # the cgroup of its memory
+        self.group: Path | None = None  # the cgroup that bounds its memory
         self.kind: str | None = None
         if "namespaces" in self.layers:
             self.kind = layers.kind_of_namespaces("private_user" in self.layers)
@@ -50,7 +50,7 @@ class Program:
 
 
 class _LastBlock:
-    """The last thing that a forked process does: an error becomes a record, and a second guard never runs from here."""
+    """The last block of a forked process: writes an error as a record, and always exits, so no second guard runs."""
 
     def __init__(self, records: int) -> None:
         self.records = records
@@ -61,14 +61,14 @@ class _LastBlock:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> NoReturn:
         try:
             _write_record(self.records, {"problem": f"{type(error).__name__}: {error}"})
-        finally:  # also if the guard is gone, and nobody reads
+        finally:  # even if the guard is gone and nobody reads
             os._exit(126)
 
 
 def start(program: Program, folder: str, streams: tuple[int, int, int], report: int, life: int) -> NoReturn:
-    """The starter: namespaces first, since a pid namespace begins with the next child.
+    """Runs as the starter: enters the namespaces and forks the keeper, which is the first in its pid namespace.
 
-    The program gets `streams` as stdin, stdout and stderr; `report` takes records; `life` hangs up when the guard ends.
+    The program gets `streams` as stdin, stdout and stderr; `report` is for records; `life` closes when the guard ends.
     """
     with _LastBlock(report):
         os.setsid()
@@ -84,7 +84,7 @@ def start(program: Program, folder: str, streams: tuple[int, int, int], report: 
 
 
 def _keep(program: Program, folder: str, streams: tuple[int, int, int], report: int, life: int) -> NoReturn:
-    """The keeper: prepares the folder, starts the program, watches it, and reports how it ended."""
+    """Runs as the keeper: prepares the folder, starts the program, watches it, and reports how it ended."""
     _prepare(program, folder)
     layers.become_subreaper()
     started, started_end = os.pipe()
@@ -97,7 +97,7 @@ def _keep(program: Program, folder: str, streams: tuple[int, int, int], report: 
     for descriptor in {*streams, started_end}:
         os.close(descriptor)
     records = b""
-    while data := os.read(started, READ_BYTES):  # until the program is executed, or could not be
+    while data := os.read(started, READ_BYTES):  # until the program is executed, or fails to be
         records += data
     record = read_records(records)
     _write_record(report, record)
@@ -119,12 +119,12 @@ def _keep(program: Program, folder: str, streams: tuple[int, int, int], report: 
             usage = resource.getrusage(resource.RUSAGE_CHILDREN)
             cpu_s = usage.ru_utime + usage.ru_stime
             _write_record(report, {"exit_code": exit_code, "cpu_s": cpu_s, "stopped_by": stopped_by})
-            while True:  # the guard kills this process, and with it the namespace
+            while True:  # until the guard kills this process, and with it the namespace
                 signal.pause()
 
 
 def _prepare(program: Program, folder: str) -> None:
-    """Puts the program's files into its folder, on a disk of its own if that can be."""
+    """Writes the program's files to its folder, on a private disk if possible."""
     layers.hide_memory()
     owner = program.uid if "private_user" in program.layers else os.getuid()
     if "namespaces" in program.layers:
@@ -144,7 +144,7 @@ def _prepare(program: Program, folder: str) -> None:
 
 
 def _become(program: Program, folder: str, streams: tuple[int, int, int], started: int) -> None:
-    """The program's process: limits, then rights given up one after another, then Python."""
+    """Runs as the program: sets limits, gives up rights one by one, then executes Python."""
     os.setsid()
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
@@ -153,7 +153,7 @@ def _become(program: Program, folder: str, streams: tuple[int, int, int], starte
     for number in range(1, signal.NSIG):
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_DFL)
-    with contextlib.suppress(OSError):  # if the machine runs out of memory, this process goes first
+    with contextlib.suppress(OSError):  # if the machine runs out of memory, kill this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
     remaining, is_root = program.layers, layers.is_root()
     if program.group is None or not memory.enter_group(program.group):
@@ -177,7 +177,7 @@ def _become(program: Program, folder: str, streams: tuple[int, int, int], starte
         _write_record(started, {"layers": sorted(remaining), "problem": problem})
         os._exit(126)
     _write_record(started, {"layers": sorted(remaining)})
-    os.closerange(3, started)  # which `execve` closes
+    os.closerange(3, started)  # `execve` closes `started` itself
     os.closerange(started + 1, 1024)
     command = program.request["command"]
     environment = {"HOME": folder, "TMPDIR": folder, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
@@ -185,18 +185,18 @@ def _become(program: Program, folder: str, streams: tuple[int, int, int], starte
 
 
 def open_door(port: int) -> int:
-    """Opens the only way out of an agent's network namespace: to its endpoint's port, which is the same outside.
+    """Opens the only way out of an agent's network namespace, to its endpoint's port, which is the same outside.
 
-    A socket belongs to the namespace in which it was made. So this forks a relay, which stays outside and is killed by
-    the guard with all others, to accept the connections inside; returns where `send_port` sends the socket.
+    A socket belongs to the namespace that created it. So this forks a relay outside, which accepts connections from
+    inside and which the guard kills with all others. Returns the descriptor to which `send_port` sends the socket.
     """
     inner, outer = socket.socketpair()
     if os.fork() == 0:
         try:
             layers.die_with_parent()
             inner.close()
-            os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # the end of the guard's replies must be the guard's
-            for descriptor in socket.recv_fds(outer, 1, 1)[1]:  # none if there is no namespace in the end
+            os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # only the guard may keep its reply pipe open
+            for descriptor in socket.recv_fds(outer, 1, 1)[1]:  # none if entering failed
                 _relay(socket.socket(fileno=descriptor), port)
         finally:
             os._exit(0)
@@ -205,7 +205,7 @@ def open_door(port: int) -> int:
 
 
 def send_port(door: int, port: int | None) -> None:
-    """Called within the namespace: brings its loopback up, and sends a socket that listens there to the relay."""
+    """Called inside the namespace: enables its loopback, and sends a listening socket to the relay."""
     with socket.socket(fileno=door) as channel, socket.socket() as listener:
         fcntl.ioctl(listener, 0x8914, struct.pack("16sH14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
         listener.bind(("127.0.0.1", port))
@@ -218,7 +218,7 @@ def _relay(listener: socket.socket, port: int) -> None:
         inside, _ = listener.accept()
         try:
             outside = socket.create_connection(("127.0.0.1", port))
-        except OSError:  # the endpoint is closed
+        except OSError:  # the endpoint has closed
             inside.close()
             continue
         for pair in ((inside, outside), (outside, inside)):
@@ -230,14 +230,14 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
         while data := source.recv(1 << 16):
             target.sendall(data)
         target.shutdown(socket.SHUT_WR)
-    except OSError:  # one end is gone; the other must not wait for it
+    except OSError:  # one end is gone, and the other must not wait for it
         for end in (source, target):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
 
 def _reap(pid: int) -> int | None:
-    """Waits for all children that ended; the exit code of this one if it is among them."""
+    """Reaps all children that have ended; returns the exit code of `pid` if it is among them."""
     code = None
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -254,7 +254,7 @@ def _write_record(descriptor: int, record: Json) -> None:
 
 
 def read_records(data: bytes | bytearray) -> Json:
-    """All records in it as one."""
+    """Merges all records in the data into one."""
     merged: Json = {}
     for line in bytes(data).splitlines():
         merged.update(json.loads(line))

@@ -15,9 +15,9 @@ from lightrl.models import Outputs
 
 
 def branch_rows(experience: Experience) -> tuple[Experience, Callable[[Outputs], Outputs]]:
-    """Make the rows that a model reads, one for each conversation, and a function that joins its outputs again.
+    """Makes the rows that a model reads, one per conversation, and a function that joins its outputs again.
 
-    The loss mask is False in all rows but the first that has the token. Without trees nothing changes.
+    A token's loss mask is True only in the first row that contains it. Without trees nothing changes.
     """
     if experience.gaps is None:
         return experience, lambda outputs: outputs
@@ -41,7 +41,7 @@ def branch_rows(experience: Experience) -> tuple[Experience, Callable[[Outputs],
 
 
 def _codes_of_rows(experience: Experience, field: str, column: Column) -> dict[str, Tensor]:
-    """The fields of a column of codes, of the rows."""
+    """Returns the rows' fields of a coded column."""
     trees, lengths = on_host(experience["gaps"]).numpy(), on_host(experience.lengths).tolist()
     rows = []
     for gaps, length, codes in zip(trees, lengths, experience.row_codes(field), strict=True):

@@ -1,4 +1,4 @@
-"""Forms: how a microbatch goes through a model without its padding; all forms give the same numbers.
+"""Forms: how a microbatch goes through a model without its padding; all forms give the same results.
 
 On the CPU, trajectories of similar length form right-padded rectangles, or share the states of their prompt if that is
 cheaper; on other devices a microbatch is one packed row with restarting positions.
@@ -40,10 +40,10 @@ from lightrl.strategies.layouts.shared_prefix import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Two are layouts of shared_prefix.py.
+# The shared ones are layouts of shared_prefix.py.
 Form = Literal["rectangles", "shared_keys", "shared_rows", "packed"]
 
-# A packed row shares prompts if it then has at most this fraction of its tokens: the attention copies their key-values.
+# A packed row shares prompts if that leaves at most this fraction of its tokens: attention copies their key-values.
 _LARGEST_SHARED_FRACTION = 0.9
 
 # Rows [N], columns [N] and states of predicting positions: hidden states [N, H], or logits [N, V].
@@ -55,10 +55,10 @@ class Forms:
 
     Args:
         model: a causal language model.
-        form: the form of all microbatches; None picks, for each, the cheapest that is exact for this model.
-        reads_logits: compute logits instead of hidden states, which only rectangles do.
-        is_policy: whether the model sampled the tokens; only then it takes the experts that the engine took.
-        context_group: ranks that share packed rows; None for one.
+        form: the form of all microbatches; None chooses the cheapest exact form for each.
+        reads_logits: compute logits instead of hidden states; only rectangles can.
+        is_policy: whether the model sampled the tokens; only then does it replay the engine's experts.
+        context_group: ranks that share packed rows; None for one rank.
 
     Raises:
         ValueError: if `form` is not exact for the model.
@@ -74,8 +74,8 @@ class Forms:
         context_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.model, self.form, self.reads_logits, self.context_group = model, form, reads_logits, context_group
-        self.is_compiled = False  # whether its layers are
-        self.num_calls = 0  # call the model at least so often for a microbatch in rectangles
+        self.is_compiled = False  # whether its layers are compiled
+        self.num_calls = 0  # least number of model calls for a microbatch in rectangles
         self.layouts = {} if reads_logits else exact_layouts(model)
         wants_packed = form == "packed" or context_group is not None or model.device.type != "cpu"
         self.can_pack = not reads_logits and wants_packed and can_pack(model)
@@ -88,13 +88,13 @@ class Forms:
         self._keeps_states = keeps_states(model.config)
 
     def choose(self, experience: Experience) -> tuple[str, Plan]:
-        """The cheapest exact form for this microbatch, and its plan if prompts can be shared."""
+        """Returns the cheapest exact form for this microbatch, and its plan if prompts can be shared."""
         kind = None if experience.pixel_values is None else image_kind(self.model.config)
         if kind == "bidirectional":
             return "rectangles", []
         if self.form is None and self.can_pack and experience.token_ids.device.type != "cpu":
             return "packed", []
-        # Replayed routes belong to a trajectory, and a cached prompt has no positions of a grid.
+        # Replayed routes belong to a trajectory, and a cached prompt has no image grid positions.
         if self.form in ("packed", "rectangles") or not self.layouts or self.replays(experience) or kind == "grid":
             return self.form or "rectangles", []
         prompts = find_shared_prompts(experience, getattr(self.model.config, "image_token_id", None))
@@ -108,7 +108,7 @@ class Forms:
         return self.routes is not None and experience.routes is not None
 
     def states(self, experience: Experience) -> Iterator[Part]:
-        """Run the model over a microbatch and yield its predicting positions: all at once, or logits by rectangle.
+        """Runs the model over a microbatch and yields its predicting positions: all at once, or logits by rectangle.
 
         Raises:
             ValueError: if a trajectory is too long for the model.
@@ -126,7 +126,7 @@ class Forms:
         yield rows, columns, hidden
 
     def _parts(self, experience: Experience) -> Iterator[Part]:
-        """The predicting positions of each forward."""
+        """Yields the predicting positions of each forward."""
         form, plan = self.choose(experience)
         if form == "packed":
             yield self._packed(experience)
@@ -146,9 +146,9 @@ class Forms:
                 yield members[rows], columns, states[rows, columns]
 
     def _rectangles(self, experience: Experience) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows of similar length and their tokens, without the last column, which predicts nothing.
+        """Yields rows of similar length and their tokens, without the last column, which predicts nothing.
 
-        If they are fewer than `num_calls`, further ones of one token follow, which belong to no row.
+        If there are fewer rectangles than `num_calls`, adds dummy ones of one token.
         """
         lengths, device = (on_host(experience.lengths) - 1).clamp(min=1).tolist(), experience.token_ids.device
         parts = rectangles(lengths, CALL_OVERHEAD_TOKENS)
@@ -159,11 +159,11 @@ class Forms:
             yield torch.zeros(0, dtype=torch.int64, device=device), experience.token_ids[:1, :1]
 
     def _packed(self, experience: Experience) -> Part:
-        """Run all trajectories end to end in one row, or this rank's part of it; attention gets their starts."""
+        """Runs all trajectories concatenated in one row, or this rank's part of it; attention gets their starts."""
         device, group = experience.token_ids.device, self.context_group
         index, num = (0, 1) if group is None else (group.rank(), group.size())
         layout = self._packed_tokens(experience)
-        size = -(-len(layout.rows) // num)  # tokens of each rank's part; the first token of all fills up the last part
+        size = -(-len(layout.rows) // num)  # tokens of each rank's part; the row's first token pads the last part
         padding = num * size - len(layout.rows)
         first = index * size
         filled = torch.nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, padding))
@@ -181,7 +181,7 @@ class Forms:
         return rows, columns, output.last_hidden_state[0][indices]
 
     def _packed_tokens(self, experience: Experience) -> PackedTokens:
-        """The layout of the packed row, with each prompt once where that saves enough."""
+        """Returns the layout of the packed row, with each prompt only once if that saves enough."""
         if self.shares_packed_prompts and not self.replays(experience):  # routes belong to a trajectory
             prompts = find_shared_prompts(experience, getattr(self.model.config, "image_token_id", None))
             layout = packed(prompts, experience.token_ids.shape)
@@ -192,7 +192,7 @@ class Forms:
     def _layer_input(
         self, experience: Experience, rows: Tensor, token_ids: Tensor, positions: tuple[Tensor, Tensor] | None = None
     ) -> dict[str, Any]:
-        """The model's arguments for token ids [b, T] of these rows [b], or for those at `positions`, end to end."""
+        """Returns the model's arguments for token ids [b, T] of these rows [b], or for a packed row at `positions`."""
         if experience.pixel_values is None:
             return {"input_ids": token_ids if positions is None else token_ids[positions][None]}
         images = ImageTable(*(experience[name] for name in ImageTable._fields))
@@ -200,7 +200,7 @@ class Forms:
         return image_inputs(self.model, token_ids, images, positions=positions)
 
     def _replaying(self, experience: Experience, rows: Tensor, columns: Tensor | slice) -> AbstractContextManager[None]:
-        """Route a forward over the tokens at these rows and columns of the experience as the engine did."""
+        """Routes a forward over the tokens at these rows and columns of the experience as the engine did."""
         if self.routes is None or experience.routes is None:
             return nullcontext()
         if self.is_compiled:

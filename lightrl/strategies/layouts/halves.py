@@ -1,8 +1,8 @@
-"""A microbatch in two halves of its groups, each in a thread with half of the cores.
+"""Runs a microbatch as two halves of its groups, each in a thread with half of the cores.
 
-The operations of a small model are too short to be shared out among torch's threads: with a second one 1 M parameters
-decode half as fast. Two halves, microbatches like any other, use both cores. The losses are computed one after the
-other, and a gradient is always (what there was) + (first + second), whichever thread was faster.
+The operations of a small model are too short to be divided among torch's threads: a second thread makes 1 M parameters
+decode at half the speed. Two halves, each an ordinary microbatch, use both cores. The losses are computed one after the
+other, and a gradient is always (previous gradient) + (first + second), whichever thread was faster.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightrl.concurrency.in_thread import side_by_side
 from lightrl.experience import Experience
 from lightrl.models import Backward, LossFunction, Outputs
 
-# Below this size torch's threads gain nothing, and two halves of at least so many tokens together do.
+# Below this model size, torch's threads do not help, but two halves do if they have this many tokens together.
 SMALL_MODEL_PARAMETERS = 10_000_000
 MIN_TOKENS = 2048
 
@@ -25,9 +25,9 @@ _T = TypeVar("_T")
 
 
 def halves_pay(model: torch.nn.Module, experience: Experience, num_cores: int) -> bool:
-    """Whether two halves are faster than one whole, and as exact.
+    """Whether two halves are faster than the whole microbatch, and equally exact.
 
-    The forward must not depend on what torch keeps for each thread (autocast, no gradients), nor sample anything.
+    The forward must not depend on torch's per-thread state (autocast, no gradients), nor sample anything.
     """
     return (
         experience.token_ids.device.type == "cpu"
@@ -41,7 +41,7 @@ def halves_pay(model: torch.nn.Module, experience: Experience, num_cores: int) -
 
 
 def cut_in_halves(experience: Experience) -> list[Experience] | None:
-    """Two parts of whole groups with about as many tokens; None if there is only one group."""
+    """Cuts into two parts of whole groups with similar numbers of tokens; None if there is only one group."""
     groups, lengths = experience.units("group"), experience.lengths.tolist()
     if len(groups) < 2:
         return None
@@ -61,18 +61,18 @@ def forward_backward_halves(
     backward: Backward,
     parameters: Sequence[Tensor],
 ) -> None:
-    """Computes `ParallelModel.forward_backward` of one microbatch, whose loss is the sum of the halves'.
+    """Runs `ParallelModel.forward_backward` for one microbatch, whose loss is the sum of the halves' losses.
 
     Args:
-        halves: of `cut_in_halves`.
-        outputs_of: the forward; called in two threads at once.
-        parameters: those that get gradients.
+        halves: from `cut_in_halves`.
+        outputs_of: the forward; called in two threads concurrently.
+        parameters: the parameters that get gradients.
     """
     outputs = _side_by_side(*(lambda half=half: outputs_of(half) for half in halves))
     losses = [loss_fn(half, output) for half, output in zip(halves, outputs, strict=True)]
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
-        parameter.grad = None  # a sum of two numbers does not depend on their order, one of three does
+        parameter.grad = None  # a sum of two numbers does not depend on their order, a sum of three does
     backward(_Sum.apply(torch.zeros((), requires_grad=True), tuple(losses)))  # type: ignore[no-untyped-call]
     for parameter, gradient in zip(parameters, before, strict=True):
         if gradient is not None:
@@ -80,7 +80,7 @@ def forward_backward_halves(
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of two losses; its backward pass is theirs, side by side."""
+    """The sum of two losses; its backward runs both losses' backwards concurrently."""
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, losses: tuple[Tensor, Tensor]) -> Tensor:
@@ -96,7 +96,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _side_by_side(first: Callable[[], _T], second: Callable[[], _T]) -> list[_T]:
-    """Runs both, each on half of the cores; returns their results."""
+    """Runs both functions concurrently, each on half of the cores; returns their results."""
     num_threads = torch.get_num_threads()
 
     def run(function: Callable[[], _T]) -> _T:

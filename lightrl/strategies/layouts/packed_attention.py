@@ -1,16 +1,16 @@
-"""Attention over a packed row: each trajectory attends to itself only, and no mask of T × T exists.
+"""Attention over a packed row: each trajectory attends only to itself, without a T × T mask.
 
 transformers separates packed trajectories by a dense mask over the whole row (1 GiB in bool for 32,768 tokens), unless
 the attention knows where they start. `make_packable` registers an attention that gets the starts of packed rows; other
-forwards stay torch's SDPA. What runs is the first of these that works for the device, dtype and head size, which a
-trial on a few tokens finds:
+forwards still use torch's SDPA. A trial on a few tokens selects the first of these kernels that works for the device,
+dtype and head size:
 
     flash   torch's variable-length flash attention (torch >= 2.11, bfloat16 or float16), within a compiled layer too
     flex    torch's flex attention, compiled, over the blocks that a trajectory touches
-    sdpa    SDPA on rectangles of trajectories of like length; always works, and is the CPU's
+    sdpa    SDPA on rectangles of trajectories of similar length; always works, and is the only one on a CPU
 
-Context parallelism cuts a row into equal parts, one for each of `cp` ranks, and attention exchanges heads. All else is
-computed token by token. Each rank has the results of its own tokens; their sum is the row's:
+Context parallelism cuts a row into equal parts, one for each of `cp` ranks, and attention exchanges heads. All other
+operations work token by token. Each rank has results for its own tokens; their sum is the result of the row:
 
     cp 2, 4 heads       rank 0                               rank 1
     a packed row        its first half                       its second half
@@ -44,31 +44,31 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NAME = "lightrl_packed"  # this attention's, in transformers' registry
+NAME = "lightrl_packed"  # name of this attention in transformers' registry
 
-# Cost in tokens of one more call of SDPA: below it, padding is cheaper.
+# Cost of one more SDPA call, in tokens: below it, padding is cheaper.
 _CALL_OVERHEAD_TOKENS = 64
-_BLOCK = 128  # flex attention's block
-# Relative to the largest value: rounding errors are smaller, a token that sees too much or too little differs far more.
+_BLOCK = 128  # block size of flex attention
+# Relative to the largest value: rounding errors are smaller, and seeing wrong tokens makes a far larger difference.
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
 class NotPackable(ValueError):
-    """Raised for a model whose attention is more than causal attention with an optional window."""
+    """Raised for a model whose attention does more than causal attention with an optional window."""
 
 
 class PackedRows:
-    """Starts of the trajectories of one packed row, known on the host: no kernel has to ask the device.
+    """Starts of the trajectories in one packed row, known on the host, so that no kernel has to read them back.
 
-    Trajectories of one prompt may share it: it is a trajectory of its own in the row, and each completion that follows
-    it attends to its keys, which `attend` repeats, before its own.
+    Trajectories with the same prompt may share it: the prompt is then a separate trajectory in the row, and each
+    completion that follows it attends to the prompt's keys, which `attend` repeats, and then to its own.
 
     Args:
-        lengths: tokens of each trajectory, in the row's order; those without tokens do not count.
-        device: of the row.
-        kernels: by dtype; others take the first that works.
-        prompts: for each trajectory the index of the earlier one that it follows, or -1; None if none follows another.
-        group: ranks that have a part of the row each.
+        lengths: tokens of each trajectory, in the row's order; empty ones are ignored.
+        device: device of the row.
+        kernels: dtype → kernel; other dtypes use the first that works.
+        prompts: for each trajectory, the index of the earlier one that it follows, or -1; None if none follows another.
+        group: ranks that each have a part of the row.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PackedRows:
         self._starts = torch.tensor([0, *self.lengths]).cumsum(0)
         self.starts = to_device(self._starts.int(), device)  # int32 [N + 1]; the last is T
         self._key_starts, self.key_starts = self._starts, self.starts
-        self.keys: Tensor | None = None  # int64 [K], tokens of the row; None: all, in order
+        self.keys: Tensor | None = None  # int64 [K], tokens of the row; None for all, in order
         if prompts is not None and any(prompt_lengths):
             self._key_starts = torch.tensor([0, *(length + shared for length, shared in spans)]).cumsum(0)
             self.key_starts = to_device(self._key_starts.int(), device)  # int32 [N + 1]; the last is K
@@ -97,16 +97,16 @@ class PackedRows:
 
     @functools.cached_property
     def documents(self) -> Tensor:
-        """int32 [T], on the device: the trajectory of each token."""
+        """The index of each token's trajectory, int32 [T], on the device."""
         numbers = torch.arange(len(self.lengths), dtype=torch.int32)
         return to_device(numbers.repeat_interleave(torch.tensor(self.lengths)), self.device)
 
     @functools.cached_property
     def rectangles(self) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
-        """Trajectories with like numbers of keys, and where each token's output is, int64 [T], in them end to end.
+        """Rectangles of trajectories with similar numbers of keys, and each token's index in their joined outputs, [T].
 
-        A rectangle has its tokens [n, longest] and keys [n, most], padded with the row's last, and how many keys come
-        before its first token's [n]; int64.
+        A rectangle has tokens [n, longest] and keys [n, most], padded with the last of each row, and the number of keys
+        before the first token's, [n]; all int64.
         """
         starts, lengths, key_starts = self._starts[:-1], self._starts.diff(), self._key_starts[:-1]
         num_keys = self._key_starts.diff()
@@ -125,7 +125,7 @@ class PackedRows:
         return parts, to_device(indices, self.device)
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """Flex attention's BlockMask, from the starts alone; `window` as in `blocks`."""
+        """Builds flex attention's BlockMask from the starts; `window` as in `blocks`."""
         from torch.nn.attention.flex_attention import BlockMask
 
         if window in self._block_masks:
@@ -148,7 +148,7 @@ class PackedRows:
 
 
 def _key_tokens(lengths: Sequence[int], prompts: Sequence[int]) -> Tensor:
-    """The tokens of the row, int64 [K], whose keys each trajectory sees, its prompt's before its own."""
+    """Returns the tokens, int64 [K], whose keys each trajectory sees, its prompt's before its own."""
     tokens = torch.split(torch.arange(sum(lengths)), list(lengths))
     parts: list[Tensor] = []
     for own, prompt in zip(tokens, prompts, strict=True):
@@ -158,7 +158,7 @@ def _key_tokens(lengths: Sequence[int], prompts: Sequence[int]) -> Tensor:
 
 
 def _visible_keys(queries: Tensor, starts: Tensor, key_starts: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-    """The first and the last key, int64 [Q] each, that these tokens [Q] see."""
+    """Returns the first and the last key, int64 [Q] each, that these tokens [Q] see."""
     document = torch.searchsorted(starts, queries, right=True) - 1
     own = key_starts[document + 1] - (starts[document + 1] - queries)
     first = key_starts[document]
@@ -166,14 +166,14 @@ def _visible_keys(queries: Tensor, starts: Tensor, key_starts: Tensor, window: i
 
 
 def blocks(starts: Tensor, key_starts: Tensor, window: int | None) -> list[tuple[Tensor, Tensor]]:
-    """The key blocks that each query block needs: (numbers [1, 1, Q], indices [1, 1, Q, K]), partial ones, then full.
+    """Finds the key blocks that each query block needs: (counts [1, 1, Q], indices [1, 1, Q, K]), partial, then full.
 
-    A block is full if each of its queries sees each of its keys, which then needs no mask.
+    A block is full, and needs no mask, if each of its queries sees each of its keys.
 
     Args:
-        starts: of the trajectories' tokens, from 0, and the end of the last: int64 [N + 1].
-        key_starts: the same of their keys.
-        window: keys that a query sees at most, itself included; None for all before it.
+        starts: starts of the trajectories' tokens, from 0, and the end of the last: int64 [N + 1].
+        key_starts: the same for their keys.
+        window: most keys that a query sees, including its own; None for all before it.
     """
     num_tokens = int(starts[-1])
     first = torch.arange(0, num_tokens, _BLOCK)
@@ -187,13 +187,13 @@ def blocks(starts: Tensor, key_starts: Tensor, window: int | None) -> list[tuple
     is_full = (keys >= lowest_of_last) & (keys + _BLOCK - 1 <= own_of_first) & (first + _BLOCK <= num_tokens)[:, None]
     parts = []
     for picked in (is_needed & ~is_full, is_full):
-        order = picked.int().argsort(dim=1, descending=True, stable=True)  # picked ones, ascending, then the others
+        order = picked.int().argsort(dim=1, descending=True, stable=True)  # needed blocks, ascending, then the others
         parts.append((picked.sum(1).int()[None, None], order.int()[None, None]))
     return parts
 
 
 def make_packable(model: PreTrainedModel) -> bool:
-    """Gives the model this attention, if its own is SDPA or flash attention; whether it could."""
+    """Installs this attention if the model uses SDPA or flash attention; returns whether it did."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -207,21 +207,21 @@ def make_packable(model: PreTrainedModel) -> bool:
 
 
 def arguments(model: PreTrainedModel, rows: PackedRows, *, with_states: bool) -> dict[str, Any]:
-    """The arguments of the model's forward, in addition to `position_ids`, that say where trajectories start.
+    """Returns the arguments of the model's forward, besides `position_ids`, that tell where trajectories start.
 
     Args:
-        with_states: whether layers keep states (models/hybrids.py): convolutions and recurrences then get the starts.
+        with_states: whether layers keep states (models/hybrids.py): if so, convolutions and recurrences get the starts.
     """
     of_states = {"cu_seq_lens_q": rows.starts, "seq_idx": rows.documents[None]} if with_states else {}
     if is_flash(model):
         longest = {"max_length_q": rows.longest, "max_length_k": rows.longest}
         return {"cu_seq_lens_q": rows.starts, "cu_seq_lens_k": rows.starts, **longest, **of_states}
-    if not rows.kernels:  # found before the layers are compiled: a trial may compile by itself, and sizes are symbols
+    if not rows.kernels:  # before the layers are compiled: a trial may compile too, and sizes are symbolic later
         config, device = model.config.get_text_config(), rows.device
         size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
         size = size or config.hidden_size // config.num_attention_heads
         value_size = getattr(config, "v_head_dim", None) or size
-        # FSDP2 computes layers in bfloat16, also outside of the Trainer's autocast.
+        # FSDP2 computes layers in bfloat16, even outside the Trainer's autocast.
         dtypes = {_compute_dtype(device.type, model.dtype), torch.bfloat16}
         shares = rows.keys is not None
         rows.kernels = {dtype: kernel_for(device, dtype, size, value_size, shares) for dtype in dtypes}
@@ -233,12 +233,12 @@ def _compute_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """One element of four dimensions: transformers passes such a mask on and makes none of its own."""
+    """Returns a four-dimensional mask of one element, which transformers passes on instead of making one."""
     return torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 def is_flash(model: PreTrainedModel) -> bool:
-    """Whether the model has transformers' own flash attention."""
+    """Whether the model uses transformers' own flash attention."""
     name: str = model.config._attn_implementation
     return name.startswith("flash_attention")
 
@@ -253,9 +253,9 @@ def attend(
     packed_rows: PackedRows | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' interface of an attention: [1, heads, T, D] three times, to [1, T, heads, D].
+    """Implements transformers' attention interface: query, key and value [1, heads, T, D] → [1, T, heads, D].
 
-    Raises NotPackable if the model wants more than `scaling` and `sliding_window`.
+    Raises NotPackable if the model passes more than `scaling` and `sliding_window`.
     """
     if packed_rows is None:
         if attention_mask is not None and attention_mask.numel() == 1 < query.shape[2]:
@@ -285,9 +285,9 @@ def attend(
 
 
 def exchange(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Give part i of M in [1, M, N, D] to rank i, and join what came: [1, M / cp, cp · N, D].
+    """Sends part i of M in [1, M, N, D] to rank i, and joins the received parts: [1, M / cp, cp · N, D].
 
-    Before attention M are heads, repeated if cp does not divide them, and N tokens; after it, the reverse.
+    Before attention, M counts heads (repeated if cp does not divide them) and N tokens; after it, the reverse.
     """
     cp = group.size()
     if values.shape[1] % cp:
@@ -298,7 +298,7 @@ def exchange(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Total(torch.autograd.Function):
-    """Sum over the ranks, which compute the same loss of it; gradients, which are averaged later, become cp-fold."""
+    """Sums over ranks that compute the same loss from it; multiplies gradients by cp, since they are averaged later."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -315,7 +315,7 @@ class Total(torch.autograd.Function):
 def kernel_for(
     device: torch.device, dtype: torch.dtype, head_size: int, value_size: int, shares_prompts: bool = False
 ) -> str:
-    """The name of the kernel for these tensors, found by a trial; logged once."""
+    """Returns the name of the kernel for these tensors, found by a trial; logs it once."""
     skipped: list[str] = []
     for name, kernel in KERNELS.items():
         if name == "sdpa":
@@ -337,7 +337,7 @@ def kernel_for(
 
 
 def _is_tried_on(device: torch.device) -> bool:
-    """The first two kernels are made for GPUs; flex attention has no backward on a CPU (torch 2.13)."""
+    """Whether to try a kernel: the first two are for GPUs; flex attention has no backward on a CPU (torch 2.13)."""
     return device.type != "cpu"
 
 
@@ -351,7 +351,7 @@ def _failure(
     value_size: int,
     shares_prompts: bool,
 ) -> str | None:
-    """Why a kernel cannot be used: its error, or that its numbers differ from SDPA's; None if it can."""
+    """Returns why a kernel cannot be used: its error, or its difference from SDPA; None if it can."""
     rows = PackedRows((_BLOCK + 3, 5, 7), device, prompts=(-1, -1, 0) if shares_prompts else None)
     generator = torch.Generator().manual_seed(0)
     num_keys = sum(rows.lengths) if rows.keys is None else len(rows.keys)
@@ -391,7 +391,7 @@ def _flash(
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
 def _names_groups() -> bool:
-    """Whether fewer heads of keys than of queries must be announced (torch 2.12); torch 2.11 takes them as they are."""
+    """Whether the kernel needs a flag for fewer key heads than query heads (torch 2.12); torch 2.11 does not."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -429,7 +429,7 @@ def _sdpa(
         )
         mask = None
         if rows.keys is not None or (window is not None and window < width):
-            before = before[:1] if rows.keys is None else before  # places are among a trajectory's keys
+            before = before[:1] if rows.keys is None else before  # positions are among a trajectory's keys
             own = before[:, None] + torch.arange(width, device=query.device)
             difference = (own[:, :, None] - torch.arange(keys.shape[1], device=query.device))[:, None]
             mask = difference >= 0 if window is None else (difference >= 0) & (difference < window)
@@ -438,5 +438,5 @@ def _sdpa(
     return torch.cat(outputs).index_select(0, indices)[None]
 
 
-# In the order in which they are tried.
+# In the order of the trials.
 KERNELS: dict[str, Callable[..., Tensor]] = {"flash": _flash, "flex": _flex, "sdpa": _sdpa}

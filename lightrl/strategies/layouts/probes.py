@@ -1,7 +1,7 @@
-"""What a model can do: whether its head is plain, which layouts are exact, which of its layers are compiled.
+"""Probes of a model: whether its head is plain, which layouts are exact, and whether its layers can be compiled.
 
-A run on a few tokens shows it. Families differ, and a wrong guess would silently train on wrong logprobs, so nothing is
-assumed by name.
+Each probe runs the model on a few tokens. Model families differ, and a wrong guess would silently train on wrong
+logprobs, so nothing is inferred from names.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LAYER_DTYPE = "lightrl_layer_dtype"  # attribute of a model whose layers compute in less than hidden states have
+LAYER_DTYPE = "lightrl_layer_dtype"  # attribute of a model: its layers' dtype, if smaller
 
-# Kinds of rotary embedding whose angles depend on the number of tokens in a forward.
+# Rotary embeddings whose angles depend on the number of tokens in a forward.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 @torch.no_grad()
 def head_is_plain(model: PreTrainedModel) -> bool:
-    """Whether the logits are just the output head applied to the body's last hidden state."""
+    """Whether the logits are only the output head applied to the body's last hidden state."""
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or model.base_model is model:
         return False
@@ -42,7 +42,7 @@ def head_is_plain(model: PreTrainedModel) -> bool:
     calls: list[tuple[Tensor, Tensor]] = []
 
     def replace_output(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        # Large numbers, since a cap such as 30 · tanh(logits / 30) hardly changes logits near 0.
+        # Large numbers, since a cap like 30 · tanh(logits / 30) hardly changes logits near 0.
         large = torch.linspace(-100, 100, output.numel(), device=output.device).view_as(output).to(output.dtype)
         calls.append((inputs[0], large))
         return large
@@ -60,7 +60,7 @@ def head_is_plain(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def exact_layouts(model: PreTrainedModel) -> dict[str, Layout]:
-    """Layouts of shared_prefix.py whose forwards give the same as one over whole rows; only with full attention."""
+    """Returns the layouts of shared_prefix.py that give the same results as whole rows; only with full attention."""
     from transformers.cache_utils import DynamicLayer
 
     if not cache_argument(model.base_model) or rope_depends_on_length(model):
@@ -76,7 +76,7 @@ def exact_layouts(model: PreTrainedModel) -> dict[str, Layout]:
             parts = list(
                 shared_hidden(model, token_ids, predicting, layout([prompt]), lambda _, ids: {"input_ids": ids})
             )
-        except (RuntimeError, TypeError, ValueError):  # it takes another form of mask
+        except (RuntimeError, TypeError, ValueError):  # it needs another form of mask
             continue
         if all(_is_close(model, hidden, whole[rows, columns]) for rows, columns, hidden in parts):
             exact[name] = layout
@@ -85,20 +85,20 @@ def exact_layouts(model: PreTrainedModel) -> dict[str, Layout]:
 
 @torch.no_grad()
 def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
-    """Whether trajectories in one row do not see each other; gives the model an attention that keeps them apart.
+    """Whether trajectories in one row are independent; installs an attention that separates them.
 
     Args:
-        shares_prompt: ask for two completions of one prompt, which stands in the row once.
+        shares_prompt: test two completions of one prompt that the row contains once.
     """
     if getattr(model.config.get_text_config(), "index_topk", None):
-        return False  # sparse selection among a row's keys; these few tokens are below its size
+        return False  # selects among a row's keys; these few tokens are below its size
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
     if not takes_positions or rope_depends_on_length(model) or not make_packable(model):
         return False
     with_states = keeps_states(model.config)
     if shares_prompt and (with_states or is_flash(model)):  # transformers' flash attention cannot repeat keys
         return False
-    # Longer than convolutions; the second crosses the borders of a scan's chunks, the third starts beyond them.
+    # Longer than convolutions; the second crosses a chunk boundary of a scan, the third starts after it.
     lengths = [6, 262, 6] if with_states else [3, 1, 2]
     prompts = [-1, 0, 0] if shares_prompt else [-1, -1, -1]
     parts = torch.split(token_ids := _some_tokens(model, sum(lengths)), lengths, dim=1)
@@ -108,13 +108,13 @@ def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
     ]
     positions = [torch.arange(trajectory.shape[1], device=model.device) for trajectory in trajectories]
     position_ids = torch.cat([row[-num:] for row, num in zip(positions, lengths, strict=True)])[None]
-    # Layers of FSDP2 compute in bfloat16; where compilation is off, as here, a trial of flex attention would mislead.
+    # FSDP2's layers compute in bfloat16; compilation is off here, so a trial of flex attention would mislead.
     rows = PackedRows(lengths, model.device, dict.fromkeys((model.dtype, torch.bfloat16), "sdpa"), prompts)
     starts = arguments(model, rows, with_states=with_states)
     try:
         output = model.base_model(input_ids=token_ids, position_ids=position_ids, use_cache=False, **starts)
     except (TypeError, ValueError) as error:
-        # Arguments that it does not take; NotPackable; or transformers' own error for a recurrence without kernels.
+        # Unknown arguments; NotPackable; or transformers' own error for a recurrence without kernels.
         log.info("%s: %s", "Packed rows repeat prompts" if shares_prompt else "Trajectories are padded", error)
         return False
     expected = [_hidden(model, row)[:, -num:] for row, num in zip(trajectories, lengths, strict=True)]
@@ -122,11 +122,11 @@ def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
 
 
 def may_be_cut(config: PretrainedConfig) -> bool:
-    """Whether attention alone mixes tokens, by a model without memory; `can_pack` then tries a real one."""
+    """Whether only attention mixes tokens, judged from a model without memory; `can_pack` tests the real one."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     if {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}:
-        return False  # a state of its own, such as that of a convolution, or the index of sparse attention
+        return False  # another state: of a convolution, or the index of sparse attention
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = new_model(config)
     return not rope_depends_on_length(model) and make_packable(model)
@@ -155,7 +155,7 @@ def _is_close(model: PreTrainedModel, left: Tensor, right: Tensor) -> bool:
 
 
 def compiles(model: torch.nn.Module, device: torch.device, compile_layers: bool | None) -> bool:
-    """Whether to compile the decoder layers: as set; None compiles those without experts and states on NVIDIA GPUs."""
+    """Whether to compile the decoder layers: as set; None does so on NVIDIA GPUs if they have no experts or states."""
     if compile_layers is not None:
         return compile_layers
     return can_compile(device.type) and may_be_compiled(model)
@@ -168,6 +168,6 @@ def may_be_compiled(model: torch.nn.Module) -> bool:
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The repeated layers of a Hugging Face model, by `_no_split_modules`; none if it does not name them."""
+    """Returns a Hugging Face model's repeated layers, from `_no_split_modules`; empty if it does not list them."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]

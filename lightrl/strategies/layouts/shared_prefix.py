@@ -1,14 +1,14 @@
 """Shared prefixes: trajectories of one prompt share its states, so that it goes through the model less often.
 
 In a causal model a prompt's states do not depend on what follows, so sharing is exact, including the gradient. A plan
-lists the forwards of a microbatch and their rows. Two layouts make plans, and the plan that costs least is taken:
+lists the forwards of a microbatch and their rows. Two layouts make plans, and the cheapest plan is used:
 
     shared_keys   first  prompt      then  completion a      the prompt's key-values, repeated, precede each completion:
                                            completion b ·    any lengths, at least two forwards
     shared_rows   prompt │ completion a │ b │ c              each completion sees the prompt and itself, by a mask of
                   prompt │ completion d │ e   ·              T × T: for short rows
 
-On a GPU a microbatch is one packed row: `packed` has each prompt once there, and the attention repeats its keys.
+On a GPU a microbatch is one packed row: `packed` includes each prompt once, and the attention repeats its keys.
 
 Shapes: B trajectories, L prompt tokens, R rows, T tokens of a row, N positions, H hidden size.
 """
@@ -29,11 +29,11 @@ from lightrl.models.model_spec import cache_argument
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
 
-# Cost in tokens of one more forward: below it, padding is cheaper than another call of every layer.
+# Cost of one more forward, in tokens: below it, padding is cheaper than calling every layer again.
 CALL_OVERHEAD_TOKENS = 256
-MAX_ROW_TOKENS = 128  # with a mask; a longer row has less padding and a larger mask
-# Keys that cost a query as many multiplications as one more token: a layer's parameters over 2 · heads · head size,
-# here of a policy with 0.8 M parameters. For larger models it is more, so that plans without masks are preferred.
+MAX_ROW_TOKENS = 128  # with a mask; longer rows have less padding but a larger mask
+# Number of keys whose multiplications cost as much as one more token: a layer's parameters / (2 · heads · head size),
+# here for a policy with 0.8 M parameters. Larger models have a larger number, so they prefer plans without masks.
 _KEYS_OF_A_TOKEN = 768
 
 
@@ -55,15 +55,15 @@ class Row(NamedTuple):
 
 
 Plan = list[list[Row]]  # the rows of each forward
-Layout = Callable[[Sequence[Row]], Plan]  # from distinct prompts with their completions
+Layout = Callable[[Sequence[Row]], Plan]  # makes a plan from distinct prompts with their completions
 
 
 def find_shared_prompts(experience: Experience, image_token_id: int | None = None) -> list[Row]:
-    """Each distinct prompt with all its trajectories, the shortest prompt first.
+    """Returns each distinct prompt with all its trajectories, shortest prompt first.
 
-    The prompt is what precedes the first loss token; prompts are the same if group, tokens and images are. A
-    trajectory without loss tokens counts as a prompt without its last token. So does one with image tokens after its
-    first loss token, which shares its prompt with no other.
+    The prompt is everything before the first loss token; prompts are equal if group, tokens and images are. A
+    trajectory without loss tokens counts as a prompt without its last token, and so does one with image tokens after
+    its first loss token, which shares its prompt with no other.
     """
     token_ids, loss_mask = on_host(experience.token_ids).numpy(), on_host(experience.loss_mask)
     images = token_ids[:, :0] if experience.image_rows is None else on_host(experience.image_rows).numpy()
@@ -86,7 +86,7 @@ def find_shared_prompts(experience: Experience, image_token_id: int | None = Non
 
 
 def shared_keys(prompts: Sequence[Row]) -> Plan:
-    """A forward over the prompts of each length, then rectangles of completions that continue them."""
+    """Plans a forward over the prompts of each length, then rectangles of completions that continue them."""
     plan: Plan = []
     for num_tokens, same in groupby(prompts, key=lambda prompt: prompt.num_prompt_tokens):
         plan.append([])
@@ -100,7 +100,7 @@ def shared_keys(prompts: Sequence[Row]) -> Plan:
 
 
 def shared_rows(prompts: Sequence[Row]) -> Plan:
-    """Rows of at most MAX_ROW_TOKENS where possible."""
+    """Plans rows of a prompt and its completions, of at most MAX_ROW_TOKENS if possible."""
     rows = []
     for prompt in prompts:
         for picked in bins(prompt.sizes, max(0, MAX_ROW_TOKENS - prompt.num_prompt_tokens)):
@@ -110,7 +110,7 @@ def shared_rows(prompts: Sequence[Row]) -> Plan:
 
 
 def whole_rows(prompts: Sequence[Row]) -> Plan:
-    """Nothing is shared: each trajectory is a row."""
+    """Plans a row per trajectory, without sharing."""
     rows = [
         Row(prompt.num_prompt_tokens + size, [member], [0])
         for prompt in prompts
@@ -131,26 +131,26 @@ class PackedTokens(NamedTuple):
     """The layout of a packed row of P tokens; on the host."""
 
     rows: Tensor  # int64 [P], the trajectory of each token
-    columns: Tensor  # int64 [P], its position there
+    columns: Tensor  # int64 [P], its position in the trajectory
     lengths: list[int]  # tokens of each part of the row: a prompt, a completion, or a trajectory
-    prompts: list[int]  # the part of the prompt that each part follows, or -1
-    flat_indices: Tensor  # int64 [B, T], the index of the state at each position of a trajectory; -1 where no state is
+    prompts: list[int]  # index of the prompt's part that each part follows, or -1
+    flat_indices: Tensor  # int64 [B, T], index of the state of each trajectory position; -1 if it has none
 
 
 def each_alone(experience: Experience) -> list[Row]:
-    """Each trajectory as a prompt that no other shares."""
-    lengths = (on_host(experience.lengths) - 1).clamp(min=1).tolist()  # a last token predicts nothing
+    """Returns each trajectory as a prompt that no other shares."""
+    lengths = (on_host(experience.lengths) - 1).clamp(min=1).tolist()  # the last token predicts nothing
     return [Row(length, [row], [0]) for row, length in enumerate(lengths)]
 
 
 def packed(prompts: Sequence[Row], shape: Sequence[int]) -> PackedTokens:
-    """Each prompt followed by its completions; a prompt with one completion is one part with it.
+    """Lays out each prompt followed by its completions; a prompt with one completion forms one part with it.
 
     Args:
-        prompts: from `find_shared_prompts`, or `each_alone`.
+        prompts: from `find_shared_prompts` or `each_alone`.
         shape: (B, T) of the trajectories.
     """
-    parts: list[tuple[int, int, int, int]] = []  # trajectory, first position, tokens, the prompt's part
+    parts: list[tuple[int, int, int, int]] = []  # trajectory, first position, tokens, index of the prompt's part
     for prompt in prompts:
         shared, num = len(parts), prompt.num_prompt_tokens
         if len(prompt.members) == 1:
@@ -171,7 +171,7 @@ def packed(prompts: Sequence[Row], shape: Sequence[int]) -> PackedTokens:
 
 
 def cost(plan: Plan) -> float:
-    """The cost in tokens of a forward without attention, with padding and what each call costs."""
+    """Returns the cost of a plan in tokens, including padding, masked attention and the overhead of each call."""
     total = 0.0
     for rows in plan:
         longest = max(row.num_tokens for row in rows)
@@ -187,13 +187,13 @@ def shared_hidden(
     plan: Plan,
     layer_input: Callable[[Tensor, Tensor], dict[str, Tensor]],
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Rows [N], columns [N] and hidden states [N, H] of the predicting positions, forward by forward.
+    """Yields rows [N], columns [N] and hidden states [N, H] of the predicting positions, forward by forward.
 
     Args:
         token_ids: int64 [B, T of the trajectories].
-        predicting: rows and columns in them, on the host.
-        layer_input: turns trajectories [R] and tokens [R, T] that begin with their prompts, which may contain images,
-            into the model's arguments.
+        predicting: rows and columns of the predicting positions, on the host.
+        layer_input: makes the model's arguments from trajectories [R] and tokens [R, T] that begin with their prompts,
+            which may contain images.
     """
     device, cached = token_ids.device, cache_argument(model.base_model)
     cache: DynamicCache | None = None
@@ -217,12 +217,12 @@ def shared_hidden(
 
 
 class _Tokens(NamedTuple):
-    """The layout of the rows of a forward; int64 on the host."""
+    """The layout of a forward's rows; int64, on the host."""
 
     token_ids: Tensor  # [R, T]
     positions: Tensor  # [R, T], in the trajectory
     segments: Tensor  # [R, T]: 0 is the prompt, then each completion; -1 is padding
-    flat_indices: Tensor  # [B, T of the trajectories], each token's index in the rows end to end; others -1
+    flat_indices: Tensor  # [B, T of the trajectories], each token's index in the concatenated rows; others -1
 
     @classmethod
     def of(cls, rows: Sequence[Row], token_ids: Tensor) -> _Tokens:
@@ -254,7 +254,7 @@ class _Tokens(NamedTuple):
 
 
 def mask_of(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask [R, 1, T, T], 0 or -inf: a token sees what precedes it in the prompt (segment 0) and its own segment."""
+    """Builds the mask [R, 1, T, T], 0 or -inf: a token sees what precedes it in its prompt (segment 0) and segment."""
     num_tokens = segments.shape[1]
     is_before = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=segments.device).tril()
     is_seen = is_before & ((segments[:, :, None] == segments[:, None]) | (segments[:, None] == 0))
@@ -263,14 +263,14 @@ def mask_of(segments: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
-    """An empty key-value cache of the model's kind."""
+    """Makes an empty key-value cache of the model's kind."""
     from transformers import DynamicCache
 
     return DynamicCache(config=model.config)
 
 
 def repeated_cache(model: PreTrainedModel, cache: DynamicCache, stored: Tensor) -> DynamicCache:
-    """The key-values of these rows as a new cache; gradients flow back to them."""
+    """Copies the key-values of these rows to a new cache; gradients flow back to them."""
     repeated = new_cache(model)
     for index, layer in enumerate(cache.layers):
         repeated.update(layer.keys.index_select(0, stored), layer.values.index_select(0, stored), index)

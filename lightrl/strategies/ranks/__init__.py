@@ -1,9 +1,9 @@
-"""Ranks: the processes of a run, what they exchange, and who notices that one fails.
+"""Ranks: the processes of a run, their communication, and the detection of failures.
 
 Reading order:
     processes.py       sums, rows, messages from rank 0
-    watch.py           a rank that fails ends all; one that hangs is named
-    role_mesh.py       a role on ranks of its own
-    shared_folder.py   whether all hosts see the same folder
-    planned_gather.py  sharded parameters whole, each on one rank
+    watch.py           ends all ranks if one fails; names one that hangs
+    role_mesh.py       a role on its own ranks
+    shared_folder.py   checks that all hosts see the same folder
+    planned_gather.py  gathers sharded parameters, each on one rank
 """

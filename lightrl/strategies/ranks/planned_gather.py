@@ -1,6 +1,6 @@
-"""PlannedGather: carries out a GatherPlan between the ranks that share a model, point to point.
+"""PlannedGather: executes a GatherPlan between the ranks that share a model, point to point.
 
-Only what an owner lacks is sent, and only to the owner: unlike `full_tensor`, which gathers every parameter on all.
+Only parts that an owner lacks are sent, and only to the owner; `full_tensor` would gather every parameter on all ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class PlannedGather:
     """Gathers the parameters of one sharded model; its layout must not change. Every call is collective over `group`.
 
     A rank holds at most one bucket besides its own part of the model. With NCCL the first transfer creates connections,
-    for which the run's default group must have been used before, as Lightning's setup does.
+    which requires that the run's default group was used before; Lightning's setup does that.
 
     Args:
-        model: sharded; or with the modules of all ranks, if this one holds a part, without memory.
+        model: the sharded model; if this rank holds only some modules, the whole model without memory.
         held: this rank's parts of it, DTensors or whole tensors.
-        group: the ranks that share the model; None for all of the run.
+        group: the ranks that share the model; None for all ranks of the run.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class PlannedGather:
         names: Names,
         is_spread: bool,
     ) -> Iterator[Bucket]:
-        """The exported tensors that this rank owns: all on rank 0, or with `is_spread` a share on each rank.
+        """Yields the exported tensors that this rank owns: all on rank 0, or with `is_spread` a share on each rank.
 
         Args:
             held: this rank's parts, as they are now.
             bucket_bytes, part, names, is_spread: as in ParallelModel.full_parameters.
         """
-        sources = tuning_of(self._model).sources(self._model, part)  # exported name → the parameters it is made of
+        sources = tuning_of(self._model).sources(self._model, part)  # exported name → its parameters
         key = (repr(tuple(sources.items())), bucket_bytes, is_spread)
         if key not in self._plans:
             ranks = list(range(dist.get_world_size(self._group))) if is_spread else [0]
@@ -101,7 +101,7 @@ class PlannedGather:
         sources: Mapping[str, Sequence[str]],
         names: Names,
     ) -> dict[str, Tensor]:
-        """Sends and receives what this round moves; the exported tensors that this rank owns."""
+        """Sends and receives the parts of this round; returns the exported tensors that this rank owns."""
         own = [name for name in exported if plan.owners[name] == self._rank]
         whole = {source: self._start_whole(source, held.get(source)) for name in own for source in sources[name]}
         operations: list[dist.P2POp] = []
@@ -126,7 +126,7 @@ class PlannedGather:
         return tensors
 
     def _start_whole(self, name: str, held: Tensor | None) -> Tensor:
-        """Make the whole parameter with what this rank holds of it; the held tensor itself if that is all."""
+        """Allocates the whole parameter and fills in this rank's part; returns the held tensor if that is all."""
         shape = self._shapes[name]
         if held is None:
             return torch.empty(shape, dtype=self._dtypes[name], device=self._device)
@@ -142,7 +142,7 @@ class PlannedGather:
 
 
 def box_of(tensor: Tensor) -> Box:
-    """The place of this rank's part in the whole parameter."""
+    """Returns the position of this rank's part in the whole parameter."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tuple(tensor.shape)
     sharded: Any = tensor
@@ -151,7 +151,7 @@ def box_of(tensor: Tensor) -> Box:
 
 
 def part_at(whole: Tensor, box: Box) -> Tensor:
-    """A view of this place in the whole parameter."""
+    """Returns a view of this box of the whole parameter."""
     for axis, (start, size) in enumerate(zip(*box, strict=True)):
         whole = whole.narrow(axis, start, size)
     return whole

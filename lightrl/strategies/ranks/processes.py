@@ -1,8 +1,8 @@
-"""Ranks: the processes of a run and what they exchange: sums, rows, messages from rank 0.
+"""Ranks: the processes of a run and their communication: sums, rows, messages from rank 0.
 
-`ranks_of(strategy)` gives them; with one process every answer is trivial. Data-parallel ranks (dp) have different rows;
-ranks with the same `dp_rank` (the tensor and pipeline axes) have the same. A role with its own mesh has its own Ranks:
-`ranks.of_role("critic")`.
+`ranks_of(strategy)` returns them; with one process every method is trivial. Data-parallel ranks (dp) have different
+rows; ranks with the same `dp_rank` (along the tensor and pipeline axes) have the same rows. A role with its own mesh
+has its own Ranks: `ranks.of_role("critic")`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from lightrl.trace import span
 from lightrl.weights.broadcast import listen
 
 START_TIMEOUT = timedelta(minutes=30)  # for all ranks to join a group
-# Longer than any rollout or save: RankWatch, which needs a group to start, watches those who wait.
+# Longer than any rollout or save: RankWatch, which needs a group to start, detects ranks that wait too long.
 _WATCHED_TIMEOUT = timedelta(days=7)
 _SENDS_AT_ONCE = 2  # copies of rows in memory while they are sent
 
-# What rank 0 sends the others while they wait for it.
+# Kinds of messages that rank 0 sends to the waiting ranks.
 Kind = Literal["waiting", "data", "error", "stop"]
 
 
@@ -50,7 +50,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Send:
-    """Rows on their way from one rank to another."""
+    """Rows that one rank sends to another."""
 
     source: int
     target: int
@@ -58,47 +58,47 @@ class Send:
 
 
 class Ranks:
-    """One process, which has all rows; several are ProcessRanks."""
+    """A single process, which has all rows; several processes are ProcessRanks."""
 
-    rank = 0  # within these ranks, like all that follow
+    rank = 0  # within these ranks, like the following fields
     size = 1
     dp_rank = 0
     dp_size = 1
     first_rank = 0  # world rank of rank 0
     dp_members: Sequence[Sequence[int]] = ((0,),)  # world ranks of each dp rank
     is_here = True  # whether this process is one of them
-    watch: RankWatch | None = None  # this process's, where there are several
+    watch: RankWatch | None = None  # of this process, if there are several
 
     @property
     def is_main(self) -> bool:
-        """Whether this process has controller, engine and reward workers, writes files and prints."""
+        """Whether this process runs controller, engine and reward workers, writes files and prints."""
         return self.is_here and self.rank == 0
 
     def of_role(self, role: str) -> Ranks:
-        """The ranks that hold this role's model: all, unless it has its own mesh."""
+        """Returns the ranks that hold this role's model: all, unless it has its own mesh."""
         return self
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """The sum over dp ranks, the same on each; may change `tensor`."""
+        """Returns the sum over dp ranks, the same on each; may change `tensor`."""
         return tensor
 
     def total(self, values: Tensor, operation: Reduction = "sum") -> Tensor:
-        """The sum, or the maximum, over all ranks of tensors on the host."""
+        """Returns the sum or maximum over all ranks of tensors on the host."""
         return values
 
     def exchange(
         self, sends: Sequence[Send], pack: Callable[[Send], Tensor], num_bytes: Callable[[Send], int]
     ) -> list[tuple[Send, Tensor]]:
-        """Carries out a plan's round; gives what came here, uint8. Sources `pack` their bytes when it is their turn."""
+        """Executes a plan's round; returns what this rank received, uint8. Sources `pack` bytes just before sending."""
         return []
 
     def max_each(self, values: list[int]) -> list[int]:
-        """The elementwise maximum over all ranks; every rank passes equally many values."""
+        """Returns the elementwise maximum over all ranks; every rank passes the same number of values."""
         largest: list[int] = self.total(torch.tensor(values, dtype=torch.int64), "max").tolist()
         return largest
 
     def total_norm(self, gradients: Sequence[Tensor]) -> float:
-        """The norm of all gradients, which may be sharded; the same on each rank."""
+        """Returns the norm of all gradients, which may be sharded; the same on each rank."""
         if not gradients:
             return 0.0
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -108,14 +108,14 @@ class Ranks:
         """Averages the gradients of the shared parameters over the dp ranks; collective if there are any."""
 
     def send(self, message: Message, source: int = 0) -> None:
-        """Sends from rank `source` to all others, which `receive` it."""
+        """Sends from rank `source` to all others, which must call `receive`."""
 
     def receive(self, source: int = 0) -> Message:
-        """Waits on the other ranks for the next message of rank `source`."""
+        """Waits, on the other ranks, for the next message from rank `source`."""
         raise AssertionError("One process receives nothing.")
 
     def broadcast_json(self, value: Any) -> Any:
-        """Rank 0's value on every rank; plain JSON."""
+        """Returns rank 0's value, plain JSON, on every rank."""
         if self.size == 1:
             return value
         if self.is_main:
@@ -124,30 +124,30 @@ class Ranks:
         return json.loads(self.receive().payload)
 
     def gather_json(self, value: Any, *, timeout_s: float) -> list[Any]:
-        """Gathers on rank 0 every rank's plain JSON, by rank; at the deadline a RuntimeError names those that lack."""
+        """Gathers every rank's plain JSON on rank 0, by rank; at the deadline RuntimeError names missing ranks."""
         return [value]
 
     def broadcast_tensors(self, tensors: Mapping[str, Tensor], *, source: int = 0) -> dict[str, Tensor]:
-        """The tensors of rank `source` on every rank, on the host of the others."""
+        """Returns the tensors of rank `source` on every rank; on the others in host memory."""
         return dict(tensors)
 
     @contextlib.contextmanager
     def phase(self, name: str, *, has_own_deadline: bool = False) -> Iterator[None]:
-        """Names what this rank does inside, for the error about a rank that hangs."""
+        """Names the current work of this rank, for the error about a rank that hangs."""
         if self.watch is not None:
             self.watch.enter(name, has_own_deadline=has_own_deadline)
         yield
         if self.watch is not None:
-            self.watch.leave()  # not after an error: its report names the phase
+            self.watch.leave()  # not after an error, whose report names the phase
 
     @contextlib.contextmanager
     def own_deadline(self, is_on: bool = True) -> Iterator[None]:
-        """Within a phase: what happens inside has its own timeout, or no longer has one."""
+        """Marks work within a phase as having its own timeout, or, if `is_on` is False, as having none."""
         with contextlib.nullcontext() if self.watch is None else self.watch.own_deadline(is_on):
             yield
 
     def begin(self) -> None:
-        """Startup, including engines, is over."""
+        """Marks the end of startup, including that of engines."""
         if self.watch is not None:
             self.watch.begin()
 
@@ -158,11 +158,11 @@ class Ranks:
 
     @property
     def failed_before(self) -> str | None:
-        """The other rank that failed or stopped first, and how; None if there is none."""
+        """Which other rank failed or stopped first, and how; None if none did."""
         return None if self.watch is None else self.watch.failed_before
 
     def fail(self, error: BaseException) -> None:
-        """Reports that this rank failed, which ends the others, unless they have the same error."""
+        """Reports that this rank failed, which ends the others, unless they raise the same error."""
         if self.watch is not None and not is_on_all_ranks(error):
             self.watch.fail(error)
 
@@ -173,13 +173,13 @@ class Ranks:
 
 
 class ProcessRanks(Ranks):
-    """Several processes: all of the run, or those that hold one role's model.
+    """Several processes: all those of the run, or those that hold one role's model.
 
     Args:
         dp_group: the ranks with different rows, in the order of `dp_rank`, on the device's backend.
         control_group: all these ranks, on the CPU (gloo), with a deadline longer than any rollout.
-        device: of `dp_group`'s tensors.
-        watch: of this process; made by `watch_all`.
+        device: device of `dp_group`'s tensors.
+        watch: this process's watch, made by `watch_all`.
         dp_members: see Ranks; None to ask the ranks.
     """
 
@@ -199,7 +199,7 @@ class ProcessRanks(Ranks):
         self.dp_size = dist.get_world_size(dp_group)
         self.watch: RankWatch = watch
         self.copies: list[Tensor] = []  # parameters of this rank that another rank counts in norms
-        self.shared: list[torch.nn.Parameter] = []  # trained ones that every rank holds whole
+        self.shared: list[torch.nn.Parameter] = []  # trained parameters that every rank holds whole
         self.roles: dict[str, Ranks] = {}  # roles with their own mesh
         self._dp_group = dp_group
         self.control_group = control_group
@@ -233,7 +233,7 @@ class ProcessRanks(Ranks):
         return float(total.sqrt())
 
     def share(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Gives all ranks rank 0's values of parameters that each holds whole, for `average_gradients`; collective."""
+        """Copies rank 0's values of unsharded parameters to all ranks, for `average_gradients`; collective."""
         values = self.broadcast_tensors({name: value.detach() for name, value in parameters.items()})
         for name, parameter in parameters.items():
             parameter.data.copy_(values[name])
@@ -241,7 +241,7 @@ class ProcessRanks(Ranks):
         self.copies += [] if self.is_main else self.shared
 
     def average_gradients(self) -> None:
-        # One of the ranks with the same rows counts: a pipeline's last stage, which computes the loss.
+        # Of the ranks with the same rows only one counts: a pipeline's last stage, which computes the loss.
         counts = self.dp_members[self.dp_rank][-1] == self.rank
         for parameter in self.shared:
             gradient = parameter.grad if counts else None
@@ -311,7 +311,7 @@ class ProcessRanks(Ranks):
 
 
 class OtherRanks(Ranks):
-    """Ranks that hold a role's model, seen from another process; `first_rank` is a world rank."""
+    """Ranks that hold a role's model, seen from a process outside; `first_rank` is a world rank."""
 
     is_here = False
 
@@ -324,7 +324,7 @@ def watch_all(control_group: dist.ProcessGroup, *, main_address: str, hang_timeo
     """Starts watching this rank, through a store on rank 0's machine, `main_address`; collective."""
     rank, size = dist.get_rank(control_group), dist.get_world_size(control_group)
     store = _watch_store(main_address) if rank == 0 else None
-    # A stranger who reaches the port cannot guess the names of keys.
+    # Other users who can connect to the port cannot guess the names of keys.
     sent = torch.tensor([0 if store is None else store.port, *secrets.token_bytes(16)])
     dist.broadcast(sent, group=control_group, group_src=0)
     store = store or TCPStore(main_address, int(sent[0]), is_master=False)
@@ -332,16 +332,16 @@ def watch_all(control_group: dist.ProcessGroup, *, main_address: str, hang_timeo
 
 
 def allow_long_waits(group: dist.ProcessGroup) -> None:
-    """Makes RankWatch, not the group's own deadline, end a wait in this group."""
+    """Lets RankWatch, not the group's own deadline, end waits in this group."""
     getattr(dist, "set_timeout", _set_pg_timeout)(_WATCHED_TIMEOUT, group)  # public from torch 2.14
 
 
 def _watch_store(main_address: str) -> TCPStore:
-    """Rank 0's, at this address alone, unless others may know it by another one."""
+    """Opens rank 0's store on this address only, unless other hosts may reach it at another one."""
     listener = None
-    with contextlib.suppress(OSError):  # a name without address here, or an address of another network
+    with contextlib.suppress(OSError):  # a name that does not resolve here, or another network's address
         address = socket.gethostbyname(main_address)
-        # Some systems give a machine's own name an address of the loopback, which others cannot reach.
+        # Some systems resolve a machine's own name to a loopback address, which others cannot reach.
         if not address.startswith("127.") or main_address in ("localhost", address):
             listener = listen(address)
     if listener is None:
@@ -351,9 +351,9 @@ def _watch_store(main_address: str) -> TCPStore:
 
 
 def square_norm(gradients: Iterable[Tensor], copies: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of squares of this rank's parts, so that the sum over all ranks counts each number once.
+    """Returns the sum of squares of this rank's parts; the sum over all ranks then counts each number once.
 
-    Gradients are DTensors on any meshes, or whole tensors of this rank alone; another rank counts those of `copies`.
+    Gradients are DTensors on any meshes, or whole tensors of only this rank; another rank counts those of `copies`.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
@@ -369,7 +369,7 @@ def square_norm(gradients: Iterable[Tensor], copies: Sequence[Tensor], device: t
 
 
 def mark_as_on_all_ranks(error: BaseException) -> BaseException:
-    """Marks that every rank raises this error at the same place, so they can still act together."""
+    """Marks that every rank raises this error at the same place, so collectives still work afterwards."""
     error.__dict__["is_on_all_ranks"] = True
     return error
 
@@ -383,7 +383,7 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest_divisors(number: int, target: int) -> list[int]:
-    """The divisors of `number` next to `target`, below and above, for errors about sizes that do not fit."""
+    """Returns the divisors of `number` nearest to `target`, below and above, for errors about sizes that do not fit."""
     below = [size for size in divisors(number) if size <= target]
     above = [size for size in divisors(number) if size >= target]
     return sorted({*below[-1:], *above[:1]})

@@ -1,11 +1,11 @@
-"""Places: the ranks of a role's model, all of the run's or its own mesh, and the stand-in on the other ranks.
+"""Places: the ranks of a role's model (all ranks of the run, or its own mesh), and a stand-in for other ranks.
 
     world 6    policy     RoleMesh(0, 4, tp=2)   ranks 0 1 2 3, dp 2
-               critic     RoleMesh(4, 2)         ranks 4 5, dp 2: updated while the policy is
+               critic     RoleMesh(4, 2)         ranks 4 5, dp 2: updated at the same time as the policy
                reference  no mesh                ranks 0 to 5, after the earlier work of these ranks
 
-Each role splits the rows over its own dp axis, and every rank has those that its roles work on; results of a role's
-ranks are sent to those who work on the same rows when another call needs them (sharded_experience/).
+Each role splits the rows over its own dp axis, and every rank holds the rows that its roles work on. When another call
+needs results, they are sent to the ranks that work on the same rows (sharded_experience/).
 """
 
 from __future__ import annotations
@@ -31,46 +31,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a role's model; on ranks outside of it, `ranks.is_here` is False."""
+    """The mesh and ranks of a role's model; on ranks outside it, `ranks.is_here` is False."""
 
     mesh: DeviceMesh
     ranks: Ranks
 
 
 def planned_roles(module: Any) -> dict[str, Role]:
-    """The roles of an RLModule or of one that trains on data; none for another module."""
+    """Returns the roles of an RLModule or a module that trains on data; none for any other module."""
     name = "planned_roles" if hasattr(module, "planned_roles") else "models"
     roles: dict[str, Role] = getattr(module, name, dict)()
     return roles
 
 
 def role_meshes(module: object) -> dict[str, RoleMesh]:
-    """The meshes of the roles that have their own."""
+    """Returns the meshes of the roles that have their own."""
     return {name: role.mesh for name, role in planned_roles(module).items() if role.mesh is not None}
 
 
 def check_meshes(module: L.LightningModule | None, world_size: int) -> None:
-    """Raises ValueError for a mesh outside the world, and for a policy without rank 0."""
+    """Raises ValueError if a mesh exceeds the world size or the policy's does not include rank 0."""
     meshes = role_meshes(module)
     own = own_parameters(module) if meshes and module is not None else {}
     if names := [name for name, item in own.items() if item.requires_grad]:
         raise ValueError(
-            f"{type(module).__name__} has parameters of its own ({', '.join(names[:3])}), which all ranks train, so no "
+            f"{type(module).__name__} has its own parameters ({', '.join(names[:3])}), which all ranks train, so no "
             f"role may have a mesh, but {' and '.join(meshes)} has one. Remove the mesh."
         )
     for role, mesh in meshes.items():
         ranks = mesh.ranks(world_size)
         if role == "policy" and ranks[0] != 0:
             raise ValueError(
-                f"The policy's mesh.first_rank must be 0, got {ranks[0]}: rank 0 hands its weights to the engine. Give "
-                "later ranks to other roles."
+                f"The policy's mesh.first_rank must be 0, got {ranks[0]}: rank 0 sends its weights to the engine. Use "
+                "later ranks for other roles."
             )
 
 
 def make_place(
     world: ProcessRanks, members: range, sizes: Sequence[int], names: Sequence[str], device: torch.device
 ) -> Place:
-    """A role's place on the ranks `members`; the ranks of axis `dp` have different rows. Collective over the run."""
+    """Makes a role's place on the ranks `members`; ranks along `dp` have different rows. Collective over the run."""
     numbers = torch.arange(members.start, members.stop).reshape(*sizes)
     mesh = DeviceMesh(device.type, numbers, mesh_dim_names=tuple(names))
     control_group = dist.new_group(list(members), backend="gloo", timeout=START_TIMEOUT)
@@ -90,7 +90,7 @@ def empty_out(model: torch.nn.Module) -> None:
 
 
 class OtherRanksModel:
-    """The ParallelModel of a role that lives on other ranks: never called here, without parameters."""
+    """The ParallelModel of a role that lives on other ranks: has no parameters and is never called here."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise AssertionError("This rank does not hold the model.")
@@ -100,5 +100,5 @@ class OtherRanksModel:
     def full_parameters(
         self, bucket_bytes: int, *, part: Part = "whole", names: Names = "module", is_spread: bool = False
     ) -> Iterator[Bucket]:
-        """One empty bucket."""
+        """Yields one empty bucket."""
         yield Bucket({}, is_last=True)

@@ -1,6 +1,6 @@
-"""Whether all ranks share a folder: hosts may have folders of the same name that are not the same.
+"""Checks whether all ranks share a folder: hosts may have different folders with the same name.
 
-Rank 0 leaves a mark there, the others wait until they see it and leave one of their own, which rank 0 must see.
+Rank 0 creates a marker file there. The others wait until they see it and create their own, which rank 0 must see.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 from lightrl.checks.files import nearest_folder
 from lightrl.strategies.ranks.processes import Ranks, mark_as_on_all_ranks
 
-VISIBLE_WITHIN_S = 10.0  # a new file on a network file system, on another host
+VISIBLE_WITHIN_S = 10.0  # until another host sees a new file on a network file system
 _LOOK_S = 0.1
-_ARRIVE_WITHIN_S = 300.0  # ranks at this place, after rank 0
+_ARRIVE_WITHIN_S = 300.0  # until all ranks are here, after rank 0
 
 
 def ranks_without(folder: Path, ranks: Ranks) -> list[tuple[int, str]]:
-    """The ranks that do not share rank 0's folder, or cannot write there, each with its host's name; collective."""
+    """Returns the ranks that do not share rank 0's folder or cannot write there, with their host names; collective."""
     mark = f".seen-by-all-{secrets.token_hex(8)}"
     if ranks.is_main:
         (folder / mark).touch()
@@ -40,13 +40,13 @@ def ranks_without(folder: Path, ranks: Ranks) -> list[tuple[int, str]]:
 
 
 def check_all_see(folders: Iterable[Path], ranks: Ranks) -> None:
-    """Raises ValueError on all ranks for a folder that a rank does not share; collective. It need not exist yet."""
+    """Raises ValueError on all ranks if a rank does not share a folder, which need not exist yet; collective."""
     for folder in folders:
         if missing := ranks_without(nearest_folder(folder), ranks):
             who = ", ".join(f"rank {rank} on {host}" for rank, host in missing)
             raise mark_as_on_all_ranks(
                 ValueError(
-                    f"Checkpoints go to {folder}, where {who} cannot see the files of rank 0 and write next to them: a "
+                    f"Checkpoints go to {folder}, but {who} cannot see the files of rank 0 there or cannot write: a "
                     "checkpoint would lack the weights of those ranks. Set trainer.default_root_dir, or the dirpath of "
                     "ModelCheckpoint, to a folder that all hosts share under the same path."
                 )
@@ -54,7 +54,7 @@ def check_all_see(folders: Iterable[Path], ranks: Ranks) -> None:
 
 
 def leave_mark(folder: Path, rank: int, mark: str) -> bool:
-    """Writes a file for rank 0 to see; False if this rank does not see rank 0's, or cannot write there."""
+    """Creates this rank's marker file; returns False if rank 0's is not visible or the folder is not writable."""
     if not _appeared([folder / mark]):
         return False
     try:

@@ -1,15 +1,15 @@
-"""RankWatch: a rank that fails ends all ranks within seconds, and one that hangs, stops or dies is named.
+"""RankWatch: ends all ranks within seconds if one fails, and names a rank that hangs, is stopped or dies.
 
-A collective waits for every rank, so otherwise the others would wait half an hour for a failed rank, and the error
-would name a collective, not the culprit. On each rank a thread publishes the rank's state (phase, number of phases so
-far, time without a step) in a store on rank 0, and checks the store for failures of the others. Rank 0 watches all
+A collective waits for every rank. Without a watch, the others would wait half an hour for a failed rank, and the error
+would name a collective instead of the rank. On each rank a thread publishes the rank's state (phase, number of phases
+so far, time without a step) in a store on rank 0, and checks the store for failures of the others. Rank 0 watches all
 ranks, and all watch rank 0.
 
-    rank 1 raises ──► its traceback into the store ──► the others print it ──► they end by themselves, or are ended
+    rank 1 raises ──► its traceback into the store ──► the others print it ──► they exit, or are killed after a while
     rank 1 is killed ──► connections break ──► which publishes no state? ──► the same way, naming rank 1
     a rank waits for longer than the deadline ──► which is behind? ──► the same way, with every rank's stack
-    rank 1 publishes nothing for as long (SIGSTOP) ──► the same way, whatever its last phase allows
-    rank 0 is stopped, and its store ──► a second thread counts how long the store has not answered
+    rank 1 publishes nothing for that long (SIGSTOP) ──► the same way, whatever its last phase allows
+    rank 0 is stopped, and its store with it ──► a second thread measures how long the store has not answered
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from torch.distributed import DistError
 from lightrl.concurrency.owner import kill_owner, own_mark
 
 POLL_S = 0.5  # between two checks of the store
-GRACE_S = 10.0  # for a main thread to end by itself after another rank failed
+GRACE_S = 10.0  # time for a main thread to exit after another rank failed
 START_S = 1500.0  # without a step at the start, while models are read or downloaded; collectives there end after 1800 s
-ROLL_CALL_POLLS = 10  # a rank that has published nothing for so long after a connection broke is gone
+ROLL_CALL_POLLS = 10  # a rank that publishes nothing for this long after a connection broke is gone
 
 START = "start"  # the phase before training
 _FAILURE = "failure"
-# The rank that failed, or -1 if none raised it and all report it; the text; its last line; ranks that are gone.
+# The rank that failed, or -1 if none raised an error and all report it; the text; its last line; ranks that are gone.
 Failure = tuple[int, str, str, list[int]]
 _TIMED_OUT = re.compile(r"SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+).*?Timeout\(ms\)=(\d+)")  # NCCL's watchdog
 _STORE_IS_GONE = (RuntimeError, OSError)  # what the store's methods raise if rank 0 is gone
-_GONE = "was killed, or its machine or network failed; its own output may say more"
+_GONE = "was killed, or its machine or network failed; its output may say more"
 
 
 class Store(Protocol):
-    """The part of torch.distributed's stores that is used here."""
+    """The methods of torch.distributed's stores that are used here."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -64,14 +64,14 @@ class RankState:
     """
 
     phase: str
-    num_phases: int  # entered so far: a rank with fewer is behind
+    num_phases: int  # entered so far; a rank with fewer phases is behind
     num_steps: int  # within the phase
     idle_s: float  # since the last step
     has_own_deadline: bool = False  # the phase has its own timeout
-    has_ended: bool = False  # orderly: it publishes nothing more
+    has_ended: bool = False  # as planned: it publishes nothing more
     host: str = ""
     process: str = ""  # see owner.py
-    num_published: int = 0  # states so far; the next one differs
+    num_published: int = 0  # number of states so far, which makes each state different
 
     def is_late(self, timeout_s: float) -> bool:
         limit_s = max(timeout_s, START_S) if self.phase == START else timeout_s
@@ -83,13 +83,13 @@ class RankState:
 
 
 def find_behind(states: Mapping[int, RankState]) -> list[int]:
-    """The ranks that the others wait for: those with the fewest phases, then the fewest steps."""
+    """Returns the ranks that the others wait for: those with the fewest phases, then the fewest steps."""
     least = min((state.num_phases, state.num_steps) for state in states.values())
     return [rank for rank, state in sorted(states.items()) if (state.num_phases, state.num_steps) == least]
 
 
 def hang_message(states: Mapping[int, RankState], waiting: int, timeout_s: float) -> str:
-    """The error of rank `waiting`, which waited too long: which are behind, and the states of all."""
+    """Builds the error of rank `waiting`, which waited too long: the ranks that are behind, and all states."""
     behind = find_behind(states)
     where = "; ".join(f"rank {rank} {state.place} for {state.idle_s:.0f} s" for rank, state in sorted(states.items()))
     limit = f"hang_timeout_s={timeout_s:g}"
@@ -98,21 +98,21 @@ def hang_message(states: Mapping[int, RankState], waiting: int, timeout_s: float
     culprits = "all ranks, at the same place" if len(behind) == len(states) else "rank " + ", ".join(map(str, behind))
     return (
         f"Rank {waiting} made no progress for {limit}. It waits for {culprits}. States: {where}. "
-        "See the ranks' stacks above, or increase hang_timeout_s if such a phase is normal."
+        "See the ranks' stacks above, or increase hang_timeout_s if the phase normally takes this long."
     )
 
 
 class RankWatch:
-    """Publishes this rank's state and watches the others, from threads of its own, until `close`.
+    """Publishes this rank's state and watches the others, in separate threads, until `close`.
 
-    Its clock stands still while this process does: who was stopped and continues blames nobody.
+    Its clock stops while this process is stopped, so a process that resumes does not blame the others.
 
     Args:
         store: shared by all ranks; used by one thread only.
-        rank, size: of this process, and of the world.
-        hang_timeout_s: how long a phase may go without a step (the start: START_S, if that is longer), and a rank
-            without publishing its state.
-        end_process: ends this process at once; for tests.
+        rank, size: this process's rank, and the world size.
+        hang_timeout_s: how long a phase may go without a step (at the start at least START_S), and a rank without
+            publishing its state.
+        end_process: ends this process immediately; for tests.
     """
 
     def __init__(
@@ -130,21 +130,21 @@ class RankWatch:
         self._hang_timeout_s = hang_timeout_s
         self._end_process = end_process or _end_process
         self._main_thread = threading.get_ident()
-        self._now_s = 0.0  # a clock that stands still with this process
+        self._now_s = 0.0  # a clock that stops while this process is stopped
         self._phases: list[tuple[str, bool]] = [(START, False)]
         self._num_phases = 0
         self._num_steps = 0
         self._stepped_s = 0.0
-        self._answered_s = 0.0  # when the store last did
+        self._answered_s = 0.0  # when the store last answered
         self._num_published = 0
-        self._states: dict[int, tuple[RankState | None, float]] = {}  # rank → its last state, and when that was new
-        self._error: BaseException | None = None  # this rank's; the others do not know it yet
+        self._states: dict[int, tuple[RankState | None, float]] = {}  # rank → its last state, and when it changed
+        self._error: BaseException | None = None  # this rank's error, before the others know it
         self._is_reported = threading.Event()  # the error is in the store, or the store is gone
-        self._is_known = threading.Event()  # to all ranks; an error of another rank: printed
-        self._roll_call: dict[int, RankState | None] = {}  # rank → its state at the error, if none came since
-        self._roll_call_s: float | None = None  # when it started
+        self._is_known = threading.Event()  # all know this rank's error, or another's is printed
+        self._roll_call: dict[int, RankState | None] = {}  # silent rank → its state at the error
+        self._roll_call_s: float | None = None  # when the roll call started
         self._changed = threading.Event()
-        self._is_published = threading.Event()  # the present phase
+        self._is_published = threading.Event()  # the current phase is published
         self._closed = threading.Event()
         self._end_lock = threading.Lock()
         self._has_reported = False
@@ -166,7 +166,7 @@ class RankWatch:
 
     @contextlib.contextmanager
     def own_deadline(self, is_on: bool) -> Iterator[None]:
-        """Within the current phase: whether what happens inside has its own timeout. No step and no new phase."""
+        """Sets whether work inside the current phase has its own timeout; neither a step nor a new phase."""
         phase, before = self._phases[-1]
         self._phases[-1] = (phase, is_on)
         self._stepped_s = self._now_s
@@ -181,14 +181,14 @@ class RankWatch:
         self._stepped_s = self._now_s
 
     def begin(self) -> None:
-        """Startup is over: from now on time outside of phases has a deadline too."""
+        """Marks the end of startup: from now on time outside phases has a deadline too."""
         self._phases[0] = ("between two phases", False)
         self._restart_clock()
 
     def fail(self, error: BaseException, timeout_s: float = 3.0) -> None:
-        """Reports that this rank failed, and waits briefly until the others know: the store may end with us.
+        """Reports that this rank failed, and waits briefly until the others know, since the store may end with it.
 
-        If another rank failed first, this error follows from that one: only waits, until that one is printed.
+        If another rank failed first, that failure caused this error: only waits until it is printed.
         """
         if self._closed.is_set():
             return
@@ -199,14 +199,14 @@ class RankWatch:
         self._is_known.wait(timeout_s)
 
     def close(self) -> None:
-        """Stops watching: this rank has ended as planned, or is about to."""
+        """Stops watching: this rank has finished as planned, or is about to."""
         self._closed.set()
         self._changed.set()
         for thread in self._threads:
             thread.join(5 * POLL_S)
 
     def state(self) -> RankState:
-        """The current state of this rank."""
+        """Returns the current state of this rank."""
         phase, has_own_deadline = self._phases[-1]
         return RankState(
             phase=phase,
@@ -227,7 +227,7 @@ class RankWatch:
         self._is_published.clear()
         self._changed.set()
         if self._threads[0].is_alive():
-            self._is_published.wait(POLL_S)  # a rank that stops from here on is found in this phase
+            self._is_published.wait(POLL_S)  # if the rank stops now, the others see this phase
 
     def _tick(self) -> None:
         """Advances the clock, and ends this process if the store has not answered for too long."""
@@ -243,7 +243,7 @@ class RankWatch:
     def _run(self) -> None:
         checked_s = -POLL_S
         try:
-            for rank in range(self._size):  # so that all can be read at once
+            for rank in range(self._size):  # so that multi_get finds all
                 self._store.compare_set(f"state/{rank}", "", "null")
             while not self._closed.is_set():
                 self._changed.clear()
@@ -257,7 +257,7 @@ class RankWatch:
                 self._changed.wait(POLL_S)
             self._publish()
         except _STORE_IS_GONE:
-            if self._is_reported.is_set():  # this rank failed first, and rank 0 has ended for that reason
+            if self._is_reported.is_set():  # this rank failed first, and rank 0 exited because of it
                 self._is_known.set()
                 self._end_after_grace()
             elif not self._closed.is_set():
@@ -274,7 +274,7 @@ class RankWatch:
             self._is_published.set()
 
     def _check(self) -> tuple[str, list[int]] | None:
-        """The failure that ends this rank, if there is one, and the ranks that are gone or stand still."""
+        """Returns the failure that ends this rank, with the ranks that are gone or stopped; None if there is none."""
         error = None if self._is_reported.is_set() else self._error
         self._read_states(all_ranks=error is not None or self._rank == 0)
         if self._store.check([_FAILURE]):
@@ -295,7 +295,7 @@ class RankWatch:
         return None if rank == self._rank else (text, dead_ranks)
 
     def _read_states(self, *, all_ranks: bool) -> None:
-        """Reads what rank 0, or every rank, has published, and notes when each rank's state last changed.
+        """Reads the states of rank 0, or of every rank, and records when each last changed.
 
         A rank whose state has changed since the roll call began is alive.
         """
@@ -309,7 +309,7 @@ class RankWatch:
                 self._roll_call.pop(rank, None)
 
     def _find_hang(self) -> Failure | None:
-        """A rank that stands still, or that others wait for, as seen by rank 0; the others see rank 0."""
+        """Finds a stopped rank, or on rank 0 one that others wait for; the other ranks only watch rank 0."""
         for rank in self._running():
             if self._now_s - self._states[rank][1] > self._hang_timeout_s:
                 return -1, self._silence_of(rank), "", [rank]
@@ -324,12 +324,12 @@ class RankWatch:
         return -1, hang_message(states, waiting, self._hang_timeout_s), "", []
 
     def _running(self) -> dict[int, RankState | None]:
-        """The last states of the ranks that have not ended as planned; None for one that has published nothing."""
+        """Returns the last states of ranks that have not finished as planned; None if a rank published nothing."""
         states = {rank: state for rank, (state, _) in self._states.items()}
         return {rank: state for rank, state in states.items() if state is None or not state.has_ended}
 
     def _silence_of(self, rank: int) -> str:
-        """The error about a rank whose process publishes nothing."""
+        """Builds the error about a rank whose process publishes nothing."""
         state, _ = self._states.get(rank, (None, 0.0))
         place = "since the start" if state is None else f"since it was {state.place} on {state.host}"
         return (
@@ -338,7 +338,7 @@ class RankWatch:
         )
 
     def _report(self, error: BaseException) -> Failure | None:
-        """The message about this rank's error. A broken connection is another's error: None until it is clear whose."""
+        """Builds this rank's report. A broken connection is due to another rank: None until it is known which."""
         where = f"failed in {self._phases[-1][0]!r}"
         what = "".join(traceback.format_exception_only(error)).strip()
         if match := _TIMED_OUT.search(what):
@@ -362,19 +362,19 @@ class RankWatch:
         return self._rank, f"Rank {self._rank} {where}:\n{lines}", f"Rank {self._rank} {where}: {what}", []
 
     def _end(self, failure: str, dead_ranks: list[int]) -> None:
-        """Prints the stack, then the failure; ends the process if the main thread does not end in time."""
+        """Prints the stack, then the failure; kills the process if the main thread does not exit in time."""
         with self._end_lock:
             if self._has_reported:
                 return
             self._has_reported = True
-        self.failed_before = self.failed_before or failure  # a rank that stands still raised no error
+        self.failed_before = self.failed_before or failure  # a stopped rank raised no error
         self._is_reported.set()
         frame = sys._current_frames().get(self._main_thread)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         phase = self._phases[-1][0]
         sys.stderr.write(f"\nRank {self._rank} is here:\n{stack}\n[rank {self._rank}, in {phase!r}] {failure}\n")
         sys.stderr.flush()
-        if self._rank == 0 and threading.current_thread() is self._threads[0]:  # the store's
+        if self._rank == 0 and threading.current_thread() is self._threads[0]:  # the store's thread
             self._wait_until_known(dead_ranks)
         self._is_known.set()
         for state in (self._states[rank][0] for rank in dead_ranks if rank in self._states):
@@ -387,7 +387,7 @@ class RankWatch:
             self._end_process()
 
     def _wait_until_known(self, dead_ranks: list[int], timeout_s: float = 3.0) -> None:
-        """The store ends with rank 0: the others read the failure first."""
+        """Waits until the others have read the failure, since the store ends with rank 0."""
         keys = [f"knows/{rank}" for rank in range(1, self._size) if rank not in dead_ranks]
         deadline = time.monotonic() + timeout_s
         while keys and not self._store.check(keys) and time.monotonic() < deadline:

@@ -1,11 +1,11 @@
-"""Rows on their way: from the rank that rolled out, and between the ranks that work on the same ones.
+"""Exchange of rows: from the rank that ran the rollout, and between the ranks that work on the same rows.
 
     row          0  1  2  3      rank 0 rolled out and has all rows; ranks 1 to 3 need two each
     needed by    1  1  2  2      round 1    rank 0 sends rows 0, 1 to rank 1 and rows 2, 3 to rank 2
                        3  3      round 2    rank 2 sends rows 2, 3 to rank 3: rank 0 sends no row twice
 
-Every rank computes the same plan, so nobody asks anybody what to send. Nothing is received twice and nobody receives
-what it has, so every plan reaches the lower bound of bytes. Shapes: W ranks of the run, B rows.
+Every rank computes the same plan, so no requests are needed. No rank receives a row twice or a row that it has, so
+every plan sends the minimum number of bytes. Shapes: W ranks of the run, B rows.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from lightrl.trace import span
 
 
 def plan_sends(has: Tensor, needs: Tensor, sizes: Sequence[int]) -> list[list[Send]]:
-    """Plan the sends of each round, after which every rank has the rows that it needs; rounds follow one another.
+    """Plans the sends of consecutive rounds, after which every rank has the rows that it needs.
 
-    A row that is on one rank alone leaves it once; its receivers pass it on. Of several ranks that have a row, the one
-    that has sent the fewest bytes sends it. Pure; no process group.
+    A row that is on only one rank is sent from there once; its receiver sends it on. If several ranks have a row, the
+    one that has sent the fewest bytes sends it. Pure; no process group.
 
     Args:
-        has: bool [W, B], who has which rows.
-        needs: bool [W, B].
+        has: bool [W, B], the rows that each rank has.
+        needs: bool [W, B], the rows that each rank needs.
         sizes: bytes of each row, [B].
     """
     lost = (needs.any(0) & ~has.any(0)).nonzero()[:, 0].tolist()
     if lost:
         raise ValueError(
-            f"Row {lost[0]} is needed, but no rank has it: `has` and `needs` must be of the same rows on every rank."
+            f"Row {lost[0]} is needed, but no rank has it: `has` and `needs` must refer to the same rows on every rank."
         )
     has = has.clone()
     sent: Counter[int] = Counter()
@@ -63,16 +63,16 @@ def plan_sends(has: Tensor, needs: Tensor, sizes: Sequence[int]) -> list[list[Se
 def exchange(
     experience: ShardedExperience, tokens: Mapping[str, TokenRows], has: Tensor, needs: Tensor
 ) -> dict[str, TokenRows]:
-    """Return these fields of the rows that this rank needs, and of no others. Collective over the run.
+    """Returns these fields for exactly the rows that this rank needs. Collective over the run.
 
     Args:
-        experience: of these rows; their lengths are read.
-        tokens: the fields, the same on every rank, of no row perhaps.
+        experience: the experience of these rows; only their lengths are read.
+        tokens: the fields, the same ones on every rank, possibly without rows.
         has: bool [W, B], the rows of these fields on each rank.
-        needs: bool [W, B].
+        needs: bool [W, B], the rows that each rank needs.
     """
     ranks, lengths = experience.ranks, experience.lengths
-    # Widest numbers first: received bytes are read in place, where each field must start at a multiple of its width.
+    # Widest dtypes first: received bytes are read in place, where each field must start at a multiple of its item size.
     held = {name: tokens[name] for name in sorted(tokens, key=lambda name: (-tokens[name].empty.itemsize, name))}
     lengths_of = {name: experience.rows[sizes_name(name)] if is_on_host(name) else lengths for name in held}
     row_bytes = torch.zeros_like(lengths)

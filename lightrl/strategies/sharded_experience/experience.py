@@ -1,6 +1,6 @@
-"""ShardedExperience: an iteration's trajectories on the host, each one's tokens on the ranks that work on it.
+"""ShardedExperience: an iteration's trajectories on the host, with tokens only on the ranks that work on them.
 
-Shapes: B trajectories, T tokens of the longest, N tokens of the rows that are here, W ranks of the run.
+Shapes: B trajectories, T tokens of the longest, N tokens of the rows on this rank, W ranks of the run.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ _CPU = torch.device("cpu")
 
 _OF_IMAGES = ImageTable._fields
 ROW_FIELDS = ("rewards", "group_ids", "is_truncated", "lengths")
-TOKEN_BYTES = sum(np.dtype(column.dtype).itemsize for column in TOKENS.values())  # that each token takes
-# Numbers of each row that follow from its tokens; all ranks know them.
+TOKEN_BYTES = sum(np.dtype(column.dtype).itemsize for column in TOKENS.values())  # per token
+# Numbers per row that are computed from its tokens; all ranks have them.
 COUNTS = ("_loss_tokens", "_generated_tokens", "_oldest_version", "_newest_version")
-_REPEATED = "_repeated_tokens"  # likewise, if there are gaps
+_REPEATED = "_repeated_tokens"  # another such number, if there are gaps
 
 
 @dataclass(frozen=True)
 class OnLossTokens:
-    """One value of each trajectory, [B], for a field per token: the same on all its loss tokens, 0 elsewhere."""
+    """A field per token with one value per trajectory, [B], on all of its loss tokens, and 0 elsewhere."""
 
     values: Tensor
 
 
 @dataclass(frozen=True)
 class ShardedExperience:
-    """All trajectories of an iteration, of which this rank has the tokens of some.
+    """All trajectories of an iteration; this rank has the tokens of only some of them.
 
-    It reads as an Experience does: `sharded.rewards` is [B] of all rows. A field per token can be read if the tokens of
-    all rows are here, as on one rank; `local` has those of the rows that this rank answers for.
+    It can be read like an Experience: `sharded.rewards` is [B] for all rows. A field per token can be read if all its
+    tokens are here, as with one rank; `local` contains the rows that are assigned to this rank.
 
     Args:
-        rows: numbers of all rows, [B, ...], by name. A name with a leading _ is no field: the counts of tokens, the
+        rows: values of all rows, [B, ...], by name. A name with a leading _ is not a field: the counts of tokens, the
             minibatch and the rank of each row (placement.py).
         tokens: fields per token.
-        ranks: all of the run.
+        ranks: all ranks of the run.
     """
 
     rows: Mapping[str, Tensor]
@@ -69,7 +69,7 @@ class ShardedExperience:
 
     @classmethod
     def of(cls, experience: Experience) -> ShardedExperience:
-        """Return the same rows, all here, on the host."""
+        """Converts an Experience, with all rows on this rank, on the host."""
         tensors: dict[str, Tensor | TokenRows] = {
             name: value for name, value in experience.tensors().items() if not is_on_host(name)
         }
@@ -79,11 +79,11 @@ class ShardedExperience:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory], *, has_rewards: bool = True) -> ShardedExperience:
-        """Make one on the host, without padding; arrays of the trajectories are not copied.
+        """Builds it on the host, without padding and without copying the trajectories' arrays.
 
         Args:
             trajectories: the rows, in order.
-            has_rewards: False if rewards may still be awaited; all are NaN until `with_rewards` sets them.
+            has_rewards: False if rewards may still be pending; all are NaN until `with_rewards` sets them.
         """
         check_trajectories(trajectories, has_rewards=has_rewards)
         rows = {name: TokenRows.of_rows(values) for name, values in token_rows(trajectories).items()}
@@ -93,12 +93,12 @@ class ShardedExperience:
 
     @classmethod
     def elsewhere(cls, table: Mapping[str, Tensor], dtypes: Mapping[str, str]) -> ShardedExperience:
-        """Make one whose tokens are all on other ranks, from the `table` and the `token_dtypes` of theirs."""
+        """Builds one whose tokens are all on other ranks, from their `table` and `token_dtypes`."""
         num = len(table["lengths"])
         return cls(dict(table), {name: TokenRows([None] * num, np.empty(0, dtype)) for name, dtype in dtypes.items()})
 
     def with_rewards(self, trajectories: Sequence[Trajectory]) -> ShardedExperience:
-        """Set the rewards of these trajectories, which are the rows."""
+        """Returns a copy with the rewards of these trajectories, which must be its rows."""
         values, per_token = reward_fields(trajectories)
         tensors: dict[str, Tensor | TokenRows] = {"rewards": values}
         if per_token is not None:
@@ -120,11 +120,11 @@ class ShardedExperience:
         return value
 
     def names(self) -> list[str]:
-        """Return the names of the fields and extras that are set."""
+        """Returns the names of the fields and extras that are set."""
         return sorted(name for name in (*self.rows, *self.tokens) if not name.startswith("_"))
 
     def read(self, name: str) -> Tensor | None:
-        """Return a field or an extra of all rows, padded; None if it is not set. All rows must be here."""
+        """Returns a field or an extra of all rows, padded; None if it is not set. All rows must be here."""
         if is_on_host(name):
             return self._code_tensors().get(name)
         if name not in self.tokens:
@@ -134,7 +134,7 @@ class ShardedExperience:
 
     @property
     def extras(self) -> dict[str, Tensor]:
-        """The extras of all rows; without those per token of which some rows are on other ranks."""
+        """The extras of all rows, except extras per token if some rows are on other ranks."""
         names = (name for name in self.names() if name not in FIELDS and column_of(name) is None)
         return {name: self[name] for name in names if name not in self.tokens or self.tokens[name].is_whole}
 
@@ -165,7 +165,7 @@ class ShardedExperience:
 
     @property
     def shown(self) -> Any:
-        """The object that hooks get: `local` with one rank; with several this, which reads as an Experience."""
+        """The object that hooks get: `local` with one rank; with several `self`, which reads like an Experience."""
         return self.local if self.ranks.size == 1 else self
 
     @property
@@ -181,7 +181,7 @@ class ShardedExperience:
 
     @property
     def width(self) -> int:
-        """T."""
+        """T, the number of tokens of the longest row."""
         return int(self.lengths.max()) if len(self) else 0
 
     def units(self, unit: LossUnit) -> list[list[int]]:
@@ -191,7 +191,7 @@ class ShardedExperience:
         return self.ranks.total(values, operation)
 
     def with_tensors(self, tensors: Mapping[str, Tensor | TokenRows | OnLossTokens]) -> ShardedExperience:
-        """Set these fields: [B], [B, T, ...] of all rows, TokenRows or OnLossTokens."""
+        """Returns a copy with these fields set: [B], [B, T, ...] of all rows, TokenRows or OnLossTokens."""
         rows = {name: value for name, value in self.rows.items() if name not in tensors}
         tokens = {name: value for name, value in self.tokens.items() if name not in tensors}
         for name, value in tensors.items():
@@ -217,19 +217,19 @@ class ShardedExperience:
         return replace(self, rows=rows, tokens=tokens)
 
     def select(self, index: Tensor | Sequence[int]) -> ShardedExperience:
-        """Return the trajectories at these rows, in this order; their tokens stay where they are."""
+        """Returns the trajectories at these rows, in this order; their tokens stay where they are."""
         index = torch.as_tensor(index, dtype=torch.int64)
         tokens = {name: values.select(index.tolist()) for name, values in self.tokens.items()}
         rows = {name: value if is_table(name) else value[index] for name, value in self.rows.items()}
         return replace(self, rows=rows, tokens=tokens)
 
     def rollout_part(self, has_end: Tensor | None = None, *, is_sampler: bool = True) -> ShardedExperience:
-        """Keep what the rollout gave and nothing else: all that a model infers from.
+        """Returns only the rollout's fields that models read.
 
         Args:
-            has_end: bool [B], rows that get one more token, a loss token: the state before it is that after the
+            has_end: bool [B], rows that get one more token, a loss token; the state before it is the state after the
                 trajectory.
-            is_sampler: whether the model sampled the tokens; False leaves out what only that one reads.
+            is_sampler: whether the model sampled the tokens; False omits columns that only the sampler reads.
         """
         names = (*ROW_FIELDS, *_OF_IMAGES)
         rows = {name: value for name, value in self.rows.items() if name.startswith("_") or name in names}
@@ -246,10 +246,10 @@ class ShardedExperience:
         return replace(self, rows=rows, tokens=tokens)
 
     def dense(self, rows: Tensor | Sequence[int] | None = None, device: torch.device = _CPU) -> Experience:
-        """Return these rows, whose tokens must be here, as an Experience of tensors on the device.
+        """Returns these rows, whose tokens must be here, as an Experience of tensors on the device.
 
-        Tokens go there without their padding, from pinned memory, while the device works on something else; `on_host`
-        finds what the host must know of them.
+        Tokens are copied without padding, from pinned memory, while the device computes; `on_host` finds the values
+        that the host needs.
         """
         part = self if rows is None else self.select(rows)
         part._check_here(part.tokens)
@@ -268,11 +268,11 @@ class ShardedExperience:
         return Experience.of_tensors(tensors)
 
     def blank_row(self, device: torch.device) -> Experience:
-        """Return one row of two tokens without loss tokens, for a rank that takes part in a forward and has no row."""
+        """Returns one row of two tokens without loss tokens, for a rank that must run a forward but has no row."""
         rows = {name: value.new_zeros(1, *value.shape[1:]) for name, value in self.rows.items()}
         rows["lengths"] = torch.tensor([2])
         if "image_rows" in rows:
-            rows["image_rows"] = rows["image_rows"] - 1  # no image; `dense` leaves out the others
+            rows["image_rows"] = rows["image_rows"] - 1  # no image; `dense` omits unused images
         tokens = {
             name: TokenRows([np.full((2, *values.empty.shape[1:]), _fill(name), values.empty.dtype)], values.empty)
             for name, values in self.tokens.items()
@@ -280,7 +280,7 @@ class ShardedExperience:
         return replace(self, rows=rows, tokens=tokens).dense(device=device)
 
     def _padded(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
-        """Return fields as tensors [B, T, ...] on the device."""
+        """Returns fields as tensors [B, T, ...] on the device."""
         is_token = torch.arange(max(1, self.width), device=device) < to_device(self.lengths, device)[:, None]
         padded: dict[str, Tensor] = {}
         for name in names:
@@ -291,7 +291,7 @@ class ShardedExperience:
         return padded
 
     def _code_tensors(self) -> dict[str, Tensor]:
-        """Return the fields of columns of codes."""
+        """Returns the fields of coded columns."""
         tensors: dict[str, Tensor] = {}
         for name in filter(is_on_host, self.tokens):
             self._check_here([name])
@@ -305,43 +305,43 @@ class ShardedExperience:
                 continue
             raise ValueError(
                 f"{name!r} is per token, and this rank has the tokens of {len(tokens.here)} of these {len(self)} "
-                f"trajectories. Read experience.local[{name!r}], of the trajectories that this rank answers for, and "
-                f"sum with experience.total. Or have it gathered: for `advantages` add {name!r} to the module's "
+                f"trajectories. Read experience.local[{name!r}], of the trajectories assigned to this rank, and sum "
+                f"with experience.total. Or let it be gathered: for `advantages` add {name!r} to the module's "
                 "advantage_inputs, for a model call to its inputs."
             )
 
     @property
     def table(self) -> dict[str, Tensor]:
-        """Numbers of each row that all ranks need, [B]: the fields without tokens, and counts of its tokens."""
+        """Values per row that all ranks need, [B]: the fields that are not per token, and token counts."""
         sizes = [sizes_name(name) for name in filter(is_on_host, self.tokens)]
         return {name: self.rows[name] for name in (*ROW_FIELDS, *COUNTS, *sizes, _REPEATED) if name in self.rows}
 
     @property
     def token_dtypes(self) -> dict[str, str]:
-        """The dtype of each field per token, such as `<f4`, or `(16,)|u1` for 16 numbers a token."""
+        """The dtype of each field per token, like `<f4`, or `(16,)|u1` for 16 numbers per token."""
         kinds = {name: (values.empty.shape[1:], values.empty.dtype.str) for name, values in self.tokens.items()}
         return {name: f"{shape}{dtype}" if shape else dtype for name, (shape, dtype) in kinds.items()}
 
 
 def sizes_name(field: str) -> str:
-    """The name, among the numbers of each row, of the bytes that its codes have in this field."""
+    """Returns the name of the row value that holds the number of bytes of a coded field."""
     return f"_{field}_bytes"
 
 
 def _fill(field: str) -> float:
-    """The value of a token that has none, such as the padding."""
+    """Returns the fill value of a token without a value, for example padding."""
     column = column_of(field)
     return 0 if column is None else column.fill
 
 
 def _kept_dtype(field: str) -> torch.dtype | None:
-    """The dtype of a declared field while it is kept and sent; None keeps that of its values."""
+    """Returns the dtype in which a column is kept and sent; None keeps that of its values."""
     column = column_of(field)
     return None if column is None else getattr(torch, column.dtype)
 
 
 def _counts(tokens: Mapping[str, TokenRows]) -> dict[str, Tensor]:
-    """Return COUNTS of rows that are all here."""
+    """Computes COUNTS; all rows must be here."""
     mask, versions = tokens["loss_mask"], tokens["weight_versions"]
     filled = [row for row, values in enumerate(mask.rows) if len(values)]
     ends = np.cumsum([len(mask.rows[row]) for row in filled])

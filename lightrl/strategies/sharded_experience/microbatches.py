@@ -1,4 +1,4 @@
-"""Microbatches: parts of a ShardedExperience as tensors on the device, each made when it is read."""
+"""Microbatches: parts of a ShardedExperience as tensors on the device, made when they are read."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightrl.strategies.sharded_experience.experience import ShardedExperience
 
 
 class Microbatches(Sequence[Experience]):
-    """Parts of an experience; while one is computed on, the next is copied to the device on a stream of its own.
+    """Parts of an experience; while one is computed, the next is copied to the device on a separate stream.
 
     Args:
-        experience: on the host; this rank has the tokens of the rows.
-        rows: of each microbatch; one without rows is a blank row.
-        device: where they are computed on.
+        experience: on the host; this rank must have the tokens of the rows.
+        rows: the rows of each microbatch; one without rows becomes a blank row.
+        device: device of the tensors.
     """
 
     def __init__(self, experience: ShardedExperience, rows: Sequence[Sequence[int]], device: torch.device) -> None:
@@ -63,7 +63,7 @@ class Microbatches(Sequence[Experience]):
 
 
 def lengths_of(microbatches: Sequence[Experience]) -> list[list[int]]:
-    """Return the tokens of each row that a model reads, by microbatch, without bringing one to the device."""
+    """Returns the length of each row that a model reads, by microbatch, without copying to the device."""
     if not isinstance(microbatches, Microbatches):
         return [list(chain(*microbatch.row_lengths())) for microbatch in microbatches]
     lengths, gaps = microbatches.experience.lengths.tolist(), microbatches.experience.tokens.get("gaps")

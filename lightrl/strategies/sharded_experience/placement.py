@@ -1,7 +1,7 @@
-"""The place in which each row trains: one minibatch, and for each role one data-parallel rank, for the iteration.
+"""Placement of rows: each belongs to one minibatch, and for each role to one data-parallel rank, for the iteration.
 
-Every rank computes the same placement from the lengths and groups of all rows. Rows that drop out later leave the
-others where they are. Shapes: B trajectories, W ranks of the run.
+Every rank computes the same placement from the lengths and groups of all rows. If rows are dropped later, the others
+stay where they are. Shapes: B trajectories, W ranks of the run.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from lightrl.strategies.sharded_experience.experience import ShardedExperience
 
 
 def balanced_shares(lengths: Sequence[int], num: int) -> list[list[int]]:
-    """Divide rows over `num` ranks so that the largest sum of lengths is small; every row is in exactly one share.
+    """Divides rows among `num` ranks so that the largest sum of lengths is small; every row is in exactly one share.
 
-    Largest differencing: combine the two partial partitions that differ most, the largest parts of one with the
+    Uses largest differencing: combines the two partial partitions that differ most, the largest parts of one with the
     smallest of the other, until one is left. Equal lengths give the same result in every process.
 
     Source: Karmarkar and Karp, https://www2.eecs.berkeley.edu/Pubs/TechRpts/1983/6353.html; for more than two parts
@@ -30,16 +30,17 @@ def balanced_shares(lengths: Sequence[int], num: int) -> list[list[int]]:
 
     Args:
         lengths: tokens of each trajectory.
-        num: data-parallel ranks.
+        num: number of data-parallel ranks.
 
     Returns:
-        Rows in ascending order within a share; shares are empty if there are fewer rows than ranks.
+        The rows of each share, in ascending order; some shares are empty if there are fewer rows than ranks.
     """
     if num < 1:
         raise ValueError(f"num must be at least 1, got {num}.")
     if num == 1:
         return [list(range(len(lengths)))]
-    # Partial partitions: minus the parts' difference, a tie breaker, the parts as (tokens, rows), largest first.
+    # Partial partitions: minus the difference of the parts, a tie-breaker, and the parts as (tokens, rows), largest
+    # first.
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for row, length in enumerate(lengths):
         parts: list[tuple[int, list[int]]] = [(length, [row])]
@@ -58,7 +59,7 @@ def balanced_shares(lengths: Sequence[int], num: int) -> list[list[int]]:
 
 
 def token_imbalance(lengths: Sequence[int], shares: Sequence[Sequence[int]]) -> float:
-    """Return the largest share's tokens over the mean: 1 is perfect balance, 2 takes twice the time."""
+    """Returns the tokens of the largest share divided by the mean: 1 is perfect balance, 2 takes twice as long."""
     tokens = [sum(lengths[row] for row in share) for share in shares]
     return max(tokens) * len(tokens) / max(1, sum(tokens))
 
@@ -72,15 +73,15 @@ def place_rows(
     roles: Sequence[Ranks],
     ranks: Ranks,
 ) -> ShardedExperience:
-    """Assign each row to a minibatch and to ranks; tokens stay where they are.
+    """Assigns each row to a minibatch and to ranks; tokens stay where they are.
 
     Args:
         experience: all rows, on each rank; only lengths and groups are read.
-        num_minibatches: at most; each is balanced over the dp ranks of each role.
-        seed: of the cut into minibatches.
+        num_minibatches: most minibatches; each is balanced over the dp ranks of each role.
+        seed: seed of the cut into minibatches.
         unit: rows that stay together.
-        roles: the ranks of each role; the dp ranks of the first answer for the rows.
-        ranks: all of the run.
+        roles: the ranks of each role; rows are assigned to the first role's dp ranks.
+        ranks: all ranks of the run.
     """
     num, num_tokens = len(experience), experience.forward_tokens.tolist()
     minibatch = torch.zeros(num, dtype=torch.int64)
@@ -99,7 +100,7 @@ def place_rows(
 
 
 def rows_by_rank(experience: ShardedExperience, role: Ranks, num_ranks: int) -> Tensor:
-    """Return which rows each rank works on for a role, bool [W, B]."""
+    """Returns which rows each rank works on for a role, bool [W, B]."""
     has = torch.zeros(num_ranks, len(experience), dtype=torch.bool)
     dp_rank = experience.rows[f"_dp_rank_{role.dp_size}"]
     for place, members in enumerate(role.dp_members):
@@ -108,7 +109,7 @@ def rows_by_rank(experience: ShardedExperience, role: Ranks, num_ranks: int) -> 
 
 
 def shares(experience: ShardedExperience, ranks: Ranks) -> list[list[int]]:
-    """Return the rows of each dp rank."""
+    """Returns the rows of each dp rank."""
     if ranks.dp_size == 1:
         return [list(range(len(experience)))]
     dp_rank = experience.rows[f"_dp_rank_{ranks.dp_size}"]
@@ -116,7 +117,7 @@ def shares(experience: ShardedExperience, ranks: Ranks) -> list[list[int]]:
 
 
 def minibatches(experience: ShardedExperience, *, epochs: int, seed: int) -> list[list[int]]:
-    """Return the rows of each minibatch of each epoch, without minibatches whose rows have all dropped out."""
+    """Returns the rows of each minibatch in each epoch, without minibatches whose rows were all dropped."""
     rows: dict[int, list[int]] = {}
     for row, index in enumerate(experience.rows["_minibatch"].tolist()):
         rows.setdefault(index, []).append(row)
@@ -126,15 +127,14 @@ def minibatches(experience: ShardedExperience, *, epochs: int, seed: int) -> lis
 def microbatch_rows(
     experience: ShardedExperience, ranks: Ranks, max_tokens: int, *, unit: LossUnit = "trajectory"
 ) -> list[list[int]]:
-    """Return the rows of each of this rank's microbatches.
+    """Returns the rows of each of this rank's microbatches.
 
-    Every rank gets the same number, since a model that is spread over ranks runs on all at once: the last ones may have
-    no rows.
+    Every rank gets the same number, since a sharded model runs on all ranks together; the last ones may have no rows.
 
     Args:
-        experience: all rows, on each rank; only lengths, groups and places are read.
-        ranks: of the role.
-        max_tokens: in one microbatch, or one unit.
+        experience: all rows, on each rank; only lengths, groups and placement are read.
+        ranks: the ranks of the role.
+        max_tokens: token limit of a microbatch; a larger unit gets its own.
         unit: rows that stay together.
     """
     num_tokens, units = experience.forward_tokens.tolist(), experience.units(unit)

@@ -1,11 +1,11 @@
-"""Processes that an engine or `lightrl serve` starts: how, and what happens when they end.
+"""Processes that an engine or `lightrl serve` starts: command lines, starts, restarts and ends.
 
 Reading order:
-    process.py        one process: started, awaited, probed, ended
+    process.py        one process: start, readiness, health check, end
     model_process.py  a server of a model; each kind has a subclass
-    command.py        what command lines share: flags, devices, an environment without secrets
-    keeper.py         several processes; restarts of those that end or hang
+    command.py        shared by all command lines: flags, devices, an environment without secrets
+    keeper.py         several processes; restarts those that end or hang
     own_processes.py  all that an engine starts, from its start to its close
 
-May import: what servers/ may, never sync/.
+May import: what servers/ may, except sync/.
 """

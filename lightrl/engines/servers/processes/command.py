@@ -1,4 +1,4 @@
-"""Command lines of all kinds of servers: arguments as flags, each one's devices, an environment without secrets."""
+"""Command lines of all kinds of servers: arguments as flags, devices of each, an environment without secrets."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lightrl.checks.secret_settings import is_secret
 
 
 def environment_for(python: str) -> dict[str, str]:
-    """The environment of a server that this Python runs: the trainer's, without secrets and paths to its packages."""
+    """Returns a server's environment: the trainer's, without secrets and, for another Python, package paths."""
     ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"} if python != sys.executable else set()
     return {name: value for name, value in os.environ.items() if name not in ours and not is_secret(name.upper())}
 
 
 def flags(args: Mapping[str, Any]) -> list[str]:
-    """`{"tp_size": 2, "enable_metrics": True}` as `--tp-size 2 --enable-metrics`."""
+    """Returns `{"tp_size": 2, "enable_metrics": True}` as `--tp-size 2 --enable-metrics`."""
     words: list[str] = []
     for name, value in args.items():
         if value is None or value is False:
@@ -35,7 +35,7 @@ def flags(args: Mapping[str, Any]) -> list[str]:
 
 
 def devices_of_servers(servers: int, tp: int, devices: Sequence[int | str]) -> list[list[str]]:
-    """`tp` devices for each server, in order; empty lists if there are no devices at all."""
+    """Returns `tp` devices for each server, in order; empty lists if there are no devices."""
     check_bounds(1, servers=servers, tp=tp)
     if devices and len(devices) < servers * tp:
         raise ValueError(
@@ -48,13 +48,13 @@ def devices_of_servers(servers: int, tp: int, devices: Sequence[int | str]) -> l
 def gpus_of_servers(
     num: int, *, available: int, trainer: Collection[int], placement: Literal["separate", "colocated"]
 ) -> list[int] | None:
-    """`num` GPUs of this machine, numbered as torch numbers them; None if there are none.
+    """Returns `num` GPUs of this machine, by torch's numbers; None if it has none.
 
     Args:
         num: servers times `tp`.
-        available: GPUs that torch sees.
-        trainer: those of the trainer's ranks on this machine.
-        placement: of the engine.
+        available: number of GPUs that torch sees.
+        trainer: GPUs of the trainer's ranks on this machine.
+        placement: the engine's.
 
     Raises:
         ValueError: if there are too few.
@@ -73,6 +73,6 @@ def gpus_of_servers(
 
 
 def visible(gpus: Sequence[int]) -> list[str]:
-    """Names of GPUs in CUDA_VISIBLE_DEVICES: torch numbers only those that this process sees."""
+    """Returns the GPUs' names in CUDA_VISIBLE_DEVICES: torch numbers only those that this process sees."""
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return [names[gpu] if gpu < len(names) else str(gpu) for gpu in gpus]

@@ -1,4 +1,4 @@
-"""Processes of ours that are restarted when they end or hang, and given up when that happens too often.
+"""Starts and ends processes; restarts those that end or hang, and gives up if that happens too often.
 
 running ── ends, hangs ──► wait ─► start ─► ready ─► running
                             ▲                 │ failed
@@ -25,17 +25,18 @@ log = logging.getLogger(__name__)
 _TICK_S = 0.25
 _PROBE_EVERY_S, _PROBE_TIMEOUT_S = 5.0, 5.0
 HANG_S = 60.0
+STOP_GRACE_S = 5.0  # for processes that have nothing to save
 
 
 def start_all(processes: Sequence[ServerProcess]) -> None:
-    """Starts processes at once and waits until all are ready; if one fails, the others end too."""
+    """Starts processes at the same time and waits until all are ready; if one fails, ends the others."""
     failed = threading.Event()
 
     def wait_ready(process: ServerProcess) -> None:
         try:
             process.wait_ready()
         except EngineError:
-            if failed.is_set():  # another one failed first, and its message matters
+            if failed.is_set():  # another one failed first; its error is raised
                 return
             failed.set()
             end_all([other for other in processes if other is not process], 0.0)
@@ -51,14 +52,14 @@ def start_all(processes: Sequence[ServerProcess]) -> None:
 
 
 def end_all(processes: Sequence[ServerProcess], grace_s: float | None = None) -> None:
-    """Ends processes at the same time, for good; returns when they are gone. May be called twice."""
+    """Ends processes for good, all at the same time; returns when they are gone. May be called twice."""
     if processes:
         with ThreadPoolExecutor(len(processes)) as pool:
             list(pool.map(lambda process: process.stop(grace_s, for_good=True), processes))
 
 
 async def keep(process: ServerProcess, *, hang_s: float = HANG_S) -> str:
-    """Restarts a process whenever it ends or hangs; returns why it is given up."""
+    """Restarts a process whenever it ends or hangs; returns the reason when it gives up."""
     while True:
         reason = await _until_lost(process, hang_s)
         log.warning("%s at %s is lost: %s.", process.name, process.url, reason)
@@ -73,20 +74,26 @@ async def restart(
     """Ends what is left of a process and starts it again, as often as its policy allows.
 
     Args:
-        on_ready: makes it usable; if it raises, the process counts as lost again.
+        on_ready: makes the process usable; if it raises, the restart has failed.
 
     Returns:
-        None once it runs, or why it is given up.
+        None once the process runs, or the reason for giving it up.
     """
     ran_s = process.ran_s
     await in_thread(process.stop, 0.0)
     while (delay_s := process.policy.delay_s(ran_s)) is not None:
         await asyncio.sleep(delay_s)
-        problem = await _try_to_start(process, on_ready)
-        if problem is None:
+        try:
+            await in_thread(process.start)
+            await in_thread(process.wait_ready)
+            if on_ready is not None:
+                await on_ready()
+        except Exception as error:  # noqa: BLE001  # a full disk, no more processes, threads or memory: nothing else watches this process
+            reason = str(error) if isinstance(error, LightRLError) else f"{type(error).__name__}: {error}"
+        else:
             log.info("%s is back at %s.", process.name, process.url)
             return None
-        reason, ran_s = problem, 0.0
+        ran_s = 0.0
         log.warning("%s could not be restarted: %s", process.name, reason)
         await in_thread(process.stop, 0.0)
     message = (
@@ -95,18 +102,6 @@ async def restart(
     )
     log.error("%s", message)
     return message
-
-
-async def _try_to_start(process: ServerProcess, on_ready: Callable[[], Awaitable[None]] | None) -> str | None:
-    """Why it did not start or is not usable; None if it is."""
-    try:
-        await in_thread(process.start)
-        await in_thread(process.wait_ready)
-        if on_ready is not None:
-            await on_ready()
-    except Exception as error:  # noqa: BLE001  # a full disk, no more processes, threads or memory: nobody else watches this process
-        return str(error) if isinstance(error, LightRLError) else f"{type(error).__name__}: {error}"
-    return None
 
 
 async def _until_lost(process: ServerProcess, hang_s: float) -> str:

@@ -1,7 +1,7 @@
-"""ModelProcess: a server of a model as a child process: which Python has it, and its arguments.
+"""ModelProcess: a model's server as a child process: the Python that runs it, and its arguments.
 
-A kind's program is at the given path, else at $LIGHTRL_…_PYTHON, else in this environment, else in the one that
-scripts/…_cpu/build.py has built for this machine's CPU.
+The Python of a kind of server is the first of: the given path, $LIGHTRL_…_PYTHON, this environment, the environment
+that scripts/…_cpu/build.py built for this machine's CPU.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class ModelProcess(ServerProcess):
     """A server of one kind, which serves one model.
 
     Args:
-        model_folder: with config.json, and weights unless `args` has `load_format: dummy`; see `write_model_folder`.
-        python: of an environment with this kind; see `find_python` for None.
-        args: the server's own arguments by their own names, with `_` or `-`; see `flags`. They override the defaults.
-        tp: its GPUs.
-        seed: of its random numbers.
+        model_folder: has config.json, and weights unless `args` has `load_format: dummy`; see `write_model_folder`.
+        python: Python of an environment with this kind of server; for None see `find_python`.
+        args: arguments by the server's own names, with `_` or `-`; see `flags`. They override the defaults.
+        tp: number of GPUs.
+        seed: seed of its random numbers.
         settings: of ServerProcess.
     """
 
-    title: str  # such as SGLang; its package and its variables have this name too
-    ours: ClassVar[Mapping[str, str]]  # arguments that lightrl sets, and by which setting
+    title: str  # such as SGLang; also names its package and its variables
+    ours: ClassVar[Mapping[str, str]]  # arguments that lightrl sets, and the setting of each
     defaults: ClassVar[Mapping[str, Any]]
     cpu_defaults: ClassVar[Mapping[str, Any]]  # for an environment that was built for this machine's CPU
 
@@ -64,7 +64,7 @@ class ModelProcess(ServerProcess):
 
     @classmethod
     def find_python(cls, path: str | None = None) -> tuple[str, bool]:
-        """The Python with this kind of server, and whether it was built for this machine's CPU."""
+        """Returns the Python with this kind of server, and whether it was built for this machine's CPU."""
         kind = cls.title.lower()
         setting, variable = f"{kind}_python", f"LIGHTRL_{kind.upper()}_PYTHON"
         how = (
@@ -93,7 +93,7 @@ class ModelProcess(ServerProcess):
 
     @classmethod
     def named(cls, args: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments by the server's names; raises ValueError for one that lightrl sets."""
+        """Returns the arguments by the server's names; raises ValueError for one that lightrl sets."""
         named = {name.removeprefix("--").replace("-", "_"): value for name, value in args.items()}
         for name in sorted(cls.ours.keys() & named.keys()):
             raise ValueError(f"server_args has {name}, which lightrl sets. Remove it and use {cls.ours[name]}.")
@@ -101,13 +101,13 @@ class ModelProcess(ServerProcess):
 
     @classmethod
     def served_config(cls, config: PretrainedConfig, args: Mapping[str, Any], tp: int) -> PretrainedConfig:
-        """The config of a model on servers with these arguments; another one than the trainer's if they quantize it."""
+        """Returns the model's config on servers with these arguments, which may quantize the trainer's."""
         return config
 
     @abstractmethod
     def args_for(self, config: Mapping[str, Any], tp: int, seed: int) -> dict[str, Any]:
-        """Arguments for a model of this config, on so many GPUs."""
+        """Returns arguments for a model of this config on `tp` GPUs."""
 
     def environment(self) -> dict[str, str]:
-        """Return `environment_for` of its Python, with the Hugging Face hub offline unless HF_HUB_OFFLINE says else."""
+        """Returns `environment_for` its Python; the Hugging Face hub is offline unless HF_HUB_OFFLINE is given."""
         return environment_for(self.python) | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}

@@ -1,4 +1,4 @@
-"""OwnProcesses: what an engine starts on this machine, from its `start` to its `close`."""
+"""OwnProcesses: the processes that an engine runs on this machine, from its `start` to its `close`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from transformers import PretrainedConfig
 
 from lightrl.concurrency.owner import own_prefix
 from lightrl.engines.servers.home_loop import HomeLoop
-from lightrl.engines.servers.processes.keeper import HANG_S, end_all, keep, start_all
+from lightrl.engines.servers.processes.keeper import HANG_S, STOP_GRACE_S, end_all, keep, start_all
 from lightrl.engines.servers.processes.process import ServerProcess, make_servers, write_model_folder
-
-STOP_GRACE_S = 5.0  # at the end: they hold nothing that must be saved
 
 
 class OwnProcesses:
-    """Servers of a model, and helpers that are restarted when they end; with a folder for them."""
+    """Servers of a model, helper processes that are restarted when they end, and a folder for them."""
 
     def __init__(self, home: HomeLoop) -> None:
         self._home = home
@@ -35,7 +33,7 @@ class OwnProcesses:
         return self._processes
 
     def keep(self, process: ServerProcess, hang_s: float = HANG_S) -> None:
-        """Restarts a process that runs already, whenever it ends or hangs, and ends it at the end."""
+        """Restarts a running process whenever it ends or hangs, until `end`."""
         self._processes = [*self._processes, process]
         self._home.keep(functools.partial(keep, process, hang_s=hang_s))
 

@@ -1,4 +1,4 @@
-"""ServerProcess: a server as a child process: started, awaited, probed, ended without orphans.
+"""ServerProcess: a server as a child process: start, readiness, health check, and an end without orphans.
 
 Each kind of server has a subclass with its command line. `keeper.py` keeps several running.
 """
@@ -41,9 +41,9 @@ _TAIL_BYTES = 3000
 class HeldPort:
     """A port of this machine that only a program which knows its number can use, until `close`.
 
-    A socket is bound to it and does not listen. Linux then assigns the port to no outgoing connection and to no program
-    that asks for any free one, yet a server can bind it that sets SO_REUSEADDR, as asyncio, uvicorn and http.server do.
-    Other systems refuse that server too: there the port is only looked up, and another program may take it.
+    A socket is bound to it and does not listen. Linux then gives the port to no outgoing connection and to no program
+    that asks for any free port, but a server that sets SO_REUSEADDR can bind it, as asyncio, uvicorn and http.server
+    do. Other systems would refuse that server too, so there the port is released and another program may take it.
 
     Args:
         host: the address that the server will listen on.
@@ -62,7 +62,7 @@ class HeldPort:
             self._socket.close()
             raise EngineError(
                 f"No server can listen at {host}:{port}: {error}. Set host to an address of this machine, and port to "
-                "a free one, or omit it."
+                "a free one, or omit port."
             ) from error
         self.number = int(self._socket.getsockname()[1])
         if sys.platform != "linux":
@@ -78,12 +78,12 @@ class RestartPolicy:
     """Rule for restarting a lost process and for giving it up."""
 
     max_restarts: int = 3  # in a row
-    backoff_s: float = 1.0  # before the first; doubled for each further one, up to a minute
+    backoff_s: float = 1.0  # wait before the first restart; doubled for each further one, up to a minute
     stable_s: float = 600.0  # a run of this length resets the count
     restarts: int = 0  # in a row
 
     def delay_s(self, ran_s: float) -> float | None:
-        """Seconds to wait before the next start, after a run of `ran_s` seconds; None gives the process up."""
+        """Returns the wait before the next start, in seconds, after a run of `ran_s`; None to give the process up."""
         if ran_s >= self.stable_s:
             self.restarts = 0
         if self.restarts >= self.max_restarts:
@@ -96,19 +96,19 @@ class ServerProcess:
     """A server process on this machine; it may be restarted after it ended, on a new port unless one was given.
 
     Invariants: it listens on the loopback unless `host` says otherwise, and requires a token on every route that
-    matters; the token is in no command line and no log that another user can read; no other program gets its port
-    between start and end (see `HeldPort`); none of its processes outlives this one, not even after `kill -9`.
+    matters; no command line or log that another user can read contains the token; no other program gets its port
+    between start and end (see `HeldPort`); none of its processes outlives this one, even after `kill -9`.
 
     Args:
         command: the program and its arguments, with `{port}` for its port; it finds the token in LIGHTRL_SERVER_TOKEN.
             Its socket must set SO_REUSEADDR, as most servers do.
-        host: address to listen on. Consider who can reach it before you leave the loopback.
-        port: None for a free one at each start, 0 for one that it keeps from its first start on.
-        token: that requests must carry; None for a random one. It cannot start with `-`.
+        host: address to listen on. Consider who can reach it before you use another than the loopback.
+        port: None for a free port at each start, 0 for a free port that it keeps from its first start on.
+        token: token that requests must have; None for a random one. It cannot start with `-`.
         devices: the GPUs it sees (CUDA_VISIBLE_DEVICES); None for those of this process.
-        log_file: its output, appended; None for a file in a temporary folder.
-        startup_timeout_s: how long it may take to be ready.
-        stop_timeout_s: how long it may take to exit when asked to; then it is killed.
+        log_file: file to which its output is appended; None for one in a temporary folder.
+        startup_timeout_s: how long it may take until it is ready.
+        stop_timeout_s: how long it may take to exit when asked to, before it is killed.
     """
 
     secret_arguments: tuple[str, ...] = ()  # arguments that get the token, in a file that only this user can read
@@ -131,7 +131,7 @@ class ServerProcess:
         self.name = name
         self.token = usable_token(token)
         self.host = host
-        self.port = port or 0  # at the latest start
+        self.port = port or 0  # of the latest start
         self.startup_timeout_s = startup_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._keeps_port = port is not None
@@ -141,7 +141,7 @@ class ServerProcess:
         self._program = list(command)
         self._lock = threading.Lock()
         self._process: ChildProcess | None = None
-        self._last_command: list[str] = []
+        self.command = ""  # command line of the latest start, for messages
         self._started_at = 0.0
         self._is_over = False
         self.policy = RestartPolicy()
@@ -149,7 +149,7 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        """Address at the latest start."""
+        """Its address since the latest start."""
         return f"http://{self.host}:{self.port}"
 
     @property
@@ -166,7 +166,7 @@ class ServerProcess:
                 raise RuntimeError(f"{self.name} is already running at {self.url}. Call stop() first.")
             held_port = HeldPort(self.host, self.port if self._keeps_port else 0)
             if self._process is not None:
-                self._process.end(0)  # one that was killed still has a pipe
+                self._process.end(0)  # a killed process still has a pipe
             self._release()  # only now, so that the new port differs
             self._held_port, self.port = held_port, held_port.number
             if self.log_file is None:
@@ -174,7 +174,8 @@ class ServerProcess:
                 self.log_file = Path(tempfile.mkdtemp(prefix=prefix)) / "server.log"
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
             self._secrets_file = self._write_secrets()
-            self._last_command = self.command_line(str(self._secrets_file))
+            command = self.command_line(str(self._secrets_file))
+            self.command = " ".join(command)
             # SGLang logs its arguments, the token among them.
             log_descriptor = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             gpus = {} if self._devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._devices))}
@@ -182,7 +183,7 @@ class ServerProcess:
                 os.fchmod(log_descriptor, 0o600)
                 os.write(log_descriptor, f"== lightrl starts {self.name}: {self.command}\n".encode())
                 self._process = ChildProcess(
-                    self._last_command,
+                    command,
                     environment=self.environment() | gpus,
                     grace_s=self._stop_timeout_s,
                     log=log_descriptor,
@@ -197,7 +198,8 @@ class ServerProcess:
 
         Raises:
             EngineError: if the process ended.
-            EngineTimeout: if it is not ready `startup_timeout_s` after its start. Both give the server's last output.
+            EngineTimeout: if it is not ready `startup_timeout_s` after its start. Both errors contain the server's last
+            output.
         """
         deadline = self._started_at + self.startup_timeout_s
         while not self.is_ready():
@@ -219,7 +221,7 @@ class ServerProcess:
         return time.monotonic() - self._started_at
 
     def is_alive(self) -> bool:
-        """Whether its process runs; a hanging server counts."""
+        """Whether its process runs, even if the server hangs."""
         return self._process is not None and self._process.code is None
 
     def is_ready(self) -> bool:
@@ -228,20 +230,20 @@ class ServerProcess:
         return status == 200 or (status == 404 and self._status_of(self.info_path) == 200)
 
     def answers(self, within_s: float = _PROBE_TIMEOUT_S) -> bool:
-        """Whether its HTTP side is alive: paused, starting and refusing servers answer, hanging ones do not."""
+        """Whether it answers HTTP at all: paused, starting and refusing servers do, hanging ones do not."""
         return self._status_of(self.info_path, within_s) is not None
 
     def exit_status(self) -> str:
-        """How the process ended, for a message."""
+        """Returns how the process ended, for messages."""
         if self._process is None:
             return "never started"
         code = self._process.code
         return "running" if code is None else ending_of(code)
 
     def stop(self, grace_s: float | None = None, *, for_good: bool = False) -> None:
-        """Ends the server and everything it started, after `grace_s` or `stop_timeout_s` to exit by itself.
+        """Ends the server and everything it started, after `grace_s` or `stop_timeout_s` to exit on its own.
 
-        Afterwards `start` starts it again, or refuses to if this was `for_good`.
+        `start` can start it again, unless this was `for_good`.
         """
         self._is_over |= for_good
         with self._lock:
@@ -249,18 +251,10 @@ class ServerProcess:
                 self._process.end(self._stop_timeout_s if grace_s is None else grace_s)
             self._release()
 
-    @property
-    def command(self) -> str:
-        """The command line of the latest start, for messages."""
-        return " ".join(self._last_command)
-
-    def log_tail(self) -> str:
-        """The end of the server's output, without the token."""
-        return "" if self.log_file is None else end_of_log(self.log_file, _TAIL_BYTES).replace(self.token, "<token>")
-
     def last_output(self) -> str:
-        """Command, log file and its end, for messages."""
-        output = f"Last output:\n{tail}" if (tail := self.log_tail()) else "It printed nothing."
+        """Returns the command, the log file and its end without the token, for messages."""
+        tail = "" if self.log_file is None else end_of_log(self.log_file, _TAIL_BYTES).replace(self.token, "<token>")
+        output = f"Last output:\n{tail}" if tail else "It printed nothing."
         return f"Command: {self.command}\nLog: {self.log_file}\n{output}"
 
     def _release(self) -> None:
@@ -272,22 +266,22 @@ class ServerProcess:
                 self._secrets_file.unlink(missing_ok=True)
 
     def command_line(self, secrets_file: str) -> list[str]:
-        """The program and its arguments at this port; `secrets_file` is YAML with the `secret_arguments`."""
+        """Returns the program and its arguments for this port; `secrets_file` is YAML with the `secret_arguments`."""
         return [part.replace("{port}", str(self.port)) for part in self._program]
 
     def environment(self) -> dict[str, str]:
-        """The process's variables, without those that choose its devices."""
+        """Returns the process's environment, without the variables that choose its devices."""
         return {**os.environ, TOKEN_VARIABLE: self.token}
 
     def _write_secrets(self) -> Path:
         """Writes the file that holds the token: every user of the machine can see a command line."""
-        descriptor, name = tempfile.mkstemp(prefix=own_prefix("lightrl-secrets-"), suffix=".yaml")  # this user's alone
+        descriptor, name = tempfile.mkstemp(prefix=own_prefix("lightrl-secrets-"), suffix=".yaml")  # only for this user
         with os.fdopen(descriptor, "w") as file:
             json.dump(dict.fromkeys(self.secret_arguments, self.token), file)  # JSON is YAML
         return Path(name)
 
     def _status_of(self, route: str, within_s: float = _PROBE_TIMEOUT_S) -> int | None:
-        """HTTP status of a GET; None without an answer in time, 0 if this process may not open a connection."""
+        """Returns the HTTP status of a GET; None without a timely answer, 0 if this process is out of files."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=within_s)
         try:
             connection.request("GET", route, headers={"Authorization": f"Bearer {self.token}"})
@@ -299,8 +293,8 @@ class ServerProcess:
 
 
 def usable_token(token: str | None) -> str:
-    """The server's token, or a random one for None."""
-    if token is not None and token.startswith("-"):  # in its secrets file too
+    """Returns the token after a check, or a random one for None."""
+    if token is not None and token.startswith("-"):  # even in the secrets file
         raise ValueError(
             "The server's token starts with '-', which SGLang takes for an option. Change LIGHTRL_SERVER_TOKEN, or "
             "omit it for a random one."
@@ -320,10 +314,10 @@ def make_servers(
     log_folder: Path | None = None,
     **settings: Any,
 ) -> list[ServerProcess]:
-    """Makes servers of one kind and model, not started; number i gets `tp` of the devices, `seed + i` and `port + i`.
+    """Makes servers of one kind and model, not started; server i gets `tp` devices, `seed + i` and `port + i`.
 
     Raises:
-        ValueError: if there are fewer devices than `num * tp`; None leaves each server the devices of this process.
+        ValueError: if there are fewer devices than `num * tp`; None lets each server use the devices of this process.
     """
     return [
         make(
@@ -343,9 +337,9 @@ def make_servers(
 def write_model_folder(config: PretrainedConfig, folder: str | Path) -> Path:
     """Writes the config and a tokenizer, from which a server starts a model without weights (`load_format: dummy`).
 
-    The config gets no end token: SGLang stops at a config's end tokens whatever a request says, and lightrl's requests
-    name their stop tokens. The tokenizer has a single token: requests and answers are token ids, but a request with
-    `min_new_tokens` kills an SGLang without a tokenizer.
+    The config gets no end token: SGLang stops at a config's end tokens regardless of the request, and lightrl's
+    requests name their stop tokens. The tokenizer has a single token: requests and answers are token ids, but a request
+    with `min_new_tokens` kills an SGLang server without a tokenizer.
     """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast

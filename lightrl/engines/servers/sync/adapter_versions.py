@@ -1,7 +1,7 @@
-"""AdapterVersions: which adapters the servers have, one per weight version, by name; and the requests that use them.
+"""AdapterVersions: the adapters that servers have, one per weight version, by name; and the requests that use them.
 
-What was measured on SGLang 0.5.23: a server compares the SHA-256 of each tensor with what the trainer says, and dies
-if one differs; it refuses a second adapter of a name; its prefix cache keeps adapters apart.
+Observed on SGLang 0.5.23: a server compares the SHA-256 of each tensor with the one that the trainer sent, and dies if
+they differ; it refuses a second adapter of the same name; its prefix cache separates adapters.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Adapter:
-    """One version's tensors in host memory, for servers that come back."""
+    """The tensors of one version in host memory, for servers that come back."""
 
     tensors: Mapping[str, Tensor]  # peft's name to tensor
     checksums: Mapping[str, str]
@@ -55,7 +55,7 @@ class Adapter:
 
 
 class AdapterClient(Protocol):
-    """What loading adapters needs of a server's client, as SGLangClient has it."""
+    """The methods of a server's client that load adapters; SGLangClient has them."""
 
     async def adapters(self) -> list[str]: ...
 
@@ -72,15 +72,15 @@ class AdapterClient(Protocol):
 class AdapterVersions(ServedVersions):
     """The adapter versions that every routable server has."""
 
-    fleet: ServerFleet  # its weight version is that of the base
+    fleet: ServerFleet  # its weight version is the base's
     form: ServedForm
-    timeout_s: float  # for each request, and for the last request under a version that is removed
+    timeout_s: float  # for each request, and for a removed version's requests to end
     newest: int = -1
     _adapters: dict[int, Adapter] = field(default_factory=dict)  # weight version to adapter, oldest first
-    _in_use: dict[int, dict[str, Server]] = field(default_factory=dict)  # version to its requests: id to server
+    _in_use: dict[int, dict[str, Server]] = field(default_factory=dict)  # version to its requests' ids and servers
 
     def choose(self, started_with: NamedVersion | None) -> NamedVersion:
-        """The version for the next request of a completion: the one it started with, or the newest."""
+        """Returns the version for the next request of a completion: the one it started with, or the newest."""
         version = self.newest
         if started_with is not None and started_with.version in self._adapters:
             version = started_with.version
@@ -97,13 +97,13 @@ class AdapterVersions(ServedVersions):
             del requests[rid]
 
     def min_version(self, draft: CompletionDraft) -> int:
-        return -1  # every routable server has every adapter; the version of its base says nothing
+        return -1  # every routable server has every adapter, so the base's version is irrelevant
 
     def is_missing(self, server: Server, error: EngineError) -> bool:
         return _client(server).is_unknown_adapter(error)
 
     async def add(self, version: int, adapter: Adapter) -> list[int]:
-        """Keeps a version that all routable servers have; returns those that are dropped, whose requests it aborts."""
+        """Keeps a version that all routable servers have; drops old ones, aborts their requests and returns them."""
         self._adapters.pop(version, None)  # from before this run was resumed from an older checkpoint
         self._adapters[version] = adapter
         self.newest = version
@@ -115,7 +115,7 @@ class AdapterVersions(ServedVersions):
         return dropped
 
     async def give(self, server: Server, version: int, adapter: Adapter, payload: str) -> None:
-        """Afterwards the server has this adapter under the version's name, and lists it; others of ours are removed."""
+        """Loads an adapter under the version's name and checks that the server lists it; removes our unused ones."""
         client, name = _client(server), name_of(version)
         current = {name_of(one) for one in (*self._adapters, *self._in_use)} - {name}
         for other in await client.adapters():
@@ -128,12 +128,12 @@ class AdapterVersions(ServedVersions):
             raise EngineError(f"{server.url} acknowledged the adapter {name} but does not list it in /v1/models.")
 
     async def give_all(self, server: Server) -> None:
-        """Gives a server that is back all kept versions, before it gets requests."""
+        """Gives all kept versions to a server that is back, before it gets requests."""
         for version, adapter in list(self._adapters.items()):
             await self.give(server, version, adapter, await in_thread(payload_of, dict(adapter.tensors)))
 
     async def remove(self, version: int) -> None:
-        """Unloads a version when its last request has ended: a server would hold other updates back until then."""
+        """Unloads a version when its last request has ended: until then a server would delay other updates."""
         deadline = time.monotonic() + self.timeout_s
         while (requests := self._in_use.get(version)) and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_S)

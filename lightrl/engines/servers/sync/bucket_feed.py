@@ -1,4 +1,4 @@
-"""BucketFeed: buckets from the thread that gathers weights to the event loop that sends them to servers."""
+"""BucketFeed: passes buckets from the thread that gathers weights to the event loop that sends them to servers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ BLOCKED_S = 60.0  # a loop that runs nothing for this long is blocked
 
 
 class BucketFeed:
-    """Buckets from the thread that gathers them to a coroutine; `put` returns when the coroutine has taken the bucket.
+    """Passes buckets from a thread to a coroutine; `put` returns when the coroutine has taken the bucket.
 
     The thread puts buckets inside `with feed:`, whose end or error ends the coroutine's iteration. The coroutine waits
-    `timeout_s` for each bucket.
+    at most `timeout_s` for each bucket.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, timeout_s: float = 600.0) -> None:
@@ -34,17 +34,17 @@ class BucketFeed:
         self._error: BaseException | None = None
 
     def put(self, bucket: Bucket) -> bool:
-        """Hands a bucket over; False if the coroutine takes no more. The coroutine has the deadlines."""
+        """Hands a bucket over; returns False if the coroutine takes no more. The coroutine keeps the deadlines."""
         self._taken.clear()
         if self._is_stopped:
             return False
-        self._next = Bucket(dict(bucket.tensors), bucket.is_last, bucket.files)  # the iterator empties its own
+        self._next = Bucket(dict(bucket.tensors), bucket.is_last, bucket.files)  # a copy: the iterator empties its own
         wake_up(self._loop, self._changed.set)
         wait_while_running(self._loop, self._taken)  # `stop` ends the wait when the coroutine is done
         return not self._is_stopped
 
     def stop(self) -> None:
-        """The coroutine is done."""
+        """Called when the coroutine is done."""
         self._is_stopped = True
         self._taken.set()
 
@@ -62,7 +62,7 @@ class BucketFeed:
         return self
 
     async def __anext__(self) -> Bucket:
-        """Waits for the next `put` or the end of `with`, at most `timeout_s`; empties the bucket before."""
+        """Waits at most `timeout_s` for the next `put` or the end of `with`; first empties the previous bucket."""
         self._taken_bucket.tensors.clear()
         while self._next is None:
             if self._error is not None:
@@ -82,10 +82,10 @@ class BucketFeed:
 
 
 def wait_while_running(loop: asyncio.AbstractEventLoop, awaited: Future[Any] | threading.Event) -> None:
-    """Waits, in another thread, until what happens on the loop is done or set.
+    """Waits, in another thread, until a future or event of the loop is done or set.
 
     Raises:
-        WeightSyncError: if the loop has ended, or is blocked: then nothing on it keeps its deadline.
+        WeightSyncError: if the loop has ended, or is blocked, so that no deadline on it is kept.
     """
     try:
         wait_on_loop(loop, awaited, silent_s=BLOCKED_S)
@@ -99,7 +99,7 @@ def wait_while_running(loop: asyncio.AbstractEventLoop, awaited: Future[Any] | t
 
 
 def loop_ended(loop: asyncio.AbstractEventLoop) -> WeightSyncError:
-    """The error of a sync whose loop no longer runs."""
+    """Returns the error of a sync whose loop no longer runs."""
     why = f"The thread of the rollouts died: {deaths[loop]!r}" if loop in deaths else "The log says why"
     return WeightSyncError(
         f"The event loop of the engine's requests ended during a weight sync. {why}. Resume from the last checkpoint."

@@ -1,7 +1,7 @@
 """CacheCanary: a short prompt that shows whether a load has emptied a server's prefix cache.
 
-Key-values of old weights must not be used with new ones. Each request carries a cache key of the run and the weight
-version, so a new request shares none. A request that a load interrupts keeps its old key and computes its prefix again;
+Key-values of old weights must not be used with new ones. Each request has a cache key of the run and the weight
+version, so a new request reuses none. A request that a load interrupts keeps its old key and computes its prefix again;
 only the flush of the cache protects it. So a canary is generated before a load, and again after it under the *old* key:
 none of its tokens may be in the cache.
 """
@@ -21,22 +21,22 @@ from lightrl.errors import EngineError
 
 log = logging.getLogger(__name__)
 
-_SETTLE_S = 0.25  # for canaries that a busy server still queues when the load is about to begin
-_FLUSH_S = 60.0  # for a busy server to be idle
+_SETTLE_S = 0.25  # wait for canaries that a busy server still queues when the load is about to begin
+_FLUSH_S = 60.0  # wait for a busy server to be idle
 _ABORT_S = 1.0
 
 
 @dataclass(frozen=True)
 class CacheCanary:
-    """Canaries of one engine."""
+    """The canaries of one engine."""
 
-    fleet: ServerFleet  # has the cache keys
+    fleet: ServerFleet  # provides the cache keys
     vocab_size: int
-    max_context: int | None = None  # tokens; None is no limit
-    timeout_s: float = 3600.0  # for a canary after a load: it waits behind other requests
+    max_context: int | None = None  # tokens; None: no limit
+    timeout_s: float = 3600.0  # for a canary after a load, which waits behind other requests
 
     def start(self, servers: Iterable[Server], weight_version: int) -> dict[str, asyncio.Task[int]]:
-        """Starts a canary on each server, under the key of the version that it has; returns them by address."""
+        """Starts a canary on each server, under the key of its version; returns the tasks by address."""
         return {server.url: asyncio.ensure_future(self._generate(server, weight_version)) for server in servers}
 
     async def settle(self, starting: dict[str, asyncio.Task[int]]) -> list[str]:
@@ -52,7 +52,7 @@ class CacheCanary:
         return cached
 
     async def check(self, server: Server, weight_version: int) -> str | None:
-        """Why the server must get no more requests after a load, or None; `weight_version` is the one before.
+        """Returns why the server must get no more requests after a load, or None; `weight_version` is the previous one.
 
         A cache that was not emptied is flushed as soon as the server is idle, and checked again.
         """
@@ -75,8 +75,9 @@ class CacheCanary:
         return f"its prefix cache still has key-values of weight version {weight_version}, after a load and a flush"
 
     async def _generate(self, server: Server, weight_version: int) -> int:
-        """Generates one token; the number of prompt tokens that the cache had."""
-        length = min(2 * server.page_tokens + 8, (self.max_context or 2**31) - 1)
+        """Generates one token; returns how many prompt tokens the cache had."""
+        page_tokens = server.info.page_tokens if server.info is not None else 1
+        length = min(2 * page_tokens + 8, (self.max_context or 2**31) - 1)
         rid = secrets.token_hex(16)
         token_ids = [(7 * index + 3) % self.vocab_size for index in range(length)]
         key = self.fleet.cache_key(weight_version)

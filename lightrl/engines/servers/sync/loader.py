@@ -1,6 +1,6 @@
-"""WeightLoader: the trainer's weights, checked, to all servers of an engine, and to one that comes back.
+"""WeightLoader: checks the trainer's weights and loads them into all servers of an engine, or into one that comes back.
 
-The calling thread holds a lock during a load; server_sync.py pauses, loads and resumes servers on the home loop. With a
+The calling thread holds a lock during a load; server_sync.py pauses, loads and resumes servers on the home loop. In a
 colocated engine, `release_memory` gives the servers' memory to the trainer until the next load.
 """
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False, kw_only=True)
 class WeightLoader:
-    """Loads weight versions into the servers; the fleet knows which one they have."""
+    """Loads weight versions into the servers; the fleet knows which version they have."""
 
     home: HomeLoop
     members: Members
@@ -49,7 +49,7 @@ class WeightLoader:
     last_report: SyncReport | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)  # one load at a time
     _parameters: ParameterCheck = field(default_factory=ParameterCheck)
-    _refused: set[Server] = field(default_factory=set)  # since a load: they lack an argument
+    _refused: set[Server] = field(default_factory=set)  # by a load: started without a needed argument
     _is_over: bool = False
 
     @property
@@ -58,15 +58,11 @@ class WeightLoader:
 
     @property
     def weight_version(self) -> int:
-        """All routable servers have it."""
+        """The version that all routable servers have."""
         return self.fleet.weight_version
 
-    def check_models(self) -> None:
-        """Raises EngineError if a server has another model than the trainer; from another thread."""
-        self.home.call(self._check_models(self.fleet.in_state()), self.timeouts.sync_s)
-
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
-        """Loads a version into all servers; returns when they have it. From the thread that gathers the buckets."""
+        """Loads a version into all servers and waits until they have it; runs in the thread that gathers buckets."""
         with self._lock:
             limit_s = self.timeouts.server_wait_s + self.timeouts.sync_s + self.timeouts.request_s
             servers, absent = self.home.call(self._begin(), limit_s)
@@ -92,25 +88,25 @@ class WeightLoader:
                 self.home.call(self._end(servers, report), self.timeouts.request_s * 2)
 
     def give(self, server: Server) -> None:
-        """Loads the current version into a server that is back, or leaves it to the next load; from a thread."""
+        """Loads the current version into a server that is back, or leaves it to the next load; called from a thread."""
         with self._lock:
             version = self.fleet.weight_version
             is_due = self.fleet.has(server) and version >= 0 and not self._is_over
             if not is_due or not self.sync.transport.holds(version):
                 return
-            self.home.call(self._check_models([server]), self.timeouts.sync_s)
+            self.home.call(self.check_models([server]), self.timeouts.sync_s)
             report = self.sync.load_from_thread(self.home, [server], None, weight_version=version)
             self.home.call(self._before_admit(server), self.timeouts.sync_s)
             self.home.call(self._end([server], report), self.timeouts.request_s)
 
     def let_go(self, server: Server) -> None:
-        """Drains a server that leaves and forgets it, between two loads; from a thread."""
+        """Drains a leaving server and forgets it, between two loads; called from a thread."""
         with self._lock:
             if self.fleet.has(server):
                 self.home.call(self._let_go(server), self.timeouts.request_s * 2)
 
     def shared_folder(self) -> SharedFolder | None:
-        """The folder into which all ranks may write; None if the transport takes no files of others."""
+        """Returns the folder where all ranks may write; None if the transport accepts no files of other ranks."""
         folder = self.sync.transport.shared_folder()
         if folder is None:
             return None
@@ -120,7 +116,7 @@ class WeightLoader:
         return SharedFolder(str(folder.root), dtype, sorted(form.skip_names), self.timeouts.sync_s, form.is_block_fp8)
 
     def release_memory(self) -> None:
-        """Colocated servers release the memory of weights and key-values, until the next load; from another thread.
+        """Makes colocated servers release their memory until the next load; called from another thread.
 
         Requests in flight stop at a token and continue after the load.
         """
@@ -129,10 +125,10 @@ class WeightLoader:
                 self.home.call(self._release_memory(), self.timeouts.sync_s)
 
     def close(self) -> None:
-        """Ends loads, from another thread; colocated servers that outlive the engine get their memory back."""
+        """Ends loads, from another thread; colocated servers that outlive the engine resume their memory."""
         self._is_over = True
         if self.is_colocated:
-            with contextlib.suppress(EngineError):  # it is their end too, or `lose` has reported it
+            with contextlib.suppress(EngineError):  # they are ending too, or `lose` has reported them
                 self.home.call(self._resume_memory(), self.timeouts.request_s)
 
     def close_transport(self) -> None:
@@ -144,9 +140,9 @@ class WeightLoader:
         closing.join(self.timeouts.request_s)
 
     def _check(self, buckets: Iterable[Bucket], weight_version: int, servers: Sequence[Server]) -> Iterator[Bucket]:
-        """The buckets as servers take them, checked.
+        """Yields the checked buckets in the servers' form.
 
-        Their digests are computed meanwhile, those of files that other ranks wrote from the files.
+        Meanwhile it computes their digests, reading back the files that other ranks wrote.
         """
         form = ServerForm.of(self.config)
         verifier = self.sync.verifier if self.sync.verify else None
@@ -158,24 +154,24 @@ class WeightLoader:
                     digests.add(part)
             yield bucket
             if form.is_block_fp8:
-                bucket.tensors.clear()  # a copy, which would stay while the next bucket is made
+                bucket.tensors.clear()  # a copy, which would stay in memory while the next bucket is made
 
     async def _let_go(self, server: Server) -> None:
         self.fleet.drain(server)
-        await self.requests.leader.notify()  # and learn which requests they have there
+        await self.requests.leader.notify()  # and learn followers' requests there
         await self.members.drain(server)
 
     async def _begin(self) -> tuple[list[Server], dict[str, str]]:
-        """The servers that take part, and by address why the others do not."""
+        """Returns the servers that take part, and the others' addresses with the reason."""
         await self.members.wait_for_any()
         servers = self.fleet.in_state(*ACTIVE)
         is_known = all(server.info is not None for server in servers)
         identifying = asyncio.gather(*(self._identify(server) for server in servers))
-        if not is_known:  # else a busy scheduler may answer during the load
+        if not is_known:  # otherwise a busy scheduler may answer during the load
             await identifying
             servers = [server for server in servers if server not in self._refused]
         self.requests.leave_to_load(servers)
-        await self.requests.leader.notify()  # whether they have a minimum
+        await self.requests.leader.notify()  # learns if followers have a minimum
         if self.requests.traffic.has_minimum:
             await self.requests.hold(servers)
         self.fleet.is_loading = True
@@ -184,7 +180,7 @@ class WeightLoader:
         return servers, absent
 
     async def _before_admit(self, server: Server) -> None:
-        """Gives a server that is back what it needs besides the weights."""
+        """Loads what a server that is back needs besides the weights."""
 
     async def _identify(self, server: Server) -> None:
         is_known = server.info is not None
@@ -195,14 +191,15 @@ class WeightLoader:
                     "The server at %s was restarted since the last load; it gets the weights again.", server.url
                 )
         except NO_ANSWER:
-            pass  # the load itself says what is wrong
-        except EngineError as error:  # it was started without what rollouts need
+            pass  # the load reports what is wrong
+        except EngineError as error:  # it was started without arguments that rollouts need
             if not is_known:
                 raise
             self._refused.add(server)
             self.members.lose(server, str(error))
 
-    async def _check_models(self, servers: Sequence[Server]) -> None:
+    async def check_models(self, servers: Sequence[Server]) -> None:
+        """Raises EngineError if a server's model is not the trainer's."""
 
         async def check(server: Server) -> None:
             await server.identify()
@@ -214,20 +211,20 @@ class WeightLoader:
             problem = other_model(self.config, model_info, server.info, names)
             if problem is not None:
                 raise EngineError(
-                    f"The server at {server.url} has another model: {problem}. Start it with the policy's."
+                    f"The server at {server.url} has another model: {problem}. Start it with the policy's model."
                 )
 
         await asyncio.gather(*(check(server) for server in servers))
 
     async def _check_flush(self, server: Server, weight_version: int) -> None:
-        """Loses a server that kept key-values of the weights before a load."""
+        """Marks a server as lost if it kept key-values from before a load."""
         canary = self.sync.canary
         problem = await canary.check(server, weight_version) if canary is not None else None
         if problem is not None:
             self.members.lose(server, problem)
 
     async def _end(self, servers: Sequence[Server], report: SyncReport | None) -> None:
-        for server in [server for server in servers if server not in self._refused]:  # `give` checks those again
+        for server in [server for server in servers if server not in self._refused]:  # `give` checks refused ones again
             url = server.url
             server.verified_by = report.verified_by.get(url, "version") if report is not None else "version"
             if report is not None and url in report.lost:
@@ -244,7 +241,7 @@ class WeightLoader:
         await self.requests.release(servers)
 
     async def _reassess(self, server: Server) -> None:
-        """Keeps a server after an interrupted sync only if it reports the previous version."""
+        """After an interrupted sync, keeps a server only if it reports the previous version."""
         version = self.fleet.weight_version
         try:
             info = await server.client.model_info()

@@ -1,10 +1,9 @@
-"""The weight receiver: keeps, next to servers, the weights that they load; takes full versions and deltas.
+"""The weight receiver: stores weights next to the servers that load them; accepts full versions and deltas.
 
     LIGHTRL_SERVER_TOKEN=… python -m lightrl.engines.servers.sync.receiver --host HOST --port PORT [--folder FOLDER]
 
-It knows nothing of the servers: the trainer sends it a version while they generate, and says which folder of
-theirs to load. weights/delta_folder.py says what is refused and what survives. Every route but /ready requires the
-token.
+It knows nothing about the servers: the trainer sends it a version while they generate, and then tells them which folder
+to load. weights/delta_folder.py says what is refused and what survives. All routes except /ready require the token.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from lightrl.concurrency.listener import BACKLOG, Listener
 from lightrl.engines.servers.addresses import TOKEN_VARIABLE
 from lightrl.weights.delta_folder import DeltaFolder, NotTheBase, Version, folder_in_memory
 
-_MAX_PART_BYTES = 2**36  # bound of a request: a part is larger than its bound if one tensor is
+_MAX_PART_BYTES = 2**36  # bound of a request: a part exceeds its usual size if one tensor does
 Fields = dict[str, Any]
 PROTOCOL = 4  # version of the requests; trainer and receiver must agree
 
@@ -38,7 +37,7 @@ class Receiver:
     def __init__(self, folder: DeltaFolder, token: str) -> None:
         self.folder = folder
         self._token = token
-        self._lock = asyncio.Lock()  # one change of the folder at a time
+        self._lock = asyncio.Lock()  # at most one change of the folder
         self._listener = Listener()
 
     async def serve(self, host: str, port: int) -> None:
@@ -129,14 +128,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on, which the trainer can reach")
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--folder", help="keeps the weights once; readable by the servers; default: below /dev/shm")
+    parser.add_argument("--folder", help="holds one copy of the weights, readable by servers; default: below /dev/shm")
     options = parser.parse_args()
     token = os.environ.get(TOKEN_VARIABLE)
     if not token:
         sys.exit(f"The receiver needs {TOKEN_VARIABLE}, the token of the servers and of the run.")
     folder = options.folder or folder_in_memory("lightrl-weights-")
     with contextlib.ExitStack() as undo:
-        undo.callback(shutil.rmtree, folder, ignore_errors=True)  # nobody can load what is left there
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)  # what is left there is useless
         receiver = Receiver(DeltaFolder(folder), token)
         with contextlib.suppress(web.GracefulExit, KeyboardInterrupt):
             asyncio.run(receiver.serve(options.host, options.port))

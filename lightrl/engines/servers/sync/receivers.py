@@ -1,4 +1,4 @@
-"""Receivers: the weight receivers of an engine's servers, one on each host; see receiver.py."""
+"""Receivers: the weight receivers of an engine's servers, one per host; see receiver.py."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lightrl.engines.servers.addresses import RECEIVER_HELP, RECEIVER_VARIABLE, as_url, read_addresses
-from lightrl.engines.servers.processes.keeper import end_all, start_all
+from lightrl.engines.servers.processes.keeper import STOP_GRACE_S, end_all, start_all
 from lightrl.engines.servers.processes.process import ServerProcess
 from lightrl.weights.delta_folder import folder_in_memory
 
-STOP_GRACE_S = 5.0
-
 
 class Receivers:
-    """Given by address, or one that is started on this machine; `keep` restarts it when it ends."""
+    """Receivers given by address, or one started on this machine; `keep` restarts it when it ends."""
 
     def __init__(self) -> None:
         self.urls: list[str] = []
@@ -25,25 +23,25 @@ class Receivers:
         self._folder: Path | None = None
 
     def connect(self, urls: Sequence[str], server_urls: Sequence[str]) -> None:
-        """Uses those at `urls`, or in LIGHTRL_RECEIVER_ADDRS; raises ValueError if a server's host has none."""
+        """Uses receivers at `urls`, or in LIGHTRL_RECEIVER_ADDRS; raises ValueError if a server's host has none."""
         self.urls = [as_url(url) for url in urls] or read_addresses(RECEIVER_VARIABLE)
         for url in server_urls:
             self.of(url)
 
     def add(self, url: str | None) -> None:
-        """Adds the one of a server that joins during the run."""
+        """Adds the receiver of a server that joins during the run."""
         if url is not None and url not in self.urls:
             self.urls.append(url)
 
     def start(self, host: str, token: str | None, *, port: int = 0, log_folder: Path | None = None) -> ServerProcess:
-        """Starts one that listens on `host`. Its folder outlives it, so that the next one takes the weights over."""
+        """Starts a receiver that listens on `host`. Its folder outlives it, so a restarted one finds the weights."""
         self._folder = folder_in_memory("lightrl-weights-")
         command = [sys.executable, "-m", "lightrl.engines.servers.sync.receiver", "--host", host, "--port", "{port}"]
         self._process = ServerProcess(
             [*command, "--folder", str(self._folder)],
             name="the weight receiver",
             host=host,
-            port=port,  # 0: it keeps the one of its first start
+            port=port,  # 0: it keeps the port of its first start
             token=token,
             log_file=None if log_folder is None else log_folder / "receiver.log",
         )
@@ -52,7 +50,7 @@ class Receivers:
         return self._process
 
     def of(self, server_url: str) -> str:
-        """Address of the one on a server's host."""
+        """Returns the address of the receiver on a server's host."""
         host = urlsplit(server_url).hostname
         for url in self.urls:
             if urlsplit(url).hostname == host:
@@ -63,7 +61,7 @@ class Receivers:
         )
 
     def stop(self) -> None:
-        """Ends the one that was started here, and removes its folder. May be called twice."""
+        """Ends the receiver that was started here, and removes its folder. May be called twice."""
         if self._process is not None:
             end_all([self._process], STOP_GRACE_S)
         if self._folder is not None:

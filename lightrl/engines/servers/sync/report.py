@@ -1,4 +1,4 @@
-"""The servers of one weight sync: SyncServers, which are left; SyncReport, what happened to each."""
+"""The servers of one weight sync: SyncServers, those still taking part; SyncReport, the outcome for each."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _T = TypeVar("_T")
 
 @dataclass
 class SyncReport:
-    """Outcome for each server: it serves a version again, or it is lost. Keys are addresses."""
+    """The outcome for each server: it serves a version again, or it is lost. Keys are addresses."""
 
     weight_version: int  # to be loaded
-    previous_version: int | None = None  # version that the servers had before; None if it is not of this run
-    versions: dict[str, int] = field(default_factory=dict)  # the version it serves now
-    lost: dict[str, str] = field(default_factory=dict)  # why it is paused or gone; it must get no request
-    absent: dict[str, str] = field(default_factory=dict)  # why it took no part: it was lost before
-    rolled_back: dict[str, str] = field(default_factory=dict)  # why it serves the previous version again
+    previous_version: int | None = None  # version that the servers had before; None if it is not this run's
+    versions: dict[str, int] = field(default_factory=dict)  # the version that the server serves now
+    lost: dict[str, str] = field(default_factory=dict)  # why the server is paused or gone; it must get no request
+    absent: dict[str, str] = field(default_factory=dict)  # why the server took no part: it was lost before
+    rolled_back: dict[str, str] = field(default_factory=dict)  # why the server serves the previous version again
     verified_by: dict[str, Verification] = field(default_factory=dict)  # the check that each server's weights passed
     canaries: list[str] = field(default_factory=list)  # servers with a canary of the previous version; see CacheCanary
     num_bytes: int = 0
@@ -52,10 +52,10 @@ class SyncUndone(SyncFailed, WeightSyncUndone):
 
 
 class SyncServers:
-    """The servers of one sync; one that fails moves from `left` to `lost`.
+    """The servers of one sync; a server that fails moves from `left` to `lost`.
 
     Args:
-        timeout_s: for each request, and for the trainer's next bucket.
+        timeout_s: deadline of each request, and of the trainer's next bucket.
     """
 
     def __init__(self, servers: Sequence[Server], timeout_s: float) -> None:
@@ -63,10 +63,10 @@ class SyncServers:
         self.timeout_s = timeout_s
         self.has_old_weights = True  # the weights of `left` are untouched
         self.lost: dict[str, str] = {}  # address to the reason
-        self.silent: set[Server] = set()  # lost ones that do not answer at all
+        self.silent: set[Server] = set()  # lost servers that do not answer at all
 
     async def ask(self, question: Callable[[Server], Awaitable[_T]]) -> dict[Server, _T]:
-        """Asks all servers at once and waits for the slowest; returns the answers of those that have not failed."""
+        """Asks all servers concurrently and waits for the slowest; returns the answers of those that did not fail."""
         servers = list(self.left)
 
         async def answer(server: Server) -> _T:

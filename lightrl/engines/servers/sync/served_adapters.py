@@ -1,12 +1,11 @@
-"""AdapterLoader: adapters on servers that hold their base: one adapter per weight version, by name.
+"""AdapterLoader: adapters on servers that have their base: one adapter per weight version, by name.
 
-    base, once ─► every server, as WeightLoader does it
+    base, once ─► every server, as WeightLoader does
     adapters of version 12 ─► `policy-v12` on every server, next to `policy-v11`, while they generate
     a request ─► lora_path: policy-v12, until it ends; later requests use the newest
 
-So a load needs no pause and sends only the adapters. A request keeps the version it started with, which is the version
-of its tokens. `max_staleness + 1` versions are kept. A request under an older one is aborted and continues under the
-newest.
+So a load needs no pause and sends only the adapters. A request keeps the version it started with, and so do its tokens.
+`max_staleness + 1` versions are kept. A request under an older one is aborted and continues under the newest.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from lightrl.weights.shared_memory import payload_of
 
 @dataclass(eq=False, kw_only=True)
 class AdapterLoader(WeightLoader):
-    """Loads the base once, and after that only adapters, in the dtype of `form`."""
+    """Loads the base once and then only adapters, in the dtype of `form`."""
 
     versions: AdapterVersions
     form: ServerForm
@@ -44,10 +43,10 @@ class AdapterLoader(WeightLoader):
         return self.versions.newest
 
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
-        """Loads the base, if the buckets have it after the adapters, and then the adapters of a version.
+        """Loads the base, if the buckets contain it after the adapters, and then the adapters of a version.
 
         Raises:
-            WeightSyncError: if the adapters are not those of the first load, or no server takes them.
+            WeightSyncError: if names or shapes differ from the first load, or no server accepts the adapters.
         """
         start = time.perf_counter()
         tensors, base = _split(buckets, self.versions.form.tuning)
@@ -64,7 +63,7 @@ class AdapterLoader(WeightLoader):
 
     def _checked_adapter(self, tensors: dict[str, Tensor]) -> Adapter:
         if not tensors:
-            raise WeightSyncError("The load has no adapters. Every load must have those of the first.")
+            raise WeightSyncError("The load has no adapters. Every load must have the adapters of the first.")
         for _ in self._adapters.checked([Bucket(tensors, is_last=True)]):
             pass
         saved_name = self.versions.form.tuning.saved_name
@@ -92,7 +91,7 @@ class AdapterLoader(WeightLoader):
 
 
 def _split(buckets: Iterable[Bucket], tuning: Tuning) -> tuple[dict[str, Tensor], Iterator[Bucket] | None]:
-    """Splits off the adapters, which come first, as copies; then the base's buckets, None if there are none."""
+    """Returns copies of the adapters, which come first, and the base's buckets, or None if there are none."""
     tensors: dict[str, Tensor] = {}
     rest = iter(buckets)
     for bucket in rest:

@@ -1,13 +1,13 @@
-"""ServerSync: new weights into servers, so that no token carries a version that did not sample it.
+"""ServerSync: loads new weights into servers so that each token has the version that sampled it.
 
     stage ─► pause(retract) ─► begin ─► load ─► end ─► verify ─► resume
     folder,    no token from     bracket  buckets; the    version and     tokens of the
     group,     here on           of 0.5.21 last one has   digests         new version
     canaries                              the version
 
-A server that fails anywhere stays paused and is named in the report: it leaves the pool, since it may hold a mixture,
-and returns through another sync with what the transport holds. If none is left, the previous version is restored, if
-the transport still has it, and SyncFailed says what happened on each server.
+A server that fails at any step stays paused and is named in the report: it may have a mixture of weights, so it is lost
+and returns through another sync with the transport's version. If none is left, the previous version is restored, if the
+transport still has it, and SyncFailed says what happened on each server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightrl.weights import Bucket
 
 log = logging.getLogger(__name__)
 
-_LAST_RESUME_S = 10.0  # for a server that a cancelled sync has paused
+_LAST_RESUME_S = 10.0  # for servers that a cancelled sync has paused
 
 
 @dataclass(eq=False)
@@ -43,8 +43,8 @@ class ServerSync:
 
     transport: WeightTransport
     timeout_s: float = 600.0  # for each request and each bucket
-    verify: bool = True  # checks the version that each server reports, and its parameters as far as possible
-    verifier: WeightVerifier | None = None  # has the digests that were sent; None compares servers with each other only
+    verify: bool = True  # checks each server's version, and its parameters as far as possible
+    verifier: WeightVerifier | None = None  # has the digests that were sent; None: compares servers with each other
     canary: CacheCanary | None = None  # shows whether a load has emptied the prefix caches
 
     async def load(
@@ -59,14 +59,14 @@ class ServerSync:
     ) -> SyncReport:
         """Loads a version into all servers; the report says which serve it afterwards and which are lost.
 
-        Waits for the slowest server; every step has its deadline. On cancellation servers whose old weights are
-        untouched resume, the others stay paused.
+        Waits for the slowest server; every step has a deadline. On cancellation, servers whose old weights are
+        untouched resume; the others stay paused.
 
         Args:
-            buckets: of the trainer; None loads what the transport holds, for late servers.
-            previous_version: what the servers have now; restored if none takes the new one.
-            report: is filled in during the sync, for a caller that needs it whatever is raised.
-            before_pause: holds new requests, behind which the pause would queue.
+            buckets: the trainer's weights; None loads the version that the transport has, for late servers.
+            previous_version: the servers' current version; restored if no server accepts the new one.
+            report: filled in during the sync, for a caller that needs it even after an error.
+            before_pause: holds new requests, since a pause would queue behind them.
 
         Raises:
             SyncFailed: if no server has the new version.
@@ -75,7 +75,7 @@ class ServerSync:
         report = report or SyncReport(weight_version)
         report.lost = sync.lost
         report.previous_version = previous_version
-        sync.has_old_weights = not any(server.released for server in servers)  # released weights are gone
+        sync.has_old_weights = not any(server.released for server in servers)  # released weights are lost
         is_settled = False
         try:
             await self._load(sync, buckets, report, before_pause)
@@ -100,16 +100,16 @@ class ServerSync:
     def load_from_thread(
         self, home: HomeLoop, servers: Sequence[Server], buckets: Iterable[Bucket] | None, **settings: Any
     ) -> SyncReport:
-        """`load` on the home loop, with buckets that the calling thread gathers; not for the loop's own thread.
+        """Runs `load` on the home loop with buckets that the calling thread gathers; not from the loop's own thread.
 
-        While one bucket is sent the next is gathered: at most two are alive. An error of `buckets` ends the sync and
-        passes through.
+        While one bucket is sent, the next is gathered: at most two are in memory. An error of `buckets` ends the sync
+        and is raised.
         """
         loop = home.loop
         feed = BucketFeed(loop, timeout_s=self.timeout_s) if buckets is not None else None
 
         async def load() -> SyncReport:
-            with home.counted():  # it ends with the engine
+            with home.counted():  # cancelled when the engine closes
                 return await self.load(servers, feed, **settings)
 
         future = asyncio.run_coroutine_threadsafe(load(), loop)
@@ -164,7 +164,7 @@ class ServerSync:
 
     @contextlib.asynccontextmanager
     async def _canaries(self, sync: SyncServers, report: SyncReport) -> AsyncIterator[None]:
-        """Generates canaries meanwhile, in servers that generate with the previous version."""
+        """Inside, generates canaries on servers that have the previous version."""
         starting: dict[str, asyncio.Task[int]] = {}
         if self.canary is not None and report.previous_version is not None and sync.has_old_weights:
             starting = self.canary.start(sync.left, report.previous_version)
@@ -176,7 +176,7 @@ class ServerSync:
 
     @contextlib.asynccontextmanager
     async def _check_all_old_weights(self, sync: SyncServers, report: SyncReport) -> AsyncIterator[None]:
-        """Checks meanwhile that the servers still have what the last load gave them; the coming one repairs them."""
+        """Inside, checks that the servers still have the last load's weights; the next load repairs them."""
         checks: list[asyncio.Task[None]] = []
         version = report.previous_version
         is_known = version is not None and version != report.weight_version and sync.has_old_weights
@@ -192,13 +192,13 @@ class ServerSync:
     async def _check_old_weights(self, server: Server, report: SyncReport) -> None:
         assert self.verifier is not None
         assert report.previous_version is not None
-        with contextlib.suppress(EngineError):  # the load itself says what is wrong
+        with contextlib.suppress(EngineError):  # the load reports what is wrong
             ranks = await server.client.digests(timeout_s=self.timeout_s)
             check, problem = self.verifier.verify(server, report.previous_version, ranks)
             if check is None:
                 log.warning(
-                    "%s changed its weights after the last load: %s. Some tokens of that version may come from others; "
-                    "it gets the new version now.",
+                    "%s changed its weights after the last load: %s. Other weights may have sampled some tokens of "
+                    "that version. The server gets the new version now.",
                     server.url,
                     problem,
                 )
@@ -238,7 +238,7 @@ class ServerSync:
         previous_version: int | None,
         reason: str,
     ) -> None:
-        """Servers that answer get the previous version again and continue with it; the others are lost."""
+        """Loads the previous version again into servers that answer, which continue with it; the others are lost."""
         for server in list(failed.left):
             failed.lose(server, reason)
         if previous_version is None or not self.transport.holds(previous_version):
@@ -254,13 +254,13 @@ class ServerSync:
 
 
 async def _resume_servers(sync: SyncServers) -> list[str]:
-    """Addresses of the servers that resumed."""
+    """Resumes the servers; returns the addresses of those that did."""
     resumed = await sync.ask(lambda server: server.client.resume(timeout_s=sync.timeout_s))
     return [server.url for server in resumed]
 
 
 async def _begin(server: Server) -> bool:
-    """Opens the bracket, after it has closed one that a crashed trainer left open."""
+    """Opens the bracket; closes one first that a crashed trainer left open."""
     try:
         return await server.client.begin_weight_update()
     except ServerRefused:

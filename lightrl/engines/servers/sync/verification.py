@@ -1,4 +1,4 @@
-"""ParameterCheck: is a load complete and finite? WeightVerifier: servers' digests against those that were sent."""
+"""ParameterCheck: is a load complete and finite? WeightVerifier: do servers' digests equal the trainer's?"""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KEPT_VERSIONS = 3  # the present one for late servers, the one before for a roll-back
+KEPT_VERSIONS = 3  # the current one for late servers, and the previous for a roll-back
 _USUAL = re.compile(
     r"model\.(embed_tokens|norm|layers\.\d+\.(self_attn\.(qkv_proj|o_proj|q_norm|k_norm)|\w*layernorm"
     r"|mlp\.(gate_up_proj|down_proj|gate|experts)))\.(weight|bias|w13_weight|w2_weight)|lm_head\.weight"
@@ -43,10 +43,10 @@ class ParameterCheck:
         self._first: dict[str, list[int]] | None = None  # parameters of the first load, with their shapes
 
     def checked(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-        """Yields the buckets of a load, the last one, which carries the version, only if all parameters are right.
+        """Yields the buckets of a load; the last one, which sets the version, only if all parameters are right.
 
         Raises:
-            WeightSyncError: if a parameter is missing, new, there twice, of another shape, or not finite.
+            WeightSyncError: if a parameter is missing, new, duplicated, of another shape, or not finite.
         """
         shapes: dict[str, list[int]] = {}
         for bucket in buckets:
@@ -57,7 +57,7 @@ class ParameterCheck:
                         "shape. Every load must have the same parameters."
                     )
                 shapes[name] = shape
-            for name, tensor in bucket.tensors.items():  # the ranks that wrote the others have checked them
+            for name, tensor in bucket.tensors.items():  # other ranks have checked the ones they wrote
                 if not torch.isfinite(tensor).all():
                     raise WeightSyncError(f"Parameter {name!r} has values that are not finite.")
             if bucket.is_last and self._first is not None and (missing := sorted(set(self._first) - set(shapes))):
@@ -70,17 +70,17 @@ class ParameterCheck:
 class WeightVerifier:
     """Verifies that servers have the trainer's weights.
 
-    A server whose digests were compared once must be comparable at each later sync, else it is rejected: the weaker
-    checks never replace the digests silently. The log says once for each server which check runs.
+    A server whose digests were compared once must be comparable at each later sync, otherwise it is rejected: weaker
+    checks never replace digests silently. The log says once per server if a weaker check is used.
     """
 
     config: PretrainedConfig  # the policy's
-    form: ServerForm  # dtype and names that are sent
+    form: ServerForm  # dtype and names of what is sent
     timeout_s: float = 600.0  # for the digests of one bucket
     _versions: dict[int, Digests] = field(default_factory=dict)
 
     def begin(self, weight_version: int, servers: Iterable[Server]) -> Digests:
-        """Computes what these servers must answer after a load; keeps it, also for late servers and a roll-back."""
+        """Returns digests to compare with these servers after a load; keeps them for late servers and a roll-back."""
         layouts: dict[ServerLayout, None] = {}
         for server in servers:
             if server.info is not None and server.info.layout_problem is None:
@@ -106,11 +106,11 @@ class WeightVerifier:
             self._versions[weight_version].finish()
 
     def verify(self, server: Server, weight_version: int, ranks: RankDigests | None) -> tuple[Verification | None, str]:
-        """Compares a server's digests, None if it has none.
+        """Compares a server's digests; `ranks` is None if it has none.
 
         Returns:
-            `digests` and nothing, or None and the problem of a server that must be rejected, or `version` and why its
-            digests cannot be compared.
+            `digests` and an empty string; or None and the problem, if the server must be rejected; or `version` and why
+            its digests cannot be compared.
         """
         check, problem = self._compare(server, weight_version, ranks)
         if check == "version" and server.digest_dtype is not None:
@@ -120,7 +120,7 @@ class WeightVerifier:
             if check != "digests":
                 log.warning(
                     "%s: its parameters cannot be compared with the trainer's: %s. Its checksum is compared with those "
-                    "of other servers, if there are some.",
+                    "of other servers, if there are any.",
                     server.url,
                     problem,
                 )
@@ -162,7 +162,7 @@ class WeightVerifier:
         )
 
     def _find_differences(self, ranks: list[dict[str, str]], expected: RankDigests) -> list[tuple[str, int]]:
-        """Parameters with another digest, as (name, rank); not those that show none."""
+        """Returns (name, rank) of each parameter whose digests differ; skips parameters without a digest."""
         return [
             (name, rank)
             for rank, (theirs, ours) in enumerate(zip(ranks, expected, strict=True))
@@ -173,7 +173,7 @@ class WeightVerifier:
     def _names_problem(
         self, theirs: Mapping[str, str], ours: Mapping[str, str]
     ) -> tuple[Verification | None, str] | None:
-        """None if the server has the trainer's parameters and no others."""
+        """Returns None if the server has exactly the trainer's parameters."""
         optional = {OUTPUT_HEAD} if OUTPUT_HEAD in self.form.skip_names else set()
         extra = sorted(set(theirs) - set(ours))
         missing = sorted(set(ours) - set(theirs) - optional)
@@ -192,7 +192,7 @@ class WeightVerifier:
 async def verify_servers(
     sync: SyncServers, weight_version: int, verifier: WeightVerifier | None
 ) -> dict[str, Verification]:
-    """The check that each server passed. Those that have another version or other parameters are lost."""
+    """Returns the check that each server passed; marks servers with another version or other parameters as lost."""
     infos = await sync.ask(lambda server: server.client.model_info(timeout_s=sync.timeout_s))
     for server, info in infos.items():
         if str(info.get("weight_version")) != str(weight_version):
@@ -221,7 +221,7 @@ async def verify_servers(
 
 
 def _agree_with_majority(checksum_of: Mapping[Server, tuple[int, str]]) -> dict[Server, bool]:
-    """Whether a server is in the majority of those with as many ranks; without servers that cannot be compared."""
+    """Returns whether each server agrees with the majority of those with as many ranks; omits those with no peers."""
     agrees: dict[Server, bool] = {}
     for num_ranks in {num for num, _ in checksum_of.values()}:  # what a rank holds depends on the number of ranks
         group = {server: checksum for server, (num, checksum) in checksum_of.items() if num == num_ranks}

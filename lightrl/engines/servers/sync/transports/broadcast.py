@@ -1,4 +1,4 @@
-"""BroadcastTransport: weights in a process group of trainer and servers."""
+"""BroadcastTransport: broadcasts weights in a process group of trainer and servers."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from lightrl.weights import BroadcastGroup, Bucket, ServerForm
 from lightrl.weights.broadcast import listen
 
 _T = TypeVar("_T")
-_SERVER_GRACE_S = 10.0  # a server's own deadline is the group's; its answer may come a little later
+_SERVER_GRACE_S = 10.0  # a server's deadline is the group's; its answer may come a little later
 
 
 class BroadcastTransport(Streaming):
     """Sends by broadcast in a process group of this process and all servers: NCCL between GPUs, gloo on the CPU.
 
     The group is built at the first sync, and again whenever the set of servers changes. A server that dies half-way
-    breaks it for all, a hanging one after `transfer_timeout_s`; the others then get everything from the copy, in a new
-    group. The deadline holds for one bucket, and for the group to form.
+    breaks it for all, and so does one that hangs for `transfer_timeout_s`; the others then get everything from the
+    copy, in a new group. This deadline applies to each bucket, and to forming the group.
 
-    The group meets at `trainer_host`, by default our address on the route to the servers, at a port of this address
-    alone and under a name that nobody can guess.
+    The group meets at `trainer_host`, by default this machine's address on the route to the servers, on a port that is
+    open only at this address, and under a name that nobody can guess.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class BroadcastTransport(Streaming):
         self._members = [server.url for server in servers.left]
 
     async def _join(self, servers: SyncServers) -> BroadcastGroup:
-        sizes = await servers.ask(num_ranks)  # dead servers drop out here: a group waits for all members
+        sizes = await servers.ask(num_ranks)  # dead servers drop out here, since a group waits for all members
         servers.check_some_left()
         offsets = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=1), strict=False))
         world_size = 1 + sum(sizes.values())
@@ -87,7 +87,7 @@ class BroadcastTransport(Streaming):
                 2 * self.transfer_timeout_s + _SERVER_GRACE_S,  # the store has one deadline, the group another
             )
         )
-        trying = SyncServers(servers.left, servers.timeout_s)  # one that does not join makes all others fail
+        trying = SyncServers(servers.left, servers.timeout_s)  # a server that does not join makes all others fail
         await trying.ask(
             lambda server: server.client.init_weights_group(
                 name,
@@ -102,7 +102,7 @@ class BroadcastTransport(Streaming):
         return group
 
     def _new_name(self) -> str:
-        """A name for a group that nobody can guess."""
+        """Returns a group name that nobody can guess."""
         return f"lightrl-{secrets.token_hex(16)}"
 
     def _make_group(self, name: str, place: GroupPlace, listener: socket.socket) -> BroadcastGroup:
@@ -152,7 +152,7 @@ class BroadcastTransport(Streaming):
             await sending
         if not failed and sending.exception() is None:
             return
-        # The silent ones are lost, else the one that failed first; the others failed because of it.
+        # Silent servers are lost, or if there are none, the first that failed: it made the others fail.
         for server in receiving.silent or failed[:1]:
             servers.lose(server, receiving.lost[server.url])
         servers.silent |= receiving.silent
@@ -163,7 +163,7 @@ class BroadcastTransport(Streaming):
 
 
 async def _within(step: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
-    """Bounds a step that has a deadline of its own and may not keep it, such as NCCL on a device that hangs."""
+    """Bounds a step that may miss its own deadline, such as NCCL on a device that hangs."""
     try:
         return await asyncio.wait_for(step, timeout_s)
     except TimeoutError as error:

@@ -1,4 +1,4 @@
-"""DeltaTransport: only what changed, to a receiver next to the servers, which load it from there."""
+"""DeltaTransport: sends only what changed to a receiver next to the servers, which load it from there."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_IN_FLIGHT = 4  # parts: hides the round trip, and bounds the memory
-_POLL_S = 0.2  # between two questions to a receiver that is starting
+_IN_FLIGHT = 4  # parts in flight: hides the round trip, and bounds the memory
+_POLL_S = 0.2  # interval between requests to a receiver that is starting
 
 Answer = dict[str, Any]
-Answers = dict[str, Answer]  # address to answer; with `error` from a receiver that failed
+Answers = dict[str, Answer]  # address to answer, which has `error` if the receiver failed
 
 
 class DeltaTransport(WeightTransport):
-    """Sends the receivers what changed since the last version, while the trainer gathers and the servers generate.
+    """Sends receivers what changed since the last version, while the trainer gathers weights and the servers generate.
 
-    Each receiver gets an upload of its own: the whole version if it has another base, as at first, after it was lost,
-    after it refused. It computes the digest of its result before a server loads it, so a full sync now and then would
-    find nothing more. A copy of the model stays in the trainer's host memory.
+    Each receiver gets its own upload: the whole version if it lacks the base, as at the start and after a loss or a
+    refusal. It checks the digest of its result before a server loads it, so that no occasional full sync is needed. A
+    copy of the model stays in the trainer's host memory.
 
     Args:
         connect: opens the connection to the receiver at an address.
-        receiver_of: the address of the receiver on the host of the server at an address.
-        wait_s: for a receiver that does not answer: it may be restarting.
+        receiver_of: returns the address of the receiver on the host of a server's address.
+        wait_s: how long to wait for a receiver that does not answer, since it may be restarting.
     """
 
     needs_bracket = False
@@ -63,15 +63,15 @@ class DeltaTransport(WeightTransport):
     ) -> None:
         self.form = form
         self.copy = DeltaCopy(form)
-        self.num_bytes = 0  # bytes that this process sent for the last version
+        self.num_bytes = 0  # bytes sent by this process for the last version
         self._config = served_config(config, form)
         self._connect = connect
         self._receiver_of = receiver_of
         self._wait_s = wait_s
         self._run = secrets.token_hex(8)
-        self._version = NOTHING  # version of the copy
+        self._version = NOTHING  # the copy's version
         self._previous = NOTHING  # version that the receivers can restore
-        self._folders: dict[str, str] = {}  # receiver to folder, if it has the version to load
+        self._folders: dict[str, str] = {}  # receiver to its folder with the version to load
 
     async def stage(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
         base, self._version, self._previous = self._version, NOTHING, NOTHING
@@ -102,7 +102,7 @@ class DeltaTransport(WeightTransport):
     async def _begin_sending(
         self, receivers: _Receivers, urls: Sequence[str], base: Version
     ) -> tuple[_Sending, _Sending]:
-        """Begins with the receivers that have the base, and with those that need the whole version."""
+        """Begins sending to the receivers that have the base, and to those that need the whole version."""
         states = await self._states(receivers, urls)
         reached = [url for url, state in states.items() if "error" not in state]
         has_base = [url for url in reached if base.digest and states[url]["digest"] == base.digest]
@@ -137,7 +137,7 @@ class DeltaTransport(WeightTransport):
         await server.client.update_weights_from_disk(folder, str(weight_version), timeout_s=timeout_s)
 
     async def _bring(self, servers: SyncServers, receivers: _Receivers, version: Version) -> None:
-        """Gives the version to the receivers that lack it; servers of those that do not take it are lost."""
+        """Gives the version to the receivers that lack it; servers whose receiver does not accept it are lost."""
         urls = [url for url in self._urls(servers) if url not in self._folders]
         states = await self._states(receivers, urls)
         errors = {url: state["error"] for url, state in states.items() if "error" in state}
@@ -157,7 +157,7 @@ class DeltaTransport(WeightTransport):
             self.num_bytes += full.num_bytes
             errors |= full.errors
         reasons = {url: f"the weight receiver {url}: {errors.get(url, 'it lacks the version')}" for url in urls}
-        if not self._folders:  # the servers are not to blame, and keep what they have
+        if not self._folders:  # the servers are not at fault, and keep their weights
             raise WeightSyncError("; ".join(reasons.values()))
         for server in list(servers.left):
             url = self._receiver_of(server.url)
@@ -165,7 +165,7 @@ class DeltaTransport(WeightTransport):
                 servers.lose(server, reasons[url])
 
     async def _states(self, receivers: _Receivers, urls: Sequence[str]) -> Answers:
-        """Asks each receiver what it has; waits for those that do not answer."""
+        """Asks each receiver for its state; waits for those that do not answer."""
         deadline = time.monotonic() + self._wait_s
 
         async def ask(url: str) -> Answer:
@@ -179,7 +179,7 @@ class DeltaTransport(WeightTransport):
 
 
 class _Receivers:
-    """Connections to receivers, within `async with`."""
+    """Connections to receivers, open inside `async with`."""
 
     def __init__(self, connect: Callable[[str], Connection], timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -196,8 +196,8 @@ class _Receivers:
     async def ask(
         self, urls: Sequence[str], path: str, body: dict[str, object] | bytes, fields: dict[str, object] | None = None
     ) -> Answers:
-        """Sends one request to each of these receivers, to all at the same time."""
-        receivers = list(urls)  # the caller may remove some meanwhile
+        """Sends the same request to each of these receivers, concurrently."""
+        receivers = list(urls)  # a copy: the caller may remove some meanwhile
         query = f"?{urlencode(fields)}" if fields else ""
 
         async def ask(url: str) -> Answer:
@@ -212,7 +212,7 @@ class _Receivers:
         return dict(zip(receivers, await asyncio.gather(*map(ask, receivers)), strict=True))
 
     async def state(self, url: str) -> Answer:
-        """Returns a receiver's state, with `error` if there is none, and `is_silent` if nothing answered."""
+        """Returns a receiver's state, or a dict with `error`, and with `is_silent` if nothing answered."""
         connection = self._connect(url)
         try:
             state: Answer = await connection.request("POST", "/state", {}, num_retries=0)
@@ -232,13 +232,13 @@ class _Receivers:
 
 
 class _Sending:
-    """One version, a delta if it has a base, on its way to some receivers, part by part."""
+    """An upload of one version to some receivers, part by part; a delta if there is a base."""
 
     def __init__(self, receivers: _Receivers, urls: Sequence[str], base: str) -> None:
         self.urls = list(urls)  # receivers that have not failed
         self.errors: dict[str, str] = {}
-        self.folders: dict[str, str] = {}  # once it is finished
-        self.num_bytes = 0  # bytes that left this process
+        self.folders: dict[str, str] = {}  # set when it is finished
+        self.num_bytes = 0  # bytes sent by this process
         self._receivers = receivers
         self._base = base
         self._session = secrets.token_hex(8)
@@ -249,7 +249,7 @@ class _Sending:
         await self._ask("/begin", {"session": self._session, "base": self._base})
 
     async def send(self, parts: Iterable[bytes]) -> None:
-        """Returns when the last parts are on their way."""
+        """Sends parts; returns while the last ones are still in flight."""
         if not self.urls:
             return
         iterator = iter(parts)
@@ -267,7 +267,7 @@ class _Sending:
         self.folders = {url: answer["folder"] for url, answer in answers.items() if "error" not in answer}
 
     async def _settle(self, num_left: int) -> None:
-        """Waits until at most so many parts are on their way."""
+        """Waits until at most `num_left` parts are in flight."""
         while len(self._in_flight) > num_left:
             done, self._in_flight = await asyncio.wait(self._in_flight, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -284,6 +284,6 @@ class _Sending:
         for url, answer in answers.items():
             if "error" in answer:
                 self.errors.setdefault(url, answer["error"])
-                with contextlib.suppress(ValueError):  # another part has failed before
+                with contextlib.suppress(ValueError):  # another part failed before
                     self.urls.remove(url)
         return answers

@@ -1,9 +1,10 @@
-"""WeightTransport: what a sync needs of a way to carry weights; through a folder, or bucket by bucket (Streaming)."""
+"""WeightTransport: how a sync sends weights: through a folder, or bucket by bucket (Streaming)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, Protocol, TypeVar
@@ -23,26 +24,26 @@ GPU_PART_BYTES = 2**29  # size of a block in GPU memory
 
 
 class WeightTransport(Protocol):
-    """How the bytes of a version reach paused servers, one sync at a time. May keep a version for late servers."""
+    """Sends the bytes of a version to paused servers, one sync at a time. May keep a version for late servers."""
 
     needs_bracket: bool  # the servers' begin_weight_update and end_weight_update
 
     async def stage(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
-        """Does what it can while the servers still generate. Raises WeightSyncError; the servers are untouched then."""
+        """Does what is possible while the servers still generate. If it raises WeightSyncError, they are untouched."""
         ...
 
     async def load(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
-        """Afterwards every server that is left has the version; returns the number of bytes."""
+        """Loads the version into every server that is left; returns the number of bytes."""
         ...
 
     async def load_held(self, servers: SyncServers, weight_version: int) -> int:
-        """Loads a version that the transport has kept; see `holds`."""
+        """Loads a version that the transport has kept (see `holds`)."""
         ...
 
     def holds(self, weight_version: int) -> bool: ...
 
     def shared_folder(self) -> WeightFolder | None:
-        """Into which other ranks of the trainer may write files that `stage` takes over; None if it takes none."""
+        """Returns the folder where other trainer ranks may write files for `stage` to use; None if not supported."""
         return None
 
     async def close(self) -> None:
@@ -50,9 +51,9 @@ class WeightTransport(Protocol):
 
 
 class Streaming(WeightTransport):
-    """Bucket by bucket while the servers are paused; a server that fails half-way holds a mixture.
+    """Sends bucket by bucket while the servers are paused; a server that fails half-way has a mixture of weights.
 
-    A copy of the whole model stays in host memory, for servers that join late and for those of a group that broke.
+    A copy of the whole model stays in host memory, for servers that join late or whose group broke.
     """
 
     needs_bracket = True
@@ -70,7 +71,7 @@ class Streaming(WeightTransport):
         try:
             return await self._stream(servers, copied, weight_version)
         except WeightSyncError:
-            async for _ in copied:  # the rest, also when every server has failed
+            async for _ in copied:  # completes the copy, even if every server has failed
                 pass
             if not servers.left or not self.holds(weight_version):
                 raise
@@ -91,11 +92,11 @@ class Streaming(WeightTransport):
 
     @abstractmethod
     async def _connect(self, servers: SyncServers) -> None:
-        """Asks each server what the transfer depends on."""
+        """Prepares the transfer with each server."""
 
     @abstractmethod
     async def _send(self, servers: SyncServers, bucket: Bucket, version: str | None) -> None:
-        """Sends one bucket to all; `version` comes with the last one, which also flushes the cache."""
+        """Sends one bucket to all servers; the last one has a `version`, and also flushes the cache."""
 
     async def _stream(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
         num_bytes = 0
@@ -105,7 +106,7 @@ class Streaming(WeightTransport):
             version = str(weight_version) if bucket.is_last else None
             if layout:
                 await self._send(servers, bucket, version)
-            elif version is not None:  # it held only a tied head
+            elif version is not None:  # it had only a tied head
                 await servers.ask(lambda server: _acknowledge_empty(server, str(weight_version)))
             num_bytes += sum(shape.numel() * dtype.itemsize for _, dtype, shape in layout)
         servers.check_some_left()
@@ -113,7 +114,7 @@ class Streaming(WeightTransport):
 
 
 class SharedMemoryTransport(Streaming):
-    """Through shared memory to servers of the same host. **SGLang demands a pickle**: see weights/shared_memory.py.
+    """Sends through shared memory on one host. **SGLang demands a pickle**: see weights/shared_memory.py.
 
     A bucket is sent in parts of at most `part_bytes`, unless one tensor is larger, so that the shared block is small.
     """
@@ -130,22 +131,18 @@ class SharedMemoryTransport(Streaming):
     async def _send(self, servers: SyncServers, bucket: Bucket, version: str | None) -> None:
         for part in bucketed(bucket.tensors.items(), self.part_bytes):
             await in_thread(self._shared.fill, part)
-            await self._send_part(servers, version if part.is_last else None)
+            part_version = version if part.is_last else None
+            await servers.ask(functools.partial(self._send_part, part_version, servers.timeout_s))
 
-    async def _send_part(self, servers: SyncServers, version: str | None) -> None:
-        await servers.ask(
-            lambda server: server.client.update_weights_from_tensor(
-                [self._shared.payload() for _ in range(self._sizes[server])],  # one for each rank
-                version,
-                timeout_s=servers.timeout_s,
-            )
-        )
+    async def _send_part(self, version: str | None, timeout_s: float, server: Server) -> None:
+        payloads = [self._shared.payload() for _ in range(self._sizes[server])]  # one for each rank
+        await server.client.update_weights_from_tensor(payloads, version, timeout_s=timeout_s)
 
 
 class CudaIpcTransport(SharedMemoryTransport):
-    """Sends as through shared memory, with the block in the memory of rank 0's GPU: no byte passes the host.
+    """Sends like SharedMemoryTransport, but with the block in rank 0's GPU memory: no byte goes through the host.
 
-    Every tp rank of a server gets a handle of its own to the block. A rank on another GPU reads it over NVLink or PCIe,
+    Every tp rank of a server gets its own handle to the block. A rank on another GPU reads it over NVLink or PCIe,
     which needs peer access between the two. **SGLang demands a pickle**: see weights/shared_memory.py.
     """
 
@@ -155,7 +152,7 @@ class CudaIpcTransport(SharedMemoryTransport):
 
 
 class DiskTransport(WeightTransport):
-    """Through a folder that trainer and servers see. Written while they generate; each server loads by itself."""
+    """Sends through a folder that trainer and servers see, written while they generate; each server loads it."""
 
     needs_bracket = False
 
@@ -177,7 +174,7 @@ class DiskTransport(WeightTransport):
 
     async def load_held(self, servers: SyncServers, weight_version: int) -> int:
         folder = self.folder.path_of(weight_version)
-        # Else SGLang's own rollback would read the same folder again, and die.
+        # Otherwise SGLang's own rollback would read the same folder again and die.
         if not await self._on_disk(servers, is_whole, folder):
             raise WeightSyncError(f"The folder {str(folder)!r} is incomplete: a file is missing or truncated.")
         await servers.ask(
@@ -188,7 +185,7 @@ class DiskTransport(WeightTransport):
         return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
     async def _on_disk(self, servers: SyncServers, step: Callable[..., _T], *arguments: Any) -> _T:
-        """A network folder may hang for ever; its thread is then abandoned."""
+        """Runs a step in a thread, which is abandoned if a network folder hangs."""
         try:
             return await asyncio.wait_for(in_thread(step, *arguments), servers.timeout_s)
         except TimeoutError as error:
@@ -205,7 +202,7 @@ class DiskTransport(WeightTransport):
 
 
 async def num_ranks(server: Server) -> int:
-    """Number of a server's ranks: its tensor-parallel and pipeline parts together."""
+    """Returns the number of a server's ranks, of tensor and pipeline parallelism together."""
     return (await server.client.server_info()).world_size
 
 

@@ -1,12 +1,12 @@
-"""Checkpoint folders of several processes: every rank saves and loads its part, by the parameters' global names.
+"""Checkpoint folders of several processes: every rank saves and loads its part by global parameter names.
 
 The format is torch.distributed.checkpoint's, so any number of processes and any strategy can read it; `meta.pt` in the
-folder holds everything but weights and optimizers. Every file has the id of its save, and a folder mixed from two, by a
-copy amid a save or one that was interrupted, is refused.
+folder holds everything but weights and optimizers. Every file contains the id of its save; a folder that mixes two
+saves, for example after an interrupted copy, is refused.
 
-torch's HuggingFaceStorageWriter and Reader (2.13) do not fit. Tensors come back to the bit on other meshes, but a value
-that is no tensor, such as a learning rate, makes the file unreadable: it is written before the header. Writing takes
-twice the memory of the tensors. A missing file, changed bytes and files of two saves are read without an error.
+torch's HuggingFaceStorageWriter and Reader (2.13) do not fit. Tensors are restored exactly on other meshes, but a value
+that is not a tensor, like a learning rate, makes the file unreadable: it is written before the header. Writing takes
+twice the memory of the tensors. Missing files, changed bytes and files of two saves cause no error.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from torch.utils._pytree import tree_map_only
 
 from lightrl.checks.files import cause_to_show, publish, remove_path, write_sums
 from lightrl.concurrency.owner import remove_left_behind
-from lightrl.strategies.checkpoints.atomic_write import Progress, TrackedFile, write_error
-from lightrl.strategies.checkpoints.fit import check_named_optimizer, check_optimizer_names, check_weights, parameter_of
-from lightrl.strategies.checkpoints.safe_reader import (
+from lightrl.strategies.checkpoint.atomic_write import Progress, TrackedFile, write_error
+from lightrl.strategies.checkpoint.fit import check_named_optimizer, check_optimizer_names, check_weights, parameter_of
+from lightrl.strategies.checkpoint.safe_reader import (
     OWN,
     PARTS,
     DamagedCheckpoint,
@@ -60,18 +60,18 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 def folder_writer(
     checkpoint: dict[str, Any], place: Path, *, writer_mark: str, group: dist.ProcessGroup, is_main: bool, copies: bool
 ) -> Callable[[Progress], None]:
-    """A function that writes this rank's part of a checkpoint; the folder gets its name once all ranks have written.
+    """Returns a function that writes this rank's part of a checkpoint; the folder is renamed once all have written.
 
     Args:
-        checkpoint: Lightning's; loses its weights and optimizer states.
-        place: of the folder, the same on all ranks.
-        writer_mark: rank 0's mark, see owner.py, and what no other save has: the id that every file gets.
-        group: all ranks; used only by the thread that writes.
+        checkpoint: Lightning's checkpoint; its weights and optimizer states are removed from it.
+        place: the folder's path, the same on all ranks.
+        writer_mark: rank 0's mark, see owner.py, and a unique suffix: the id that every file gets.
+        group: all ranks; used only by the writing thread.
         is_main: whether this is rank 0.
         copies: copy the tensors now, because training continues during the write.
 
     Raises:
-        OSError: by the function, if the folder cannot be written.
+        OSError: when the function is called, if the folder cannot be written.
     """
     part = place.with_name(f"{place.name}.{writer_mark}.part")
     state = {"state_dict": checkpoint.pop("state_dict")}
@@ -94,12 +94,12 @@ def folder_writer(
                         file.write(rest.getbuffer())
                         file.flush()
                         os.fsync(file.fileno())
-            dist.barrier(group=group)  # or a faster rank would make the folder first
+            dist.barrier(group=group)  # otherwise a faster rank would make the folder first
             writer = _Writer(part, save_id, progress)
             dcp.state_dict_saver.save(state, storage_writer=writer, process_group=group)
             if is_main:  # all ranks have written: a save ends with a reduction
                 with progress.at_disk():
-                    write_sums(part, [".metadata"])  # the other files have checksums of their own
+                    write_sums(part, [".metadata"])  # the other files contain checksums
                     parts = {file.relative_path for file in SafeReader(part).read_metadata().storage_data.values()}
                     if missing := sorted(name for name in parts if not (part / name).is_file()):
                         raise OSError(f"{', '.join(missing[:3])} of other ranks did not appear in {part}")
@@ -113,7 +113,7 @@ def folder_writer(
 
 
 class _Writer(FileSystemWriter):
-    """torch's writer, whose files have the id of the save."""
+    """torch's writer, with the id of the save in its files."""
 
     def __init__(self, folder: Path, save_id: str, progress: Progress) -> None:
         super().__init__(folder)
@@ -125,7 +125,7 @@ class _Writer(FileSystemWriter):
 
 
 class _TrackedFiles(FileSystem):
-    """Files of a checkpoint, whose writing reports progress until they are synced and closed."""
+    """Files of a checkpoint that report write progress until they are synced and closed."""
 
     def __init__(self, save_id: str, progress: Progress) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class _TrackedFiles(FileSystem):
 def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Loads weights and optimizers in place, from any number of ranks; returns the rest. Collective.
 
-    Roles that were not saved stay as they are.
+    Roles that were not saved keep their weights.
 
     Raises:
         ValueError: if the folder is incomplete, or holds other models or optimizers.
@@ -176,7 +176,7 @@ def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Optimiz
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
-    """The whole checkpoint in this process, however many saved it; optimizer states are by parameter name."""
+    """Reads a whole checkpoint into this process, however many saved it; optimizer states are by parameter name."""
     checkpoint = read_rest(folder)
     checkpoint["state_dict"] = read_tensors(folder, "state_dict.")
     optimizers = checkpoint["optimizer_states"] = list[dict[str, Any]]()
@@ -186,7 +186,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path, prefix: str, *, with_numbers: bool = False) -> dict[str, Any]:
-    """The whole tensors whose names start with `prefix`, by the rest of the name; `with_numbers`, other values too."""
+    """Reads whole tensors whose names start with `prefix`, by the rest of the name, and `with_numbers` other values."""
     tensors: dict[str, Any] = {}
     for name, item in SafeReader(folder).read_metadata().state_dict_metadata.items():
         if name.startswith(prefix) and isinstance(item, TensorStorageMetadata):
@@ -201,7 +201,7 @@ def read_tensors(folder: Path, prefix: str, *, with_numbers: bool = False) -> di
 
 
 def read_rest(folder: Path) -> dict[str, Any]:
-    """All but weights and optimizers; raises ValueError unless this is a complete checkpoint of several processes."""
+    """Reads all but weights and optimizers; raises ValueError unless this is a complete checkpoint folder."""
     if not (folder / META_FILE).is_file() or not (folder / ".metadata").is_file():
         raise ValueError(
             f"Checkpoint folder {folder} lacks {META_FILE} or .metadata, so it is not a complete checkpoint of several "
@@ -214,19 +214,19 @@ def read_rest(folder: Path) -> dict[str, Any]:
 
 
 def optimizer_state(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The state by parameter name; a parameter without a gradient so far has none, only its group's settings."""
+    """Returns the state by parameter name; a parameter that never had a gradient has only its group's settings."""
     with _without_empty_groups(optimizer) as plain:
         has_stepped = bool(plain.state)
         state = get_optimizer_state_dict(model, plain, options=_FLAT) if plain.param_groups else {}
-        if not has_stepped:  # torch has made the state of a first step, which the optimizer would continue from
+        if not has_stepped:  # torch has made the state of a first step, from which the optimizer would continue
             plain.state.clear()
             state = {name: value for name, value in state.items() if not name.startswith("state.")}
     return state
 
 
 def _state_to_fill(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The state by parameter name, with the state of a first step for every parameter of a new optimizer."""
-    optimizer.zero_grad()  # torch makes none beside gradients, such as an earlier fit's
+    """Returns the state by parameter name, with a first step's state for every parameter of a new optimizer."""
+    optimizer.zero_grad()  # torch makes none if there are gradients, for example of an earlier fit
     with _without_empty_groups(optimizer) as plain:
         return get_optimizer_state_dict(model, plain, options=_FLAT) if plain.param_groups else {}
 
@@ -234,7 +234,7 @@ def _state_to_fill(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, An
 def load_optimizer_state(
     model: torch.nn.Module, optimizer: Optimizer, state: dict[str, Any], where: str | Path | None
 ) -> None:
-    """The inverse of `optimizer_state`; raises ValueError for the state of another optimizer."""
+    """Loads the result of `optimizer_state`; raises ValueError for the state of another optimizer."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     filled = _state_to_fill(model, optimizer)
     check_optimizer_names(state.keys(), filled.keys(), optimizer, where)
@@ -249,7 +249,7 @@ def load_optimizer_state(
 
 @contextlib.contextmanager
 def _without_empty_groups(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Torch's optimizer inside Lightning's, without the groups of roles on other ranks, which torch rejects."""
+    """Unwraps Lightning's optimizer, without the groups of roles on other ranks, which torch rejects."""
     plain: Optimizer = getattr(optimizer, "optimizer", optimizer)
     groups = plain.param_groups
     plain.param_groups = [group for group in groups if group["params"]]

@@ -1,7 +1,7 @@
-"""Reads torch's checkpoints as data: whatever a file says, no code runs, and damaged bytes are refused.
+"""Reads torch's checkpoints as data: whatever a file contains, no code runs, and damaged bytes are refused.
 
-torch's own reader unpickles `.metadata` and single values without limits, so a crafted file runs any command. It writes
-a CRC-32 of every record and checks none. It reads files of two saves as one; here each has its save's id.
+torch's own reader unpickles `.metadata` and single values without limits, so a crafted file can run any command. torch
+writes a CRC-32 of every record but checks none, and accepts files of two saves as one; here each has its save's id.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from torch.futures import Future
 
 _METADATA_FILE = ".metadata"
-OWN = "lightrl "  # how the id of a save begins
-PARTS = ".distcp"  # how the files of tensors end
-# A damaged or crafted pickle fails in as many ways as there are operations.
+OWN = "lightrl "  # prefix of a save's id
+PARTS = ".distcp"  # suffix of tensor files
+# A damaged or crafted pickle can fail in any of its operations.
 _OPERATIONS_FAIL = (ValueError, TypeError, AttributeError, LookupError, ImportError, MemoryError, ArithmeticError)
 _DAMAGE = (*_OPERATIONS_FAIL, pickle.UnpicklingError, EOFError, RuntimeError, struct.error, zipfile.BadZipFile)
 _CLASSES: tuple[type, ...] = (
@@ -51,11 +51,11 @@ _CLASSES: tuple[type, ...] = (
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint's file is not what was written."""
+    """A checkpoint's file differs from what was written."""
 
 
 def load_plain(file: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """The content of a checkpoint's file, on the CPU; raises ValueError if it is damaged or more than plain data."""
+    """Reads a checkpoint's file to the CPU; raises ValueError if it is damaged or contains more than plain data."""
     with named(file):
         check_records(file)
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
@@ -63,7 +63,7 @@ def load_plain(file: Path, *, mmap: bool = False) -> dict[str, Any]:
 
 
 def of_run(content: object, file: str | Path) -> dict[str, Any]:
-    """`content`, if Lightning wrote it; raises ValueError for anything else that torch can read."""
+    """Returns `content` if Lightning wrote it; raises ValueError for anything else that torch can read."""
     if not isinstance(content, dict) or "pytorch-lightning_version" not in content:
         raise ValueError(f"{str(file)!r} is not a checkpoint of a run. To start from weights, set model.policy.")
     return content
@@ -71,7 +71,7 @@ def of_run(content: object, file: str | Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def named(file: str | Path) -> Iterator[None]:
-    """Inside, what is raised for a file that is damaged, or more than plain data, is a ValueError with its name."""
+    """Turns errors about a file that is damaged, or contains more than plain data, into a ValueError with its name."""
     try:
         yield
     except FileNotFoundError:
@@ -84,7 +84,7 @@ def named(file: str | Path) -> Iterator[None]:
 
 
 def check_records(content: Path | IO[bytes], of: str = "the file") -> None:
-    """Reads once what `torch.save` wrote; raises ValueError for a record with other bytes than its CRC-32 says."""
+    """Checks a file of `torch.save`; raises ValueError for a record whose bytes do not match its CRC-32."""
     with zipfile.ZipFile(content) as records:
         packed = [info.filename for info in records.infolist() if info.compress_type != zipfile.ZIP_STORED]
         damaged = packed[0] if packed else records.testzip()
@@ -93,7 +93,7 @@ def check_records(content: Path | IO[bytes], of: str = "the file") -> None:
 
 
 def _without_advice(error: BaseException) -> BaseException:
-    """The error, without torch's text on how to read a file that holds code all the same."""
+    """Returns the error without torch's advice on reading a file that contains code anyway."""
     if not isinstance(error, pickle.UnpicklingError):
         return error
     code = re.search(r"GLOBAL (\S+)", str(error))
@@ -114,21 +114,21 @@ def load_parts(state: dict[str, Any], folder: Path, *, no_dist: bool = False) ->
 
 
 def own_save_id(saved: Metadata) -> str | None:
-    """The id that each file of this save must have; None if an earlier lightrl, or another writer, gave it none."""
+    """Returns the id that each file of this save must contain; None if its writer did not set one."""
     save_id = getattr(saved.storage_meta, "save_id", None)
     return save_id if isinstance(save_id, str) and save_id.startswith(OWN) else None
 
 
 def mark_of(save_id: str, name: str) -> bytes:
-    """What a file of tensors begins with: of which save it is, and its name there."""
+    """Returns the first bytes of a tensor file: the id of its save, and its name."""
     return f"{save_id} {name}\n".encode()
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader of a checkpoint folder: checks every byte, and has a fixed list of what `.metadata` may name."""
+    """torch's reader of a checkpoint folder, which checks every byte and limits the names in `.metadata`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Reads what the folder holds; raises ValueError if `.metadata` is not what torch writes."""
+        """Reads the folder's metadata; raises ValueError if `.metadata` is not in torch's format."""
         file = Path(self.path) / _METADATA_FILE
         try:
             with file.open("rb") as stream, _unchanged_classes():
@@ -145,7 +145,7 @@ class SafeReader(FileSystemReader):
         return read
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises ValueError, on one rank, for a file that another save has written; reads the first bytes of each."""
+        """Raises ValueError, on one rank, for a file that belongs to another save; reads the first bytes of each."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         if not is_coordinator or (save_id := own_save_id(metadata)) is None:
             return
@@ -180,7 +180,7 @@ class _SafePlanner(DefaultLoadPlanner):
 class _MetadataUnpickler(pickle.Unpickler):
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
-        # Functions of this object alone, since a pickle can set attributes of what it names.
+        # Functions of this object only, since a pickle can set attributes of everything that it names.
         self._names: dict[tuple[str, str], object] = {
             **{(kind.__module__, kind.__qualname__): kind for kind in _CLASSES},
             **dict.fromkeys([(module, "PosixPath") for module in _PATHLIB], lambda *parts: "/".join(parts)),
@@ -204,7 +204,7 @@ _PATHLIB = ("pathlib", "pathlib._local")  # Python 3.13 has the second
 
 @contextlib.contextmanager
 def _unchanged_classes() -> Iterator[None]:
-    """Takes back what a pickle has set on torch's classes themselves, and raises ValueError for it."""
+    """Reverts attributes that a pickle has set on torch's classes, and raises ValueError if there were any."""
     before = [(kind, dict(vars(kind))) for kind in _CLASSES]
     try:
         yield
@@ -221,7 +221,7 @@ def _unchanged_classes() -> Iterator[None]:
 
 
 def _checked(read: object) -> Metadata:
-    """The argument; raises ValueError unless it is the metadata of tensors and values in files of the same folder."""
+    """Returns its argument; raises ValueError unless that is metadata of tensors and values in the same folder."""
     if not isinstance(read, Metadata) or not isinstance(read.state_dict_metadata, dict):
         raise ValueError(f"it holds {type(read).__name__}")
     files = read.storage_data

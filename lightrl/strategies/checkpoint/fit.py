@@ -1,6 +1,6 @@
-"""Whether a checkpoint fits the configuration that resumes from it, with errors that say what differs.
+"""Checks whether a checkpoint fits the configuration that resumes from it; errors name the difference.
 
-In all functions `where` is the checkpoint's path, or None if it is not known.
+In all functions `where` is the checkpoint's path, or None if unknown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 def check_weights(saved: Shapes, own: Shapes, where: Where) -> None:
-    """Raises ValueError, with the first few, if weights have other names or shapes than the run's."""
+    """Raises ValueError, naming the first few, if the weights' names or shapes differ from the run's."""
     reshaped = [
         f"{name} {list(saved[name])} there and {list(shape)} here"
         for name, shape in own.items()
@@ -36,7 +36,7 @@ def check_weights(saved: Shapes, own: Shapes, where: Where) -> None:
 
 
 def check_optimizers(states: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], where: Where) -> None:
-    """Raises ValueError for states of other kinds of optimizers or groups, by position as Lightning saves them."""
+    """Raises ValueError if optimizers or their groups differ in kind, compared by position as Lightning saves them."""
     for state, optimizer in zip(states, optimizers, strict=False):
         saved = state["param_groups"]
         _check_complete({key for group in saved for key in optimizer.defaults.keys() - group.keys()}, optimizer, where)
@@ -48,15 +48,15 @@ def check_optimizers(states: Sequence[Mapping[str, Any]], optimizers: Sequence[O
 
 
 def check_optimizer_names(saved: Collection[str], needed: Collection[str], optimizer: Optimizer, where: Where) -> None:
-    """Rejects an optimizer state by name that lacks something, unless it is all of a parameter that had no gradient.
+    """Rejects an optimizer state by name that lacks entries, except all entries of a parameter that had no gradient.
 
     Args:
-        saved: its names, such as `state.policy.lm_head.weight.exp_avg` and `param_groups.policy.lm_head.weight.lr`.
-        needed: those of this run.
-        optimizer: of this run.
+        saved: its names, for example `state.policy.lm_head.weight.exp_avg` and `param_groups.policy.lm_head.weight.lr`.
+        needed: the names of this run.
+        optimizer: this run's optimizer.
 
     Raises:
-        ValueError: if one is missing; says which parameters, or which part of the optimizer's state.
+        ValueError: if one is missing; names the parameters, or the part of the optimizer's state.
     """
     present = {parameter_of(name) for name in saved}
     absent = list(dict.fromkeys(parameter_of(name) for name in needed if parameter_of(name) not in present))
@@ -70,15 +70,15 @@ def check_optimizer_names(saved: Collection[str], needed: Collection[str], optim
 def check_named_optimizer(
     state: Mapping[str, object], optimizer: Optimizer, names: Mapping[Tensor, str], where: Where
 ) -> None:
-    """Rejects an optimizer state by parameter name of another kind of optimizer, or with other parameter groups.
+    """Rejects an optimizer state by parameter name from another kind of optimizer or with other parameter groups.
 
     Args:
         state: as in `check_optimizer_names`, with values.
-        optimizer: of this run.
-        names: of its parameters.
+        optimizer: this run's optimizer.
+        names: the names of its parameters.
 
     Raises:
-        ValueError: if parameters of one group have different settings there: torch would use the first one's for all.
+        ValueError: if parameters of one group have different settings: torch would use the first one's for all.
     """
     settings = [  # a group's, for each parameter
         [f"param_groups.{names[parameter]}.{setting}" for parameter in group["params"] if parameter in names]
@@ -94,12 +94,12 @@ def check_named_optimizer(
 
 
 def parameter_of(name: str) -> str:
-    """`policy.lm_head.weight` of `state.policy.lm_head.weight.exp_avg`."""
+    """Returns `policy.lm_head.weight` for `state.policy.lm_head.weight.exp_avg`."""
     return name.partition(".")[2].rpartition(".")[0]
 
 
 def refusal(difference: str, where: Where) -> str:
-    """The error message for a checkpoint that does not fit."""
+    """Returns the error message for a checkpoint that does not fit."""
     config = None if where is None else Path(where).parent.parent / "config.yaml"
     run = f" ({config})" if config is not None and config.is_file() else ""
     return (

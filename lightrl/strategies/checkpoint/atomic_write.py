@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent: written next to their place, then renamed; in the background if asked."""
+"""Files and folders that are complete or absent: written next to their target, then renamed; optionally by a thread."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_STEP_S = 0.1  # between two checks of a write that is waited for
+_STEP_S = 0.1  # between two checks of a pending write
 _WARN_EVERY_S = 60.0
 _SYNC_BYTES = 64 * 2**20
 
 
 class Progress:
-    """The progress of a write to the disk, for those who wait for it."""
+    """The progress of a write to disk, for a thread that waits for it."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self.num_at_disk = 0  # how often the writer waits for the disk; 0: it waits for other ranks
+        self.num_at_disk = 0  # nested waits for the disk; 0 if the writer waits for other ranks
 
     @contextlib.contextmanager
     def at_disk(self) -> Iterator[None]:
@@ -44,7 +44,7 @@ class Progress:
 
 
 class TrackedFile(io.FileIO):
-    """A new file that reports progress, and syncs as it grows, so that the last sync is short."""
+    """A new file that reports progress and syncs as it grows, so that the final sync is short."""
 
     def __init__(self, path: Path, progress: Progress) -> None:
         super().__init__(path, "wb")
@@ -71,32 +71,32 @@ class _Write:
 class BackgroundWrites:
     """Runs writes one after another in daemon threads, so that a disk that hangs blocks neither Ctrl-C nor the exit.
 
-    A write may take as long as it likes while the disk takes bytes; one that has taken none for `stall_s` fails the
-    run, or for `stall_at_end_s` if the run is ending because of an error or Ctrl-C. At most two wait in the background,
-    so that no more than two copies of the state are in memory.
+    A write may take any time as long as the disk makes progress; without any for `stall_s`, or for `stall_at_end_s` if
+    the run is ending with an error or Ctrl-C, it fails the run. At most two writes wait in the background, so that at
+    most two copies of the state are in memory.
     """
 
     def __init__(self, *, stall_s: float = 600.0, stall_at_end_s: float = 60.0) -> None:
         self._stall_s = stall_s
         self._stall_at_end_s = stall_at_end_s
         self._pending: deque[_Write] = deque()
-        self._hung: _Write | None = None  # given up, but its thread may still be there
+        self._hung: _Write | None = None  # abandoned, but its thread may still run
         self._last: Future[None] | None = None
         self._has_failed = False
 
     def add(self, place: Path, write: Callable[[Progress], None]) -> None:
-        """Queues `write`; waits while two others are pending. Raises the error of an earlier one."""
+        """Queues `write`; waits while two others are pending. Raises an earlier write's error."""
         while len(self._pending) > 1 or (self._pending and self._pending[0].done.done()):
             self._finish_first()
         self._submit(place, write)
 
     def run(self, place: Path, write: Callable[[Progress], None]) -> None:
-        """Writes after those that are pending, and waits; raises the first error."""
+        """Runs `write` after all pending ones, and waits for it; raises the first error."""
         self._submit(place, write)
         self.wait()
 
     def remove(self, path: str | Path) -> None:
-        """Removes a checkpoint after the pending writes: until then it may be the last whole one."""
+        """Removes a checkpoint after the pending writes: until then it may be the last complete one."""
 
         def remove(progress: Progress) -> None:
             if not self._has_failed:
@@ -131,12 +131,12 @@ class BackgroundWrites:
         self._pending.append(_Write(place, progress, self._last))
 
     def _finish_first(self) -> None:
-        """Waits for the first write, which stays pending if Ctrl-C interrupts that; raises its error."""
+        """Waits for the first write and raises its error; the write stays pending if Ctrl-C interrupts the wait."""
         self._wait_for(self._pending[0])
         self._pending.popleft().done.result()
 
     def _wait_for(self, write: _Write) -> None:
-        """Waits in steps, so that signals are handled; names a disk that takes nothing, and gives it up."""
+        """Waits in steps, so that signals are handled; warns about a disk that hangs, and then abandons the write."""
         is_ending = sys.exc_info()[0] is not None  # called while an error or Ctrl-C is handled
         limit_s = self._stall_at_end_s if is_ending else self._stall_s
         stalled_s, num_bytes, warns_at_s = 0.0, -1, _WARN_EVERY_S
@@ -145,7 +145,7 @@ class BackgroundWrites:
             if progress.num_bytes != num_bytes or not progress.num_at_disk:
                 stalled_s, num_bytes, warns_at_s = 0.0, progress.num_bytes, _WARN_EVERY_S
                 continue
-            stalled_s += _STEP_S  # counted in waits, not by the clock: a process that was stopped is no disk that hangs
+            stalled_s += _STEP_S  # counts waits, not clock time: a stopped process is not a hanging disk
             if stalled_s >= limit_s:
                 self._hung = write
                 self._pending.clear()
@@ -163,7 +163,7 @@ def _stall_error(place: Path, why: str) -> OSError:
 
 
 def write_error(error: BaseException, place: Path, requirement: str, num_bytes: int | None = None) -> OSError:
-    """The error to raise if a checkpoint could not be written; `requirement` is what the disk needs besides space."""
+    """Builds the error for a failed checkpoint write; `requirement` is what the disk needs besides space."""
     return OSError(
         f"Checkpoint {place} could not be written: {write_problem(error, place, num_bytes)}. The disk needs space and "
         f"{requirement}. Free some space, or set another default_root_dir. Earlier checkpoints, if any, are whole."
@@ -172,7 +172,7 @@ def write_error(error: BaseException, place: Path, requirement: str, num_bytes: 
 
 @contextlib.contextmanager
 def logged_behind_failure() -> Iterator[None]:
-    """Inside, an OSError is logged if it comes while another error, not Ctrl-C, ends the run: that one says why."""
+    """Logs an OSError raised inside while another error, not Ctrl-C, ends the run: the other one is the cause."""
     failure = sys.exc_info()[1]
     try:
         yield
@@ -183,7 +183,7 @@ def logged_behind_failure() -> Iterator[None]:
 
 
 def write_whole(place: Path, text: str) -> None:
-    """Writes a small file that others may read at any moment."""
+    """Writes a small file that other processes may read at any time."""
     part = place.with_name(f"{place.name}.part")
     part.write_text(text, encoding="utf-8", errors="backslashreplace")
     part.replace(place)

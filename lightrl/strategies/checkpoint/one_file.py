@@ -1,4 +1,4 @@
-"""Checkpoints of one process: a file that is whole or absent, whenever its writer dies; and how one process resumes."""
+"""Checkpoints of one process: a file that is complete or absent, whenever its writer dies; how a process resumes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from torch.utils._pytree import tree_leaves
 
 from lightrl.checks.files import cause_to_show, publish
 from lightrl.concurrency.owner import own_mark, remove_left_behind
-from lightrl.strategies.checkpoints.atomic_write import (
+from lightrl.strategies.checkpoint.atomic_write import (
     BackgroundWrites,
     Progress,
     TrackedFile,
     logged_behind_failure,
     write_error,
 )
-from lightrl.strategies.checkpoints.fit import check_optimizers, check_weights, parameter_of, refusal
-from lightrl.strategies.checkpoints.folder import load_optimizer_state, read_folder
-from lightrl.strategies.checkpoints.safe_reader import check_records, named, of_run
+from lightrl.strategies.checkpoint.fit import check_optimizers, check_weights, parameter_of, refusal
+from lightrl.strategies.checkpoint.folder import load_optimizer_state, read_folder
+from lightrl.strategies.checkpoint.safe_reader import check_records, named, of_run
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes next to the target, to disk, then renames: after `kill -9` the name leads to the old file or the new one.
+    """Writes and syncs next to the target, then renames: after `kill -9` the name refers to the old or the new file.
 
-    The stock writer goes through the system's temporary folder; a move from there to another file system is a copy.
+    Lightning's writer uses the system's temporary folder; moving a file from there to another file system is a copy.
 
     Args:
-        save_async: train on while a checkpoint is written, from a copy in memory. The next save, or the end of the run,
-            raises any error.
+        save_async: continue training while a checkpoint is written, from a copy in memory. The next save, or the end of
+            the run, raises any error.
     """
 
     def __init__(self, *, save_async: bool = False) -> None:
@@ -54,7 +54,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., object] | None = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Loads as Lightning does, but URLs too with `weights_only=True`: loading a checkpoint runs no code.
+        """Loads as Lightning does, but with `weights_only=True` even for URLs: loading a checkpoint runs no code.
 
         A folder saved by several processes is read whole, with optimizer states by parameter name.
         """
@@ -71,7 +71,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return of_run(checkpoint, path)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Writes `checkpoint` or raises OSError, with a previous file intact; removes what dead writers left there."""
+        """Writes `checkpoint`, or raises OSError and keeps a previous file; removes leftovers of dead writers."""
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -98,7 +98,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def _write(target: Path, write: Callable[[IO[bytes]], object], num_bytes: int, progress: Progress) -> None:
-    """Writes a file that is whole or absent, and removes what dead writers left next to it."""
+    """Writes a file that is complete or absent, and removes leftovers of dead writers next to it."""
     part = target.with_name(f"{target.name}.{own_mark()}.part")
     with progress.at_disk():
         try:
@@ -123,7 +123,7 @@ def _discard(part: Path) -> None:
 
 @contextlib.contextmanager
 def explained_mismatch(module: LightningModule, checkpoint: dict[str, Any]) -> Iterator[None]:
-    """Inside, the module loads the checkpoint's weights; an error says what does not fit."""
+    """Explains errors while the module loads a checkpoint's weights: names what does not fit."""
     try:
         yield
     except RuntimeError as error:
@@ -141,7 +141,7 @@ def explained_mismatch(module: LightningModule, checkpoint: dict[str, Any]) -> I
 def load_optimizers(
     strategy: Strategy, by_position: Callable[[dict[str, Any]], None], checkpoint: dict[str, Any]
 ) -> None:
-    """Gives optimizers of one process their state, by position as Lightning saves it, or by parameter name."""
+    """Loads the optimizers' state in one process, by position as Lightning saves it, or by parameter name."""
     module = strategy.lightning_module
     where = None if module is None else module.trainer.ckpt_path
     states, optimizers = checkpoint["optimizer_states"], strategy.optimizers
