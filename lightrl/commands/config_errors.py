@@ -7,7 +7,6 @@ for empty sections; if it finds nothing, the parser's message stands.
 
 from __future__ import annotations
 
-import collections.abc
 import contextlib
 import dataclasses
 import difflib
@@ -18,11 +17,10 @@ import textwrap
 import types
 import typing
 from argparse import Action, ArgumentError
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, get_loader
 
@@ -168,7 +166,7 @@ def value_of_text(typed: str, hint: object, *, is_item: bool) -> object:
     """Returns `typed` as a string, or as a list or mapping of strings; None if the type accepts anything else."""
     kinds = set(typing.get_args(hint) if _is_union(hint) else [hint]) - {type(None)}
     texts = {str, Path}
-    lists = {kind for kind in kinds if typing.get_origin(kind) in _LISTS and typing.get_args(kind)[0] is str}
+    lists = {kind for kind in kinds if typing.get_origin(kind) in (list, Sequence) and typing.get_args(kind)[0] is str}
     mappings = {kind for kind in kinds if typing.get_args(kind) == (str, str) and _takes_mapping(kind)}
     if kinds - texts - lists - mappings:
         return None
@@ -178,9 +176,6 @@ def value_of_text(typed: str, hint: object, *, is_item: bool) -> object:
     if (lists and isinstance(loaded, list)) or (mappings and isinstance(loaded, dict)):
         return loaded
     return typed if kinds & texts or (lists and is_item) else None
-
-
-_LISTS = (list, Sequence, collections.abc.Sequence)
 
 
 class _Walk:
@@ -276,9 +271,9 @@ class _Walk:
         close = [f"{prefix}{match}" for match in difflib.get_close_matches(str(name), names, n=2, cutoff=0.6)]
         if not close:
             close = [f"{prefix}{group}.{name}" for group, inner in keys.groups.items() if name in inner]
-        if not close and not prefix:
-            kind = _class_of(settings.get("model"))
-            if kind is not None and name in Keys.of_class(kind):
+        if not close and not prefix and "model" in settings:
+            with contextlib.suppress(UsageError):
+                type_of_setting(f"model.{name}", keys, settings)
                 close = [f"model.init_args.{name}"]
         if not prefix and difflib.get_close_matches(str(name), ["config"]):
             close = ["--config"]
@@ -296,10 +291,10 @@ def classes_in(hint: object) -> list[type]:
     """Returns the classes within a type that a `class_path` could name, and data classes."""
     if inspect.isclass(hint) and typing.get_origin(hint) is None:
         plain = hint.__module__ in ("builtins", "types", "pathlib", "datetime", "enum") or issubclass(hint, Path)
-        return [] if plain or hint in (collections.abc.Callable, typing.Any) else [hint]
+        return [] if plain or hint in (Callable, typing.Any) else [hint]
     if typing.get_origin(hint) in (typing.Literal, type):
         return []
-    if typing.get_origin(hint) is collections.abc.Callable:  # a class to which lightrl passes the first arguments
+    if typing.get_origin(hint) is Callable:  # a class to which lightrl passes the first arguments
         return classes_in(typing.get_args(hint)[-1])
     return list(dict.fromkeys(kind for inner in typing.get_args(hint) for kind in classes_in(inner)))
 
@@ -307,7 +302,7 @@ def classes_in(hint: object) -> list[type]:
 def _num_given(hint: object) -> int:
     """Returns how many arguments lightrl passes to a class, for a setting that could also be a function of as many."""
     inner = typing.get_args(hint)
-    if typing.get_origin(hint) is collections.abc.Callable:
+    if typing.get_origin(hint) is Callable:
         return len(inner[0]) if isinstance(inner[0], list) else 0
     return max(map(_num_given, inner), default=0)
 
@@ -335,16 +330,6 @@ def importable_classes(kinds: Sequence[type]) -> dict[str, type]:
         if public and not inspect.isabstract(kind) and not getattr(kind, "_is_protocol", False):
             classes.setdefault(kind.__name__, kind)
     return classes
-
-
-def _class_of(setting: object) -> type | None:
-    """Returns the class that a `model:` section names, or None."""
-    class_path = setting.get("class_path") if isinstance(setting, Mapping) else setting
-    if not isinstance(class_path, str):
-        return None
-    with contextlib.suppress(UsageError):
-        return resolve(class_path, [L.LightningModule], "model.class_path", "")
-    return None
 
 
 def resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> type:
@@ -384,7 +369,7 @@ def resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> t
     return kind
 
 
-def _did_you_mean(name: str, names: collections.abc.Iterable[str], prefix: str = "", *, cutoff: float = 0.6) -> str:
+def _did_you_mean(name: str, names: Iterable[str], prefix: str = "", *, cutoff: float = 0.6) -> str:
     close = difflib.get_close_matches(name, names, n=3, cutoff=cutoff)
     return f" Did you mean {' or '.join(f'{prefix}{match}' for match in close)}?" if close else ""
 

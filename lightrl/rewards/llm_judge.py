@@ -34,7 +34,6 @@ from lightrl.trajectory import Trajectory, chat_as_text, split_thinking
 if TYPE_CHECKING:
     import aiohttp
 
-_FIRST_WAIT_S = 0.5
 _MAX_WAIT_S = 8.0
 _MAX_SHOWN = 300
 _MAX_ANSWER_BYTES = 64 * 2**20
@@ -94,7 +93,7 @@ class LLMJudge:
         max_tokens: int | None = 512,
         request: Mapping[str, object] | None = None,
         cache_size: int = 10_000,
-        first_wait_s: float = _FIRST_WAIT_S,
+        first_wait_s: float = 0.5,
     ) -> None:
         if len(score_range) != 2 or not score_range[0] < score_range[1]:
             raise ValueError(f"score_range must be two increasing numbers, got {list(score_range)}.")

@@ -175,8 +175,11 @@ class WorkerProcess:
         lines = self._receive_lines(wait_s)
         for number, line in enumerate(lines):
             try:
-                index, outcome = _outcome(_reply(line, *_OUTCOMES))
-                outcomes.append((index - self._first, outcome))
+                record = _reply(line, *_OUTCOMES)
+                index, is_error = record.pop("index") - self._first, "error" in record
+                outcomes.append(
+                    (index, RewardError(record.pop("error"), **record) if is_error else RewardResult(**record))
+                )
             except WorkerDied:
                 if not outcomes:
                     raise
@@ -296,9 +299,3 @@ def _reply(line: bytes, *forms: Mapping[str, tuple[type, ...]]) -> dict[str, Any
         f"its reply pipe carried {bytes(line[:200])!r}, which is not a reply. The reward, or a process that it "
         "started, writes to a descriptor that it did not open: print to standard output instead"
     )
-
-
-def _outcome(record: dict[str, Any]) -> tuple[int, Outcome]:
-    if "error" in record:
-        return record["index"], RewardError(record["error"], reason=record["reason"])
-    return record.pop("index"), RewardResult(**record)

@@ -266,9 +266,7 @@ class _OwnTime:
         self._task.cancel()
 
 
-async def _run_sample(
-    workflow: Workflow, prompt: Prompt, generate: Generate
-) -> Trajectory | RolloutError | RewardError:
+async def _run_sample(workflow: Workflow, prompt: Prompt, generate: Generate) -> RunResult:
     """Runs a workflow once; returns its trajectory or the error that drops it, but raises an EngineError."""
     name = f"{type(workflow).__name__}.run"
     own_time = _OwnTime(workflow.own_timeout_s, generate)

@@ -157,7 +157,7 @@ def test_compiled_layers_refuse_routes(monkeypatch):
 def test_routes_of_another_model_are_refused():
     model, token_ids = moe_model(), some_tokens(1, 3)
     routes = Routes(model)
-    for width, message in ((5, "5 bytes for each token, which 2 MoE blocks of 4 experts"), (6, r"shape \(3, 3\)")):
+    for width, message in ((5, "5 bytes per token, .* fit 2 MoE blocks of 4 experts"), (6, r"shape \(3, 3\)")):
         with routes.replaying(torch.zeros(3, width, dtype=torch.uint8)), pytest.raises(ValueError, match=message):
             logits(model, token_ids)
 
@@ -208,7 +208,7 @@ def test_a_token_that_is_computed_again_has_its_new_routes():
     assert read == routes(1, 2, 3, 255, 255)
     assert extended(read, 5, routes(9, 255, 9, 4, 5, 6), 2) == routes(9, 2, 9, 4, 5, 6, 255)
     assert extended({}, 2, {}, 3) == {}
-    with pytest.raises(EngineError, match="5 bytes of routes for a prompt of 2 tokens and 2 of a completion"):
+    with pytest.raises(EngineError, match="5 bytes of routes for a prompt of 2 tokens and a completion of 2"):
         extended({}, 2, routes(0, 0, 0, 0, 0), 2)
 
 

@@ -292,5 +292,5 @@ def test_an_image_that_cannot_be_shown_drops_the_trajectory_and_names_the_tool(t
 def test_a_policy_without_images_is_told_the_tool():
     conversation = Conversation(TurnRenderer(chat_tokenizer()), chat_prompt())
     conversation.add_completion(Completion([40, 2], [-1.0, -1.0], [0, 0], "stop"))
-    with pytest.raises(RolloutError, match=r"result of the tool 'camera': Got 1 image, but .* token ids only.*llava"):
+    with pytest.raises(RolloutError, match=r"result of the tool 'camera': Got 1 image, but .* only token ids.*llava"):
         conversation.encode_observation([{"role": "tool", "name": "camera", "content": camera()}])
