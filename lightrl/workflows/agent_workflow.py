@@ -127,8 +127,7 @@ class AgentWorkflow(Workflow):
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         """Runs one trajectory; waits for the agent until its deadline, and fails immediately if the engine fails.
 
-        On cancellation the agent (unless it runs in a thread, which is abandoned) and its pending completions are
-        cancelled.
+        On cancellation the agent is cancelled (a thread is abandoned), and so are its pending completions.
         """
         await self.endpoint.start()
         max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens  # None: the model states no context
