@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_choice
-from lightrl.columns import column_of, registered
+from lightrl.columns import column_of, registered, reserve
 from lightrl.functional.branches import row_lengths
 from lightrl.functional.device_copy import on_host, to_device
 from lightrl.functional.packing import microbatch_bins
@@ -255,6 +255,7 @@ class Experience:
 
 _FIELD_ORDER = tuple(item.name for item in fields(Experience) if item.name not in ("columns", "extras"))
 FIELDS = frozenset(_FIELD_ORDER)  # without columns and extras
+reserve((FIELDS | {"extras"}) - {"rewards"})  # one number each here, one per token in a trajectory
 _OF_ROLLOUT = _FIELD_ORDER[: _FIELD_ORDER.index("proximal_logprobs")]
 
 

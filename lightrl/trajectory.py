@@ -11,6 +11,7 @@ token it describes. Logprobs are in nats.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 import math
@@ -18,11 +19,11 @@ import re
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
-from lightrl.columns import TOKENS, TokenArray, as_columns, registered
+from lightrl.columns import TOKENS, TokenArray, as_columns, registered, reserve
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -389,11 +390,12 @@ class Trajectory:
         return self.metrics.get("accuracy", float((self.reward or 0.0) >= 1.0))
 
     def with_lists(self) -> Trajectory:
-        """Returns a copy for user code: its per-token fields are lists, and it has no hidden columns."""
-        copy = object.__new__(type(self))
-        lists = {name: column.array(getattr(self, name)).tolist() for name, column in _ARRAYS.items()}
-        shown = {name: values.tolist() for name, values in self.columns.items() if not _is_hidden(name)}
-        copy.__dict__.update(vars(self), **lists, columns=shown)
+        """Returns a copy for user code: its per-token fields are lists, made when first read; no hidden columns."""
+        arrays = {name: column.array(getattr(self, name)) for name, column in _ARRAYS.items()}
+        shown = {name: values for name, values in as_columns(self.columns).items() if not _is_hidden(name)}
+        copy = object.__new__(_WithLists)
+        copy.__dict__.update({name: value for name, value in vars(self).items() if name not in (*_ARRAYS, "columns")})
+        copy.__dict__["_arrays"] = {**arrays, "columns": shown}
         return copy
 
     def to_bytes(self, prompt: bytes | None = None, *, for_training: bool = True) -> bytes:
@@ -408,9 +410,11 @@ class Trajectory:
         Raises:
             TypeError, ValueError: if JSON cannot hold a field.
         """
-        others = {name: value for name, value in vars(self).items() if name not in ("prompt", "columns", *_ARRAYS)}
+        encoded = ("prompt", "columns", "_arrays", *_ARRAYS)
+        others = {name: value for name, value in vars(self).items() if name not in encoded}
         arrays = {name: column.array(getattr(self, name)) for name, column in _ARRAYS.items()}
-        arrays |= {name: values for name, values in self.columns.items() if for_training or not _is_hidden(name)}
+        columns = as_columns(self.columns)
+        arrays |= {name: values for name, values in columns.items() if for_training or not _is_hidden(name)}
         parts = [part for values in arrays.values() for part in values.stored]
         kinds = [[name, values.code] for name, values in arrays.items()]
         prompt = encode_json(self.prompt) if prompt is None else prompt
@@ -460,6 +464,12 @@ class Trajectory:
             column.name: TokenArray.of_text(numbers, column.code) if isinstance(numbers, str) else numbers
             for column, numbers in columns.items()
         }
+        unknown = [name for name in values if name not in cls.__dataclass_fields__]
+        if unknown:
+            raise ValueError(
+                f"it has {unknown[0]!r}, which is neither a field nor a registered column. If it is a column of yours, "
+                "import the module that registers it"
+            )
         values["turns"] = [Turn(**turn) for turn in values.get("turns", [])]
         recorded = values.get("call_outputs", {})
         values["call_outputs"] = {key: as_array(value) for key, value in recorded.items()}
@@ -471,6 +481,25 @@ class Trajectory:
 
 # The per-token fields that are not in `columns`, and how each is stored.
 _ARRAYS = {**TOKENS, "completion_ids": TOKENS["token_ids"]}
+reserve(item.name for item in fields(Trajectory))
+
+
+class _WithLists(Trajectory):
+    """A trajectory for user code, whose per-token fields become lists when they are first read."""
+
+
+def _made_when_read(name: str) -> functools.cached_property[Any]:
+    def lists(trajectory: Any) -> Any:
+        arrays = trajectory._arrays[name]
+        return {key: it.tolist() for key, it in arrays.items()} if name == "columns" else arrays.tolist()
+
+    return functools.cached_property(lists)
+
+
+for _name in (*_ARRAYS, "columns"):
+    _property = _made_when_read(_name)
+    _property.__set_name__(_WithLists, _name)
+    setattr(_WithLists, _name, _property)
 
 
 def _is_hidden(name: str) -> bool:
@@ -520,7 +549,8 @@ def _as_plain(value: object) -> object:
     if isinstance(value, Prompt):
         return value.to_json()
     if isinstance(value, Trajectory):
-        return {name: getattr(value, name) for name in value.__dataclass_fields__ if name != "columns"} | value.columns
+        record = {name: getattr(value, name) for name in value.__dataclass_fields__ if name != "columns"}
+        return {**record, **dict.fromkeys(column.name for column in registered()), **value.columns}
     if isinstance(value, Turn):
         return vars(value)
     if isinstance(value, TokenArray) and value.code == "B":  # not meant to be read as numbers

@@ -1,5 +1,6 @@
 """Columns: how values follow their tokens, and a made-up column in every layout (trainer/columns_run.py)."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +9,11 @@ import rank_scripts
 import torch
 
 from lightrl.columns import GAPS, REWARDS, ROUTES, SUPPORTS, Column, TokenArray, as_columns, register, registered
+from lightrl.engines.engine import Completion
 from lightrl.experience import Experience
 from lightrl.functional.rows import row_tensors
 from lightrl.testing import make_trajectory
+from lightrl.trajectory import Trajectory
 
 ONE, PAIR = Column("one", "f"), Column("pair", "i", fill=-1, width=2)
 
@@ -71,9 +74,13 @@ def test_values_that_do_not_fit_their_tokens_are_named() -> None:
 def test_only_registered_columns_are_taken_and_a_name_is_declared_once() -> None:
     with pytest.raises(ValueError, match=r"No column 'doubts' is registered, only \['rewards', .*register first"):
         as_columns({"doubts": [1.0]})
-    for column in (Column("gaps", "f"), Column("other", "f", field="token_rewards"), Column("loss_mask", "f")):
+    for column in (Column("gaps", "f"), Column("other", "f", field="token_rewards")):
         with pytest.raises(ValueError, match="is registered already"):
             register(column)
+    records = {field.name for record in (Completion, Trajectory, Experience) for field in fields(record)}
+    for name in records - {"rewards"}:
+        with pytest.raises(ValueError, match=f"cannot be named '{name}', which is a field of a record"):
+            register(Column(name, "f"))
     before = registered()
     register(REWARDS)  # again
     assert registered() == before

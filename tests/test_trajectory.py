@@ -73,9 +73,10 @@ def test_what_json_cannot_hold_is_named() -> None:
         trajectory.to_bytes()
 
 
-def test_a_copy_with_lists_has_lists_alone_and_can_be_copied() -> None:
+def test_a_copy_with_lists_makes_them_when_they_are_read_and_can_be_copied() -> None:
     trajectory = rich_trajectory()
     seen = trajectory.with_lists()
+    assert not {"token_ids", "loss_mask", "columns"} & vars(seen).keys()
     assert type(seen.token_ids) is type(seen.rewards) is type(seen.loss_mask) is list
     assert seen.columns.keys() == {"rewards", "gaps"}
     seen.token_ids = seen.token_ids[:1]
@@ -84,6 +85,18 @@ def test_a_copy_with_lists_has_lists_alone_and_can_be_copied() -> None:
     trajectory.columns = {name: trajectory.columns[name] for name in ("rewards", "gaps")}
     assert replace(seen, completion="x").token_ids == trajectory.token_ids
     assert pickle.loads(pickle.dumps(seen)) == copy.deepcopy(seen) == trajectory
+
+
+def test_lists_that_user_code_puts_into_columns_are_encoded() -> None:
+    trajectory = rich_trajectory()
+    rewards = [0.5] * len(trajectory.token_ids)
+    trajectory.columns["rewards"] = rewards
+    assert Trajectory.from_bytes(trajectory.to_bytes()).rewards == trajectory.with_lists().rewards == rewards
+
+
+def test_a_line_with_a_column_that_nobody_registered_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"neither a field nor a registered column.*import the module"):
+        Trajectory.from_json({**rich_trajectory().to_json(), "doubts": [0.5]})
 
 
 def test_rows_are_the_paths_of_a_tree() -> None:

@@ -29,6 +29,7 @@ from lightrl.columns.column import (
     joined,
     register,
     registered,
+    reserve,
 )
 from lightrl.columns.gaps import GAPS
 from lightrl.columns.rewards import REWARDS
@@ -42,5 +43,6 @@ for _column in (REWARDS, SUPPORTS, ROUTES, GAPS):
 __all__ = [
     "EVERY_TOKEN", "GAPS", "NATIVE", "REWARDS", "ROUTES", "SUPPORTS", "TOKENS", "Column", "Columns", "TokenArray",
     "Values", "as_columns", "column_named", "column_of", "cut", "extended", "joined", "register",
-    "registered", "support_ends",
+    "registered", "reserve",
+    "support_ends",
 ]  # fmt: skip

@@ -29,7 +29,6 @@ class Column:
         is_hidden: neither user code nor reward workers get it.
         is_model_input: models read it in a forward pass; otherwise only the loss does.
         is_of_sampler: for a model input: only the policy that sampled the tokens reads it.
-        comes_with_reward: the reward sets it, possibly after the tokens have reached their ranks.
     """
 
     name: str
@@ -41,8 +40,8 @@ class Column:
     is_hidden: bool = False
     is_model_input: bool = False
     is_of_sampler: bool = False
-    comes_with_reward: bool = False
 
+    comes_with_reward: ClassVar[bool] = False  # the reward sets it, possibly after the tokens have reached their ranks
     is_coded: ClassVar[bool] = False  # the values are codes of unequal length, which stay in host memory
 
     @property
@@ -160,6 +159,14 @@ TOKENS = {
 }
 _columns: dict[str, Column] = {}
 _by_field = dict(TOKENS)
+_reserved: set[str] = set()  # fields of records, which a column would replace
+
+
+def reserve(names: Iterable[str]) -> None:
+    """Keeps these names for the fields of a record; raises ValueError if a column has one already."""
+    _reserved.update(names)
+    if taken := _reserved & {name for column in _columns.values() for name in (column.name, *column.fields)}:
+        raise ValueError(f"A column cannot be named {min(taken)!r}, which is a field of a record. Choose another name.")
 
 
 def register(column: Column) -> None:
@@ -168,9 +175,11 @@ def register(column: Column) -> None:
     Each process that handles trajectories must do this; workflow workers receive rank 0's registered columns.
 
     Raises:
-        ValueError: if another column has this name or one of its fields.
+        ValueError: if another column has this name or one of its fields, or a record has such a field.
     """
     for name in {column.name, *column.fields}:
+        if name in _reserved:
+            raise ValueError(f"A column cannot be named {name!r}, which is a field of a record. Choose another name.")
         taken = _columns.get(name) or _by_field.get(name)
         if taken is not None and taken != column:
             raise ValueError(f"A column named {name!r} is registered already: {taken}. Choose another name.")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from lightrl.columns.column import Column, Values
 
 
 @dataclass(frozen=True)
 class _Rewards(Column):
+    comes_with_reward: ClassVar[bool] = True
+
     def _default(self, trajectory: Any, width: int) -> Values:
         """Puts the whole reward on the last loss token."""
         spread = [0.0] * len(trajectory.token_ids)
@@ -19,4 +21,4 @@ class _Rewards(Column):
         return self.array(spread)
 
 
-REWARDS = _Rewards("rewards", "d", as_runs=True, field="token_rewards", comes_with_reward=True)
+REWARDS = _Rewards("rewards", "d", as_runs=True, field="token_rewards")

@@ -56,6 +56,7 @@ from lightrl.commands.config_layers import (
     ConfigText,
     UsageError,
     UserSettings,
+    built_with_plain_texts,
     nearest_files,
     parsed_settings,
     settings_to_parse,
@@ -139,6 +140,7 @@ class LightRLCLI(LightningCLI):
         return commands
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_instantiator(built_with_plain_texts, object)
         parser.add_optimizer_args((torch.optim.Optimizer,))
         parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
         levels = "the log level of each package, such as {lightrl.rollout: debug, lightrl.engines: warning}"
@@ -334,7 +336,7 @@ def _plain(value: Any) -> Any:
         return {str(name): _plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    return value if value is None or isinstance(value, bool | int | float) else str(value)
 
 
 class _PredictionFile(L.Callback):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-from lightrl.columns import TOKENS, TokenArray, as_columns
+from lightrl.columns import TOKENS, TokenArray, as_columns, reserve
 from lightrl.engines.placing import PlannedEngine
 from lightrl.models.tuning import Part
 from lightrl.trajectory import FinishReason, JsonObject, Sampling
@@ -50,8 +50,11 @@ class Completion:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Completion:
         values = {name: TokenArray.of_text(it[1], it[0]) if isinstance(it, list) else it for name, it in state.items()}
-        fields = {name: values.pop(name) for name in ("token_ids", "logprobs", "weight_versions", "finish_reason")}
-        return cls(**fields, columns=values)
+        own = {name: values.pop(name) for name in ("token_ids", "logprobs", "weight_versions", "finish_reason")}
+        return cls(**own, columns=values)
+
+
+reserve(item.name for item in fields(Completion))
 
 
 class RolloutEngine(ABC):

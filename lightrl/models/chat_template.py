@@ -368,7 +368,8 @@ def _with_joined_texts(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, 
     joined: list[Mapping[str, Any]] = []
     for part in parts:
         if joined and joined[-1].get("type") == part.get("type") == "text":
-            joined[-1] = {**joined[-1], "text": joined[-1]["text"] + part["text"]}
+            texts = [str(text.get("text") or "") for text in (joined[-1], part)]
+            joined[-1] = {**joined[-1], "text": "".join(texts)}
         else:
             joined.append(part)
     return joined

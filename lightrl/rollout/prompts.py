@@ -27,7 +27,7 @@ MAX_PREPARED = 2_048  # positions that are prepared before a choice; fewer than 
 class Prompts(Protocol):
     """Endless prompts, by position; None at a position without a prompt to run.
 
-    Only `__getitem__` is required; the rest is for prompts that take time to make, which a thread makes ahead of need.
+    Subclass it and write `__getitem__`; the rest is for prompts that take time to make, which a thread makes ahead.
     """
 
     def __getitem__(self, position: int) -> Prompt | None: ...

@@ -350,7 +350,7 @@ def _check_travels(workflow: Workflow, num: int) -> None:
     """Raises ValueError if this workflow cannot be copied to a worker."""
     name = type(workflow).__qualname__
     try:
-        data = pickle.dumps(workflow)
+        data = pickle.dumps((workflow, registered()))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise ValueError(
             f"workflow_workers={num}: {name} cannot be pickled for other processes: {error}. Keep what cannot be "

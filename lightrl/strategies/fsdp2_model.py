@@ -131,7 +131,7 @@ class FSDP2Model(SingleModel):
 
     def _calls(self, microbatches: Sequence[Experience]) -> list[int]:
         """Returns how often to call the model for each microbatch: as often as the rank that needs the most calls."""
-        if self.forms.choose(microbatches[0])[0] == "packed":
+        if self.forms.packs_all(microbatches):
             return [1] * len(microbatches)
         lengths = [[max(1, tokens - 1) for tokens in rows] for rows in lengths_of(microbatches)]
         return self.ranks.max_each([len(rectangles(rows, CALL_OVERHEAD_TOKENS)) for rows in lengths])

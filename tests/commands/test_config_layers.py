@@ -1,7 +1,6 @@
 """Config files are read and parsed once: by the parser as by what names a line."""
 
 import os
-import pickle
 import re
 import threading
 from collections.abc import Mapping
@@ -195,9 +194,14 @@ def test_a_text_of_a_file_is_that_text_where_a_setting_takes_anything_and_stays_
         Path("saved.yaml").write_text(printed)
     found = parsed("fit", "--config", "saved.yaml").model.init_args.reward.arguments
     assert {type(text) for text in found.values()} == {str, list}
-    data = Built(["fit", "--config", "saved.yaml", "--data.chat_template_kwargs", yaml.safe_dump(arguments)]).datamodule
+    flags = ["--data.chat_template_kwargs", yaml.safe_dump(arguments), "--trainer.logger", "CSVLogger"]
+    flags += ["--trainer.logger.save_dir", ".", "--trainer.logger.name", "2026"]
+    cli = Built(["fit", "--config", "saved.yaml", *flags])
+    data, reward, logger = cli.datamodule, cli.model.reward_source, cli.config_init["fit"].trainer.logger
     assert (data.chat_template_kwargs, data.system_prompt) == (arguments, "null")
-    assert type(pickle.loads(pickle.dumps(data.chat_template_kwargs))["0"]) is str  # as workers get it
+    texts = [data.system_prompt, data.chat_template_kwargs["0"], data.chat_template_kwargs["list"][0]]
+    texts += [reward.arguments["0"], logger.name, logger._prefix]
+    assert [type(text) for text in texts] == [str] * 6  # a checkpoint, a logger and another process read nothing else
 
 
 @pytest.mark.parametrize("text", ["[strict]", "{question}", "- a", "a: b", "null and void", "{a: 1}", "# a"])

@@ -9,7 +9,7 @@ Shapes: B trajectories, T tokens, N predicting positions, H hidden size, V vocab
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -102,6 +102,11 @@ class Forms:
             return self.form, self.layouts[self.form](prompts)
         plans = {name: layout(prompts) for name, layout in self.layouts.items()}
         return min({"rectangles": whole_rows(prompts), **plans}.items(), key=lambda plan: cost(plan[1]))
+
+    def packs_all(self, microbatches: Sequence[Experience]) -> bool:
+        """Whether the set form packs these microbatches; reads one, which builds its tensors, only if it must."""
+        may_be_whole = image_kind(self.model.config) == "bidirectional"
+        return self.form == "packed" and not (may_be_whole and microbatches[0].pixel_values is not None)
 
     def replays(self, experience: Experience) -> bool:
         """Whether the experts of these tokens are those that the engine chose."""
