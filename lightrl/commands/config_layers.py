@@ -270,8 +270,8 @@ def _with_texts(value: object, kind: Callable[[str], str]) -> Any:
         return Namespace(**{name: _with_texts(item, kind) for name, item in vars(value).items()})
     if isinstance(value, dict):
         return {key: _with_texts(item, kind) for key, item in value.items()}
-    if type(value) in (list, tuple, set):
-        return type(value)(_with_texts(item, kind) for item in value)
+    if isinstance(value, list | tuple | set) and type(value) in (list, tuple, set):  # no NamedTuple
+        return type(value)([_with_texts(item, kind) for item in value])
     return kind(value) if isinstance(value, str) and type(value) in (str, SettingText) else value
 
 

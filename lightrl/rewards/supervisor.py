@@ -376,8 +376,10 @@ class Supervisor(ABC, Generic[Request]):
 
     def close(self) -> None:
         """Ends all workers within seconds; pending calls raise RewardError. May be called twice."""
-        self._calls.refuse(f"The workers of reward function {self._name} were closed.")
-        for thread in self._threads:
+        with self._lock:  # no thread starts afterwards
+            self._calls.refuse(f"The workers of reward function {self._name} were closed.")
+            threads = list(self._threads)
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(_CLOSE_TIMEOUT_S)
 

@@ -53,7 +53,7 @@ class Receiver:
         await runner.setup()
         assert runner.server is not None
         try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             with socket.create_server((host, port), family=family, backlog=BACKLOG) as opened:
                 await self._listener.accept(opened, runner.server)
         finally:
