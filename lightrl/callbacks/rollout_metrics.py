@@ -131,7 +131,7 @@ class RolloutMetrics(RLCallback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         if trainer.fit_loop.total_batch_idx == batch_idx == 1 and self._rollout_ended_s is not None:
-            check_monitors(trainer, "rollout/", "policy/")  # the first iteration has logged them
+            check_monitors(trainer, "rollout/", "policy/")  # the first iteration has logged its metrics
             if trainer.num_sanity_val_steps == 0 and is_ours(trainer, pl_module):
                 coming = names_of_validation(self._groups, cast("RLModule", pl_module).validation_group_size)
                 check_monitors(trainer, "val/", coming=coming)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-# In errors without an errno: of safetensors, and of torch's zip writer, which finds too few bytes written.
+# Parts of disk-full errors without an errno: from safetensors, and from torch's zip writer after a short write.
 _FULL_DISK_TEXTS = ("No space left on device", "Disk quota exceeded", "inline_container.cc", "os error 28")
 
 

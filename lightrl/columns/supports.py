@@ -12,7 +12,7 @@ EVERY_TOKEN = b"\x01"  # code of a token that was only read, or sampled from the
 
 
 def support_ends(codes: Any) -> Any:
-    """Finds the end of each token's code in these bytes, int64 [T]."""
+    """Returns the end of each token's code, int64 [T]; a code is a series of varints, the last of which is 0 or 1."""
     import numpy as np
 
     data = np.asarray(codes, np.uint8)

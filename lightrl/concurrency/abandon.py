@@ -34,7 +34,7 @@ def _put(done: asyncio.Queue[_Key], key: _Key, future: AnyFuture) -> None:
 
 
 def is_abandoned(future: AnyFuture | None) -> bool:
-    """Whether this task or future was abandoned: then `abandon` cancelled it."""
+    """Whether `abandon` cancelled this task or future."""
     return future in _abandoned
 
 

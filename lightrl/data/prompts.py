@@ -411,7 +411,7 @@ class PromptDataModule(L.LightningDataModule):
         return batches_in_order(self.prompts[split], self.validation_batch_size, HostBatch)
 
     def policy_inputs(self) -> PolicyInputs:
-        """Returns the policy's tokenizer, longest prompt and image reader, from `attach` or the trainer's module."""
+        """Returns the policy's tokenizer, prompt length limit and image reader, from `attach` or the module."""
         if self._attached is not None:
             return self._attached
         module = self.trainer.lightning_module if self.trainer is not None else None

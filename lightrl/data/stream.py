@@ -256,9 +256,9 @@ class PromptStream:
         return PromptStream(in_order, batch_size=self.batch_size)
 
     def state_dict(self, position: int) -> JsonObject | None:
-        """Returns the marks of streamed sources for the prompts from this position on; None without such sources."""
+        """Returns the read positions of streamed sources for prompts from here on; None if none is streamed."""
         return self.prompts.state_dict(position)
 
     def load_state_dict(self, state: JsonMapping) -> None:
-        """Continues from these marks; without them the prompts are the same, but earlier rows are read again."""
+        """Resumes at these read positions; without them the prompts are the same, but earlier rows are read again."""
         self.prompts.load_state_dict(state)

@@ -271,7 +271,7 @@ class RolloutEngine(ABC):
 
 
 def replaces_generate_alone(engine: RolloutEngine) -> bool:
-    """Whether a subclass overrides `generate` of an engine that has its own `generate_group`, but not the latter."""
+    """Whether a subclass overrides `generate` but inherits another engine's own `generate_group`."""
     for kind in type(engine).__mro__:
         if "generate_group" in vars(kind):
             return False

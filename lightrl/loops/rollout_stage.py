@@ -105,9 +105,9 @@ class RolloutStage:
         self.resume = resume
         self._reward_worker: RewardWorker | None = None
         self._engine_is_open = False
-        self._num_threads = 0  # before the stage, while it is open
-        self._precision: Precision | None = None  # before the stage, while it is open
-        self._gc_threshold = gc.get_threshold()  # before the stage
+        self._num_threads = 0  # this and the next two: restored when the stage closes
+        self._precision: Precision | None = None
+        self._gc_threshold = gc.get_threshold()
 
     def check(self, module: RLModule, *, is_fit: bool = False) -> None:
         """Refuses a trainer that cannot train this module, before any model is built."""

@@ -223,7 +223,7 @@ class Attachments:
 
 
 def image_kind(config: PretrainedConfig) -> Literal["plain", "grid", "bidirectional"] | None:
-    """Returns how models of this config see images; None if lightrl cannot give them any.
+    """Returns how models with this config handle image tokens; None if lightrl cannot pass them images.
 
     plain: an image's tokens have the positions and the mask of text. grid: they have positions in three dimensions.
     bidirectional: they attend to each other in both directions.

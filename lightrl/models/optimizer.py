@@ -26,7 +26,7 @@ def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 def by_role(
     module: torch.nn.Module, roles: Iterable[str], parameters: Iterable[torch.nn.Parameter]
 ) -> dict[str, list[torch.nn.Parameter]]:
-    """Sorts parameters by the role, an attribute of the module; those of no other role go to the policy."""
+    """Groups parameters by role, an attribute of the module; those that belong to no other role go to the policy."""
     role_of = {item: name for name in roles if name != "policy" for item in getattr(module, name).parameters()}
     parts: dict[str, list[torch.nn.Parameter]] = {name: [] for name in ("policy", *roles)}
     for item in parameters:

@@ -85,7 +85,7 @@ def experience_bytes(num_scores: int) -> int:
 
 
 def layer_bytes(config: PretrainedConfig, work: Work) -> int:
-    """Returns the bytes that autograd keeps per token and decoder layer of Hugging Face's code with flash attention."""
+    """Returns the bytes that autograd keeps per token and layer, for Hugging Face's code and flash attention."""
     is_gemma = config.model_type.startswith("gemma")  # its norms multiply by their weights in float32
     num_norms = 4 if is_gemma and config.model_type != "gemma" else 2
     parameter, compute = work.parameter_bytes, work.compute_bytes

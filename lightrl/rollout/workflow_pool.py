@@ -196,6 +196,7 @@ class WorkflowPool:
             await asyncio.wait(answers)
 
     def post(self) -> list[asyncio.Future[Any]]:
+        """Sends the leader's state to every worker; returns their acknowledgements."""
         state = self._leader.state()
         answers = []
         for worker in self._workers:

@@ -108,7 +108,7 @@ class DecodeThread(threading.Thread):
 
     @contextlib.contextmanager
     def held(self, caller: str) -> Iterator[None]:
-        """Inside, decoding is stopped. One caller at a time, in any thread but this one."""
+        """Pauses decoding while the context is open. One caller at a time, never the decode thread itself."""
         with self._hold_lock:
             try:
                 with self._condition:

@@ -217,7 +217,7 @@ class ServerEngine(RolloutEngine):
         return self._parts
 
     def gpus(self) -> list[int] | None:
-        """Returns the GPUs for servers that are started here, by torch's numbers; None if this machine has none.
+        """Returns torch's indices of the GPUs for servers started here; None if this machine has no GPU.
 
         Raises:
             ValueError: if there are too few.

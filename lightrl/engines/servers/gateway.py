@@ -166,7 +166,7 @@ class Gateway(Connection, Router):
             await home.wait_for_change(_SETTLED_S if is_settled else _SETTLING_S)
 
     async def settle(self) -> None:
-        """Makes exactly the routable servers its workers; if that fails, `state` says why."""
+        """Sets the gateway's workers to exactly the routable servers; on failure, `state` says why."""
         try:
             serving, problem = await self._settle(), ""
         except EngineError as error:

@@ -168,7 +168,7 @@ class CompletionDraft:
             self.finish_reason = "length"
         elif token_ids and self._is_end(token_ids[-1]):  # SGLang aborts a request before it looks for the end
             self.finish_reason = "stop"
-        # otherwise it continues: aborted, or stopped at an end token of the model's config that the sampling lacks
+        # otherwise it continues: it was aborted, or stopped at an end token in the model's config but not in `sampling`
 
     def check(self, answer: Answer, server: str, rid: str, oldest: int, newest: int) -> None:
         """Raises MalformedAnswer if this answers another request, or reports weights that the server cannot have had.

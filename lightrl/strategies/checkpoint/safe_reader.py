@@ -84,7 +84,7 @@ def named(file: str | Path) -> Iterator[None]:
 
 
 def check_records(content: Path | IO[bytes], of: str = "the file") -> None:
-    """Checks a file of `torch.save`; raises ValueError for a record whose bytes do not match its CRC-32."""
+    """Checks a `torch.save` file, which compresses nothing; raises ValueError for a damaged or compressed record."""
     with zipfile.ZipFile(content) as records:
         packed = [info.filename for info in records.infolist() if info.compress_type != zipfile.ZIP_STORED]
         damaged = packed[0] if packed else records.testzip()

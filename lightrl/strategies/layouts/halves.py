@@ -72,7 +72,7 @@ def forward_backward_halves(
     losses = [loss_fn(half, output) for half, output in zip(halves, outputs, strict=True)]
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
-        parameter.grad = None  # a sum of two numbers does not depend on their order, a sum of three does
+        parameter.grad = None  # only the two halves are added: float addition commutes, but is not associative
     backward(_Sum.apply(torch.zeros((), requires_grad=True), tuple(losses)))  # type: ignore[no-untyped-call]
     for parameter, gradient in zip(parameters, before, strict=True):
         if gradient is not None:

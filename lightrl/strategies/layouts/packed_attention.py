@@ -1,11 +1,11 @@
 """Attention over a packed row: each trajectory attends only to itself, without a T × T mask.
 
-transformers separates packed trajectories by a dense mask over the whole row (1 GiB in bool for 32,768 tokens), unless
-the attention knows where they start. `make_packable` registers an attention that gets the starts of packed rows; other
+transformers separates packed trajectories with a dense mask over the whole row (1 GiB in bool for 32,768 tokens),
+unless the attention knows where they start. `make_packable` registers an attention that receives these offsets; other
 forwards still use torch's SDPA. A trial on a few tokens selects the first of these kernels that works for the device,
 dtype and head size:
 
-    flash   torch's variable-length flash attention (torch >= 2.11, bfloat16 or float16), within a compiled layer too
+    flash   torch's variable-length flash attention (torch >= 2.11, bfloat16 or float16), also in compiled layers
     flex    torch's flex attention, compiled, over the blocks that a trajectory touches
     sdpa    SDPA on rectangles of trajectories of similar length; always works, and is the only one on a CPU
 

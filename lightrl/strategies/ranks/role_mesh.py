@@ -70,7 +70,7 @@ def check_meshes(module: L.LightningModule | None, world_size: int) -> None:
 def make_place(
     world: ProcessRanks, members: range, sizes: Sequence[int], names: Sequence[str], device: torch.device
 ) -> Place:
-    """Makes a role's place on the ranks `members`; ranks along `dp` have different rows. Collective over the run."""
+    """Creates a role's Place on the ranks `members`; ranks along `dp` hold different rows. All ranks must call it."""
     numbers = torch.arange(members.start, members.stop).reshape(*sizes)
     mesh = DeviceMesh(device.type, numbers, mesh_dim_names=tuple(names))
     control_group = dist.new_group(list(members), backend="gloo", timeout=START_TIMEOUT)

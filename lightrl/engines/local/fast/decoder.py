@@ -211,7 +211,7 @@ class LlamaDecoder:
         self._tied = {name: "model.embed_tokens.weight" for name in ties if name not in self.shapes}
         self.optional_shapes = {name: ties[name].shape for name in self._tied}
 
-        # for float32 on a CPU, where they can be had
+        # for float32 on a CPU, where they are available
         self.kernels = kernels() if dtype == torch.float32 and device.type == "cpu" else None
         self._targets: dict[str, _Target] = {}
         self._linears: list[FusedLinear] = []

@@ -162,7 +162,7 @@ class WeightLoader:
         await self.members.drain(server)
 
     async def _begin(self) -> tuple[list[Server], dict[str, str]]:
-        """Returns the servers that take part, and the others' addresses with the reason."""
+        """Returns the servers that take part, and why each of the others does not, by address."""
         await self.members.wait_for_any()
         servers = self.fleet.in_state(*ACTIVE)
         is_known = all(server.info is not None for server in servers)
@@ -180,7 +180,7 @@ class WeightLoader:
         return servers, absent
 
     async def _before_admit(self, server: Server) -> None:
-        """Loads what a server that is back needs besides the weights."""
+        """Loads everything except the weights that a returning server needs."""
 
     async def _identify(self, server: Server) -> None:
         is_known = server.info is not None

@@ -29,7 +29,7 @@ class WeightTransport(Protocol):
     needs_bracket: bool  # the servers' begin_weight_update and end_weight_update
 
     async def stage(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
-        """Does what is possible while the servers still generate. If it raises WeightSyncError, they are untouched."""
+        """Does as much as possible while the servers still generate; a WeightSyncError leaves them untouched."""
         ...
 
     async def load(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
@@ -96,7 +96,7 @@ class Streaming(WeightTransport):
 
     @abstractmethod
     async def _send(self, servers: SyncServers, bucket: Bucket, version: str | None) -> None:
-        """Sends one bucket to all servers; the last one has a `version`, and also flushes the cache."""
+        """Sends one bucket to all servers; the last bucket carries a `version` and also flushes the servers' cache."""
 
     async def _stream(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
         num_bytes = 0
