@@ -56,10 +56,8 @@ from lightrl.commands.config_layers import (
     ConfigText,
     UsageError,
     UserSettings,
-    built_with_plain_texts,
     nearest_files,
     parsed_settings,
-    settings_to_parse,
     yaml_of,
 )
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
@@ -140,7 +138,6 @@ class LightRLCLI(LightningCLI):
         return commands
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_instantiator(built_with_plain_texts, object)
         parser.add_optimizer_args((torch.optim.Optimizer,))
         parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
         levels = "the log level of each package, such as {lightrl.rollout: debug, lightrl.engines: warning}"
@@ -188,9 +185,7 @@ class LightRLCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Builds trainer, model and data; if one refuses a setting, raises UsageError with its path, file and line."""
         try:
-            self.config = settings_to_parse(self.config)
             super().instantiate_classes()
-            self.config = parsed_settings(self.config)
         except FIXABLE as error:
             place = self._user_settings.place_of(unwrapped(error))
             if not place:

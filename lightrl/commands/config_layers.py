@@ -270,26 +270,14 @@ def _with_texts(value: object, kind: Callable[[str], str]) -> Any:
         return Namespace(**{name: _with_texts(item, kind) for name, item in vars(value).items()})
     if isinstance(value, dict):
         return {key: _with_texts(item, kind) for key, item in value.items()}
-    if isinstance(value, list | tuple | set) and type(value) in (list, tuple, set):  # no NamedTuple
-        return type(value)([_with_texts(item, kind) for item in value])
+    if isinstance(value, list):
+        return [_with_texts(item, kind) for item in value]
     return kind(value) if isinstance(value, str) and type(value) in (str, SettingText) else value
 
 
 def parsed_settings(settings: Namespace) -> Namespace:
     """Turns the marked strings of parsed settings into plain ones."""
     return cast(Namespace, _with_texts(settings, str))
-
-
-def settings_to_parse(settings: Namespace) -> Namespace:
-    """Marks strings of parsed settings, so that the parser does not parse them again when it builds objects."""
-    return cast(Namespace, _with_texts(settings, _as_read))
-
-
-def built_with_plain_texts(
-    class_type: type, *args: object, applied_instantiation_links: object = None, **kwargs: object
-) -> object:
-    """Builds an object of the configuration, whose constructor gets no marked strings."""
-    return class_type(*_with_texts([*args], str), **_with_texts(kwargs, str))
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]

@@ -16,7 +16,6 @@ from parsed import parsed
 from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_errors import value_of_text
 from lightrl.commands.config_layers import UsageError, UserSettings
-from lightrl.commands.launch import UnstartedCLI
 from lightrl.commands.main import main
 from lightrl.commands.serve import settings_of
 
@@ -168,13 +167,6 @@ def test_a_flag_for_a_text_is_what_was_typed_and_reads_back_from_the_saved_file(
         Path("saved.yaml").write_text(printed)
 
 
-class Built(UnstartedCLI):
-    """The run's objects."""
-
-    def fit(self, **arguments: object) -> None:
-        """Starts nothing."""
-
-
 def test_a_text_of_a_file_is_that_text_where_a_setting_takes_anything_and_stays_when_it_is_saved(
     settings, config, capsys
 ):
@@ -194,14 +186,6 @@ def test_a_text_of_a_file_is_that_text_where_a_setting_takes_anything_and_stays_
         Path("saved.yaml").write_text(printed)
     found = parsed("fit", "--config", "saved.yaml").model.init_args.reward.arguments
     assert {type(text) for text in found.values()} == {str, list}
-    flags = ["--data.chat_template_kwargs", yaml.safe_dump(arguments), "--trainer.logger", "CSVLogger"]
-    flags += ["--trainer.logger.save_dir", ".", "--trainer.logger.name", "2026"]
-    cli = Built(["fit", "--config", "saved.yaml", *flags])
-    data, reward, logger = cli.datamodule, cli.model.reward_source, cli.config_init["fit"].trainer.logger
-    assert (data.chat_template_kwargs, data.system_prompt) == (arguments, "null")
-    texts = [data.system_prompt, data.chat_template_kwargs["0"], data.chat_template_kwargs["list"][0]]
-    texts += [reward.arguments["0"], logger.name, logger._prefix]
-    assert [type(text) for text in texts] == [str] * 6  # a checkpoint, a logger and another process read nothing else
 
 
 @pytest.mark.parametrize("text", ["[strict]", "{question}", "- a", "a: b", "null and void", "{a: 1}", "# a"])

@@ -153,7 +153,7 @@ def resumed(folder: Path) -> int:
     long = {"num_tokens": 60, "microbatch_tokens": 200}
     save = ModelCheckpoint(folder / "saved", every_n_train_steps=1, save_top_k=-1, filename="{step}")
     flags = {"enable_checkpointing": True, "engine": Doubting(threads=1, max_batch=3)}
-    run(folder, "whole", Checked(**long), callbacks=[StalenessControl(2), save], max_steps=2, **flags)
+    run(folder, "whole", Checked(**long), callbacks=[StalenessControl(2), save], max_steps=5, **flags)
     state = rollout_state(folder / "saved" / "step=1.ckpt")
     begun = [Completion.from_state(item) for _, item in state["written"]]
     assert begun
