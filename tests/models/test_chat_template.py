@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lightrl.models.chat_template import ChatTemplate, run_start, set_chat_template
+from lightrl.models.chat_template import ChatTemplate, _with_joined_texts, run_start, set_chat_template
 from lightrl.trajectory import Prompt
 
 CHATML = (
@@ -268,3 +268,14 @@ def test_arguments_of_calls_reach_the_template_in_the_form_that_it_reads(shown: 
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     assert ChatTemplate(tokenizer).render(chat, {}, is_whole=True) == '{"a": "é"}'
+
+
+def test_neighboring_text_parts_are_joined_and_one_without_text_is_empty():
+    parts = [
+        {"type": "text", "text": "a"},
+        {"type": "text"},
+        {"type": "text", "text": None},
+        {"type": "text", "text": "b"},
+    ]
+    joined = _with_joined_texts([*parts, {"type": "image"}, {"type": "text", "text": "c"}])
+    assert joined == [{"type": "text", "text": "ab"}, {"type": "image"}, {"type": "text", "text": "c"}]
