@@ -26,9 +26,6 @@ The packages; each imports only from those above it in this list:
     callbacks     weight sync, staleness, metrics, logs, export
     trainer       Lightning's Trainer with an engine
     plan          what a run takes, on paper: memory, messages, batch sizes
-    inspect       a run as a page in the browser
-    launch        one run on one machine or many: the plan, and who starts it
-    migration     AReaL's configurations as ours: lightrl convert
     commands      lightrl fit | validate | test | predict | export | plan | convert | doctor | launch |
                   status | inspect | serve
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from hosts import Hosts
 
-from lightrl.commands.launch import free_ports
-from lightrl.launch.local import GuardedProcesses
+from lightrl.commands.launch.command import free_ports
+from lightrl.commands.launch.local import GuardedProcesses
 
 _START_S = 600.0
 _ATTEMPTS = 3

@@ -26,7 +26,7 @@ PRIVATE_NAMES: dict[tuple[str, str], set[str]] = {
     ("lightning.fabric.utilities.device_dtype_mixin", "_update_properties"): {"strategies/fsdp2.py"},
     ("lightning.pytorch.loops.optimization.automatic", "_AutomaticOptimization"): {"loops/rollout_loop.py"},
     ("lightning.pytorch.core.module:LightningModule", "_current_fx_name"): {
-        "algorithms/supervised.py",
+        "algorithms/supervised/module.py",
         "loops/rollout_loop.py",
         "module.py",
     },
@@ -47,7 +47,7 @@ PRIVATE_NAMES: dict[tuple[str, str], set[str]] = {
         "loops/resume.py",
         "trainer.py",
     },
-    ("lightning.pytorch.cli:LightningCLI", "_subcommand_parsers"): {"commands/cli.py", "commands/launch.py"},
+    ("lightning.pytorch.cli:LightningCLI", "_subcommand_parsers"): {"commands/cli.py", "commands/launch/command.py"},
     ("lightning.pytorch.cli:LightningCLI", "_parse_ckpt_path"): {"commands/cli.py"},
     ("lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint", "_every_n_train_steps"): {
         "commands/doctor/run.py"
@@ -121,7 +121,7 @@ def overridden() -> frozenset[tuple[str, str]]:
     """(file, name) of each private attribute of a Lightning class that a subclass in lightrl overrides or reads."""
     pairs: set[tuple[str, str]] = set()
     for info in pkgutil.walk_packages([str(PACKAGE)], "lightrl."):
-        if info.name.endswith("__main__") or info.name.startswith("lightrl.rewards.sandbox_guard"):
+        if info.name.endswith("__main__") or info.name.startswith("lightrl.rewards.sandbox.guard"):
             continue
         module = importlib.import_module(info.name)
         for kind in vars(module).values():

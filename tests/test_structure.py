@@ -32,8 +32,6 @@ LAYERS = [
     {"algorithms", "loops", "callbacks"},
     {"trainer"},
     {"plan"},
-    {"inspect", "launch"},
-    {"migration"},
     {"commands"},
     {"__main__"},
 ]

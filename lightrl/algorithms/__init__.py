@@ -7,17 +7,13 @@ Reading order:
                   OAPL, TOPR, DPPO for stale trajectories
     ppo.py        PPO: a critic instead of groups
     distillation.py  a teacher's distribution at each token that the policy generates
-    supervised.py what the plain LightningModules that train on given data share:
-    sft.py        SFT
-    dpo.py        DPO and IPO, from pairs
-    reward_model.py  RewardModel, from pairs
+    supervised/   SFT, DPO, IPO, RewardModel: plain LightningModules that train on given data
 
 May import: everything up to module and data. To add an algorithm, subclass RLModule, write `loss` with equations of
 functional/, name its paper as Source, and add it to the parametrized invariances in tests/algorithms/.
 """
 
 from lightrl.algorithms.distillation import Distillation
-from lightrl.algorithms.dpo import DPO, IPO
 from lightrl.algorithms.grpo import GRPO
 from lightrl.algorithms.ppo import PPO, EarlyStop
 from lightrl.algorithms.reference import AdaptiveKL, ReferenceKL
@@ -36,8 +32,7 @@ from lightrl.algorithms.relatives import (
     ReinforceBaseline,
     ReinforcePlusPlus,
 )
-from lightrl.algorithms.reward_model import RewardModel
-from lightrl.algorithms.sft import SFT
+from lightrl.algorithms.supervised import DPO, IPO, SFT, RewardModel
 
 __all__ = ["Distillation", "DPO", "IPO", "GRPO", "PPO", "EarlyStop", "DPPO", "OAPL", "TOPR"]
 __all__ += ["AdaptiveKL", "ReferenceKL"]

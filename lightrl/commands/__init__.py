@@ -8,10 +8,12 @@ Reading order:
     plan.py           shows the calls of an iteration, batch sizes and memory, and what to change if it does not fit
     doctor/           checks a run before it starts, its data and its reward
     serve.py          starts SGLang or vLLM servers in the foreground
-    launch.py         starts ranks and servers on one machine or many
+    launch/           starts ranks and servers on one machine or many
     status.py         shows what a run and its launch are doing
-    inspect.py        shows runs in the browser, or exports them as one file
+    inspect/          shows runs in the browser, or exports them as one file
     export.py         turns a checkpoint into a Hugging Face folder; pushes it to a hub, with a model card
+    convert/          turns AReaL's configurations into ours
 
-May import: everything. To add a command: write a module with `run(args) -> exit code` and add it to main.py.
+May import: everything. To add a command: write a module or package with `run(args) -> exit code`, named as the command,
+and add it to main.py.
 """

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from lightrl.checks.user_code import user_code
 from lightrl.commands.console import reported
-from lightrl.inspect.run_folder import Run
+from lightrl.commands.inspect import Run
 from lightrl.models import ModelSpec
 from lightrl.models.model_folder import (
     HEAD_STAYS_BEHIND,

@@ -26,10 +26,8 @@ COMMANDS = {
     "serve": "start SGLang or vLLM servers in the foreground and print how a run uses them",
 }
 
-# Commands that Lightning does not have; each module has `run(args) -> exit code`.
-_OWN_MODULES = {
-    name: f"lightrl.commands.{name}" for name in ("export", "plan", "doctor", "launch", "status", "inspect", "serve")
-} | {"convert": "lightrl.migration.convert"}
+# Commands that Lightning does not have; each is a module or package beside this file with `run(args) -> exit code`.
+_OWN = {"export", "plan", "convert", "doctor", "launch", "status", "inspect", "serve"}
 
 _HELP = f"""\
 usage: lightrl <command> --config run.yaml [--setting value ...]
@@ -67,11 +65,11 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"lightrl: {_not_a_command(first)}\n")
         return 2
     try:
-        module = _imported(_OWN_MODULES.get(first, "lightrl.commands.cli"))
+        module = _imported(f"lightrl.commands.{first if first in _OWN else 'cli'}")
     except KeyboardInterrupt:
         sys.stderr.write("lightrl: interrupted before anything was started\n")
         return 130
-    code: int = module.run(args[1:]) if first in _OWN_MODULES else module.run(args, COMMANDS)
+    code: int = module.run(args[1:]) if first in _OWN else module.run(args, COMMANDS)
     return code
 
 

@@ -18,10 +18,9 @@ from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.checks.printable import count_text
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
-from lightrl.commands.launch import NO_GPU, LaunchedCLI
+from lightrl.commands.launch import NO_GPU, LaunchedCLI, drawing
 from lightrl.data import TrajectoryDataModule
 from lightrl.dataflow import DataFlowGraph, ModelCall
-from lightrl.launch.plan import drawing
 from lightrl.loops import devices_text
 from lightrl.models import Role, RoleMesh
 from lightrl.module import RLModule

@@ -11,8 +11,8 @@ Reading order:
     replay.py        FailureLog, which writes failed trajectories; replay, which computes their rewards again
     references.py    references with several accepted answers; a check of all references before the run
 Reward functions:
-    math_answer.py   GSM8K-like answers (math_expressions.py: LaTeX, token by token; math_units.py)
-    code_tests.py    programs against tests, in a sandbox (sandbox.py; its processes are in sandbox_guard/)
+    math_answer/     answers as numbers, expressions, sets or texts
+    code_tests.py    programs against tests, in a sandbox (sandbox/)
     fences.py        fenced code blocks of Markdown
     text_rewards.py  pattern, tags, length, repetition, JSON
     length_penalty.py OverlongPenalty, for numbers of tokens

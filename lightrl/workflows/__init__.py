@@ -4,11 +4,9 @@ Reading order:
     workflow.py       Workflow, and SingleTurn: one completion for each prompt
     multi_turn.py     several turns: conversation.py keeps their tokens, environment.py answers the policy
       turn_log.py     records the environment's answers for a resumed run
-      tools.py        an environment whose tools the policy calls: Python functions, or tools of a server
-      mcp_tools.py, openenv.py  tools of an MCP server; environments of an OpenEnv server
-    agent_workflow.py an agent that uses openai_endpoint.py as its OpenAI or Anthropic; agent_command.py: a program
-      agent_session.py   turns its requests into tokens; completion_parser.py: completions into thinking, text, calls
-      agent_protocol.py  a request and its answer: chat_protocol.py, messages_protocol.py, responses_protocol.py
+      tools/          an environment whose tools the policy calls: Python functions, or tools of an MCP server
+      openenv.py      environments of an OpenEnv server
+    agent_workflow/   an agent that uses this process as its OpenAI or Anthropic: a function or a program
 
 May import: errors, checks, concurrency, trajectory, rewards, engines. To add one: subclass Workflow and write `run`.
 """
@@ -20,17 +18,16 @@ from lightrl import loaded_on_first_use
 if TYPE_CHECKING:
     from lightrl.workflows.agent_workflow import AgentWorkflow
     from lightrl.workflows.environment import Environment, RetryWithFeedback
-    from lightrl.workflows.mcp_tools import MCPServer
     from lightrl.workflows.multi_turn import MultiTurn
     from lightrl.workflows.openenv import OpenEnv, OpenEnvTools
-    from lightrl.workflows.tools import ToolEnvironment
+    from lightrl.workflows.tools import MCPServer, ToolEnvironment
     from lightrl.workflows.workflow import SingleTurn, Workflow
 
 # Loaded on first use, so that a reward process that imports a user's environment starts without torch.
 _HOMES = {
     "AgentWorkflow": "agent_workflow",
     "Environment": "environment",
-    "MCPServer": "mcp_tools",
+    "MCPServer": "tools",
     "MultiTurn": "multi_turn",
     "OpenEnv": "openenv",
     "OpenEnvTools": "openenv",

@@ -15,7 +15,7 @@ from typing import Any
 import docstring_parser
 
 import lightrl
-from lightrl.launch import Launch
+from lightrl.commands.launch import Launch
 
 # A page for each package: file → its title, where its classes stand in a run's YAML, and the public ones.
 PAGES = {

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import lightrl
-from lightrl.algorithms.sft import SFT
+from lightrl.algorithms import SFT
 from lightrl.data import ChatBatch, DataSource, SFTDataModule
 from lightrl.models import ModelSpec
 from lightrl.trajectory import Prompt

@@ -7,10 +7,10 @@ from bad_input_rows import each, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrl.workflows.agent_protocol import RequestRefused
-from lightrl.workflows.chat_protocol import ChatExchange
-from lightrl.workflows.messages_protocol import MessagesExchange
-from lightrl.workflows.responses_protocol import ResponsesExchange
+from lightrl.workflows.agent_workflow.chat_protocol import ChatExchange
+from lightrl.workflows.agent_workflow.messages_protocol import MessagesExchange
+from lightrl.workflows.agent_workflow.protocol import RequestRefused
+from lightrl.workflows.agent_workflow.responses_protocol import ResponsesExchange
 
 pytestmark = pytest.mark.bad_input
 

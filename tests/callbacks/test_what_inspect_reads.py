@@ -17,8 +17,8 @@ from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, make_trainer, tok
 from lightrl import StalenessControl, TrajectoryLog
 from lightrl.callbacks import run_files
 from lightrl.callbacks.run_files import ProblemLog
-from lightrl.inspect.answers import Answers
-from lightrl.inspect.run_folder import find_runs
+from lightrl.commands.inspect.answers import Answers
+from lightrl.commands.inspect.run_folder import find_runs
 from lightrl.trajectory import Trajectory
 
 

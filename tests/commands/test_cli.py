@@ -357,7 +357,7 @@ def test_ctrl_c_while_a_command_is_imported_is_one_line(monkeypatch, capsys):
     def interrupted(name):
         raise KeyboardInterrupt
 
-    monkeypatch.delitem(sys.modules, "lightrl.migration.convert", raising=False)
+    monkeypatch.delitem(sys.modules, "lightrl.commands.convert", raising=False)
     monkeypatch.setattr(importlib, "import_module", interrupted)
     assert main(["convert", "a.yaml"]) == 130
     assert capsys.readouterr().err == "lightrl: interrupted before anything was started\n"

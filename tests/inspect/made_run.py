@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightrl.inspect.answers import Answers
-from lightrl.inspect.run_folder import find_runs
-from lightrl.inspect.server import PageServer
+from lightrl.commands.inspect.answers import Answers
+from lightrl.commands.inspect.run_folder import find_runs
+from lightrl.commands.inspect.server import PageServer
 from lightrl.trace import Event, TraceFile
 
 HOSTILE = [

@@ -18,10 +18,10 @@ from made_run import HOSTILE, as_tree, head_and_trajectory, make_run, write_iter
 from waits import comes_true
 
 from lightrl.commands.inspect import export
-from lightrl.inspect.answers import MAX_POINTS, Answers, Curves, Timeline
-from lightrl.inspect.index import TrajectoryIndex, condition
-from lightrl.inspect.run_folder import find_runs
-from lightrl.inspect.server import PageServer
+from lightrl.commands.inspect.answers import MAX_POINTS, Answers, Curves, Timeline
+from lightrl.commands.inspect.index import TrajectoryIndex, condition
+from lightrl.commands.inspect.run_folder import find_runs
+from lightrl.commands.inspect.server import PageServer
 
 FILTERS = ("iteration", "group", "sample", "reward", "advantage", "length", "staleness", "finish")
 PNG = base64.b64decode(

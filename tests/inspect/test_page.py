@@ -9,7 +9,7 @@ from browser import MISSING, Browser, is_missing
 from made_run import HOSTILE, as_tree, head_and_trajectory, make_run, page_of, write_iteration, write_metrics
 
 from lightrl.commands.inspect import export
-from lightrl.inspect.server import PageServer
+from lightrl.commands.inspect.server import PageServer
 
 pytestmark = [pytest.mark.extra, pytest.mark.skipif(is_missing(), reason=MISSING)]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from test_local import WAITS
 from test_ray import plan_of
 
-from lightrl.launch.ray import RayLauncher
+from lightrl.commands.launch.ray import RayLauncher
 
 folder, address, os.environ["RAY_AUTH_TOKEN"] = sys.argv[1:]
 os.environ["RAY_AUTH_MODE"] = "token"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightrl.launch.settings import Part, parse_allocation
+from lightrl.commands.launch.settings import Part, parse_allocation
 
 
 def sizes(part: Part) -> dict[str, int]:

@@ -3,9 +3,9 @@
 import pytest
 from transformers import AutoConfig
 
+from lightrl.commands.launch.plan import RunFacts, describe, drawing, make_plan, place
+from lightrl.commands.launch.settings import Launch, Layout
 from lightrl.engines.placing import PlannedEngine
-from lightrl.launch.plan import RunFacts, describe, drawing, make_plan, place
-from lightrl.launch.settings import Launch, Layout
 from lightrl.models import RoleMesh
 from lightrl.plan.memory import PlannedRole, PlannedRun
 

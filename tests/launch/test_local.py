@@ -12,11 +12,11 @@ import psutil
 import pytest
 from waits import comes_true
 
-from lightrl.launch import local
-from lightrl.launch.launcher import make_folder, write_files
-from lightrl.launch.local import LocalLauncher
-from lightrl.launch.plan import Plan, Process
-from lightrl.launch.settings import Launch, Layout, Recover
+from lightrl.commands.launch import local
+from lightrl.commands.launch.launcher import make_folder, write_files
+from lightrl.commands.launch.local import LocalLauncher
+from lightrl.commands.launch.plan import Plan, Process
+from lightrl.commands.launch.settings import Launch, Layout, Recover
 
 LONGEST_S = 600.0
 # A program that notes in a file that all share when it starts and when it is asked to end.

@@ -20,12 +20,12 @@ from waits import comes_true
 
 from benchmarks.recovery import LaunchedRun, _runs, settings
 from lightrl.checks.files import host_names
-from lightrl.commands.launch import free_ports
+from lightrl.commands.launch.command import free_ports
+from lightrl.commands.launch.launcher import make_folder, placed, write_files
+from lightrl.commands.launch.plan import Plan, Process, RunFacts, make_plan
+from lightrl.commands.launch.ray import RayLauncher
+from lightrl.commands.launch.settings import Launch, Layout, Recover
 from lightrl.commands.status import status_text
-from lightrl.launch.launcher import make_folder, placed, write_files
-from lightrl.launch.plan import Plan, Process, RunFacts, make_plan
-from lightrl.launch.ray import RayLauncher
-from lightrl.launch.settings import Launch, Layout, Recover
 
 WHY_NOT = why_not()
 WHY_NO_HOSTS = WHY_NOT or why_no_hosts()

@@ -7,9 +7,9 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models import IoK8sApiCoreV1PodTemplateSpec, TrainerV1alpha1TrainJob
 
-from lightrl.launch.plan import Plan, RunFacts, make_plan
-from lightrl.launch.scripts import KubernetesLauncher, TorchrunLauncher
-from lightrl.launch.settings import Launch
+from lightrl.commands.launch.plan import Plan, RunFacts, make_plan
+from lightrl.commands.launch.scripts import KubernetesLauncher, TorchrunLauncher
+from lightrl.commands.launch.settings import Launch
 
 
 def plan_of(facts: RunFacts | None = None, **launch) -> Plan:

@@ -13,11 +13,11 @@ from slurm_box import Slurm, why_not
 from waits import comes_true
 
 from lightrl.checks.files import host_names
+from lightrl.commands.launch.launcher import make_folder, write_files
+from lightrl.commands.launch.plan import Plan, RunFacts, make_plan
+from lightrl.commands.launch.settings import Launch, Recover
+from lightrl.commands.launch.slurm import SlurmLauncher
 from lightrl.commands.status import status_text
-from lightrl.launch.launcher import make_folder, write_files
-from lightrl.launch.plan import Plan, RunFacts, make_plan
-from lightrl.launch.settings import Launch, Recover
-from lightrl.launch.slurm import SlurmLauncher
 
 WHY_NOT = why_not()
 ON_SLURM = [

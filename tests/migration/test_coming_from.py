@@ -7,7 +7,7 @@ import pytest
 import yaml
 from parsed import parsed
 
-from lightrl.migration.convert import convert
+from lightrl.commands.convert import convert
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -15,8 +15,8 @@ from test_make_model import make_folder
 
 from lightrl.algorithms import GRPO
 from lightrl.commands import cli
+from lightrl.commands.convert import convert
 from lightrl.commands.main import main
-from lightrl.migration.convert import convert
 
 SAMPLES = Path(__file__).parent / "areal"
 GSM8K, PPO_3D = SAMPLES / "gsm8k_grpo.yaml", SAMPLES / "ppo_3d.yaml"

@@ -100,7 +100,7 @@ def test_a_dotted_path_becomes_a_pool():
     [
         (reward_functions.length, "reward_functions.length"),
         (reward_functions.Constants.constant, "reward_functions.Constants.constant"),
-        (math_answer, "lightrl.rewards.math_answer.math_answer"),
+        (math_answer, "lightrl.rewards.math_answer.answer.math_answer"),
     ],
 )
 def test_a_function_that_can_be_imported_becomes_a_pool_that_finds_it(function, path):

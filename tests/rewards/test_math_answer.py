@@ -11,7 +11,7 @@ from math_answer_cases import BOXED, CASES
 from reward_functions import trajectory_that
 
 from lightrl.rewards import math_answer
-from lightrl.rewards.math_answer import Answer, equals, final_answer, number
+from lightrl.rewards.math_answer.answer import Answer, equals, final_answer, number
 
 GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
 

@@ -20,8 +20,9 @@ from waits import comes_true
 
 from lightrl.concurrency.owner import own_prefix
 from lightrl.errors import RewardError
-from lightrl.rewards.sandbox import LAYERS, Limits, LocalSandbox, Run, what_to_allow
-from lightrl.rewards.sandbox_guard.memory import parent_of_groups
+from lightrl.rewards.sandbox import Limits, LocalSandbox, Run, what_to_allow
+from lightrl.rewards.sandbox.guard.memory import parent_of_groups
+from lightrl.rewards.sandbox.local import LAYERS
 
 WITHOUT_NAMESPACES = ("private_user", "landlock", "seccomp")
 
@@ -54,7 +55,7 @@ def namespaced() -> Iterator[LocalSandbox]:
 
 def guards() -> list[psutil.Process]:
     alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if "sandbox_guard" in "".join(child.cmdline())]
+    return [child for child in alive if "rewards/sandbox" in "".join(child.cmdline())]
 
 
 def run(sandbox: LocalSandbox, program: str, stdin: str = "", **limits: float) -> Run:

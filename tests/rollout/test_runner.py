@@ -25,7 +25,7 @@ from lightrl.rollout.runner import Rewards
 from lightrl.rollout.tasks import Tasks
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.workflows import AgentWorkflow
-from lightrl.workflows.agent_command import root_of
+from lightrl.workflows.agent_workflow.command import root_of
 from lightrl.workflows.workflow import Generate, GroupGenerate, SingleTurn
 
 

@@ -27,11 +27,11 @@ from waits import comes_true
 from lightrl.engines.fake_engine import FakeEngine
 from lightrl.errors import EngineError, RolloutError
 from lightrl.rewards.sandbox import GUARD_COMMAND, SYSTEM_PATHS, Limits
-from lightrl.rewards.sandbox_guard.guard import _remove_foreign
+from lightrl.rewards.sandbox.guard.guard import _remove_foreign
 from lightrl.trajectory import Prompt, Trajectory
 from lightrl.workflows import agent_command
-from lightrl.workflows.agent_command import delete_workspace
 from lightrl.workflows.agent_workflow import AgentWorkflow
+from lightrl.workflows.agent_workflow.command import delete_workspace
 
 ASK = """
 import json, os, sys, urllib.request
@@ -68,7 +68,7 @@ def guards() -> list[psutil.Process]:
     alive = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # ended, and perhaps not awaited yet
-            if "sandbox_guard" in "".join(child.cmdline()):
+            if "rewards/sandbox" in "".join(child.cmdline()):
                 alive.append(child)
     return alive
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from chat_texts import CHATML, chat_tokenizer, ids
 
-from lightrl.workflows.completion_parser import ParsedCompletion, completion_parser
+from lightrl.workflows.agent_workflow.completion_parser import ParsedCompletion, completion_parser
 from lightrl.workflows.tools import ToolCall, parse_hermes
 
 QWEN_XML = {

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lightrl.errors import RewardError, RolloutError
 from lightrl.trajectory import Prompt, split_thinking
 from lightrl.workflows import MultiTurn, ToolEnvironment
-from lightrl.workflows.completion_parser import parse_text
+from lightrl.workflows.agent_workflow.completion_parser import parse_text
 from lightrl.workflows.tools import (
     Tool,
     ToolCall,

@@ -1,0 +1,17 @@
+"""Supervised training: plain LightningModules on given data, by Lightning's own loop.
+
+Reading order:
+    module.py        SupervisedModule: one trained model, its optimizer, its metrics, on any number of ranks
+    sft.py           SFT
+    dpo.py           DPO and IPO, from pairs
+    reward_model.py  RewardModel, from pairs
+
+May import: what algorithms/ may. To add one, subclass SupervisedModule and write `measure`.
+"""
+
+from lightrl.algorithms.supervised.dpo import DPO, IPO
+from lightrl.algorithms.supervised.module import SupervisedModule
+from lightrl.algorithms.supervised.reward_model import RewardModel
+from lightrl.algorithms.supervised.sft import SFT
+
+__all__ = ["DPO", "IPO", "SFT", "RewardModel", "SupervisedModule"]

@@ -1,0 +1,64 @@
+"""RewardModel: a network that scores trajectories, learned from pairs.
+
+Shapes: B pairs, T tokens. Rows 2i and 2i + 1 of a batch are pair i, the chosen trajectory first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightrl.algorithms.supervised.module import SupervisedModule
+from lightrl.data import PairBatch
+from lightrl.functional import bradley_terry_loss
+from lightrl.models import ModelSpec, Role
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class RewardModel(SupervisedModule):
+    """A causal language model whose head is one number, the reward, read at a trajectory's last token.
+
+    The difference of two rewards is the log-odds that the first trajectory is preferred (Bradley and Terry). Trains on
+    the batches of PreferenceDataModule; starts from a language model (the head then returns 0) or an earlier reward
+    model; `AutoModelForSequenceClassification` loads its export. Logs, as `reward_model/…` per step and `val/…` per
+    validation: `loss`; `accuracy_fraction`, how often the chosen one scores higher; `margin`, by how much.
+
+    Source: https://arxiv.org/abs/2203.02155.
+
+    Args:
+        policy: the model to start from: a hub name, a local folder, a ModelSpec, or a Role with `lora`.
+        kwargs: those of SupervisedModule.
+    """
+
+    trained_role = "reward_model"
+    batch_type = PairBatch
+    log_prefix = "reward_model"
+
+    reward_model: PreTrainedModel
+
+    def __init__(self, policy: str | ModelSpec | Role, **kwargs: Any) -> None:
+        super().__init__(policy, **kwargs)
+        self.policy_role = self.policy_role.with_scalar_head()
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.reward_model.config.pad_token_id = self.tokenizer.pad_token_id  # users of the export need it for batches
+
+    def measure(self, batch: PairBatch) -> dict[str, Tensor]:
+        # A trajectory's reward is the value at its last token, which the model returns for the token after it.
+        token_ids = torch.nn.functional.pad(batch.token_ids, (0, 1))
+        is_end = torch.arange(token_ids.shape[1], device=token_ids.device) == batch.lengths[:, None]
+        longer = PairBatch(token_ids, is_end, batch.lengths + 1)
+        values = self.parallel(self.trained_role).measure(longer.experience()).values
+        assert values is not None
+        rewards = values[is_end]
+        chosen, rejected = rewards[0::2], rewards[1::2]
+        return {
+            "loss": bradley_terry_loss(chosen, rejected),
+            "accuracy_fraction": (chosen > rejected).float(),
+            "margin": (chosen - rejected).detach(),
+        }

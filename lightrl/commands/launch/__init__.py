@@ -1,0 +1,19 @@
+"""Launch: runs on one machine or many. A plan places the processes; launchers start and end them there.
+
+Reading order:
+    settings.py     Launch: the section `launch:` of the YAML, and AReaL's strings for the same
+    plan.py         the run's facts; the plan: ranks and servers on hosts and GPUs, whether the model fits
+    launcher.py     the protocol of launchers, the folder of a launch, its scripts and log files
+    slurm.py        a job on a Slurm cluster; scripts.py: files for torchrun and Kubernetes
+    local.py        processes on this machine; ray.py: the same on the hosts of a Ray cluster
+    command.py      the command line
+
+May import: what commands/ may. To add a launcher: write a class with the methods of Launcher in a file of at most 250
+lines, add its name to settings.py and command.py, a test, and a section to docs/clusters.md.
+"""
+
+from lightrl.commands.launch.command import NO_GPU, LaunchedCLI, launch, run
+from lightrl.commands.launch.plan import drawing
+from lightrl.commands.launch.settings import Launch, layout_of
+
+__all__ = ["NO_GPU", "Launch", "LaunchedCLI", "drawing", "launch", "layout_of", "run"]

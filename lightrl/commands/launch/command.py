@@ -1,0 +1,191 @@
+"""lightrl launch: places the ranks and servers of a run, and starts them or submits them as a job."""
+
+from __future__ import annotations
+
+import functools
+import random
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from lightrl.checks.files import host_names
+from lightrl.checks.printable import count_text
+from lightrl.commands.cli import LightRLCLI
+from lightrl.commands.config_layers import UsageError
+from lightrl.commands.console import reported
+from lightrl.commands.launch.launcher import Launcher, make_folder, write_files
+from lightrl.commands.launch.local import LocalLauncher
+from lightrl.commands.launch.plan import Plan, describe, facts_of, make_plan
+from lightrl.commands.launch.ray import RayLauncher
+from lightrl.commands.launch.scripts import KubernetesLauncher, TorchrunLauncher
+from lightrl.commands.launch.settings import Launch
+from lightrl.commands.launch.slurm import SlurmLauncher
+from lightrl.plan.memory import UnknownMemory
+from lightrl.plan.planned_run import TrainerSettings, planned
+from lightrl.trajectory import JsonMapping, JsonObject
+
+_HELP = """\
+usage: lightrl launch --config run.yaml [--setting value ...] [--dry-run] [--wait]
+
+Starts a run on one machine or many, as its section `launch:` says: trainer ranks, servers, or both. Accepts the
+settings of lightrl fit; lightrl fit --launch.help shows those of the launch, such as --launch.nodes.
+
+  --dry-run   print the plan as a drawing of the hosts and a table, and the files that would be submitted
+  --wait      with Slurm: stay until the job ends, show the output of rank 0, and end the job on Ctrl-C
+
+lightrl status FOLDER shows the state of the run; docs/clusters.md has an example for each launcher.
+"""
+NO_GPU = "trainer.accelerator is auto and this machine has no GPU: CPUs are assumed. Set it to gpu to plan for GPUs."
+PORT, NUM_PORTS = 29500, 64  # defaults; see Launch.port
+_FIRST, _LAST = 20000, 32000  # below the ports that systems assign to outgoing connections
+_LAUNCHERS: dict[str, Callable[..., Launcher]] = {
+    "local": LocalLauncher,
+    "torchrun": TorchrunLauncher,
+    "slurm": SlurmLauncher,
+    "kubernetes": KubernetesLauncher,
+    "ray": RayLauncher,
+}
+
+
+class UnstartedCLI(LightRLCLI):
+    """Builds model, data, engine and callbacks as `lightrl fit` does, but no trainer, so that no GPU is needed."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        return TrainerSettings.of(self.config_init[self.config.subcommand].trainer)
+
+    def before_fit(self) -> None:
+        """Skips what a fit does here: a plan needs no checkpoint and has no run folder."""
+
+    after_fit = before_fit
+
+
+class LaunchedCLI(UnstartedCLI):
+    """Builds the run with the ranks, servers and strategy that its section `launch:` leads to."""
+
+    launched: Plan | None = None
+
+    def before_instantiate_classes(self) -> None:
+        """Replaces the settings by those of the plan, without a check of GPU memory, which the caller reports later."""
+        settings = self.config[self.config.subcommand]
+        if settings.get("launch") is None:
+            return
+        self.given, self.given_text = settings.as_dict(), self.config_text()
+        values = {**self.given, "launch": {**self.given["launch"], "gpu_memory_gb": None}}
+        self.launched = plan_of(values, folder="launch-N", is_shown=True)
+        parser = self._subcommand_parsers[self.config.subcommand]
+        self.config[self.config.subcommand] = parser.parse_object(dict(self.launched.settings), settings)
+
+    def fit(self, **kwargs: object) -> None:
+        """Starts nothing."""
+
+    def memory_facts(self) -> JsonObject:
+        """Returns the fields of RunFacts that the planner needs to check memory."""
+        try:
+            return {"planned": planned(self.model, self.trainer, self.datamodule)}
+        except UnknownMemory as error:
+            return {"unknown": str(error)}
+
+
+def plan_of(settings: JsonMapping, *, folder: str, is_shown: bool = False, memory: JsonMapping | None = None) -> Plan:
+    """Plans a parsed configuration; raises ValueError if it does not fit.
+
+    Args:
+        memory: the fields of RunFacts with which memory is checked.
+        is_shown: name the hosts that a job has not got yet `node1` and so on, for people, not as its scripts do.
+    """
+    launch = Launch.of(settings["launch"])
+    facts = replace(facts_of(settings), **(memory or {}))
+    later = [] if is_shown else host_names(launch.nodes)
+    own = {"local": ["127.0.0.1"], "slurm": later, "ray": later}
+    is_local = launch.launcher == "local"
+    num_gpus = torch.cuda.device_count() if is_local and not facts.on_cpu else None
+    if num_gpus == 0 and facts.assumed:  # as Lightning's `accelerator: auto` does
+        facts = replace(facts, on_cpu=True, assumed=NO_GPU)
+    elif num_gpus is not None:
+        if not is_shown and num_gpus < (launch.gpus_per_node or 1):
+            raise ValueError(
+                f"launch.gpus_per_node={launch.gpus_per_node or 1}, but torch sees {count_text(num_gpus, 'GPU')} on "
+                "this machine. Lower it, or set launch.launcher to one that starts the run elsewhere."
+            )
+        facts = replace(facts, assumed="")
+    return make_plan(
+        launch,
+        facts,
+        folder=folder,
+        hosts=own.get(launch.launcher, launch.hosts),
+        gpus_per_host=num_gpus,
+        port=launch.port or (free_ports(NUM_PORTS) if is_local else PORT),
+        python="python" if launch.container else sys.executable,
+    )
+
+
+def launch(args: Sequence[str]) -> int:
+    """Plans a run and starts it, or only prints the plan with `--dry-run`; returns the exit code."""
+    words = [word for word in args if word not in ("--dry-run", "--wait")]
+    cli = LaunchedCLI(["fit", *words])
+    if cli.launched is None:
+        raise UsageError("lightrl launch needs a `launch:` section in the YAML, or flags such as --launch.servers 1.")
+    make = functools.partial(plan_of, cli.given, memory=cli.memory_facts())
+    root = cli.launched.facts.root
+    is_dry = "--dry-run" in args
+    plan = make(folder=str(Path(root).absolute() / "launch-N"))  # raises before a folder is made
+    if not is_dry:
+        plan = make(folder=str(make_folder(root)))
+    launcher = _LAUNCHERS[plan.launch.launcher](plan)
+    sys.stdout.write(describe(make(folder=plan.folder, is_shown=True)))
+    if is_dry:
+        layout = {"layout.yaml": yaml.safe_dump(dict(plan.settings), sort_keys=False)}
+        for name, text in {**layout, **launcher.files()}.items():
+            sys.stdout.write(f"\n--- {plan.folder}/{name}\n{text}")
+        return 0
+    write_files(plan, cli.given_text, launcher.files())
+    sys.stdout.write(f"\nLogs and status: lightrl status {plan.folder}\n")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        launcher.start()
+        is_watched = plan.launch.launcher in ("local", "ray") or "--wait" in args
+        return launcher.wait() if is_watched else 0
+    except BaseException:  # whatever ends the launcher must end what it started
+        launcher.end()
+        raise
+
+
+def run(args: Sequence[str]) -> int:
+    """Runs `lightrl launch ARGS`; returns the run's exit code, 130 after Ctrl-C or SIGTERM, 2 if the call is wrong."""
+    if not args or any(word in ("-h", "--help") for word in args):
+        sys.stdout.write(_HELP)
+        return 0
+
+    def command(callbacks: Sequence[object]) -> int:
+        try:
+            return launch(args)
+        except KeyboardInterrupt:
+            sys.stderr.write("The launch was ended.\n")
+            return 130
+
+    return reported(command)
+
+
+def free_ports(number: int) -> int:
+    """Returns the first of `number` consecutive ports that are free now."""
+    for _ in range(100):
+        first = random.SystemRandom().randrange(_FIRST, _LAST - number)
+        if all(_is_free(port) for port in range(first, first + number)):
+            return first
+    raise OSError(f"There are no {number} consecutive free ports from {_FIRST} to {_LAST}. Set launch.port.")
+
+
+def _is_free(port: int) -> bool:
+    try:
+        with socket.create_server(("", port)):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,426 @@
+"""The plan of a launch: which process runs on which host and GPUs, with which command, environment and addresses.
+
+Planning starts nothing and inspects no machine. Trainer ranks come first, so that rank 0 is on the first host
+(Lightning under Slurm takes the main address from there); servers use the remaining GPUs:
+
+    nodes 2 × 4 GPUs, 4 ranks, 2 servers with tp 2      node 1: ranks 0 1 2 3      node 2: server 0 0, server 1 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from typing import Literal
+
+from lightrl.checks.files import check_local
+from lightrl.checks.printable import count_text
+from lightrl.commands.launch.settings import Launch, Layout, layout_of
+from lightrl.engines.servers.addresses import ADDRESS_VARIABLES
+from lightrl.engines.servers.registry import SCHEME
+from lightrl.models import RoleMesh
+from lightrl.plan.memory import PlannedRun, memory_line, misfits, num_devices
+from lightrl.strategies.tensor_plans import check_sizes
+from lightrl.trajectory import JsonMapping, JsonObject
+
+_GPUS_ASSUMED = "trainer.accelerator is auto: the hosts are assumed to have GPUs. Set it to cpu if they have none."
+_MAX_HOSTS = 16  # at most as many are shown: the first ones and the last
+SERVER_OFFSET = 1  # ports of servers, after the trainer's store
+# names in the launch's folder: the run's settings, the plan's changes to them, the folder in which servers register
+CONFIG, LAYOUT, REGISTRY = "config.yaml", "layout.yaml", "servers"
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run's settings for ranks, servers and models."""
+
+    ranks: int = 1  # trainer.devices · trainer.num_nodes
+    servers: int = 0  # that its engine starts
+    tp: int = 1  # each server's
+    strategy: str | None = None  # class name; None if the YAML leaves it to the trainer
+    trainer_pp: int = 1
+    trainer_tp: int = 1
+    on_cpu: bool = False
+    assumed: str = ""  # a note on `on_cpu` if the accelerator is auto
+    engine: str | None = None  # class name
+    has_urls: bool = False  # the servers are already running
+    transport: str = "disk"
+    weight_folder: str | None = None
+    meshes: Mapping[str, RoleMesh] = field(default_factory=dict)  # role → mesh
+    root: str = "."  # trainer.default_root_dir
+    planned: PlannedRun | None = None  # the models' sizes, to estimate memory; None if unknown
+    unknown: str = ""  # why they are unknown
+
+
+def facts_of(settings: JsonMapping) -> RunFacts:
+    """Reads the settings of `lightrl fit` as the parser gives them.
+
+    Raises:
+        ValueError: if the number of the trainer's devices is not known before the run.
+    """
+    trainer = settings["trainer"]
+    kind, strategy = _class(trainer.get("strategy"))
+    engine_kind, engine = _class(trainer.get("engine"))
+    _, model = _class(settings.get("model"))
+    check_local(default_root_dir=trainer.get("default_root_dir"))
+    return RunFacts(
+        ranks=num_devices(trainer.get("devices")) * int(trainer.get("num_nodes") or 1),
+        servers=int(engine.get("servers") or 0),
+        tp=int(engine.get("tp") or 1),
+        strategy=None if kind in (None, "auto") else kind,
+        trainer_pp=int(strategy.get("pp") or 1),
+        trainer_tp=int(strategy.get("tp") or 1),
+        on_cpu=trainer.get("accelerator") == "cpu",
+        assumed=_GPUS_ASSUMED if trainer.get("accelerator") in (None, "auto") else "",
+        engine=engine_kind,
+        has_urls=engine.get("urls") is not None,
+        transport=engine.get("transport") or "disk",
+        weight_folder=engine.get("weight_folder"),
+        meshes={
+            name: RoleMesh(**mesh) for name, value in model.items() if (mesh := _fields(_fields(value).get("mesh")))
+        },
+        root=str(trainer.get("default_root_dir") or "."),
+    )
+
+
+def _class(value: object) -> tuple[str | None, JsonMapping]:
+    """Returns class name and arguments of `{class_path: …, init_args: …}` or of a bare name."""
+    if not isinstance(value, Mapping):
+        return (None if value is None else str(value).rpartition(".")[2]), {}
+    return str(value.get("class_path", "")).rpartition(".")[2], value.get("init_args") or {}
+
+
+def _fields(value: object) -> JsonMapping:
+    """Returns the fields of a role or model, which may be given as a class with its arguments."""
+    if not isinstance(value, Mapping):
+        return {}
+    return value.get("init_args") or {} if "class_path" in value else value
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of the plan."""
+
+    name: str  # such as trainer-3
+    role: Literal["trainer", "servers"]
+    host: int  # index into Plan.hosts
+    gpus: tuple[int, ...]  # GPUs that it uses on its host
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to the launcher's
+    rank_environment: Mapping[str, str] = field(default_factory=dict)  # what torchrun sets; Slurm sets its own
+    ports: tuple[int, ...] = ()  # of the servers that it starts
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The processes of a launch, with their hosts and settings."""
+
+    launch: Launch
+    layout: Layout
+    folder: str  # for logs and files; all hosts see it
+    hosts: tuple[str, ...]
+    port: int  # the trainer's store listens here
+    gpus_per_host: int
+    on_cpu: bool
+    processes: tuple[Process, ...]
+    settings: JsonMapping  # override the run's settings
+    facts: RunFacts = field(default_factory=RunFacts)  # of the run, before the launch
+    notes: tuple[str, ...] = ()
+
+    def of(self, role: str) -> list[Process]:
+        return [process for process in self.processes if process.role == role]
+
+    def of_memory(self, run: PlannedRun) -> PlannedRun:
+        """Returns the run's sizes with the ranks and servers of this launch."""
+        return _launched(run, self.layout, _trainer_split(self.layout, self.facts))
+
+    @property
+    def ranks_per_host(self) -> int:
+        return sum(process.host == 0 for process in self.of("trainer"))
+
+    @property
+    def trainer_hosts(self) -> int:
+        return len({process.host for process in self.of("trainer")})
+
+    def log_file(self, process: Process) -> str:
+        """Returns the path of `HOST/NAME.log` in the folder."""
+        return f"{self.folder}/{self.hosts[process.host]}/{process.name}.log"
+
+
+def make_plan(
+    launch: Launch,
+    facts: RunFacts,
+    *,
+    folder: str,
+    port: int,
+    hosts: Sequence[str] = (),
+    gpus_per_host: int | None = None,
+    python: str = "python",
+) -> Plan:
+    """Places the ranks and servers of a run; raises ValueError if something does not fit, before anything is started.
+
+    Args:
+        folder: the launch's folder; all hosts must see it.
+        port: of the trainer's store on the first host; servers use the ports above it.
+        hosts: names or addresses; by default `node1`, `node2` and so on.
+        gpus_per_host: used if the launch does not set it.
+        python: the interpreter on the hosts.
+    """
+    layout = layout_of(launch, ranks=facts.ranks, servers=facts.servers, tp=facts.tp)
+    served = layout.servers * layout.tp if layout.placement == "separate" else 0
+    needed = layout.ranks + (served and -layout.ranks % layout.tp) + served
+    gpus = launch.gpus_per_node or gpus_per_host or -(-needed // launch.nodes)
+    split = _trainer_split(layout, facts)
+    settings, notes = _settings(layout, facts)
+    notes += [facts.assumed] if facts.assumed else []
+    ranks_of, servers_of = place(layout, launch.nodes, gpus, split[1])
+    check_model(layout, facts, split)
+    notes += check_memory(layout, facts, split, launch.gpu_memory_gb)
+    names = tuple(hosts) or tuple(f"node{number + 1}" for number in range(launch.nodes))
+    config = [item for name in (CONFIG, LAYOUT) for item in ("--config", f"{folder}/{name}")]
+    processes = _trainers(ranks_of, names, port, facts.on_cpu, [python, "-m", "lightrl", "fit", *config])
+    servers = _servers(servers_of, names, port, layout, facts, folder, [python, "-m", "lightrl", "serve", *config])
+    if servers:
+        url = f"{SCHEME}{folder}/{REGISTRY}?servers={layout.servers}"
+        processes = [replace(one, environment={**one.environment, ADDRESS_VARIABLES[0]: url}) for one in processes]
+        elsewhere = {one.host for one in servers} - {0}
+        if elsewhere and facts.transport == "disk" and facts.weight_folder is None:
+            settings["trainer"]["engine"]["init_args"]["weight_folder"] = f"{folder}/weights"
+    used = {(host, gpu) for placed in (ranks_of, servers_of) for host in placed for gpu in sum(placed[host], ())}
+    if idle := launch.nodes * gpus - len(used):
+        notes.append(f"{idle} of {launch.nodes * gpus} {'slots' if facts.on_cpu else 'GPUs'} stay idle.")
+    trainer = settings["trainer"]
+    trainer["default_root_dir"] = str(PurePath(folder).parent)  # a process may start in another folder
+    trainer["num_nodes"], trainer["devices"] = len(ranks_of), len(ranks_of[0])
+    everything = (*processes, *servers)
+    return Plan(launch, layout, folder, names, port, gpus, facts.on_cpu, everything, settings, facts, tuple(notes))
+
+
+Placed = dict[int, list[tuple[int, ...]]]  # host → the GPUs of each rank or server there
+
+
+def place(layout: Layout, nodes: int, gpus: int, trainer_tp: int = 1) -> tuple[Placed, Placed]:
+    """Returns the GPUs of each rank and of each server, by host; raises ValueError if they do not fit."""
+    have = f"launch.nodes={nodes} with gpus_per_node={gpus}"
+    if layout.ranks > nodes * gpus:
+        ranks_text, need = count_text(layout.ranks, "trainer rank"), "needs" if layout.ranks == 1 else "need"
+        needed = count_text(layout.ranks, "GPU")
+        raise ValueError(f"{ranks_text} {need} {needed}, but {have} has {nodes * gpus}.")
+    per_host = max(size for size in range(1, gpus + 1) if layout.ranks % size == 0)
+    if layout.ranks // per_host > nodes:
+        raise ValueError(
+            f"{layout.ranks} trainer ranks cannot be spread evenly over {have}: {per_host} per host would need "
+            f"{layout.ranks // per_host} hosts. Change launch.ranks."
+        )
+    if per_host % trainer_tp:
+        raise ValueError(
+            f"The trainer's tp={trainer_tp} must divide the {per_host} ranks of a host, since its slices exchange data "
+            "in every layer. Change tp, launch.ranks or launch.gpus_per_node."
+        )
+    ranks: Placed = {host: [(gpu,) for gpu in range(per_host)] for host in range(layout.ranks // per_host)}
+    if not layout.servers:
+        return ranks, {}
+    tp = layout.tp
+    is_colocated = layout.placement == "colocated"
+    if gpus % tp or (is_colocated and per_host % tp):
+        raise ValueError(
+            f"launch.tp={tp} must divide the {per_host if is_colocated else gpus} "
+            f"{'trainer ranks' if is_colocated else 'GPUs'} of a host: a server is on one host. Change launch.tp."
+        )
+    first = {host: len(ranks.get(host, ())) for host in range(nodes)}
+    free = {host: range(first[host]) if is_colocated else range(-(-first[host] // tp) * tp, gpus) for host in first}
+    slots = [
+        (host, tuple(gpus_of[at : at + tp])) for host, gpus_of in free.items() for at in range(0, len(gpus_of), tp)
+    ]
+    if len(slots) < layout.servers:
+        where = "on the trainer's GPUs" if is_colocated else f"next to {count_text(layout.ranks, 'trainer rank')}"
+        raise ValueError(
+            f"launch.servers={layout.servers} with tp={tp} needs {count_text(layout.servers * tp, 'GPU')} {where}, but "
+            f"{have} hold {count_text(len(slots), 'server')}. Lower launch.servers or launch.ranks, or add "
+            "nodes."
+        )
+    servers: Placed = {}
+    for host, share in slots[: layout.servers]:
+        servers.setdefault(host, []).append(share)
+    return ranks, servers
+
+
+def _trainer_split(layout: Layout, facts: RunFacts) -> tuple[int, int]:
+    """Returns (pp, tp) of the trainer."""
+    pp = facts.trainer_pp if layout.trainer_pp is None else layout.trainer_pp
+    return pp, facts.trainer_tp if layout.trainer_tp is None else layout.trainer_tp
+
+
+def _settings(layout: Layout, facts: RunFacts) -> tuple[JsonObject, list[str]]:
+    """Returns the settings that this layout changes, and notes about them."""
+    trainer: JsonObject = {}
+    notes: list[str] = []
+    own = (facts.trainer_pp, facts.trainer_tp)
+    pp, tp = _trainer_split(layout, facts)
+    if facts.strategy not in (None, "FSDP2Strategy", "Parallel3DStrategy") and layout.ranks > 1:
+        raise ValueError(f"trainer.strategy={facts.strategy} cannot train on several ranks. Use FSDP2Strategy.")
+    if facts.strategy == "FSDP2Strategy" and pp * tp > 1:
+        raise ValueError(f"The allocation has p={pp} and t={tp}, but FSDP2Strategy splits only by data. Remove it.")
+    if facts.strategy == "Parallel3DStrategy" and own != (pp, tp):
+        raise ValueError(f"The allocation has p={pp} and t={tp}, but trainer.strategy has pp={own[0]} and tp={own[1]}.")
+    if facts.strategy is None and layout.ranks > 1:
+        arguments: JsonObject = {} if pp * tp == 1 else {"init_args": {"pp": pp, "tp": tp}}
+        name = "Parallel3DStrategy" if arguments else "FSDP2Strategy"
+        trainer["strategy"] = {"class_path": name, **arguments}
+        notes.append(f"trainer.strategy is {name}, since several ranks share the model.")
+    if layout.servers:
+        if facts.has_urls:
+            raise ValueError("trainer.engine has urls of running servers. Remove urls, or set launch.servers: 0.")
+        if facts.engine not in (None, "SGLangEngine", "VLLMEngine"):
+            raise ValueError(
+                f"launch.servers={layout.servers} needs an engine with servers, but trainer.engine is {facts.engine}. "
+                "Use SGLangEngine or VLLMEngine, or set launch.servers: 0."
+            )
+        if facts.engine == "VLLMEngine" and layout.placement == "colocated":
+            raise ValueError("launch.placement=colocated needs SGLangEngine: vLLM keeps its memory. Use separate.")
+        # the launch starts the servers; the engine finds them in its registry
+        arguments = {"servers": None, "tp": 1, "placement": layout.placement}
+        trainer["engine"] = {"class_path": facts.engine or "SGLangEngine", "init_args": arguments}
+    return {"trainer": trainer}, notes
+
+
+def _trainers(placed: Placed, names: Sequence[str], port: int, on_cpu: bool, command: Sequence[str]) -> list[Process]:
+    world = sum(len(groups) for groups in placed.values())
+    processes: list[Process] = []
+    for host, groups in placed.items():
+        for local_rank, gpus in enumerate(groups):
+            rank = len(processes)
+            environment = {} if on_cpu else {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for (gpu,) in groups)}
+            numbers: JsonObject = {}
+            if world > 1:
+                environment |= {"MASTER_ADDR": names[0], "MASTER_PORT": str(port)}
+                numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": host, "WORLD_SIZE": world}
+                numbers |= {"LOCAL_WORLD_SIZE": len(groups), "TORCHELASTIC_RUN_ID": "lightrl"}
+            own = {name: str(value) for name, value in numbers.items()}
+            processes.append(Process(f"trainer-{rank}", "trainer", host, gpus, tuple(command), environment, own))
+    return processes
+
+
+def _servers(
+    placed: Placed,
+    names: Sequence[str],
+    port: int,
+    layout: Layout,
+    facts: RunFacts,
+    folder: str,
+    command: Sequence[str],
+) -> list[Process]:
+    """Returns one `lightrl serve` per host with servers; its weight receiver has the port after its last server's.
+
+    They end after the trainer, so they need not wait for a run to release them.
+    """
+    processes: list[Process] = []
+    for number, (host, groups) in enumerate(placed.items()):
+        ports = tuple(port + SERVER_OFFSET + index for index in range(len(groups)))
+        gpus = tuple(gpu for group in groups for gpu in group)
+        arguments = {
+            "servers": len(groups), "tp": layout.tp, "host": names[host], "port": ports[0],
+            "log_folder": f"{folder}/{names[host]}", "register": f"{folder}/{REGISTRY}", "leave_s": 0,
+        }  # fmt: skip
+        arguments |= {} if facts.on_cpu else {"devices": ",".join(map(str, gpus))}
+        arguments |= {"server_args.enable_memory_saver": "true"} if layout.placement == "colocated" else {}
+        words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
+        processes.append(Process(f"servers-{number}", "servers", host, gpus, (*command, *words), ports=ports))
+    return processes
+
+
+def check_model(layout: Layout, facts: RunFacts, split: tuple[int, int]) -> None:
+    """Raises ValueError if ranks, meshes or the model's sizes do not allow the layout; `split` is (pp, tp)."""
+    pp, tp = split
+    if layout.ranks % (pp * tp):
+        raise ValueError(
+            f"{count_text(layout.ranks, 'trainer rank')} cannot be split by pp={pp} · tp={tp} = {pp * tp}, which must "
+            "divide them. Change launch.ranks, or pp and tp of trainer.strategy."
+        )
+    for role, mesh in facts.meshes.items():
+        try:
+            mesh.ranks(layout.ranks)
+        except ValueError as error:
+            ranks = count_text(layout.ranks, "rank")
+            raise ValueError(f"model.{role}.mesh does not fit the launch's {ranks}: {error}") from error
+    if facts.planned is None:
+        return
+    config = facts.planned.roles[0].config
+    if pp * tp > 1:
+        check_sizes(config, pp, tp, "1F1B", 1)
+    heads = int(config.num_attention_heads)
+    if layout.servers and heads % layout.tp:
+        raise ValueError(f"launch.tp={layout.tp} must divide the model's {heads} attention heads.")
+
+
+def _launched(run: PlannedRun, layout: Layout, split: tuple[int, int]) -> PlannedRun:
+    """Returns the run's sizes with the ranks and servers of this layout."""
+    run = run if layout.ranks == run.world else run.over(layout.ranks, *split)
+    if run.engine is None or not layout.servers:
+        return run
+    return replace(run, engine=replace(run.engine, place="servers", servers=layout.servers, tp=layout.tp))
+
+
+def check_memory(layout: Layout, facts: RunFacts, split: tuple[int, int], gpu_memory_gb: float | None) -> list[str]:
+    """Returns a line on the memory that ranks and servers need; raises ValueError if a GPU has less."""
+    if facts.planned is None:
+        return [facts.unknown] if facts.unknown else []
+    run = _launched(facts.planned, layout, split)
+    if gpu_memory_gb is not None and not facts.on_cpu:
+        for misfit in misfits(run, gpu_memory_gb * 1e9):
+            raise ValueError(f"launch.gpu_memory_gb={gpu_memory_gb:g} is not enough: {misfit.text}.")
+    return [memory_line(run)]
+
+
+def drawing(plan: Plan) -> str:
+    """Draws one line per host with one cell per GPU.
+
+    node1 | rank 0 | rank 1 | server 0 | server 0
+    """
+    cells = [["idle"] * plan.gpus_per_host for _ in plan.hosts]
+    for process in plan.processes:
+        for index, gpu in enumerate(process.gpus):
+            row = cells[process.host]
+            text = _text(plan, process, index)
+            row[gpu] = text if row[gpu] == "idle" else f"{row[gpu]} + {text}"
+    kind = "slot" if plan.on_cpu else "GPU"
+    rows = [["", *(f"{kind} {gpu}" for gpu in range(plan.gpus_per_host))]]
+    rows += [[host, *row] for host, row in zip(plan.hosts, cells, strict=True)]
+    if len(rows) > _MAX_HOSTS + 1:
+        rows[_MAX_HOSTS:-1] = [[f"... {len(rows) - 1 - _MAX_HOSTS} more", *([""] * plan.gpus_per_host)]]
+    return _aligned(rows, " | ")
+
+
+def table(plan: Plan) -> str:
+    """Lists each process with its host, GPUs, port and log."""
+    rows = [["process", "host", "CPU" if plan.on_cpu else "GPUs", "listens on", "log"]]
+    for process in plan.processes:
+        ports = [process.environment["MASTER_PORT"]] if process.rank_environment.get("RANK") == "0" else process.ports
+        gpus = "-" if plan.on_cpu else ",".join(map(str, process.gpus))
+        listens = f"{plan.hosts[process.host]}:{','.join(map(str, ports))}" if ports else "-"
+        rows.append([process.name, plan.hosts[process.host], gpus, listens, plan.log_file(process)])
+    return _aligned(rows, "  ")
+
+
+def describe(plan: Plan) -> str:
+    layout = plan.layout
+    on = "" if plan.on_cpu else f", {plan.gpus_per_host} GPUs each"
+    servers = count_text(layout.servers, "server")
+    servers = f"; {servers} with tp={layout.tp}, {layout.placement}" if layout.servers else ""
+    hosts, ranks = count_text(len(plan.hosts), "host"), count_text(layout.ranks, "trainer rank")
+    head = f"{plan.launch.launcher}: {hosts}{on}; {ranks}{servers}"
+    return "\n".join([head, "", drawing(plan), "", table(plan), *(["", *plan.notes] if plan.notes else [])]) + "\n"
+
+
+def _text(plan: Plan, process: Process, index: int) -> str:
+    if process.role == "trainer":
+        return f"rank {process.name.rpartition('-')[2]}"
+    before = sum(len(one.ports) for one in plan.of("servers") if one.host < process.host)
+    return f"server {before + index // plan.layout.tp}"
+
+
+def _aligned(rows: list[list[str]], between: str) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        between.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

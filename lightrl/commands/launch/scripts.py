@@ -1,0 +1,197 @@
+"""TorchrunLauncher and KubernetesLauncher: write files for another program; they start nothing.
+
+TorchrunLauncher writes scripts that a user or another program starts on each host: one whose torchrun starts the host's
+ranks, and a separate one for its servers.
+
+KubernetesLauncher writes manifests: a TrainJob (Kubeflow Trainer 2.2) for ranks, a LeaderWorkerSet for servers. The
+launch's folder is on a volume that all pods mount at the same path: the claim `options.claim`, mounted at the run's
+root. Each server has its own pod and announces its address in the launch's folder. Sources:
+https://github.com/kubeflow/trainer/blob/master/pkg/apis/trainer/v1alpha1/trainjob_types.go,
+https://github.com/kubernetes-sigs/lws/blob/main/docs/examples/sglang/lws.yaml. Not tested on a cluster.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from lightrl.commands.launch.launcher import Launcher, LaunchState, inside, script_head
+from lightrl.commands.launch.plan import CONFIG, LAYOUT, REGISTRY, SERVER_OFFSET, Plan, Process
+from lightrl.concurrency import parent_guard
+from lightrl.trajectory import JsonMapping, JsonObject
+
+
+class TorchrunLauncher(Launcher):
+    """Writes a plan's scripts for torchrun."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def files(self) -> Mapping[str, str]:
+        """Returns `trainer-HOST.sh` and `servers-HOST.sh`; arguments of the former are passed to `lightrl fit`."""
+        return {name: self._script(process) for name, process in self._scripts().items()}
+
+    def start(self) -> None:
+        """Prints which script to start on which host."""
+        LaunchState(self.plan).set({}, state="written")
+        lines = [
+            f"  on {self.plan.hosts[process.host]}:  bash {shlex.quote(f'{self.plan.folder}/{name}')}"
+            for name, process in self._scripts().items()
+        ]
+        text = "\n".join(lines)
+        sys.stdout.write(f"\nStart all of these now; each writes its log below {self.plan.folder}:\n{text}\n")
+        sys.stdout.write("After a failure, restart all of them, the trainer's with `--ckpt_path last`.\n")
+
+    def _scripts(self) -> dict[str, Process]:
+        """Returns a script's name and process for each host and role; a host's first rank stands for all its ranks."""
+        scripts: dict[str, Process] = {}
+        for process in self.plan.processes:
+            scripts.setdefault(f"{process.role}-{self.plan.hosts[process.host]}.sh", process)
+        return scripts
+
+    def _script(self, process: Process) -> str:
+        plan = self.plan
+        folder = shlex.quote(f"{plan.folder}/{plan.hosts[process.host]}")
+        name = process.role if process.role == "trainer" else process.name
+        before = [f"mkdir -p {folder}", f"exec > >(tee -a {folder}/{name}.log) 2>&1"]
+        environment = {key: value for key, value in process.environment.items() if not key.startswith("MASTER_")}
+        command = list(process.command)
+        if process.role == "trainer":
+            main = {"nnodes": plan.trainer_hosts, "nproc-per-node": plan.ranks_per_host, "node-rank": process.host}
+            words = [f"--{key}={value}" for key, value in main.items()]
+            words += [f"--master-addr={plan.hosts[0]}", f"--master-port={plan.port}"]
+            # a rank must not outlive its torchrun, even if torchrun is killed
+            guard = ["-m", parent_guard.__name__, "0", str(plan.launch.warning_s), ""]
+            command = [command[0], "-m", "torch.distributed.run", *words, "--no-python", command[0], *guard, *command]
+        end = ' "$@" < /dev/null' if process.role == "trainer" else ""
+        return "\n".join([*script_head(plan, environment, before=before), f"exec {inside(plan, command)}{end}"]) + "\n"
+
+
+_OPTIONS = ("claim", "namespace", "name", "runtime")
+_TRAINER = "node"  # the replicated job, and its container, of Kubeflow's runtime torch-distributed
+
+
+class KubernetesLauncher(Launcher):
+    """Writes a plan's manifests for Kubernetes."""
+
+    def __init__(self, plan: Plan) -> None:
+        options = plan.launch.options
+        if unknown := sorted(options.keys() - set(_OPTIONS)):
+            raise ValueError(f"launch.options of kubernetes are {', '.join(_OPTIONS)}, got {', '.join(unknown)}.")
+        if "claim" not in options:
+            raise ValueError("launcher: kubernetes needs launch.options.claim, a volume claim that all pods can mount.")
+        if plan.layout.placement == "colocated":
+            raise ValueError("launcher: kubernetes cannot colocate: two pods do not share a GPU. Use separate.")
+        self.plan = plan
+        self.name = options.get("name", "lightrl")
+
+    def files(self) -> Mapping[str, str]:
+        """Returns the manifests, and the scripts that the pods start."""
+        files = {"trainer.yaml": _dump(self.train_job()), "trainer.sh": self._trainer()}
+        if self.plan.layout.servers:
+            files |= {"servers.yaml": _dump(self.leader_worker_set()), "servers.sh": self._servers()}
+        return files
+
+    def start(self) -> None:
+        """Prints which manifests to apply and delete."""
+        LaunchState(self.plan).set({}, state="written")
+        names = " ".join(f"-f {self.plan.folder}/{name}" for name in self.files() if name.endswith(".yaml"))
+        sys.stdout.write(f"\nThe claim must hold {self.plan.folder}. Then:\n  kubectl apply {names}\n")
+        sys.stdout.write("When the TrainJob is complete, delete the servers:\n")
+        sys.stdout.write(f"  kubectl delete {names}\n")
+
+    def train_job(self) -> JsonObject:
+        """Returns the manifest of the trainer, with a node for each of its hosts."""
+        plan = self.plan
+        trainer: JsonObject = {
+            "image": plan.launch.container,
+            "command": ["bash", f"{plan.folder}/trainer.sh"],
+            "numNodes": plan.trainer_hosts,
+            "numProcPerNode": plan.ranks_per_host,
+        }
+        if not plan.on_cpu:
+            trainer["resourcesPerNode"] = _gpus(plan.ranks_per_host)
+        pod = {"volumes": [self._volume()], "containers": [{"name": _TRAINER, "volumeMounts": [self._mount()]}]}
+        job = {"name": _TRAINER, "template": {"spec": {"template": {"spec": pod}}}}
+        patch = {"manager": "lightrl.launch", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}}}
+        runtime = {"name": plan.launch.options.get("runtime", "torch-distributed")}
+        spec = {"runtimeRef": runtime, "trainer": trainer, "runtimePatches": [patch]}
+        return self._object("trainer.kubeflow.org/v1alpha1", "TrainJob", self.name, spec)
+
+    def leader_worker_set(self) -> JsonObject:
+        """Returns the manifest of the servers, with a pod for each; Kubernetes replaces a pod that ends."""
+        plan = self.plan
+        container: JsonObject = {
+            "name": "server",
+            "image": plan.launch.container,
+            "command": ["bash", f"{plan.folder}/servers.sh"],
+            "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+            "ports": [{"containerPort": plan.port + SERVER_OFFSET}],
+            "volumeMounts": [self._mount(), {"name": "shm", "mountPath": "/dev/shm"}],
+        }
+        if not plan.on_cpu:
+            container["resources"] = _gpus(plan.layout.tp)
+        volumes = [self._volume(), {"name": "shm", "emptyDir": {"medium": "Memory"}}]
+        group = {
+            "size": 1,
+            "restartPolicy": "RecreateGroupOnPodRestart",
+            "workerTemplate": {"spec": {"containers": [container], "volumes": volumes}},
+        }
+        spec = {
+            "replicas": plan.layout.servers,
+            "networkConfig": {"subdomainPolicy": "Shared"},
+            "leaderWorkerTemplate": group,
+        }
+        return self._object("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", f"{self.name}-servers", spec)
+
+    def _trainer(self) -> str:
+        ours = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")  # the runtime and Kubernetes set them in a pod
+        first = self.plan.of("trainer")[0]
+        environment = {name: value for name, value in first.environment.items() if name not in ours}
+        python, *fit = first.command
+        command = inside(self.plan, [python, "-m", "torch.distributed.run", *fit])  # PET_* variables set the rest
+        head = script_head(self.plan, environment, before=self._log("trainer-$PET_NODE_RANK"))
+        return "\n".join([*head, command]) + "\n"
+
+    def _servers(self) -> str:
+        plan = self.plan
+        config = [word for name in (CONFIG, LAYOUT) for word in ("--config", f"{plan.folder}/{name}")]
+        settings = {
+            "servers": "1",
+            "tp": str(plan.layout.tp),
+            "host": "$POD_IP",
+            "port": str(plan.port + SERVER_OFFSET),
+        }
+        settings |= {"log_folder": f"{plan.folder}/$HOSTNAME", "register": f"{plan.folder}/{REGISTRY}", "leave_s": "0"}
+        settings |= {} if plan.on_cpu else {"devices": ",".join(map(str, range(plan.layout.tp)))}
+        words = [word for name, value in settings.items() for word in (f"--{name}", value)]
+        command = inside(plan, ["python", "-m", "lightrl", "serve", *config, *words])
+        return "\n".join([*script_head(plan, {}, before=self._log("servers")), f"exec {command}"]) + "\n"
+
+    def _log(self, name: str) -> list[str]:
+        folder = f"{shlex.quote(self.plan.folder)}/$HOSTNAME"
+        return [f"mkdir -p {folder}", f"exec > >(tee -a {folder}/{name}.log) 2>&1"]
+
+    def _object(self, version: str, kind: str, name: str, spec: JsonMapping) -> JsonObject:
+        metadata = {"name": name}
+        if namespace := self.plan.launch.options.get("namespace"):
+            metadata["namespace"] = namespace
+        return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": dict(spec)}
+
+    def _volume(self) -> JsonObject:
+        return {"name": "runs", "persistentVolumeClaim": {"claimName": self.plan.launch.options["claim"]}}
+
+    def _mount(self) -> dict[str, str]:
+        return {"name": "runs", "mountPath": str(Path(self.plan.folder).parent)}
+
+
+def _gpus(number: int) -> JsonObject:
+    return {"limits": {"nvidia.com/gpu": number}}
+
+
+def _dump(manifest: JsonMapping) -> str:
+    return str(yaml.safe_dump(dict(manifest), sort_keys=False))

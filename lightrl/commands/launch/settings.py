@@ -1,0 +1,300 @@
+"""Launch: the section `launch:` of a run's YAML, which sets its launcher and its numbers of hosts and GPUs.
+
+`launch.allocation` accepts AReaL's strings, such as `sglang.d4t2+d2p2t1`, which say how many GPUs each part gets and
+how a model is split over them. The supported forms are documented on AReaL's reference page
+(https://inclusionai.github.io/AReaL/en/reference/alloc_mode.html), on that page before backends became mandatory
+(`docs/reference/alloc_mode.md` in the repository's history), and in the grammar of `areal/api/alloc_mode.py`. No
+source was found for `+eval` and `+cpu`.
+
+    sglang:d4t2                            one part: a backend and its sizes
+    sglang:d4t2 + fsdp:d8                  `+`: parts on separate GPUs
+    sglang.d4p1m1+d2p2m1                   AReaL Core: m means t
+    sglang.d4t2p1+d2p2t1                   older: a dot, and no training backend: fsdp, or megatron with p or e
+    sglang:d4+eval, sglang:d4+cpu          older: only servers, and an evaluation without GPUs
+    sglang[rollout]:d2+fsdp[actor]:d4      parts with names; also fsdp(actor):d4 and [actor]:d4
+    fsdp[actor]:d4|fsdp[critic]:d4         `|`, which binds tighter than `+`: parts on the same GPUs
+    megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)  a different split of experts; parentheses or backend may be omitted
+
+Sizes: d data parallel (for servers their number), t tensor, p pipeline, c context, e expert parallel. A part needs
+d · t · p · c GPUs; e subdivides them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from lightrl.checks.bounds import check_bounds
+from lightrl.trajectory import JsonMapping, JsonObject
+
+LauncherName = Literal["local", "torchrun", "slurm", "kubernetes", "ray"]
+
+
+@dataclass(frozen=True)
+class Recover:
+    """Recovery from a failed process of the run.
+
+    Args:
+        retries: how often the run is restarted, from the newest checkpoint.
+    """
+
+    retries: int = 0
+
+    def __post_init__(self) -> None:
+        check_bounds(0, retries=self.retries)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Where a run's trainer and servers run; `lightrl launch` reads it, `lightrl fit` ignores it.
+
+    Args:
+        launcher: the program that starts the processes.
+        nodes: number of hosts.
+        gpus_per_node: GPUs of each host, or with `accelerator: cpu` how many ranks and servers it runs. None uses those
+            of this machine, or as many as the run needs on one host.
+        allocation: AReaL's string instead of `ranks`, `servers` and `tp`, such as `sglang.d4t2+d2p2t1`.
+        ranks: ranks of the trainer; None is `trainer.devices` times `trainer.num_nodes`.
+        servers: servers of the run's engine, SGLangEngine or VLLMEngine; None is as many as the engine would start.
+        tp: GPUs of each server; None uses the engine's `tp`.
+        placement: servers `separate` from the trainer's GPUs, or `colocated` on them.
+        gpu_memory_gb: memory of each GPU, in 1e9 bytes; a model that cannot fit is refused. None skips this check.
+        hosts: names or addresses of the hosts, for torchrun; other launchers find them.
+        port: port of the trainer's store; servers and weight receivers use the 64 above. None chooses one.
+        time_limit: of a job, as Slurm writes it: minutes, `hours:minutes:seconds` or `days-hours:minutes:seconds`.
+        warning_s: seconds before the time limit at which the run is asked to save its checkpoint and end.
+        setup: shell lines to run before each process, such as `module load cuda`.
+        container: the image for Kubernetes; for other launchers a command to prefix to each process, such as
+            `apptainer exec --nv run.sif`.
+        options: other options of the launcher: sbatch's by name, such as `{partition: gpu}`, Kubernetes' `namespace`
+            and `runtime`, or Ray's `address`.
+        server_options: with Slurm, sbatch options that differ for hosts with only servers; the job is then
+            heterogeneous.
+        recover: how often to restart after a process fails.
+    """
+
+    launcher: LauncherName = "local"
+    nodes: int = 1
+    gpus_per_node: int | None = None
+    allocation: str | None = None
+    ranks: int | None = None
+    servers: int | None = None
+    tp: int | None = None
+    placement: Literal["separate", "colocated"] = "separate"
+    gpu_memory_gb: float | None = None
+    hosts: list[str] = field(default_factory=list)
+    port: int | None = None
+    time_limit: str | None = None
+    warning_s: int = 300
+    setup: list[str] = field(default_factory=list)
+    container: str | None = None
+    options: dict[str, str] = field(default_factory=dict)
+    server_options: dict[str, str] = field(default_factory=dict)
+    recover: Recover = Recover()
+
+    @classmethod
+    def of(cls, section: JsonMapping) -> Launch:
+        """Builds the settings from the section as the parser gives it."""
+        return cls(**{**section, "recover": Recover(**(section.get("recover") or {}))})
+
+    def __post_init__(self) -> None:
+        check_bounds(1, nodes=self.nodes, gpus_per_node=self.gpus_per_node, ranks=self.ranks, tp=self.tp)
+        check_bounds(0, servers=self.servers, warning_s=self.warning_s)
+        check_bounds(1024, 65535 - 64, **{"launch.port": self.port})
+        if self.allocation is not None and (self.ranks, self.servers, self.tp) != (None, None, None):
+            raise ValueError("Set either launch.allocation, or launch.ranks, servers and tp.")
+        if self.launcher == "local" and self.nodes > 1:
+            raise ValueError(
+                f"launch.nodes={self.nodes} needs a launcher that reaches other hosts: slurm, ray, torchrun or "
+                "kubernetes. local only starts processes on this machine."
+            )
+        if self.server_options and self.launcher != "slurm":
+            raise ValueError(f"launch.server_options needs launcher: slurm, but launch.launcher is {self.launcher}.")
+        if self.hosts and len(self.hosts) != self.nodes:
+            raise ValueError(f"launch.hosts must name all {self.nodes} nodes, got {len(self.hosts)}.")
+        if self.launcher == "kubernetes" and self.container is None:
+            raise ValueError("launcher: kubernetes needs launch.container, the image with lightrl and SGLang.")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The numbers of ranks and servers, and how the model is split."""
+
+    ranks: int
+    servers: int = 0
+    tp: int = 1  # a server's
+    placement: Literal["separate", "colocated"] = "separate"
+    trainer_pp: int | None = None  # None: as the strategy says
+    trainer_tp: int | None = None
+
+
+def layout_of(launch: Launch, *, ranks: int, servers: int = 0, tp: int = 1) -> Layout:
+    """Returns the launch's layout; `ranks`, `servers` and `tp` are the run's, used if the launch does not set them.
+
+    Raises:
+        ValueError: if the allocation string cannot be read, or has parts that lightrl cannot train or serve.
+    """
+    if launch.allocation is not None:
+        return _layout_of_parts(launch.allocation, parse_allocation(launch.allocation))
+    return Layout(
+        ranks=ranks if launch.ranks is None else launch.ranks,
+        servers=servers if launch.servers is None else launch.servers,
+        tp=tp if launch.tp is None else launch.tp,
+        placement=launch.placement,
+    )
+
+
+def _layout_of_parts(text: str, groups: Sequence[Sequence[Part]]) -> Layout:
+    def refused(why: str) -> ValueError:
+        return ValueError(f"launch.allocation={text!r} is understood, but {why}.")
+
+    parts = [part for group in groups for part in group]
+    served = [part for part in parts if part.is_served]
+    trained = [part for part in parts if part.num_gpus and not part.is_served]
+    if not trained:
+        raise refused("nothing in it trains. Use lightrl serve for only servers, lightrl test for an evaluation")
+    if len(served) > 1:
+        raise refused("lightrl has one group of servers")
+    if (
+        len({part.num_gpus for part in trained}) > 1
+        or sum(any(part in trained for part in group) for group in groups) > 1
+    ):
+        raise refused(
+            "its trained models are on different GPUs. Use one part for all of them, and in the model's section set "
+            "`mesh: {first_rank: …, num_ranks: …}` for each role with separate ranks"
+        )
+    model = trained[0]
+    if {part.backend for part in served} - {"sglang"} or any(part.pp > 1 for part in served):
+        raise refused(
+            "lightrl supports only SGLang servers in it, with d and t. For VLLMEngine set launch.ranks, servers and tp"
+        )
+    for letter, size in (("c", model.cp), ("e", model.ep * model.expert_tp)):
+        if size > 1:
+            raise refused(
+                f"lightrl's strategies split by d, p and t here, not by {letter}. Leave {letter} out, and set "
+                f"{letter}p of FSDP2Strategy"
+            )
+    (servers,) = served or [Part("sglang", dp=0)]
+    is_colocated = any(servers in group and model in group for group in groups)
+    return Layout(
+        model.num_gpus, servers.dp, servers.tp, "colocated" if is_colocated else "separate", model.pp, model.tp
+    )
+
+
+_SERVERS, _TRAINERS = ("sglang", "vllm"), ("fsdp", "megatron", "archon")
+_NAMES = {"d": "dp", "t": "tp", "p": "pp", "c": "cp", "e": "ep"}
+_NAME = r"[A-Za-z_]\w*"
+_PART = re.compile(
+    rf"(?:(?P<backend>[a-z]+)?(?:\[(?P<name>{_NAME})\]|\((?P<old_name>{_NAME})\))?[:.])?(?P<sizes>[^:.]*)"
+)
+_EXPERTS = re.compile(r"\(?attn:([^|]*)\|ffn:([^|)]*)\)?")
+_FORMS = "Such strings look like sglang:d4t2+fsdp:d8 or sglang.d4t2+d2p2t1; see commands/launch/settings.py for all."
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of an allocation: a backend and its sizes."""
+
+    backend: str  # sglang or vllm for servers; fsdp, megatron or archon for training; `eval` has no GPUs
+    name: str | None = None
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    expert_tp: int = 1
+
+    @property
+    def is_served(self) -> bool:
+        return self.backend in _SERVERS
+
+    @property
+    def num_gpus(self) -> int:
+        return 0 if self.backend == "eval" else self.dp * self.tp * self.pp * self.cp
+
+
+def parse_allocation(text: str) -> list[list[Part]]:
+    """Parses an allocation string; the parts of an inner list share their GPUs.
+
+    Raises:
+        ValueError: if the string has none of the forms above, or inconsistent sizes.
+    """
+    words = re.sub(r"\s", "", text)
+    if words in ("manual", "heuristic", "search") or re.search(r"[,=*]", words):
+        raise _wrong(text, "AReaL Core's manual, heuristic and key-value modes place models separately: give sizes")
+    groups = [_group(word, text) for word in _split(words, "+")]
+    parts = [part for group in groups for part in group]
+    names = [part.name for part in parts if part.name is not None]
+    if len(names) != len(set(names)):
+        raise _wrong(text, f"two parts have the same name among {', '.join(names)}")
+    if len(parts) > 2 and len(names) < len(parts):
+        raise _wrong(text, "with more than two parts, each needs a name, as in fsdp[actor]:d4")
+    return groups
+
+
+def _group(word: str, text: str) -> list[Part]:
+    """Parses parts that share GPUs."""
+    parts = [_part(one, text) for one in _split(word, "|")]
+    sizes = {part.num_gpus for part in parts}
+    if len(sizes) > 1:
+        numbers = " and ".join(str(part.num_gpus) for part in parts)
+        raise _wrong(text, f"parts that share GPUs must have the same number of them, but {word} has {numbers}")
+    return parts
+
+
+def _part(word: str, text: str) -> Part:
+    if word in ("eval", "cpu"):
+        return Part("eval")
+    if experts := _EXPERTS.search(word):
+        backend = word[: experts.start()].removesuffix(":") or "megatron"
+        return _with_experts(Part(backend), experts[1], experts[2], text)
+    match = _PART.fullmatch(word)
+    if match is None:
+        raise _wrong(text, f"{word!r} must be sizes such as d4t2, after a backend and a colon")
+    sizes = _sizes(match["sizes"], "dtpce", text)
+    is_plain = sizes.get("pp", 1) == sizes.get("ep", 1) == 1
+    backend = match["backend"] or ("fsdp" if is_plain else "megatron")
+    if backend not in (*_SERVERS, *_TRAINERS):
+        raise _wrong(text, f"{backend!r} is not a backend: {', '.join((*_SERVERS, *_TRAINERS))}")
+    allowed = {"sglang": "dtp", "vllm": "dtp", "fsdp": "dtcp"}.get(backend, "dtpce")
+    if wrong := [letter for letter, name in _NAMES.items() if name in sizes and letter not in allowed]:
+        raise _wrong(text, f"{backend} has no size {wrong[0]}, only {', '.join(allowed)}")
+    return Part(backend, name=match["name"] or match["old_name"], **sizes)
+
+
+def _with_experts(part: Part, attn: str, ffn: str, text: str) -> Part:
+    """Applies `attn`, the sizes of the whole model, and `ffn`, the split of its experts over the same GPUs."""
+    if part.backend not in _TRAINERS:
+        raise _wrong(text, f"{part.backend!r} is not a training backend: {', '.join(_TRAINERS)}")
+    model = replace(part, **_sizes(attn, "dtpc", text))
+    experts = _sizes(ffn, "dtpe", text)
+    pp = experts.get("pp", model.pp)
+    if pp != model.pp:
+        raise _wrong(text, f"p must be the same for attn ({model.pp}) and ffn ({pp})")
+    rest = pp * experts.get("tp", 1) * experts.get("ep", 1)
+    dp, left = divmod(model.num_gpus, rest)
+    if left or experts.get("dp", dp) != dp:
+        raise _wrong(text, f"ffn must use the same {model.num_gpus} GPUs as attn, got d·p·t·e = {ffn}")
+    return replace(model, ep=experts.get("ep", 1), expert_tp=experts.get("tp", 1))
+
+
+def _sizes(word: str, allowed: str, text: str) -> JsonObject:
+    word = word if "t" in word else word.replace("m", "t")  # AReaL Core's letter
+    pairs = re.findall(r"([a-z])([1-9]\d*)", word)
+    if not pairs or "".join(letter + size for letter, size in pairs) != word:
+        raise _wrong(text, f"{word!r} must be letters, each with a size, such as d4t2")
+    letters = [letter for letter, _ in pairs]
+    if len(set(letters)) < len(letters) or not set(letters) <= set(allowed):
+        raise _wrong(text, f"{word!r} may have each of {', '.join(allowed)} once")
+    return {_NAMES[letter]: int(size) for letter, size in pairs}
+
+
+def _split(word: str, mark: str) -> list[str]:
+    """Splits at `mark`, except within parentheses and between the two halves of `attn:…|ffn:…`."""
+    return re.split(rf"\{mark}(?![^(]*\))(?!ffn:)", word)
+
+
+def _wrong(text: str, why: str) -> ValueError:
+    return ValueError(f"launch.allocation={text!r} cannot be read: {why}. {_FORMS}")

@@ -1,0 +1,15 @@
+"""Sandbox: runs untrusted programs with limits, for code_tests, the tool `python` and the commands of agents.
+
+Reading order:
+    local.py  Sandbox, the protocol; LocalSandbox, which asks a guard to run a program; Limits and Run
+    guard/    the guard: a process that runs one program after another and leaves nothing of them behind
+
+May import: what rewards/ may. guard/ imports only the standard library.
+"""
+
+from lightrl.rewards.sandbox.guard.guard import remove_folder
+from lightrl.rewards.sandbox.guard.layers import unprotected_by
+from lightrl.rewards.sandbox.local import GUARD_COMMAND, SYSTEM_PATHS, Limits, LocalSandbox, Run, Sandbox, what_to_allow
+
+__all__ = ["GUARD_COMMAND", "SYSTEM_PATHS", "Limits", "LocalSandbox", "Run", "Sandbox"]
+__all__ += ["remove_folder", "unprotected_by", "what_to_allow"]

@@ -1,0 +1,156 @@
+"""OpenAI's chat-completions protocol, as far as a policy in training can serve it.
+
+Source: https://platform.openai.com/docs/api-reference/chat; `reasoning_content` follows SGLang and vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from lightrl.trajectory import JsonMapping, JsonObject
+from lightrl.workflows.agent_workflow.protocol import (
+    MODEL,
+    AgentRequest,
+    Answer,
+    Exchange,
+    Refusals,
+    RequestRefused,
+    objects_of,
+    text_of,
+    tool_call,
+    tool_of,
+    with_one_system_message,
+)
+
+_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+class ChatExchange(Exchange):
+    """A request to `chat/completions`."""
+
+    last_line = "data: [DONE]\n\n"
+    served = (
+        "messages tools tool_choice parallel_tool_calls max_tokens max_completion_tokens stream_options logprobs user "
+        "metadata store safety_identifier prompt_cache_key service_tier"
+    )
+    refused: ClassVar[Refusals] = {
+        "n": ((1,), "Send several requests."),
+        "stop": (([], ""), "Cut the text in the agent, or set sampling.stop_token_ids in the run."),
+        "response_format": (({"type": "text"},), "Parse the text in the agent, and let the reward check the format."),
+        "functions": (([],), "Use tools."),
+        "function_call": (("none",), "Use tools."),
+        "modalities": ((["text"],), "Leave it out."),
+        "top_logprobs": ((0,), "Leave it out; logprobs=True returns the logprobs of the sampled tokens."),
+    }
+
+    def read(self) -> AgentRequest:
+        may_call = self.may_call()
+        messages = self.fields.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise RequestRefused(f"messages must be a list with at least one message, got {messages!r:.80}.")
+        tools = [_read_tool(tool) for tool in objects_of(self.fields.get("tools", []), "tools", "JSON schemas")]
+        return AgentRequest(
+            with_one_system_message([_read_message(message) for message in messages]),
+            tools if may_call else [],
+            self.limit_of("max_tokens", "max_completion_tokens"),
+            wants_logprobs=bool(self.fields.get("logprobs", False)),
+            has_parallel_calls=self.has_parallel_calls(),
+        )
+
+    def whole(self, answer: Answer) -> JsonObject:
+        calls = {"content": answer.content or None, "tool_calls": _calls(answer)} if answer.calls else {}
+        choice = {
+            "index": 0,
+            "message": {**answer.message, **calls},
+            "logprobs": self._logprobs(answer),
+            "finish_reason": _finish_reason(answer),
+        }
+        return {**self._envelope("chat.completion", answer), "choices": [choice], "usage": _usage(answer)}
+
+    def start_events(self, num_prompt_tokens: int) -> list[JsonObject]:
+        return [self._chunk({"role": "assistant", "content": ""})]
+
+    def events(self, answer: Answer) -> Iterator[JsonObject]:
+        calls = [{"index": index, **call} for index, call in enumerate(_calls(answer))]
+        deltas: list[JsonObject] = [{"reasoning_content": answer.reasoning}] if answer.reasoning else []
+        deltas += [{"content": answer.content}] if answer.content or not calls else []
+        deltas += [{"tool_calls": calls}] if calls else []
+        for index, delta in enumerate(deltas):
+            yield self._chunk(delta, logprobs=self._logprobs(answer) if index == 0 else None)
+        last = self._chunk({}, finish_reason=_finish_reason(answer))
+        yield last | self._envelope("chat.completion.chunk", answer)
+        options = self.fields.get("stream_options")
+        if isinstance(options, Mapping) and options.get("include_usage"):
+            yield {**self._chunk({}), "choices": [], "usage": _usage(answer)}
+
+    def _chunk(self, delta: JsonObject, **fields: Any) -> JsonObject:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
+        return {**self._envelope("chat.completion.chunk"), "choices": [choice]}
+
+    def _envelope(self, kind: str, answer: Answer | None = None) -> JsonObject:
+        version = None if answer is None else f"weight-version-{answer.completion.weight_versions[-1]}"
+        envelope = {"id": f"chatcmpl-{self.id}", "object": kind, "created": self.created, "model": MODEL}
+        return {**envelope, "system_fingerprint": version}
+
+    def _logprobs(self, answer: Answer) -> JsonObject | None:
+        if not self.request.wants_logprobs:
+            return None
+        sampled = zip(answer.token_bytes, answer.completion.logprobs, strict=True)
+        content = [
+            {"token": part.decode(errors="replace"), "logprob": logprob, "bytes": list(part), "top_logprobs": []}
+            for part, logprob in sampled
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _read_message(message: object) -> JsonObject:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if not isinstance(message, Mapping) or not isinstance(role, str) or role not in _ROLES:
+        raise RequestRefused(f"The role of a message must be one of {', '.join(_ROLES)}, got {message!r:.120}.")
+    read: JsonObject = {"role": _ROLES[role], "content": text_of(message.get("content"))}
+    for name in ("name", "tool_call_id"):
+        if message.get(name) is not None:
+            read[name] = message[name]
+    details = [part for part in message.get("reasoning_details") or () if isinstance(part, Mapping) and "text" in part]
+    if thinking := message.get("reasoning_content") or message.get("reasoning") or details:
+        read["reasoning_content"] = text_of(thinking)
+    calls = message.get("tool_calls") or []
+    if calls:
+        read["tool_calls"] = [_read_call(call) for call in calls]
+    return read
+
+
+def _read_call(call: object) -> JsonObject:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestRefused(f"A tool call must have a function with a name, got {call!r:.120}.")
+    return tool_call(call.get("id"), function["name"], function.get("arguments", {}))
+
+
+def _read_tool(tool: JsonMapping) -> JsonObject:
+    function = tool.get("function")
+    if isinstance(function, Mapping):
+        tool_of(function.get("name"), None, function.get("parameters"))
+    return dict(tool)
+
+
+def _calls(answer: Answer) -> list[JsonObject]:
+    """Returns the calls with their arguments as JSON text."""
+    calls = [(call, call["function"]) for call in answer.calls]
+    return [{**call, "function": {**each, "arguments": json.dumps(each["arguments"])}} for call, each in calls]
+
+
+def _finish_reason(answer: Answer) -> str:
+    return "tool_calls" if answer.calls else answer.completion.finish_reason
+
+
+def _usage(answer: Answer) -> JsonObject:
+    num_generated = len(answer.completion.token_ids)
+    return {
+        "prompt_tokens": answer.num_prompt_tokens,
+        "completion_tokens": num_generated,
+        "completion_tokens_details": {"reasoning_tokens": answer.num_reasoning_tokens},
+        "total_tokens": answer.num_prompt_tokens + num_generated,
+    }

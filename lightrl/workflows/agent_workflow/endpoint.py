@@ -1,0 +1,259 @@
+"""OpenAIEndpoint: serves the policy through OpenAI's and Anthropic's APIs on a local port, one base_url per session.
+
+    POST <base_url>/chat/completions    chat_protocol.py          GET <base_url>/models
+    POST <base_url>/responses           responses_protocol.py
+    POST <base_url>/messages            messages_protocol.py, also for messages/count_tokens
+
+A base_url is http://127.0.0.1:<port>/sessions/<id>/v1; Anthropic's clients expect it without the `/v1`. Every route
+requires the session's random key, as a Bearer token or in the header x-api-key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import socket
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from lightrl.concurrency.abandon import abandon
+from lightrl.concurrency.listener import BACKLOG, Listener
+from lightrl.errors import RolloutError
+from lightrl.trajectory import JsonObject
+from lightrl.workflows.agent_workflow.chat_protocol import ChatExchange
+from lightrl.workflows.agent_workflow.messages_protocol import MessagesExchange
+from lightrl.workflows.agent_workflow.protocol import MODEL, Answer, Exchange, RequestRefused
+from lightrl.workflows.agent_workflow.responses_protocol import ResponsesExchange
+from lightrl.workflows.agent_workflow.session import AgentSession
+
+log = logging.getLogger(__name__)
+
+_HOST = "127.0.0.1"
+_PROTOCOLS: dict[str, type[Exchange]] = {
+    "chat/completions": ChatExchange,
+    "messages": MessagesExchange,
+    "messages/count_tokens": MessagesExchange,
+    "responses": ResponsesExchange,
+}
+MAX_BODY_BYTES = 100 * 10**6
+WAITING_S = 15.0  # between keep-alive events in a stream that has no answer yet
+_SHUTDOWN_TIMEOUT_S = 1.0
+_KEEPALIVE_TIMEOUT_S = 3600.0  # longer than any client's; otherwise one could use a connection that is closing
+_BODY_S = 60.0
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class OpenAIEndpoint:
+    """A server that runs as one task on the event loop that started it.
+
+    Cancelling the task closes the port and its connections. `close` cancels it, and so do the end of `asyncio.run` and
+    the controller's `close`, which cancel all tasks of their loops.
+
+    Args:
+        max_sessions: sessions at the same time; further sessions wait.
+    """
+
+    def __init__(self, *, max_sessions: int = 64) -> None:
+        self.max_sessions = max_sessions
+        self._secret = secrets.token_bytes(32)  # the sessions' keys are derived from it
+        self._sessions: dict[str, AgentSession] = {}
+        self._has_warned: set[str] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._port: asyncio.Future[int] | None = None
+        self._slots: asyncio.Semaphore | None = None
+        self._listener = Listener()
+
+    async def start(self) -> None:
+        """Opens the port and waits for it; does nothing if it is open already.
+
+        Raises:
+            RolloutError: if no port can be opened.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop or self._serving is None or self._serving.done():
+            _warn_of_proxy()
+            self._loop, self._port = loop, loop.create_future()
+            self._slots = asyncio.Semaphore(self.max_sessions)
+            self._serving = loop.create_task(self._serve(self._port), name="lightrl-openai-endpoint")
+        assert self._port is not None
+        try:
+            await asyncio.shield(self._port)
+        except OSError as error:
+            raise RolloutError(f"The agents' endpoint could not open a port on {_HOST}: {error}.") from error
+
+    async def close(self) -> None:
+        """Closes the port, connections and sessions. May be called twice."""
+        if self._serving is not None and self._loop is asyncio.get_running_loop():
+            self._serving.cancel()
+            await asyncio.wait({self._serving})
+
+    @asynccontextmanager
+    async def serving(self, session: AgentSession) -> AsyncIterator[tuple[str, str]]:
+        """Yields the base_url and the key of this session, which is open until the end of the block.
+
+        Waits while `max_sessions` other sessions are open.
+        """
+        assert self._port is not None, "call start first"
+        assert self._slots is not None, "call start first"
+        async with self._slots:
+            name = secrets.token_hex(16)
+            self._sessions[name] = session
+            try:
+                yield f"http://{_HOST}:{self._port.result()}/sessions/{name}/v1", self._key_of(name)
+            finally:
+                del self._sessions[name]
+                session.close()
+
+    async def _serve(self, port: asyncio.Future[int]) -> None:
+        """Serves until it is cancelled."""
+        app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
+        app.router.add_get("/sessions/{session}/v1/models", self._models)
+        for path in _PROTOCOLS:
+            app.router.add_post(f"/sessions/{{session}}/v1/{{protocol:{path}}}", self._exchange)
+        # A request is cancelled with its connection, so it leaves the engine if the agent's client disconnects.
+        runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
+            keepalive_timeout=_KEEPALIVE_TIMEOUT_S,
+        )
+        try:
+            await runner.setup()
+            with socket.create_server((_HOST, 0), backlog=BACKLOG) as opened:
+                port.set_result(opened.getsockname()[1])
+                assert runner.server is not None
+                await self._listener.accept(opened, runner.server)
+        except OSError as error:
+            port.set_exception(error)
+        finally:
+            port.cancel()  # no effect if it is done
+            for session in self._sessions.values():
+                session.close()
+            await runner.cleanup()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Checks the key, and returns every error in the form that the clients read."""
+        try:
+            key = self._key_of(request.path.partition("/sessions/")[2].partition("/")[0])
+            sent = request.headers.get("Authorization", f"Bearer {request.headers.get('x-api-key')}")
+            if not hmac.compare_digest(sent.encode(errors="surrogateescape"), f"Bearer {key}".encode()):
+                raise RequestRefused(
+                    "The API key is wrong or belongs to another session. Use the api_key that comes with the base_url.",
+                    status=401,
+                    code="invalid_api_key",
+                )
+            self._listener.note_key(request)
+            return await handler(request)
+        except RequestRefused as error:
+            return _refusal(error)
+        except web.HTTPRequestEntityTooLarge:
+            text = f"The request has more than {MAX_BODY_BYTES // 10**6} MB. Send shorter messages."
+            return _refusal(RequestRefused(text, status=413, code="request_too_large"))
+        except web.HTTPException as error:
+            return _refusal(
+                RequestRefused(
+                    f"{request.method} {request.path} is not served ({error.reason}). Use "
+                    f"{', '.join(_PROTOCOLS)} or models under the session's base_url.",
+                    status=error.status,
+                    code="not_served",
+                )
+            )
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._session(request)
+        policy = {"id": MODEL, "object": "model", "created": 0, "owned_by": "lightrl"}
+        return web.json_response({"object": "list", "data": [policy]})
+
+    async def _exchange(self, request: web.Request) -> web.StreamResponse:
+        session, path = self._session(request), request.match_info["protocol"]
+        try:
+            body = await asyncio.wait_for(request.read(), _BODY_S)
+        except TimeoutError as error:
+            text = f"The request's body has not arrived within {_BODY_S:g} s."
+            raise RequestRefused(text, status=408, code="request_timeout") from error
+        exchange = _PROTOCOLS[path].of_json(body)
+        for name in [name for name in dict.fromkeys(exchange.ignored) if name not in self._has_warned]:
+            self._has_warned.add(name)
+            log.warning("Ignoring %s of an agent's request: the run's sampling and the agent's own tools apply.", name)
+        prepared = await session.prepare(exchange.request)
+        if path.endswith("count_tokens"):
+            return web.json_response({"input_tokens": prepared.num_prompt_tokens})
+        answering = asyncio.ensure_future(session.answer(prepared))
+        try:
+            if exchange.is_streamed:
+                return await _stream(request, exchange, prepared.num_prompt_tokens, answering)
+            return web.json_response(exchange.whole(await answering))
+        finally:
+            abandon([answering])
+
+    def _key_of(self, name: str) -> str:
+        """Returns the key of a session; it never starts with "-", so it can be a command's argument."""
+        return hmac.new(self._secret, name.encode(errors="surrogateescape"), hashlib.sha256).hexdigest()
+
+    def _session(self, request: web.Request) -> AgentSession:
+        session = self._sessions.get(request.match_info["session"])
+        if session is None:
+            raise RequestRefused(
+                "There is no such session, or its agent's function has returned. Use the base_url that the function "
+                "gets, and await all requests before it returns.",
+                status=404,
+                code="session_not_found",
+            )
+        return session
+
+
+def _warn_of_proxy() -> None:
+    """Warns that the clients would use the environment's proxy, for which 127.0.0.1 is the proxy's own machine."""
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get("http") or proxies.get("all")
+    if proxy and not urllib.request.proxy_bypass(_HOST):
+        log.warning(
+            "Agents call this process at %s, but the environment sends HTTP requests to the proxy %s. Run "
+            "`export NO_PROXY=%s,localhost` first, or configure the agent's client to use no proxy.",
+            _HOST,
+            proxy,
+            _HOST,
+        )
+
+
+async def _stream(
+    request: web.Request, exchange: Exchange, num_prompt_tokens: int, answering: asyncio.Future[Answer]
+) -> web.StreamResponse:
+    """Streams the answer; an error within WAITING_S is an HTTP error, a later error is an event."""
+    await asyncio.wait({answering}, timeout=WAITING_S)
+    if answering.done():
+        answering.result()
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+
+    async def send(*events: JsonObject | None) -> None:
+        for event in events:
+            name = f"event: {event['type']}\n" if event and "type" in event else ""
+            await response.write(f"{name}data: {json.dumps(event)}\n\n".encode() if event else b": waiting\n\n")
+
+    await send(*exchange.start_events(num_prompt_tokens))
+    while not answering.done():
+        await send(exchange.waiting_event())
+        await asyncio.wait({answering}, timeout=WAITING_S)
+    try:
+        await send(*exchange.events(answering.result()))
+    except RequestRefused as error:
+        await send(exchange.error_event(error))
+    await response.write(exchange.last_line.encode())
+    await response.write_eof()
+    return response
+
+
+def _refusal(error: RequestRefused) -> web.Response:
+    # The same request would fail again, but clients retry 5xx unless this header forbids it.
+    return web.json_response(error.to_json(), status=error.status, headers={"x-should-retry": "false"})

@@ -1,0 +1,299 @@
+"""AgentSession: records the tokens of an agent's requests to the policy as a trajectory. Token in, token out.
+
+A request that continues an answer (an earlier request's messages, our answer to it, then new messages) reuses the exact
+tokens of that request and answer; only the new messages are encoded. Any other request starts a new branch: the agent
+has rewritten history, runs two conversations, or sent the same request twice.
+
+    request A ─► answer ─┬─► request B (A + answer + tool result) ─► answer          a row of 2 turns
+                         └─► request C (A + answer + another question) ─► answer     a row of 2 turns
+    request D (A, shortened) ─► answer                                               a row of 1 turn
+
+All rows train, as one trajectory that contains the tokens of a shared prefix once (`Trajectory.rows`). Every answer is
+a new sample: the same request sent twice gets two completions.
+
+A malformed call never reaches the agent: the policy reads what is wrong and tries again, in turns that the agent does
+not see. After three such turns in a row the agent gets the text as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from lightrl.checks.user_code import user_code
+from lightrl.concurrency.abandon import wait_or_abandon
+from lightrl.concurrency.in_thread import in_thread
+from lightrl.engines.engine import Completion
+from lightrl.errors import LightRLError, RolloutError
+from lightrl.trajectory import JsonMapping, JsonObject, Prompt, Trajectory
+from lightrl.workflows.agent_workflow.completion_parser import CompletionParser, parse_text
+from lightrl.workflows.agent_workflow.protocol import (
+    AgentRequest,
+    Answer,
+    MessageKey,
+    RequestRefused,
+    message_key,
+    tool_call,
+)
+from lightrl.workflows.conversation import Conversation, TurnRenderer
+from lightrl.workflows.workflow import Generate
+
+_MAX_CORRECTIONS = 3
+_LONG_CHARS = 1 << 15  # in a request's messages; a tokenizer needs about 30 ms for them
+_T = TypeVar("_T")
+_Ids = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass
+class _Answered:
+    """The conversation after one answer; requests that continue it work on copies."""
+
+    conversation: Conversation
+    keys: list[MessageKey]  # of all messages; the answer's key is the last
+    tools: list[JsonObject]
+    identity: tuple[object, ...]  # the answer's text and the ids of its calls
+    num_prompt_tokens: int  # the request's tokens; the answer's follow
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request as tokens."""
+
+    request: AgentRequest
+    conversation: Conversation  # ends with the request's last message
+    keys: list[MessageKey]  # of the messages
+    num_prompt_tokens: int
+
+
+@dataclass(eq=False)
+class AgentSession:
+    """An agent's growing trajectory; created and used on one event loop."""
+
+    prompt: Prompt  # the agent's task; its requests may contain other messages
+    generate: Generate
+    renderer: TurnRenderer  # shared by all sessions; has a chat template
+    parser: CompletionParser
+    max_tokens: int  # limit of one branch, at most the model's context
+    exceeds_max_tokens: bool = False  # whether a request was too long for max_tokens
+
+    def __post_init__(self) -> None:
+        # Fails the trajectory, whatever the agent does; set once.
+        self.failure: asyncio.Future[LightRLError] = asyncio.get_running_loop().create_future()
+        self._answered: list[_Answered] = []
+        # Text and call ids of an answer → its key, needed because an agent may add default arguments to a call.
+        self._keys: dict[tuple[object, ...], MessageKey] = {}
+        self._pending: set[asyncio.Task[Completion]] = set()
+        self._is_closed = False
+
+    async def prepare(self, request: AgentRequest) -> Prepared:
+        """Encodes a request.
+
+        Raises:
+            RequestRefused: if the session is over or the chat template fails on the request. If the template rewrites
+                history, `failure` is set too.
+        """
+        with self._failing(), user_code(_template_failed, RequestRefused, LightRLError):
+            keys = [self._keys.get(_identity(message), message_key(message)) for message in request.messages]
+            parent = self._find_parent(keys, request)
+            if parent is None:
+                prompt = replace(self.prompt, messages=request.messages, token_ids=None)
+                conversation = await self._encoded(request, Conversation, self.renderer, prompt, (), request.tools)
+            else:
+                conversation = parent.conversation.copy()
+                new = request.messages[len(parent.keys) :]
+                conversation.add_observation(await self._encoded(request, conversation.encode_observation, new))
+            return Prepared(request, conversation, keys, len(conversation.token_ids))
+
+    async def answer(self, prepared: Prepared) -> Answer:
+        """Waits for the engine and returns the policy's answer. On cancellation the engine drops the completion.
+
+        Raises:
+            RequestRefused: if the request is too long, the session is over, or generation fails, which sets `failure`.
+        """
+        with self._failing():
+            return await self._answer(prepared)
+
+    def close(self) -> None:
+        """Cancels pending completions; later requests are refused. May be called twice."""
+        self._is_closed = True
+        for task in self._pending:
+            task.cancel()
+
+    def trajectory(self, reward: float | None) -> Trajectory:
+        """Returns all requests and answers as one trajectory.
+
+        Args:
+            reward: the agent's reward, placed on the last token; None leaves `Trajectory.rewards` unset.
+
+        Raises:
+            RolloutError: if the agent sent no request.
+        """
+        if not self._answered:
+            raise RolloutError(
+                f"The agent finished prompt {self.prompt.id!r} without an answer from the policy. It must use the "
+                "base_url and api_key that it gets."
+            )
+        joined, num_rows = _join(self._answered)
+        num_turns = len(joined.turns)
+        trajectory = joined.trajectory(
+            [0.0] * (num_turns - 1) + [reward or 0.0],
+            is_truncated=self.exceeds_max_tokens or joined.turns[-1].finish_reason == "length",
+            metrics={"turns": float(num_turns), "rows": float(num_rows)},
+        )
+        trajectory.prompt = replace(trajectory.prompt, messages=self.prompt.messages)
+        if reward is None:
+            trajectory.rewards = None
+        return trajectory
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        def failed(error: BaseException) -> RolloutError:
+            return RolloutError(
+                f"A request of prompt {self.prompt.id!r} raised {type(error).__name__}: {error}. Fix the tool parser."
+            )
+
+        if self._is_closed:
+            raise _over()
+        try:
+            with user_code(failed, RequestRefused, LightRLError):
+                yield
+        except LightRLError as error:
+            if not self.failure.done():
+                self.failure.set_result(error)
+            raise RequestRefused(str(error), status=500, code="rollout_failed") from error
+
+    async def _answer(self, prepared: Prepared) -> Answer:
+        request, conversation = prepared.request, prepared.conversation
+        for num_corrections in range(_MAX_CORRECTIONS + 1):
+            prompt_ids = conversation.token_ids
+            completion = await self._request_completion(prompt_ids, request.max_new_tokens)
+            text = conversation.add_completion(completion)
+            parsed = self.parser(prompt_ids, completion.token_ids, text, request.tools)
+            if parsed.calls and not (request.tools and completion.finish_reason == "stop"):
+                parsed = parse_text(text)
+            if not request.has_parallel_calls:
+                parsed = replace(parsed, calls=parsed.calls[:1])
+            errors = [call.error for call in parsed.calls if call.error is not None]
+            if not errors:
+                break
+            parsed = parse_text(text)
+            corrected = conversation.copy()
+            observation = [{"role": "tool", "content": f"Error: {error}; no call was run"} for error in errors]
+            try:
+                with user_code(_template_failed, LightRLError):
+                    corrected.add_observation(corrected.encode_observation(observation))
+            except RequestRefused:  # the template cannot render tool messages
+                break
+            if num_corrections == _MAX_CORRECTIONS or len(corrected.token_ids) >= self.max_tokens:
+                break
+            conversation = corrected
+        token_bytes = self.renderer.token_bytes(completion.token_ids) if request.wants_logprobs else []
+        num_reasoning = min(len(self.renderer.encode(parsed.reasoning)), len(completion.token_ids))
+        calls = [tool_call(f"call_{uuid.uuid4().hex[:24]}", call.name, dict(call.arguments)) for call in parsed.calls]
+        answer = Answer(
+            completion, parsed.content, parsed.reasoning, calls, prepared.num_prompt_tokens, num_reasoning, token_bytes
+        )
+        key, identity = message_key(answer.message), _identity(answer.message)
+        if calls:
+            self._keys[identity] = key
+        keys, num_prompt_tokens = [*prepared.keys, key], prepared.num_prompt_tokens
+        self._answered.append(_Answered(conversation, keys, request.tools, identity, num_prompt_tokens))
+        return answer
+
+    async def _encoded(self, request: AgentRequest, encode: Callable[..., _T], *args: object) -> _T:
+        """Returns the result of `encode`; long messages use a thread, so that they do not block other sessions."""
+        if sum(len(message["content"]) for message in request.messages) < _LONG_CHARS:
+            return encode(*args)
+        encoded = await in_thread(encode, *args, name="lightrl-encode")
+        if self._is_closed:
+            raise _over()
+        return encoded
+
+    def _find_parent(self, keys: list[MessageKey], request: AgentRequest) -> _Answered | None:
+        """Returns the longest conversation that a request continues; prefers equal call ids, then the latest."""
+        ids = [_identity(message) for message in request.messages]
+        earlier = [
+            answered
+            for answered in reversed(self._answered)
+            if answered.tools == request.tools
+            and len(answered.keys) < len(keys)
+            and answered.keys == keys[: len(answered.keys)]
+        ]
+        return max(earlier, key=lambda each: (len(each.keys), each.identity == ids[len(each.keys) - 1]), default=None)
+
+    async def _request_completion(self, token_ids: Sequence[int], max_new_tokens: int | None) -> Completion:
+        longest = self.max_tokens - len(token_ids)
+        if longest < 1:
+            self.exceeds_max_tokens = True
+            raise RequestRefused(
+                f"prompt is too long: {len(token_ids)} tokens > {self.max_tokens - 1} maximum. "  # Anthropic's words
+                f"The messages have {len(token_ids)} tokens, but must have fewer than the workflow's "
+                f"max_tokens={self.max_tokens}.",
+                code="context_length_exceeded",
+            )
+        longest = longest if max_new_tokens is None else min(longest, max_new_tokens)
+        task = asyncio.ensure_future(self.generate(list(token_ids), max_new_tokens=longest))
+        self._pending.add(task)
+        try:
+            await wait_or_abandon(task)
+        finally:
+            self._pending.discard(task)
+        if task.cancelled():
+            raise _over()
+        try:
+            completion = task.result()
+        except ValueError as error:  # the engine refuses ids outside the vocabulary and more tokens than the context
+            raise RequestRefused(str(error)) from error
+        if not completion.token_ids:
+            raise RolloutError(f"The policy generated no token for prompt {self.prompt.id!r}.")
+        return completion
+
+
+def _identity(message: JsonMapping) -> tuple[object, ...]:
+    return str(message["content"]).strip(), *(call.get("id") for call in message.get("tool_calls", []))
+
+
+def _join(requests: Sequence[_Answered]) -> tuple[Conversation, int]:
+    """Joins the conversations in order, each after the longest prefix that it shares; also returns the rows' number."""
+    joined = requests[0].conversation.copy()
+    ids = np.asarray(joined.token_ids)
+    rows = [(ids, np.arange(len(ids)))]  # token ids of each row, and their positions in `joined`
+    for request in requests[1:]:
+        conversation, num = request.conversation, request.num_prompt_tokens
+        ids = np.asarray(conversation.token_ids)
+        shared = [_num_equal(ids[:num], row_ids) for row_ids, _ in rows]
+        start = max(shared)
+        row = len(rows) - 1 - shared[::-1].index(start)  # the last row with this length
+        old_ids, positions = rows[row]
+        added = np.arange(len(ids) - start) + len(joined.token_ids)
+        joined.add_branch(conversation, start, int(positions[start - 1]) if start else -1)
+        longer = ids, np.concatenate([positions[:start], added])
+        rows[row : row + 1] = [longer] if start == len(old_ids) else [rows[row], longer]
+    return joined, len(rows)
+
+
+def _num_equal(left: _Ids, right: _Ids) -> int:
+    """Returns the length of the longest common prefix."""
+    num = min(len(left), len(right))
+    differ = left[:num] != right[:num]
+    return int(differ.argmax()) if differ.any() else num
+
+
+def _template_failed(error: BaseException) -> RequestRefused:
+    return RequestRefused(
+        f"The chat template raised {type(error).__name__}: {error}. Send messages that it can render."
+    )
+
+
+def _over() -> RequestRefused:
+    return RequestRefused(
+        "The session is over: the agent's function has returned. Await all requests there.",
+        status=404,
+        code="session_not_found",
+    )

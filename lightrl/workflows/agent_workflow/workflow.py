@@ -1,0 +1,173 @@
+"""AgentWorkflow: trains any agent that calls its model through OpenAI's or Anthropic's API at a given base_url.
+
+client = AsyncOpenAI(api_key="set by run")  # for all trajectories
+
+async def run(prompt, base_url, api_key):
+    policy = client.with_options(base_url=base_url, api_key=api_key)
+    messages = [{"role": "user", "content": prompt.fields["question"]}]
+    answer = await policy.chat.completions.create(model="policy", messages=messages)
+    return float(answer.choices[0].message.content == prompt.fields["answer"])
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightrl.checks.bounds import check_bounds, check_effect, check_positive, finite_number
+from lightrl.checks.user_code import function_of
+from lightrl.concurrency.abandon import wait_or_abandon
+from lightrl.concurrency.in_thread import CallTimeout, call_within
+from lightrl.errors import RolloutError
+from lightrl.trajectory import Prompt, Trajectory
+from lightrl.workflows.agent_workflow.command import AgentCommand, AgentResult, check_command, delete_workspace
+from lightrl.workflows.agent_workflow.completion_parser import completion_parser
+from lightrl.workflows.agent_workflow.endpoint import OpenAIEndpoint
+from lightrl.workflows.agent_workflow.session import AgentSession
+from lightrl.workflows.conversation import TurnRenderer
+from lightrl.workflows.tools import ToolParser
+from lightrl.workflows.workflow import Generate, Workflow
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Agent = Callable[[Prompt, str, str], Any]  # a float, None, an AgentResult, or an awaitable of one of them
+
+
+class AgentWorkflow(Workflow):
+    """Runs an agent once per trajectory, each with a separate base_url, and records the policy's tokens there.
+
+    The function's chat completions become one trajectory, a tree if they are several conversations (agent_session.py).
+    The loss mask is True only on the policy's tokens. The function's return value is stored in `Trajectory.rewards`, on
+    the last token: with `reward: lightrl.rewards.environment_reward` it is the reward; any other reward function
+    replaces it. None leaves `Trajectory.rewards` unset.
+
+    The trajectory is dropped and counted if the function raises, hangs, returns no number or sends no request, or if
+    the program fails. `Trajectory.workspace` is the folder that a program leaves for the reward.
+
+    Args:
+        tokenizer: the policy's.
+        agent: `run(prompt, base_url, api_key) -> float | None`, or its dotted path. An async function shares the event
+            loop with the engine and must not block it; a sync one runs in a thread. At its deadline it is cancelled; a
+            thread cannot be, and is abandoned without a session.
+        command: a program and its arguments, instead of `agent`; docs/train-an-agent.md describes its environment. At
+            the deadline the program and its children are killed. It can reach only the endpoint if the kernel allows.
+        workspace_template: a folder; each program runs in a copy of it.
+        environment: more variables for the program, which inherits only PATH from this process.
+        agent_timeout_s: deadline of one call of the function, or of one run of the program.
+        max_agents: calls at the same time; further trajectories wait. Each uses two open files, and a thread if sync.
+        max_tokens: limit of one conversation, at most the model's context, which is the default. A longer request is
+            refused (`context_length_exceeded`), and the trajectory is truncated.
+        truncated_reward: the reward if the agent raises because of such a refusal.
+        tool_parser: finds the calls in a completion's text; a function or its dotted path. None uses the tokenizer's
+            response template or, if there is none, Hermes' format (Qwen 2.5 and 3).
+        renderer: parses completions instead: a model's format in the package `renderers`, such as `qwen3.5`, or `auto`
+            to choose it by the tokenizer's name. Needs `pip install renderers`.
+
+    Raises:
+        ValueError: if a limit is out of range, a dotted path or the renderer does not exist, or the chat template does
+            not work for several turns.
+    """
+
+    own_timeout_s = None  # agent_timeout_s bounds the whole call
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        agent: str | Agent | None = None,
+        *,
+        command: Sequence[str] | None = None,
+        workspace_template: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        agent_timeout_s: float = 600.0,
+        max_agents: int = 64,
+        max_tokens: int | None = None,
+        truncated_reward: float = 0.0,
+        tool_parser: str | ToolParser | None = None,
+        renderer: str | None = None,
+    ) -> None:
+        of_command = {"command": command, "workspace_template": workspace_template, "environment": environment}
+        limits = {"agent_timeout_s": agent_timeout_s, "max_agents": max_agents, "max_tokens": max_tokens}
+        self.check_settings(agent=agent, **of_command, **limits)
+        self.agent_name = agent if isinstance(agent, str) else getattr(agent, "__qualname__", type(agent).__qualname__)
+        if command is not None:
+            self.agent_name = command[0]
+            agent = AgentCommand(command, workspace_template, environment or {}, agent_timeout_s, tokenizer.decode).run
+        self.agent = function_of(agent or "", "agent")
+        self.agent_timeout_s = agent_timeout_s
+        self.max_tokens = max_tokens
+        self.truncated_reward = truncated_reward
+        parse_calls = None if tool_parser is None else function_of(tool_parser, "tool_parser")
+        self.parser = completion_parser(tokenizer, parse_calls, renderer)
+        self.template: TurnRenderer = TurnRenderer(tokenizer)
+        if self.template.chat_template is None:
+            raise ValueError(
+                "The tokenizer has no chat template to render the agent's messages. Set data.chat_template to a Jinja "
+                "file."
+            )
+        self.template.check_template("user", [])
+        self.endpoint = OpenAIEndpoint(max_sessions=max_agents)
+
+    @classmethod
+    def check_settings(cls, **settings: Any) -> None:
+        command = settings.get("command")
+        if (settings.get("agent") is None) == (command is None):
+            raise ValueError("Set either agent, a function, or command, a program with its arguments.")
+        if command is None:
+            names = ("workspace_template", "environment")
+            check_effect("without command", **{name: (settings.get(name), None) for name in names})
+        check_command(command, settings.get("workspace_template"))
+        check_positive(agent_timeout_s=settings.get("agent_timeout_s"))
+        check_bounds(1, max_agents=settings.get("max_agents"))
+        check_bounds(2, max_tokens=settings.get("max_tokens"))  # one for the prompt
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        """Runs one trajectory; waits for the agent until its deadline, and fails immediately if the engine fails.
+
+        On cancellation the agent is cancelled (a thread is abandoned), and so are its pending completions.
+        """
+        await self.endpoint.start()
+        max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens  # None: the model states no context
+        session = AgentSession(prompt, generate, self.template, self.parser, max_tokens)
+        async with self.endpoint.serving(session) as (base_url, api_key):
+            result = await self._run_agent(session, base_url, api_key)
+        try:
+            trajectory = session.trajectory(result.reward)
+        except RolloutError as error:
+            delete_workspace(result.workspace)
+            printed = "" if result.workspace is None else f" It printed {result.output[-300:]!r}."
+            raise RolloutError(f"{error}{printed}") from error
+        trajectory.workspace, trajectory.agent_output = result.workspace, result.output
+        return trajectory
+
+    def clean_up(self, trajectory: Trajectory) -> None:
+        delete_workspace(trajectory.workspace)
+        trajectory.workspace = None
+
+    async def _run_agent(self, session: AgentSession, base_url: str, api_key: str) -> AgentResult:
+        name = f"The agent {self.agent_name}"
+        # A copy, so that `prompt.messages.append(...)` does not affect the other trajectories of the group.
+        arguments = (copy.deepcopy(session.prompt), base_url, api_key)
+        running = asyncio.ensure_future(call_within(self.agent, *arguments, timeout_s=self.agent_timeout_s, name=name))
+        await wait_or_abandon(running, session.failure)
+        if session.failure.done():
+            if running.done() and not running.cancelled() and running.exception() is None:
+                delete_workspace(getattr(running.result(), "workspace", None))
+            raise session.failure.result()
+        try:
+            returned = running.result()
+        except RolloutError as error:
+            if isinstance(error, CallTimeout) or not session.exceeds_max_tokens:
+                raise
+            return AgentResult(self.truncated_reward)
+        result = returned if isinstance(returned, AgentResult) else AgentResult(returned)
+        number = finite_number(result.reward)
+        if number is None and result.reward is not None:
+            delete_workspace(result.workspace)
+            raise RolloutError(
+                f"{name} must return a finite number or None, got {returned!r:.80} for prompt {session.prompt.id!r}."
+            )
+        return AgentResult(number, result.workspace, result.output)
