@@ -58,6 +58,12 @@ def test_the_teacher_is_a_frozen_role_with_a_call_of_its_own() -> None:
     assert not any(parameter.requires_grad for parameter in module.teacher.parameters())
 
 
+def test_the_teachers_likeliest_tokens_are_outputs_of_its_call() -> None:
+    for num, names in ((None, set()), (8, {"teacher_topk_ids", "teacher_topk_logprobs"})):
+        (call,) = (call for call in make(teacher_topk=num).data_flow().calls if call.name == "teacher_logprobs")
+        assert set(call.outputs) == {"teacher_logprobs"} | names
+
+
 @pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "jsd"])
 def test_the_loss_of_the_top_k_tokens_is_the_divergence_from_the_teacher(divergence: str) -> None:
     """Of all V tokens: that of the whole distributions; the rewards train nothing."""

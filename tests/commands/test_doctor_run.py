@@ -9,10 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
+from tiny import tiny_spec
 
+from examples.quickstart.task import LargestDigit
+from lightrl import GRPO, ModelSpec, Trainer
 from lightrl.checks.printable import duration_text
-from lightrl.commands.doctor.run import Finding, Trial, disk_finding, forecast, run_length
+from lightrl.commands.doctor.run import Finding, Trial, disk_finding, forecast, memory_on_paper, run_length
 from lightrl.commands.main import main
+from lightrl.plan.memory import bytes_text, rank_memories
+from lightrl.plan.planned_run import planned_run
 
 
 def statuses(text: str) -> dict[str, set[str]]:
@@ -49,6 +54,19 @@ def test_a_good_run_is_checked_from_environment_to_hours_and_nothing_is_kept(set
     assert "HuggingFaceExport, ModelCheckpoint" in words
     assert "200 iterations take about" in words
     assert files() == before
+
+
+def test_memory_on_paper_is_that_of_the_plan_and_a_warning_where_no_config_tells_it(tmp_path):
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    data = LargestDigit(batch_size=32)
+    module = GRPO(tiny_spec(), reward=len)
+    (finding,) = memory_on_paper(module, trainer, data)
+    total = bytes_text(rank_memories(planned_run(module, trainer, data))[0].total)
+    assert (finding.status, finding.text) == ("ok", f"Memory of a rank, on paper: {total}.")
+    (finding,) = memory_on_paper(GRPO(ModelSpec(path=str(tmp_path)), reward=len), trainer, data)
+    assert finding.status == "warning"
+    assert finding.text.startswith("Memory was not checked: ")
+    assert str(tmp_path) in finding.text
 
 
 def test_a_reward_that_raises_fails_with_its_message_and_the_code_is_1(settings, config, capsys):

@@ -412,6 +412,7 @@ BOXED: dict[str, list[tuple[str, str, int]]] = {
             (rf"\{look}{{5}}", "5", 1)
             for look in ("underline", "Large", "bf", "textit", "ensuremath", "textcolor{red}")
         ],
+        *[(r"{\frac{2}{3}}", r"\dfrac23", 1), (r"\textbf{\frac{2}{3}}", "0.5", 0)],
         *[(r"\boldsymbol x+1", "x+1", 1), (r"x\hspace{2mm}+1", "x+1", 1), (r"\phantom{1}5", "5", 1), (r"\R", "ℝ", 1)],
         *[(r"\underline{6}", "5", 0), (r"\phantom{5}", "5", 0), (r"\cancel{5}", "5", 0), (r"\color{5}6", "56", 0)],
         *[(r"\mathbf{R}x", r"\mathbb{R}x", 0), (r"\hat{5}", "5", 0), (r"\alpha\large x", r"\alpha x", 1)],

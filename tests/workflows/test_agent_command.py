@@ -29,9 +29,8 @@ from lightrl.errors import EngineError, RolloutError
 from lightrl.rewards.sandbox import GUARD_COMMAND, SYSTEM_PATHS, Limits
 from lightrl.rewards.sandbox.guard.guard import _remove_foreign
 from lightrl.trajectory import Prompt, Trajectory
-from lightrl.workflows import agent_command
 from lightrl.workflows.agent_workflow import AgentWorkflow
-from lightrl.workflows.agent_workflow.command import delete_workspace
+from lightrl.workflows.agent_workflow.command import delete_workspace, root_of
 
 ASK = """
 import json, os, sys, urllib.request
@@ -126,7 +125,7 @@ def test_settings_name_where_a_program_finds_its_task_and_the_policy(
 def test_a_workflow_worker_makes_the_folders_where_the_process_that_computes_rewards_keeps_them() -> None:
     sent = pickle.loads(pickle.dumps(workflow_of("ask('a')")))
     trajectory = play(sent)
-    assert Path(str(trajectory.workspace)).parents[1] == Path(agent_command.root_of(os.getpid()))
+    assert Path(str(trajectory.workspace)).parents[1] == Path(root_of(os.getpid()))
 
 
 def test_a_program_sees_no_variable_of_the_run_and_has_its_own_home() -> None:
@@ -163,7 +162,7 @@ ask("a")
     tmp_path.chmod(0o777)
     with socket.create_server(("127.0.0.1", 0)) as server, caplog.at_level(logging.INFO):
         trajectory = play(workflow_of(program, str(server.getsockname()[1])))
-    (said, *warnings) = [record.getMessage() for record in caplog.records if "agent_command" in record.name]
+    (said, *warnings) = [record.getMessage() for record in caplog.records if "agent_workflow.command" in record.name]
     assert said.startswith("Agents run with these layers of protection: ")
     if "namespaces" in said:
         assert warnings == []
@@ -374,12 +373,12 @@ def test_a_full_disk_drops_the_trajectory_and_says_so(tmp_path: Path, monkeypatc
     (tmp_path / "template" / "large").write_bytes(b"x" * 100_000)
     try:
         monkeypatch.setattr(tempfile, "tempdir", str(disk))
-        agent_command.root_of.cache_clear()
+        root_of.cache_clear()
         with pytest.raises(RolloutError, match=r"could not be started: .*No space left on device"):
             play(workflow_of("ask('a')", workspace_template=str(tmp_path / "template")))
         assert comes_true(lambda: not list(disk.glob("*/*")))
     finally:
-        agent_command.root_of.cache_clear()
+        root_of.cache_clear()
         subprocess.run(["umount", str(disk)], check=True)
 
 

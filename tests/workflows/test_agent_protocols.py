@@ -32,7 +32,7 @@ from waits import until
 from lightrl.engines.fake_engine import FakeEngine
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, Trajectory
-from lightrl.workflows import openai_endpoint
+from lightrl.workflows.agent_workflow import endpoint
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CHAT_TOOL: Any = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}
@@ -310,7 +310,7 @@ def test_a_completion_that_is_cut_off_says_so_in_each_protocol() -> None:
 
 
 def test_a_stream_that_waits_shows_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_endpoint, "WAITING_S", 0.02)
+    monkeypatch.setattr(endpoint, "WAITING_S", 0.02)
 
     async def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
         headers = {"x-api-key": api_key}
@@ -340,7 +340,7 @@ def test_a_stream_that_waits_shows_life(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_stream_that_has_begun_ends_with_the_error_in_the_form_of_its_protocol(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(openai_endpoint, "WAITING_S", 0.01)
+    monkeypatch.setattr(endpoint, "WAITING_S", 0.01)
     answered = generate_with(scripted("one"))
 
     async def generate(token_ids: list[int], *, max_new_tokens: int | None = None) -> Any:
@@ -468,7 +468,7 @@ def test_what_responses_cannot_serve_drops_the_trajectory_with_its_reason(settin
 
 
 def test_a_body_over_the_limit_is_refused_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_endpoint, "MAX_BODY_BYTES", 2_000_000)
+    monkeypatch.setattr(endpoint, "MAX_BODY_BYTES", 2_000_000)
 
     async def talk(client: AsyncOpenAI) -> None:
         with pytest.raises(openai.APIStatusError, match=r"more than 2 MB\. Send shorter") as caught:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from chat_texts import CHATML, chat_tokenizer, ids
 
-from lightrl.workflows.agent_workflow.completion_parser import ParsedCompletion, completion_parser
+from lightrl.workflows.agent_workflow.completion_parser import ParsedCompletion, completion_parser, parse_text
 from lightrl.workflows.tools import ToolCall, parse_hermes
 
 QWEN_XML = {
@@ -148,3 +148,9 @@ def test_the_package_renderers_parses_the_format_of_a_model(body: str, calls: li
         call.error and call.error[:45] for call in calls
     ]
     assert [dict(call.arguments) for call in parsed.calls] == [dict(call.arguments) for call in calls]
+
+
+def test_a_tag_in_quotes_stays_in_the_text():
+    text = "Write `<tool_call>` and `</tool_call>`."
+    parsed = parse_text(text + ' <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>', parse_hermes)
+    assert (parsed.content, [call.name for call in parsed.calls]) == (text, ["add"])

@@ -26,7 +26,8 @@ import lightrl
 from lightrl import GRPO, FakeEngine, ModelSpec, Prompt, PromptDataModule, Sampling, Trajectory
 from lightrl.errors import RolloutError
 from lightrl.testing import QUIET
-from lightrl.workflows import AgentWorkflow, openai_endpoint
+from lightrl.workflows import AgentWorkflow
+from lightrl.workflows.agent_workflow import endpoint
 
 pytestmark = [
     pytest.mark.extra,
@@ -154,7 +155,7 @@ def running_below(root: Path) -> list[list[str]]:
 def test_eight_real_agents_at_once_are_trained_for_three_iterations_and_leave_nothing(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openai_endpoint, "WAITING_S", 0.2)  # so that the programs' streams wait
+    monkeypatch.setattr(endpoint, "WAITING_S", 0.2)  # so that the programs' streams wait
     folders = Folders(root)
     module = AgentGRPO(folders.run)
     engine = FakeEngine(script=says, seconds_per_token=0.005)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from lightrl.errors import RewardError, RolloutError
 from lightrl.trajectory import Prompt, split_thinking
 from lightrl.workflows import MultiTurn, ToolEnvironment
-from lightrl.workflows.agent_workflow.completion_parser import parse_text
 from lightrl.workflows.tools import (
     Tool,
     ToolCall,
@@ -165,9 +164,7 @@ def test_a_call_with_what_json_or_a_tokenizer_cannot_write_is_malformed(value: s
 
 
 def test_a_tag_in_quotes_begins_no_call():
-    text = "Write `<tool_call>` and `</tool_call>`. "
-    assert parse_hermes(text) == []
-    assert parse_text(text + CALL, parse_hermes).content == text.strip()
+    assert parse_hermes("Write `<tool_call>` and `</tool_call>`. ") == []
 
 
 QUOTES = ["<think>x</think>", "</think>", "<think>", "a </tool_call> b", '"</tool_call>\\', f"<think>{CALL}</think>"]

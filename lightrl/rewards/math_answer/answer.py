@@ -334,9 +334,8 @@ def _literal(text: str) -> tuple[frozenset[Fraction], Unit] | None:
     """Returns the values of normalized text that is a literal number, and its unit."""
     if len(text) > _MAX_NUMBER_CHARS:
         return None
-    plain = _unwrapped(_plain(text))
-    plain = _FRACTION.sub(lambda match: f" {match[1] or match[2]}/{match[3] or match[4]}", plain)
-    plain = _GROUPED.sub(lambda match: re.sub("[, ]", "", match[0]), plain).strip()
+    plain = _FRACTION.sub(lambda match: f" {match[1] or match[2]}/{match[3] or match[4]}", _plain(text))
+    plain = _GROUPED.sub(lambda match: re.sub("[, ]", "", match[0]), _unwrapped(plain)).strip()
     match = _LITERAL.fullmatch(plain)
     if match is None:
         return None

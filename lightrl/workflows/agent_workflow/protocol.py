@@ -3,7 +3,7 @@
     body ─► Exchange.read ─► AgentRequest: messages, tools ─► AgentSession ─► Answer ─► Exchange.whole, or .events
 
 chat_protocol.py, messages_protocol.py and responses_protocol.py each subclass `Exchange`. Everything here is a pure
-function of the request and the answer; agent_session.py has the state, openai_endpoint.py the HTTP server.
+function of the request and the answer; session.py has the state, endpoint.py the HTTP server.
 
 A request's fields are served, refused (if the agent would not get what it asks for) or ignored. `temperature`, `top_p`
 and `seed` are ignored: the run's `sampling` applies, since the behavior logprobs would be wrong otherwise.

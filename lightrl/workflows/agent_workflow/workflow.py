@@ -40,7 +40,7 @@ Agent = Callable[[Prompt, str, str], Any]  # a float, None, an AgentResult, or a
 class AgentWorkflow(Workflow):
     """Runs an agent once per trajectory, each with a separate base_url, and records the policy's tokens there.
 
-    The function's chat completions become one trajectory, a tree if they are several conversations (agent_session.py).
+    The function's chat completions become one trajectory, a tree if they are several conversations (session.py).
     The loss mask is True only on the policy's tokens. The function's return value is stored in `Trajectory.rewards`, on
     the last token: with `reward: lightrl.rewards.environment_reward` it is the reward; any other reward function
     replaces it. None leaves `Trajectory.rewards` unset.
