@@ -18,45 +18,69 @@ PACKAGE = REPOSITORY / "lightrl"
 
 
 class Leaf(NamedTuple):
-    """A capability that nothing in the core imports."""
+    """A capability that nothing in the core imports, in one folder or file; a folder's `__init__` exports its entry."""
 
+    place: str
     max_lines: int
     entry: str  # a public class or function, a command, or a name in checks/entry_points.py
-    tests: str
-    page: str
-    files: str
+    tests: str  # files and folders of tests/ that test this leaf alone
+    page: str  # the section of docs/ that is about this leaf alone
 
 
 LEAVES = {
-    "supervised": Leaf(463, "lightrl.SFT", "algorithms", "algorithms.md", "algorithms/supervised"),
-    "completed prompts": Leaf(546, "lightrl.SFTDataModule", "data", "bring-your-data.md", "data/completions.py"),
-    "distillation": Leaf(161, "lightrl.Distillation", "algorithms", "algorithms.md", "algorithms/distillation.py"),
-    "fast decoder": Leaf(774, "fast decoder", "engines", "performance.md", "engines/local/fast"),
-    "gateway": Leaf(240, "gateway", "engines", "clusters.md", "engines/servers/gateway.py"),
-    "vLLM": Leaf(458, "lightrl.VLLMEngine", "engines", "serve-with-sglang.md", "engines/vllm"),
-    "fake engine": Leaf(299, "lightrl.FakeEngine", "engines", "test-your-code.md", "engines/fake_engine.py"),
-    "math": Leaf(1184, "lightrl.rewards.math_answer", "rewards", "write-a-reward.md", "rewards/math_answer"),
-    "code": Leaf(340, "lightrl.rewards.code_tests", "rewards", "write-a-reward.md", "rewards/code_tests.py"),
-    "sandbox": Leaf(1223, "lightrl.rewards.LocalSandbox", "rewards", "security.md", "rewards/sandbox"),
-    "judge": Leaf(241, "lightrl.rewards.LLMJudge", "rewards", "write-a-reward.md", "rewards/llm_judge.py"),
-    "text rewards": Leaf(146, "lightrl.rewards.json_schema", "rewards", "write-a-reward.md", "rewards/text_rewards.py"),
-    "reasoning-gym": Leaf(102, "lightrl.rewards.reasoning_gym.reward", "rewards", "bring-your-data.md",
-        "rewards/reasoning_gym.py"),
-    "tools": Leaf(646, "lightrl.ToolEnvironment", "workflows", "write-an-environment.md", "workflows/tools"),
-    "OpenEnv": Leaf(264, "lightrl.workflows.OpenEnv", "workflows", "write-an-environment.md", "workflows/openenv.py"),
-    "agents": Leaf(1882, "lightrl.AgentWorkflow", "workflows", "train-an-agent.md", "workflows/agent_workflow"),
-    "trajectory log": Leaf(406, "lightrl.TrajectoryLog", "callbacks", "inspect.md", "callbacks/trajectory_log.py"),
-    "learning curve": Leaf(259, "lightrl.LearningCurve", "callbacks", "loggers.md", "callbacks/learning_curve.py"),
-    "export callback": Leaf(167, "lightrl.HuggingFaceExport", "callbacks", "share-a-model.md", "callbacks/export.py"),
-    "export": Leaf(244, "lightrl export", "commands", "share-a-model.md", "commands/export.py"),
-    "inspect": Leaf(1055, "lightrl inspect", "inspect", "inspect.md", "commands/inspect"),
-    "status": Leaf(106, "lightrl status", "commands", "clusters.md", "commands/status.py"),
-    "serve": Leaf(311, "lightrl serve", "commands", "serve-with-sglang.md", "commands/serve.py"),
-    "doctor": Leaf(881, "lightrl doctor", "commands", "check-a-run.md", "commands/doctor"),
-    "memory estimate": Leaf(927, "memory estimate", "plan", "check-a-run.md", "plan"),
-    "plan": Leaf(284, "lightrl plan", "commands", "which-when.md", "commands/plan.py"),
-    "launch": Leaf(1921, "lightrl launch", "launch", "clusters.md", "commands/launch"),
-    "convert": Leaf(834, "lightrl convert", "migration", "coming-from-areal.md", "commands/convert"),
+    "supervised": Leaf("algorithms/supervised", 463, "lightrl.SFT",
+        "algorithms/supervised", "algorithms.md#from-demonstrations-and-pairs"),
+    "completed prompts": Leaf("data/completions.py", 546, "lightrl.SFTDataModule",
+        "data/test_pairs.py data/test_supervised.py", "bring-your-data.md#chats-and-pairs"),
+    "distillation": Leaf("algorithms/distillation.py", 161, "lightrl.Distillation",
+        "algorithms/test_distillation.py", "algorithms.md#from-a-teacher"),
+    "fast decoder": Leaf("engines/local/fast", 778, "fast decoder",
+        "engines/test_kernels.py", "performance.md#small-machines"),
+    "gateway": Leaf("engines/servers/gateway.py", 240, "gateway",
+        "engines/test_gateway.py", "clusters.md#which-server-a-request-goes-to"),
+    "vLLM": Leaf("engines/vllm", 463, "lightrl.VLLMEngine",
+        "engines/test_vllm.py engines/test_real_vllm.py", "serve-with-sglang.md#with-vllm"),
+    "fake engine": Leaf("engines/fake_engine.py", 299, "lightrl.FakeEngine",
+        "engines/test_fake_engine.py", "test-your-code.md#fakeengine"),
+    "math": Leaf("rewards/math_answer", 1183, "lightrl.rewards.math_answer",
+        "rewards/test_math_answer.py", "write-a-reward.md#math-answers"),
+    "code": Leaf("rewards/code_tests.py", 340, "lightrl.rewards.code_tests",
+        "rewards/test_code_tests.py", "write-a-reward.md#untrusted-programs"),
+    "sandbox": Leaf("rewards/sandbox", 1223, "lightrl.rewards.LocalSandbox",
+        "rewards/test_sandbox.py", "security.md#programs-that-a-policy-writes"),
+    "judge": Leaf("rewards/llm_judge.py", 241, "lightrl.rewards.LLMJudge",
+        "rewards/test_llm_judge.py", "write-a-reward.md#a-model-as-the-judge"),
+    "text rewards": Leaf("rewards/text_rewards.py", 146, "lightrl.rewards.json_schema",
+        "rewards/test_text_rewards.py", "write-a-reward.md#the-text-alone"),
+    "reasoning-gym": Leaf("rewards/reasoning_gym.py", 102, "lightrl.rewards.reasoning_gym.reward",
+        "rewards/test_reasoning_gym.py", "bring-your-data.md#reasoning-gym"),
+    "tools": Leaf("workflows/tools", 646, "lightrl.ToolEnvironment",
+        "workflows/test_tools.py workflows/test_mcp_tools.py", "write-an-environment.md#tools"),
+    "OpenEnv": Leaf("workflows/openenv.py", 264, "lightrl.workflows.OpenEnv",
+        "workflows/test_openenv.py", "write-an-environment.md#openenv"),
+    "agents": Leaf("workflows/agent_workflow", 1882, "lightrl.AgentWorkflow",
+        "workflows/agents", "train-an-agent.md#train-an-agent"),
+    "trajectory log": Leaf("callbacks/trajectory_log.py", 406, "lightrl.TrajectoryLog",
+        "callbacks/test_trajectory_log.py", "inspect.md#what-must-be-logged"),
+    "learning curve": Leaf("callbacks/learning_curve.py", 259, "lightrl.LearningCurve",
+        "callbacks/test_learning_curve.py", "loggers.md#the-learning-curve"),
+    "export callback": Leaf("callbacks/export.py", 167, "lightrl.HuggingFaceExport",
+        "callbacks/test_export.py", "share-a-model.md#at-the-end-of-a-run"),
+    "export": Leaf("commands/export.py", 244, "lightrl export",
+        "commands/test_export_command.py trainer/test_push.py", "share-a-model.md#on-a-hub"),
+    "inspect": Leaf("commands/inspect", 1055, "lightrl inspect", "inspect", "inspect.md#look-at-a-run"),
+    "status": Leaf("commands/status.py", 106, "lightrl status",
+        "commands/test_status.py", "clusters.md#logs-and-status"),
+    "serve": Leaf("commands/serve.py", 311, "lightrl serve",
+        "commands/test_serve.py", "serve-with-sglang.md#three-ways-to-get-servers"),
+    "doctor": Leaf("commands/doctor", 880, "lightrl doctor",
+        "commands/test_doctor.py commands/test_doctor_run.py", "check-a-run.md#check-a-run-before-it-starts"),
+    "memory estimate": Leaf("plan", 947, "memory estimate", "plan", "gpu.md#what-you-set-and-what-follows"),
+    "plan": Leaf("commands/plan.py", 284, "lightrl plan",
+        "commands/test_plan.py", "check-a-run.md#what-a-run-takes-on-paper"),
+    "launch": Leaf("commands/launch", 1918, "lightrl launch",
+        "commands/test_launch.py launch", "clusters.md#how-the-plan-is-made"),
+    "convert": Leaf("commands/convert", 834, "lightrl convert", "convert", "coming-from-areal.md#coming-from-areal"),
 }  # fmt: skip
 
 OPTIONS = """columns/supports.py columns/routes.py functional/supports.py functional/branches.py
@@ -91,7 +115,7 @@ def files_of(names: str) -> set[Path]:
 
 
 def leaf_files() -> dict[Path, str]:
-    return {file: name for name, leaf in LEAVES.items() for file in files_of(leaf.files)}
+    return {file: name for name, leaf in LEAVES.items() for file in files_of(leaf.place)}
 
 
 def core_files() -> list[Path]:
@@ -144,6 +168,30 @@ def back_doors() -> list[str]:
     )
 
 
+def side_doors() -> list[str]:
+    """Lists imports from a leaf's folder that do not go through its `__init__`."""
+    doors = {leaf.place: f"lightrl.{leaf.place.replace('/', '.')}." for leaf in LEAVES.values()}
+    return sorted(
+        f"{file.relative_to(PACKAGE)}: {node.module}"
+        for file in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom)
+        for place, door in doors.items()
+        if (node.module or "").startswith(door) and not file.is_relative_to(PACKAGE / place)
+    )
+
+
+def tests_of(leaf: Leaf) -> set[Path]:
+    """Returns the test files of a leaf, and what lies beside them in folders of its own."""
+    paths = [REPOSITORY / "tests" / name for name in leaf.tests.split()]
+    return {file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))}
+
+
+def leaves_imported_by(files: set[Path]) -> set[str]:
+    leaves = leaf_files()
+    return {leaves[target] for file in files for target in imports_of(file) if target in leaves}
+
+
 def circles() -> list[list[str]]:
     """Returns groups of files that import each other, by Tarjan's algorithm."""
     order: dict[Path, int] = {}
@@ -181,7 +229,7 @@ if __name__ == "__main__":
     print(f"B  imports from the core into a leaf: {len(back_doors())}", *back_doors(), sep="\n     ")
     print("C  core files that name", ", ".join(f"{what}: {len(core_files_naming(what))}" for what in NAMED))
     for name, leaf in LEAVES.items():
-        print(f"E  {name}: {num_lines(files_of(leaf.files))} of {leaf.max_lines} lines")
+        print(f"E  {name}: {num_lines(files_of(leaf.place))} of {leaf.max_lines} lines")
     print(f"F  circles: {len(circles())}", *map(" / ".join, circles()), sep="\n     ")
     tests = num_lines(set((REPOSITORY / "tests").rglob("*.py")))
     print(f"G  lines of tests per line: {tests / num_lines(set(PACKAGE.rglob('*.py'))):.3f}")

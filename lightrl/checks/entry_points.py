@@ -11,9 +11,9 @@ from typing import Any
 
 ENTRY_POINTS = {
     "launch section": "lightrl.commands.launch.Launch",  # the section `launch` of a configuration
-    "memory estimate": "lightrl.plan.planned_run.use_estimate",  # sets what depends on a GPU's memory in a fit
+    "memory estimate": "lightrl.plan.use_estimate",  # sets what depends on a GPU's memory in a fit
     "gateway": "lightrl.engines.servers.gateway.Gateway",  # for the setting `router` of a server engine
-    "fast decoder": "lightrl.engines.local.fast.decoder.fast_decoder",  # LocalEngine's, for the models that it supports
+    "fast decoder": "lightrl.engines.local.fast.fast_decoder",  # LocalEngine's, for the models that it supports
 }
 
 

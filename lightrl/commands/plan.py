@@ -24,18 +24,18 @@ from lightrl.dataflow import DataFlowGraph, ModelCall
 from lightrl.loops import devices_text
 from lightrl.models import Role, RoleMesh
 from lightrl.module import RLModule
-from lightrl.plan.costs import USABLE_FRACTION
-from lightrl.plan.memory import (
+from lightrl.plan import (
+    USABLE_FRACTION,
     PlannedRun,
     bytes_text,
     engine_memory,
     misfits,
+    planned,
     rank_memories,
     ranks_text,
     role_cost,
     rows_of,
 )
-from lightrl.plan.planned_run import planned
 
 _HELP = """\
 usage: lightrl plan --config run.yaml [--gpu_memory_gb N] [--setting value ...]

@@ -33,7 +33,7 @@ from lightrl.engines.servers.processes.process import ServerProcess, make_server
 from lightrl.engines.servers.registry import Announcement, ServerEntry
 from lightrl.engines.servers.sync.receivers import Receivers
 from lightrl.engines.sglang.command import SGLangProcess
-from lightrl.engines.vllm.command import VLLMProcess
+from lightrl.engines.vllm import VLLMProcess
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec
 from lightrl.weights import block_fp8

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightrl.engines.servers.engine import ServerEngine
     from lightrl.engines.servers.timeouts import Timeouts
     from lightrl.engines.sglang.engine import SGLangEngine
-    from lightrl.engines.vllm.engine import VLLMEngine
+    from lightrl.engines.vllm import VLLMEngine
 
 # Loaded on first use: a server for tests that answers by rule starts without torch.
 _HOMES = {
@@ -36,7 +36,7 @@ _HOMES = {
     "SGLangEngine": "sglang.engine",
     "ServerEngine": "servers.engine",
     "Timeouts": "servers.timeouts",
-    "VLLMEngine": "vllm.engine",
+    "VLLMEngine": "vllm",
 }
 
 __all__ = ["Completion", "FakeEngine", "LocalEngine", "RolloutEngine", "SGLangEngine", "ServerEngine", "Timeouts"]

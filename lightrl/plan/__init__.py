@@ -9,3 +9,23 @@ Reading order:
 
 May import: everything up to trainer.
 """
+
+from lightrl.plan.costs import USABLE_FRACTION
+from lightrl.plan.memory import (
+    PlannedRun,
+    UnknownMemory,
+    bytes_text,
+    engine_memory,
+    memory_line,
+    misfits,
+    num_devices,
+    rank_memories,
+    ranks_text,
+    role_cost,
+    rows_of,
+)
+from lightrl.plan.planned_run import TrainerSettings, planned, use_estimate
+
+__all__ = ["USABLE_FRACTION", "PlannedRun", "TrainerSettings", "UnknownMemory", "bytes_text", "engine_memory"]
+__all__ += ["memory_line", "misfits", "num_devices", "planned", "rank_memories", "ranks_text", "role_cost", "rows_of"]
+__all__ += ["use_estimate"]

@@ -1,4 +1,4 @@
-"""Records what Claude Code and Codex send while they do a small task: the requests that tests/workflows answers.
+"""Records what Claude Code and Codex send while they do a small task: the requests that tests/workflows/agents answers.
 
     python scripts/agents/install.py
     python scripts/agents/record.py [FOLDER]        writes claude.json and codex.json, each the first and the last body
@@ -26,7 +26,7 @@ from typing import Any
 from install import start_command
 
 HERE = Path(__file__).resolve()
-RECORDS = HERE.parents[2] / "tests" / "workflows" / "agent_requests"
+RECORDS = HERE.parents[2] / "tests" / "workflows" / "agents" / "agent_requests"
 TASK = "half.py halves wrongly. Fix it, and run `python3 test_half.py`."
 FILES = {
     "half.py": "def half(number):\n    return number / 3\n",

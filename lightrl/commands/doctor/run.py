@@ -48,8 +48,7 @@ from lightrl.data import PromptDataModule
 from lightrl.errors import LightRLError, OtherRankFailed
 from lightrl.models import context_tokens
 from lightrl.module import RLModule
-from lightrl.plan.memory import UnknownMemory, bytes_text, memory_line, misfits
-from lightrl.plan.planned_run import planned
+from lightrl.plan import UnknownMemory, bytes_text, memory_line, misfits, planned
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.trace.spans import child_bytes, host_bytes
 from lightrl.trainer import Trainer

@@ -27,8 +27,7 @@ from lightrl.commands.launch.ray import RayLauncher
 from lightrl.commands.launch.scripts import KubernetesLauncher, TorchrunLauncher
 from lightrl.commands.launch.settings import Launch
 from lightrl.commands.launch.slurm import SlurmLauncher
-from lightrl.plan.memory import UnknownMemory
-from lightrl.plan.planned_run import TrainerSettings, planned
+from lightrl.plan import TrainerSettings, UnknownMemory, planned
 from lightrl.trajectory import JsonMapping, JsonObject
 
 _HELP = """\

@@ -19,7 +19,7 @@ from lightrl.commands.launch.settings import Launch, Layout, layout_of
 from lightrl.engines.servers.addresses import ADDRESS_VARIABLES
 from lightrl.engines.servers.registry import SCHEME
 from lightrl.models import RoleMesh
-from lightrl.plan.memory import PlannedRun, memory_line, misfits, num_devices
+from lightrl.plan import PlannedRun, memory_line, misfits, num_devices
 from lightrl.strategies.tensor_plans import check_sizes
 from lightrl.trajectory import JsonMapping, JsonObject
 

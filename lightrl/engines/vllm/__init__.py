@@ -7,3 +7,8 @@ Reading order:
 
 May import: what engines/ may. Nothing outside this package knows vLLM's paths, and nothing in it imports vLLM.
 """
+
+from lightrl.engines.vllm.command import VLLMProcess
+from lightrl.engines.vllm.engine import VLLMEngine
+
+__all__ = ["VLLMEngine", "VLLMProcess"]

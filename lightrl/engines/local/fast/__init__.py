@@ -6,3 +6,7 @@ Reading order:
 
 May import: what engines/ may.
 """
+
+from lightrl.engines.local.fast.decoder import fast_decoder
+
+__all__ = ["fast_decoder"]

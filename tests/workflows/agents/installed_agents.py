@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SCRIPTS = Path(__file__).parents[2] / "scripts" / "agents"
+SCRIPTS = Path(__file__).parents[3] / "scripts" / "agents"
 
 
 def script(name: str) -> Any:

@@ -12,7 +12,7 @@ from agent_cases import decode, play, scripted
 
 from lightrl.trajectory import Prompt
 
-PAGE = Path(__file__).parents[2] / "docs" / "train-an-agent.md"
+PAGE = Path(__file__).parents[3] / "docs" / "train-an-agent.md"
 
 
 def test_the_agent_of_the_page_is_trained_on_both_of_its_turns() -> None:
