@@ -455,6 +455,7 @@ def fit(
         watch.notice(error)
     finally:
         logging.getLogger("lightrl").removeHandler(handler)
+        del os.environ[RECEIVER_VARIABLE], os.environ[TOKEN_VARIABLE]  # or servers that start later require the token
     return Result(watch.notices, error, num_syncs=trainer.weight_version + 1, seconds=time.perf_counter() - start)
 
 

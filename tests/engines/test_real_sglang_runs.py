@@ -97,15 +97,20 @@ def fit_jittery(server: dict[str, Any], folder: Path, *, ckpt_path: Path | None 
 
 @pytest.mark.extra
 def test_a_resumed_run_continues_what_was_in_flight(real_server: Any, tmp_path: Path) -> None:
-    save = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    fit_jittery(real_server, tmp_path / "first", callbacks=[save], enable_checkpointing=True)
-    parts = [Completion.from_state(item) for _, item in rollout_state(tmp_path / "step=2.ckpt")["written"]]
-    assert "abort" in {part.finish_reason for part in parts}  # begun and not done
-    resumed = fit_jittery(real_server, tmp_path / "resumed", max_steps=5, ckpt_path=tmp_path / "step=2.ckpt")
-    assert resumed.trained == [[4, 5], [6, 7], [8, 9]]
+    save = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    fit_jittery(real_server, tmp_path / "first", max_steps=8, callbacks=[save], enable_checkpointing=True)
+    for step in range(1, 8):
+        ckpt_path = tmp_path / f"step={step}.ckpt"
+        parts = [Completion.from_state(item) for _, item in rollout_state(ckpt_path)["written"]]
+        if "abort" in {part.finish_reason for part in parts}:  # begun and not done
+            break
+    else:
+        pytest.fail("no checkpoint has a completion that was begun and not done")
+    resumed = fit_jittery(real_server, tmp_path / "resumed", max_steps=step + 3, ckpt_path=ckpt_path)
+    assert resumed.trained == [[2 * iteration, 2 * iteration + 1] for iteration in range(step, step + 3)]
     for part in parts:
         begun = tuple(list(values) for values in (part.token_ids, part.weight_versions, part.logprobs))
         length = len(part.token_ids)
         (row,) = (row for row in resumed.rows if tuple(values[:length] for values in row) == begun)
         assert len(row[0]) > length if part.finish_reason == "abort" else len(row[0]) == length
-        assert all(version >= 2 for version in row[1][length:])
+        assert all(version >= step for version in row[1][length:])
