@@ -28,7 +28,7 @@ from lightrl.models import Metric as LossMetric
 from lightrl.models.chat_template import ChatTemplate, stop_token_ids
 from lightrl.models.images import ImageReader
 from lightrl.models.model_folder import fill_in, keep_trained
-from lightrl.models.optimizer import by_role, own_parameters, parameter_groups, with_schedule
+from lightrl.models.optimizer import adamw, by_role, parameter_groups, with_schedule
 from lightrl.models.role import load_role, trainable_policy
 from lightrl.rewards import RewardPart
 from lightrl.rewards.evaluation import Evaluation
@@ -360,16 +360,8 @@ class RLModule(TrainedModule):
 
     def configure_optimizers(self) -> Any:
         """Makes an AdamW of the trained parameters, a group per role, with warm-up and decay per iteration."""
-        optimizer = torch.optim.AdamW(
-            self.parameter_groups(),
-            lr=self.lr,
-            betas=self.betas,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            fused=not own_parameters(self),  # these are not sharded as the models are
-        )
-        optimizer._step_supports_amp_scaling = False  # otherwise Lightning refuses to clip in mixed precision
-        return self.add_schedule(optimizer)
+        settings = {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
+        return self.add_schedule(adamw(self, self.parameter_groups(), **settings))
 
     def add_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
         if not self.warmup_iterations and self.lr_decay == "constant":

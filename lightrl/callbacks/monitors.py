@@ -6,10 +6,11 @@ known: after the sanity check, or one iteration.
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
+
+from lightrl.checks.printable import did_you_mean
 
 if TYPE_CHECKING:
     import lightning as L
@@ -34,14 +35,10 @@ _NEAR = 0.85  # difflib's ratio; 1 is equal
 def warn_of_monitors(trainer: L.Trainer) -> None:
     """Warns of a monitor that looks mistyped, before models are loaded."""
     for name, monitor in _monitors(trainer):
-        near = difflib.get_close_matches(monitor, ALWAYS_LOGGED, n=1, cutoff=_NEAR)
-        if near and near[0] != monitor:
-            log.warning(
-                "%s monitors %s, which is logged only if your reward, module or a callback logs it. Did you mean %s?",
-                name,
-                monitor,
-                near[0],
-            )
+        hint = did_you_mean(monitor, ALWAYS_LOGGED, num=1, cutoff=_NEAR)
+        if hint and monitor not in ALWAYS_LOGGED:
+            text = "%s monitors %s, which is logged only if your reward, module or a callback logs it.%s"
+            log.warning(text, name, monitor, hint)
 
 
 def check_monitors(trainer: L.Trainer, *prefixes: str, coming: Collection[str] = ()) -> None:
@@ -54,9 +51,9 @@ def check_monitors(trainer: L.Trainer, *prefixes: str, coming: Collection[str] =
     logged = {*trainer.callback_metrics, *coming}
     for name, monitor in _monitors(trainer):
         if monitor.startswith(prefixes) and monitor not in logged:
-            near = "".join(f" Did you mean {other}?" for other in difflib.get_close_matches(monitor, logged, n=1))
+            hint = did_you_mean(monitor, logged, num=1)
             own = ", ".join(sorted(other for other in logged if other.startswith(prefixes)))
-            raise ValueError(f"{name} monitors {monitor}, which is not logged.{near} Logged metrics: {own}.")
+            raise ValueError(f"{name} monitors {monitor}, which is not logged.{hint} Logged metrics: {own}.")
 
 
 def names_of_validation(groups: Iterable[Group], group_size: int) -> set[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import difflib
 import errno
 import hashlib
 import os
@@ -54,6 +55,20 @@ def write_problem(error: BaseException, place: Path, num_bytes: int | None = Non
         return str(system_error.strerror)
     *_, last = _links(error)
     return (str(last) or type(last).__name__).splitlines()[0]
+
+
+def nearest_files(path: Path, *suffixes: str) -> str:
+    """Returns sentences that help to find a missing file: its missing folder, the nearest names, files of its kind."""
+    missing = path
+    while not missing.parent.is_dir():
+        missing = missing.parent
+    folder, is_file = missing.parent.absolute(), missing == path
+    names = sorted(item.name for item in folder.iterdir() if item.is_file() == is_file)
+    near = difflib.get_close_matches(missing.name, names, n=3, cutoff=0.6)
+    if is_file and not (near := near or [name for name in names if name.endswith(suffixes)][:5]):
+        return f"{folder} has no {' or '.join(suffixes)} file."
+    reason = "" if is_file else f"There is no folder {missing}. "
+    return f"{reason}Nearest in {folder}: {', '.join(near)}." if near else reason.strip()
 
 
 def nearest_folder(place: Path) -> Path:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -18,6 +20,12 @@ def count_text(number: int, name: str) -> str:
     """`1 group`, `2 groups`, `0 trajectories`."""
     plural = f"{name[:-1]}ies" if name.endswith("y") else f"{name}s"
     return f"{number} {name if number == 1 else plural}"
+
+
+def did_you_mean(word: str, names: Iterable[str], *, num: int = 3, cutoff: float = 0.6, form: str = "{}") -> str:
+    """` Did you mean GRPO or PPO?`, of the names nearest to the word, each in the form; empty if none is near."""
+    near = difflib.get_close_matches(word, list(names), num, cutoff)
+    return f" Did you mean {' or '.join(map(form.format, near))}?" if near else ""
 
 
 def one_period(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import pkgutil
@@ -13,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
+from lightrl.checks.printable import did_you_mean
 from lightrl.errors import LightRLError, RolloutError
 
 _MAX_TRACEBACK_CHARS = 8_000  # the end of a traceback matters most; messages are also stored in logs
@@ -69,7 +69,7 @@ def function_of(source: str | Callable[..., Any], name: str) -> Callable[..., An
     for position, part in enumerate(parts[num_imported:], start=num_imported):
         if not hasattr(target, part):
             owner = ".".join(parts[:position])
-            raise ValueError(f"{setting}: {owner!r} has no {part!r}. {_nearest(part, target)}")
+            raise ValueError(f"{setting}: {owner!r} has no {part!r}.{_nearest(part, target)}")
         target = getattr(target, part)
     if not callable(target):
         kind = "a module" if isinstance(target, ModuleType) else f"of type {type(target).__name__}"
@@ -96,11 +96,9 @@ def _nearest(name: str, owner: object) -> str:
     names = [item for item in dir(owner) if not item.startswith("__")]
     if hasattr(owner, "__path__"):
         names += [item.name for item in pkgutil.iter_modules(owner.__path__)]
-    nearest = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    if nearest:
-        return f"Did you mean {' or '.join(repr(item) for item in nearest)}?"
     functions = [item for item in names if callable(getattr(owner, item, None)) and not item.startswith("_")]
-    return f"It has {', '.join(functions[:10]) or 'no functions'}."
+    own = f" It has {', '.join(functions[:10]) or 'no functions'}."
+    return did_you_mean(name, names, cutoff=0.5, form="{!r}") or own
 
 
 def user_traceback(error: BaseException) -> str:

@@ -40,6 +40,7 @@ import lightrl
 from lightrl.callbacks.loggers import log_settings
 from lightrl.callbacks.run_files import ProblemLog, RunFiles, StatusFile, contents
 from lightrl.checks.entry_points import entry_point
+from lightrl.checks.files import nearest_files
 from lightrl.checks.secret_settings import without_secrets
 from lightrl.commands.config_errors import (
     Keys,
@@ -56,7 +57,6 @@ from lightrl.commands.config_layers import (
     ConfigText,
     UsageError,
     UserSettings,
-    nearest_files,
     parsed_settings,
     yaml_of,
 )

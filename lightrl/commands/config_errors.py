@@ -17,7 +17,7 @@ import textwrap
 import types
 import typing
 from argparse import Action, ArgumentError
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, get_loader
 
 import lightrl
+from lightrl.checks.printable import did_you_mean
 from lightrl.checks.user_code import user_code
 from lightrl.commands.config_layers import Flag, UsageError, UserSettings, values_of_texts
 from lightrl.models import ModelSpec, Role
@@ -278,8 +279,7 @@ class _Walk:
         if not prefix and difflib.get_close_matches(str(name), ["config"]):
             close = ["--config"]
         meant = f" Did you mean {' or '.join(close)}?" if close else ""
-        indent = "  "
-        listed = textwrap.fill(", ".join(names), 80, initial_indent=indent, subsequent_indent=indent)
+        listed = textwrap.indent(textwrap.fill(", ".join(names), 78), "  ")
         return f"{path} is not a setting of {owner}{self._from(path)}.{meant}\nIts settings are:\n{listed}"
 
     def _wrong(self, path: str, value: object, expected: str) -> str:
@@ -339,7 +339,7 @@ def resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> t
     if "." not in class_path:
         if class_path in classes:
             return classes[class_path]
-        hint = _did_you_mean(class_path, classes, cutoff=0.5) or f" Short names: {', '.join(sorted(classes)[:20])}."
+        hint = did_you_mean(class_path, classes, cutoff=0.5) or f" Short names: {', '.join(sorted(classes)[:20])}."
         raise UsageError(f"{setting}: no class has this name. Use a short name, or a path like my_file.MyClass.{hint}")
     module_name, _, name = class_path.rpartition(".")
 
@@ -352,26 +352,21 @@ def resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> t
     except ModuleNotFoundError as error:
         if error.name and not f"{module_name}.".startswith(f"{error.name}."):
             raise UsageError(f"{setting}: {module_name} imports {error.name}, which is not installed.") from error
-        here = difflib.get_close_matches(module_name, [file.stem for file in Path.cwd().glob("*.py")], n=2, cutoff=0.6)
-        close = [_name(classes[name])] if name in classes else [f"{match}.{name}" for match in here]
-        meant = f" Did you mean {' or '.join(close)}?" if close else ""
+        here = [file.stem for file in Path.cwd().glob("*.py")]
+        known = f" Did you mean {_name(classes[name])}?" if name in classes else ""
+        hint = known or did_you_mean(module_name, here, num=2, form=f"{{}}.{name}")
         raise UsageError(
             f"{setting}: there is no module {error.name}, neither installed nor in the working folder "
-            f"({Path.cwd()}).{meant}"
+            f"({Path.cwd()}).{hint}"
         ) from error
     target = getattr(module, name, None)
     if target is None:
-        hint = _did_you_mean(name, dir(module), f"{module_name}.")
+        hint = did_you_mean(name, dir(module), form=f"{module_name}.{{}}")
         raise UsageError(f"{setting}: module {module_name} has no {name}.{hint}")
     if inspect.isclass(target) and not any(_fits(target, kind) for kind in kinds):
         raise UsageError(f"{setting} must be {' or '.join(kind.__name__ for kind in kinds)} or a subclass.")
     kind: type = target
     return kind
-
-
-def _did_you_mean(name: str, names: Iterable[str], prefix: str = "", *, cutoff: float = 0.6) -> str:
-    close = difflib.get_close_matches(name, names, n=3, cutoff=cutoff)
-    return f" Did you mean {' or '.join(f'{prefix}{match}' for match in close)}?" if close else ""
 
 
 def _fits(kind: type, base: type) -> bool:

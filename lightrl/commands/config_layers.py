@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import difflib
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import yaml
 from jsonargparse import Namespace, get_loader, set_dumper, set_loader
 from jsonargparse.typing import register_type
 
+from lightrl.checks.files import nearest_files
 from lightrl.trajectory import JsonMapping, JsonObject
 
 _MAX_NODES = 20_000  # with aliases expanded: ten lines of YAML can make a billion nodes, one an endless depth
@@ -205,20 +205,6 @@ def _constructed(error: BaseException) -> list[type]:
         ]
         link = link.__cause__ or link.__context__
     return list(dict.fromkeys(classes))
-
-
-def nearest_files(path: Path, *suffixes: str) -> str:
-    """Returns a sentence that names files similar to a missing one, or files with a suffix, or the missing folder."""
-    folder = path.parent
-    if not folder.is_dir():
-        missing = next(parent for parent in [*reversed(path.parents), folder] if not parent.is_dir())
-        return f"There is no folder {missing}."
-    names = sorted(item.name for item in folder.iterdir() if item.is_file())
-    close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
-    close = close or [name for name in names if name.endswith(suffixes)][:5]
-    if not close:
-        return f"{folder.absolute()} has no {' or '.join(suffixes)} file."
-    return f"Nearest in {folder.absolute()}: {', '.join(close)}."
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]

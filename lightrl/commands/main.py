@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import gc
 import importlib
 import sys
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightrl import __version__
+from lightrl.checks.printable import did_you_mean
 
 COMMANDS = {
     "fit": "train a policy: rollouts, updates, weight syncs and validation, as configured",
@@ -87,6 +87,5 @@ def _not_a_command(word: str) -> str:
     names = ", ".join(COMMANDS)
     if word.startswith("-"):
         return f"The command must come first: lightrl fit {word} ... Commands: {names}."
-    close = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
-    meant = f" Did you mean lightrl {close[0]}?" if close else ""
-    return f"There is no command {word}.{meant} Commands: {names}."
+    hint = did_you_mean(word, COMMANDS, num=1, cutoff=0.5, form="lightrl {}")
+    return f"There is no command {word}.{hint} Commands: {names}."

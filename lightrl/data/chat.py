@@ -7,7 +7,6 @@ samples the first new one. Tokens between the policy's turns are read, not gener
 from __future__ import annotations
 
 import contextlib
-import difflib
 import itertools
 import json
 import logging
@@ -18,6 +17,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightrl.checks.printable import did_you_mean
 from lightrl.checks.templates import names_of
 from lightrl.checks.user_code import user_code
 from lightrl.data.rows import Row, is_missing, without_padding
@@ -160,10 +160,9 @@ def _checked_message(message: object, where: str) -> JsonObject:
     if message.get("tool_calls") or message.get("function_call"):
         message = {**_without(message, "function_call"), "tool_calls": _calls_of(message, where)}
     role, content = message.get("role"), message.get("content")
-    near = [] if role in ROLES else difflib.get_close_matches(str(role), ROLES, n=1)
-    if not isinstance(role, str) or near:
-        meant = f" Did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{where} must have a role like {', '.join(ROLES[:3])}, got {message!r:.100}.{meant}")
+    hint = "" if role in ROLES else did_you_mean(str(role), ROLES, num=1)
+    if not isinstance(role, str) or hint:
+        raise ValueError(f"{where} must have a role like {', '.join(ROLES[:3])}, got {message!r:.100}.{hint}")
     if not isinstance(content, str | list) and not message.get("tool_calls"):
         raise ValueError(f"{where} must have a text as its content, got {message!r:.100}.")
     if isinstance(content, list) and not all(isinstance(part, dict) and "type" in part for part in content):

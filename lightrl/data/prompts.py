@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from lightrl.data.stream import CheckedRows, PromptStream, RowPrompts
 from lightrl.data.streamed import ROWS_AT_ONCE, StreamedRows, open_stream
 from lightrl.models.chat_template import ChatTemplate, run_start, set_chat_template
 from lightrl.models.images import ImageReader, take_images
+from lightrl.models.model_spec import global_seed
 from lightrl.rewards.references import ReferenceCheck
 from lightrl.trajectory import JsonObject, Prompt
 
@@ -260,7 +260,7 @@ class PromptDataModule(L.LightningDataModule):
 
     @property
     def order_seed(self) -> int:
-        return int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
+        return global_seed() if self.seed is None else self.seed
 
     def _filter(self) -> Callable[[LocatedRow], bool]:
         if self.row_filter is None:

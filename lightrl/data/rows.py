@@ -9,7 +9,6 @@ gzipped. Row numbers in messages count from 1.
 from __future__ import annotations
 
 import csv
-import difflib
 import gzip
 import importlib
 import io
@@ -27,6 +26,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from lightrl.checks.files import nearest_files
 from lightrl.trajectory import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
@@ -96,7 +96,11 @@ def read_rows(
     elif path.is_dir() or not _looks_local(source):
         rows = _mapped_rows(load_dataset(source, name, split), max_rows)
     else:
-        raise ValueError(_missing_file(path))
+        kinds = ", ".join(FILE_SUFFIXES)
+        raise ValueError(
+            f"Data file '{path}' does not exist. It must be a {kinds} file or a hub name. "
+            f"{nearest_files(path, *FILE_SUFFIXES)}"
+        )
     if not rows:
         raise ValueError(f"Data {source!r} has no rows.")
     return rows
@@ -284,17 +288,6 @@ def without_padding(value: Any, *, is_listed: bool = False) -> Any:
 def _looks_local(source: str) -> bool:
     is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
     return is_path or file_suffix(source) in FILE_SUFFIXES
-
-
-def _missing_file(path: Path) -> str:
-    folder = path.parent
-    while not folder.is_dir():
-        folder = folder.parent
-    names = sorted(entry.name for entry in folder.iterdir())
-    nearest = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
-    nearest = nearest or [name for name in names if name.endswith(FILE_SUFFIXES)][:5] or names[:5]
-    content = f"'{folder}' contains {', '.join(nearest)}" if nearest else f"the folder '{folder}' is empty"
-    return f"Data file '{path}' does not exist. It must be a {', '.join(FILE_SUFFIXES)} file or a hub name; {content}."
 
 
 def file_suffix(path: str | Path) -> str:

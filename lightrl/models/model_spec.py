@@ -62,6 +62,11 @@ def loading(source: str, fix: str) -> AbstractContextManager[None]:
     return user_code(named)
 
 
+def global_seed() -> int:
+    """Returns the seed given to `seed_everything`; 0 without one."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
 def check_given(values: Mapping[str, object], config: PretrainedConfig) -> None:
     """Raises ValueError if a name in a config is nearly one of its family's, or a size is below 1."""
     fields = {*config.to_dict(), *config.attribute_map}
@@ -206,7 +211,7 @@ class ModelSpec:
     @property
     def random_seed(self) -> int:
         """The seed of weights that no checkpoint has: `seed`, or the seed of `seed_everything`."""
-        return int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
+        return global_seed() if self.seed is None else self.seed
 
     def load_config(self) -> PretrainedConfig:
         from transformers import AutoConfig

@@ -52,6 +52,13 @@ def parameter_groups(
     return groups
 
 
+def adamw(module: torch.nn.Module, parameters: list[dict[str, Any]], **settings: Any) -> torch.optim.AdamW:
+    fused = not own_parameters(module)  # these are not sharded as the models are
+    optimizer = torch.optim.AdamW(parameters, fused=fused, **settings)
+    optimizer._step_supports_amp_scaling = False  # otherwise Lightning refuses to clip in mixed precision
+    return optimizer
+
+
 def with_schedule(
     optimizer: torch.optim.Optimizer,
     num_iterations: float,

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightrl.checks.printable import did_you_mean
 from lightrl.checks.user_code import user_code
 from lightrl.errors import RewardError
 from lightrl.rewards.reward_result import RewardFunction, RewardResult, is_async, raised_error
@@ -137,9 +137,9 @@ def _check_arguments(part: RewardPart, signature: inspect.Signature) -> None:
         return
     for name in part.arguments:
         if name not in signature.parameters:
-            nearest = difflib.get_close_matches(name, signature.parameters, n=1)
-            hint = f"Did you mean {nearest[0]!r}?" if nearest else f"It has {list(signature.parameters)[:12]}."
-            raise ValueError(f"reward={part.path!r} has no argument {name!r}. {hint}")
+            hint = did_you_mean(name, signature.parameters, num=1, form="{!r}")
+            hint = hint or f" It has {list(signature.parameters)[:12]}."
+            raise ValueError(f"reward={part.path!r} has no argument {name!r}.{hint}")
 
 
 def _compute(part: RewardPart, trajectory: Trajectory, function: RewardFunction) -> RewardResult:

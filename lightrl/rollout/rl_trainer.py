@@ -5,11 +5,12 @@ It is a class, not a Protocol: its users also need Lightning's Trainer, and Pyth
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
+
+from lightrl.models.model_spec import global_seed
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
@@ -48,7 +49,7 @@ class RLTrainer(L.Trainer):
     @property
     def run_seed(self) -> int:
         """The seed given to `seed_everything`; 0 without one."""
-        return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        return global_seed()
 
     def rl_hooks(self, name: str) -> Iterator[Callable[..., Any]]:
         """Yields the hook of each callback that defines it, then the module's."""

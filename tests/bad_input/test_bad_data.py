@@ -95,7 +95,7 @@ SETTINGS = [
     row("a batch of 0", {"batch_size": 0}, "batch_size must be >= 1, got 0"),
     row("a limit of 0 tokens", {"max_prompt_tokens": 0}, "max_prompt_tokens must be >= 1, got 0"),
     row("an unknown overflow", {"prompt_overflow": "cut"}, "prompt_overflow must be error or drop, got 'cut'"),
-    row("a validation file that is not there", {"validation": "b.jsonl"}, "'b.jsonl' does not exist", "contains a.jsonl"),
+    row("a validation file that is not there", {"validation": "b.jsonl"}, "'b.jsonl' does not exist", ": a.jsonl."),
     row("a file of another kind", {"validation": "a.txt"}, "a.txt"),
 ]  # fmt: skip
 

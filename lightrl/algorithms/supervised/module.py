@@ -18,7 +18,7 @@ from lightrl.data import ChatBatch, PairBatch
 from lightrl.models import ModelSpec, ParallelModel, Role, context_tokens
 from lightrl.models.images import ImageReader
 from lightrl.models.model_folder import fill_in, keep_trained
-from lightrl.models.optimizer import own_parameters, with_schedule
+from lightrl.models.optimizer import adamw, with_schedule
 from lightrl.models.role import load_role
 from lightrl.module import TrainedModule
 from lightrl.strategies import LogprobSettings, check_strategy, parallel_model, ranks_of
@@ -143,14 +143,8 @@ class SupervisedModule(TrainedModule):
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
         vectors = [parameter for parameter in parameters if parameter.dim() < 2]
-        optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=self.lr,
-            betas=self.betas,
-            fused=not own_parameters(self),  # which are not sharded as the models are
-        )
-        optimizer._step_supports_amp_scaling = False  # otherwise Lightning refuses to clip in mixed precision
-        return self.add_schedule(optimizer)
+        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        return self.add_schedule(adamw(self, groups, lr=self.lr, betas=self.betas))
 
     def add_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
         if not self.warmup_steps and self.lr_decay == "constant":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
 import sys
 from collections import Counter
@@ -17,6 +16,7 @@ from tqdm import tqdm
 from lightrl.checks.printable import count_text, escape_unprintable
 from lightrl.commands.config_layers import UsageError
 from lightrl.data import PromptDataModule, PromptStream, wrap_train_loader
+from lightrl.models.model_spec import global_seed
 from lightrl.module import RLModule
 from lightrl.trajectory import Prompt
 
@@ -77,9 +77,8 @@ def first_prompts(module: RLModule, datamodule: L.LightningDataModule, num: int)
     datamodule.setup("fit")
     stream: PromptStream | None = getattr(datamodule, "prompt_stream", None)
     if stream is None:
-        seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
-        loader = datamodule.train_dataloader()
-        stream = wrap_train_loader(loader, module.tokenizer, max_prompt_tokens=module.max_prompt_tokens, seed=seed)
+        loader, max_tokens = datamodule.train_dataloader(), module.max_prompt_tokens
+        stream = wrap_train_loader(loader, module.tokenizer, max_prompt_tokens=max_tokens, seed=global_seed())
     positions = itertools.count() if stream.num_prompts is None else range(stream.num_prompts)
     made = (prompt for position in positions if (prompt := stream[position]) is not None)
     return list(itertools.islice(made, num))

@@ -9,7 +9,6 @@ reads files whose size or time has changed, the newest first; the table can be r
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import json
 import math
@@ -22,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
+from lightrl.checks.printable import did_you_mean
 from lightrl.commands.inspect.run_folder import Json, open_file
 
 _NUMBERS = ("iteration", "group", "sample", "reward", "advantage", "length", "staleness")
@@ -197,10 +197,9 @@ def _note(word: str, name: str, text: str) -> str:
         reason = "finish takes = or !=."
     elif name in names:
         reason = f"{text} is not a number."
-    elif near := difflib.get_close_matches(name.lower(), names, 1):
-        reason = f"There is no column {name}. Did you mean {near[0]}?"
     else:
-        reason = f"There is no column {name}. Columns: {', '.join(names)}."
+        hint = did_you_mean(name.lower(), names, num=1) or f" Columns: {', '.join(names)}."
+        reason = f"There is no column {name}.{hint}"
     return f"{word} is searched as text. {reason}"
 
 

@@ -9,12 +9,12 @@ none of its tokens may be in the cache.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lightrl.engines.servers.client import abort_at
 from lightrl.engines.servers.fleet import ServerFleet
 from lightrl.engines.servers.server import Server
 from lightrl.errors import EngineError
@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 
 _SETTLE_S = 0.25  # wait for canaries that a busy server still queues when the load is about to begin
 _FLUSH_S = 60.0  # wait for a busy server to be idle
-_ABORT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +83,5 @@ class CacheCanary:
         try:
             return await server.client.num_cached(token_ids, rid, key, timeout_s=self.timeout_s)
         except asyncio.CancelledError:
-            with contextlib.suppress(EngineError, asyncio.TimeoutError):
-                await asyncio.wait_for(server.client.abort(rid), _ABORT_S)
+            await abort_at([server.client], rid)
             raise
