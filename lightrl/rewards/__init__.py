@@ -1,12 +1,12 @@
 """Reward functions, and the code that runs them. A failed call is a RewardError with a reason, never a reward of 0.
 
 Reading order:
-    reward_result.py RewardResult, checked; Runner, which calls a function
+    reward_result.py RewardResult, a checked result; Runner, which calls a function
     parts.py         RewardPart: a function with arguments and a weight; sums of parts
     supervisor.py    batches, deadlines, spare workers, and which call is at fault
     pool.py          RewardPool: functions by dotted path, in processes that can be killed
-    worker.py        the process at the other end of its pipes: imports and calls the function
-    hook.py          RewardHook: callables of this process, in a thread; RewardWorker, the protocol of both
+    worker.py        the process that imports and calls the function
+    hook.py          RewardHook: a callable of this process, in a thread; RewardWorker, the protocol of both
     evaluation.py    reward, accuracy and pass@k of groups
     replay.py        FailureLog, which writes failed trajectories; replay, which computes their rewards again
     references.py    references with several accepted answers; a check of all references before the run

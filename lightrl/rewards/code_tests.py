@@ -2,7 +2,7 @@
 
 The prompt's field `tests`, a list or its JSON text, has three kinds of entries:
 
-    {"stdin": "1 2\\n", "stdout": "3\\n"}                              the program reads and prints; also lists of lines
+    {"stdin": "1 2\\n", "stdout": "3\\n"}                              the program reads and prints; or lists of lines
     {"function": "add", "arguments": [1, 2], "expected": 3}          a call, with arguments in order or by name; the
                                                                      value is compared outside the sandbox
     "assert add(1, 2) == 3"                                          statements after the program, as in MBPP
@@ -145,17 +145,17 @@ def extracted_program(answer: str) -> str:
     if not blocks:
         return "" if fence else answer
     python = [text for language, text in blocks if language in ("python", "py", "python3", "py3")]
-    program, defined, is_real = "", set[str](), False
+    program, defined, has_program = "", set[str](), False
     for text in python or [text for language, text in blocks if not language]:
         tree = _tree(text)
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} if tree else set()
         own = {node.name for node in tree.body if isinstance(node, _DEFINITION)} if tree else set()
         is_example = bool(names & defined - own) and not own and not names & {"input", "sys"}
         is_output = not _has_effect(tree) if tree else not python
-        if is_real and (is_example or is_output):
+        if has_program and (is_example or is_output):
             continue
         program = f"{program}\n{text}" if names & defined - own else text
-        defined, is_real = own | defined, _has_effect(tree)
+        defined, has_program = own | defined, _has_effect(tree)
     return program
 
 
@@ -186,7 +186,7 @@ def run_test(program: str, test: Test, sandbox: Sandbox, limits: Limits, toleran
     if isinstance(test, Mapping) and "stdin" in test:
         run = sandbox.run(program, test["stdin"], limits)
         is_right = run.exit_code == 0 and same_output(run.stdout, test["stdout"], tolerance)
-        return _of_run(run) or ("accepted" if is_right else "wrong_answer")
+        return _failure_of(run) or ("accepted" if is_right else "wrong_answer")
     word = secrets.token_hex(8)
     source = _IMPORTED.format(program=program)
     if isinstance(test, str):
@@ -194,7 +194,7 @@ def run_test(program: str, test: Test, sandbox: Sandbox, limits: Limits, toleran
     else:
         request = [word, test["function"], test["arguments"]]
     run = sandbox.run(source + _CALL, json.dumps(request), limits)
-    failure = _of_run(run)
+    failure = _failure_of(run)
     if failure == "runtime_error" and isinstance(test, str) and "\nAssertionError" in run.stderr:
         return "wrong_answer"
     if failure is not None:
@@ -248,7 +248,7 @@ def _same_value(value: object, expected: object, tolerance: float) -> bool:
     return value == expected or (tolerance > 0 and math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance))
 
 
-def _of_run(run: Run) -> TestResult | None:
+def _failure_of(run: Run) -> TestResult | None:
     if run.stopped_by is not None:
         results: dict[str, TestResult] = {"time": "time_limit", "memory": "memory_limit", "output": "output_limit"}
         return results.get(run.stopped_by, "runtime_error")

@@ -26,9 +26,9 @@ def fenced_blocks(text: str, is_content: Callable[[str], bool]) -> list[tuple[st
         if match and (_INDENT.fullmatch(match["before"]) or match["language"]):
             fences[number] = match
     blocks: list[tuple[str, str]] = []
-    resume = 0
+    next_start = 0
     for start, fence in fences.items():
-        if start < resume:
+        if start < next_start:
             continue
 
         def inside(end: int, start: int = start, fence: re.Match[str] = fence) -> str:
@@ -41,7 +41,7 @@ def fenced_blocks(text: str, is_content: Callable[[str], bool]) -> list[tuple[st
         end = next((each for each in ends if is_content(inside(each))), ends[0])
         if end == len(lines) and not is_content(inside(end)):
             continue
-        is_another = end in fences and (fences[end]["language"] != "" or not _INDENT.fullmatch(fences[end]["before"]))
-        resume = end if is_another else end + 1
+        opens_next = end in fences and (fences[end]["language"] != "" or not _INDENT.fullmatch(fences[end]["before"]))
+        next_start = end if opens_next else end + 1
         blocks.append((fence["language"].lower(), inside(end)))
     return blocks

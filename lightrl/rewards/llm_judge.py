@@ -54,7 +54,7 @@ _OR_ANOTHER = re.compile(
 
 
 class LLMJudge:
-    """A reward function that asks a model with a rubric, reads its score, and scales it to [0, 1].
+    """A reward function that asks a model for a score by a rubric, and scales the score to [0, 1].
 
     At most `max_concurrent` requests run at the same time. Connection errors and status 408, 425, 429 and 5xx are
     retried with growing pauses until `deadline_s`; any other error, or an answer without a score, raises RewardError
@@ -162,11 +162,11 @@ class LLMJudge:
         while (left_s := deadline - time.monotonic()) > 0:
             attempt += 1
             try:
-                status, text, least_s = await asyncio.wait_for(self._post(question), left_s)
+                status, text, retry_s = await asyncio.wait_for(self._post(question), left_s)
             except TimeoutError:
                 break
             except OSError as error:  # aiohttp's connection errors are OSErrors
-                status, text, least_s = 0, repr(error), 0.0
+                status, text, retry_s = 0, repr(error), 0.0
             if status == 200:
                 return text
             last = f"status {status}: {text[:_MAX_SHOWN]}" if status else text
@@ -176,7 +176,7 @@ class LLMJudge:
                     "rubric. If it refuses an argument, set max_tokens=None or temperature=None, and give others in "
                     "request."
                 )
-            pause_s = max(least_s, wait_s * random.uniform(0.8, 1.2))
+            pause_s = max(retry_s, wait_s * random.uniform(0.8, 1.2))
             await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
             wait_s = min(2 * wait_s, _MAX_WAIT_S)
         raise RewardError(
@@ -216,19 +216,19 @@ class LLMJudge:
             ) from error
 
     def _score(self, answer: str, trajectory: Trajectory) -> tuple[float, str]:
-        said = split_thinking(answer)[1]
-        match = next(iter(deque(self._pattern.finditer(said), maxlen=1)), None)
-        if match is None or _OR_ANOTHER.match(said, match.end()):
+        text = split_thinking(answer)[1]
+        match = next(iter(deque(self._pattern.finditer(text), maxlen=1)), None)
+        if match is None or _OR_ANOTHER.match(text, match.end()):
             raise RewardError(
                 f"The LLM judge's answer for {label(trajectory)} has no unambiguous score that matches "
                 f"{self._pattern.pattern!r}: {answer[-_MAX_SHOWN:]!r}. Request that form in the rubric, change "
                 "score_pattern, or increase max_tokens."
             )
         score = float(match[1].replace("−", "-"))
-        of = re.match(r"\W{0,5}(?:/|out of)\s*(\d+)", said[match.end(1) :])
-        if not self._low <= score <= self._high or (of is not None and float(of[1]) != self._high):
+        best = re.match(r"\W{0,5}(?:/|out of)\s*(\d+)", text[match.end(1) :])
+        if not self._low <= score <= self._high or (best is not None and float(best[1]) != self._high):
             raise RewardError(
-                f"The LLM judge gave {label(trajectory)} the score {match[1]}{of[0] if of else ''}, which is outside "
+                f"The LLM judge gave {label(trajectory)} the score {match[1]}{best[0] if best else ''}, outside "
                 f"score_range={[self._low, self._high]}. State the range in the rubric, or change it."
             )
         return score, answer

@@ -1,4 +1,4 @@
-"""RewardPart: a reward function with arguments and a weight; a list of parts is a reward that is their weighted sum.
+"""RewardPart: a reward function with arguments and a weight; the reward of several parts is their weighted sum.
 
     reward:                                       # in YAML
       - {path: lightrl.rewards.math_answer, name: math, arguments: {format_reward: 0.2}}
@@ -93,7 +93,7 @@ def bound(part: RewardPart, function: Callable[..., object]) -> RewardFunction:
 
 
 def check_takes_trajectory(function: Callable[..., object], name: str) -> RewardFunction:
-    """Returns the function; raises ValueError before the first rollout if a trajectory is not all it needs."""
+    """Returns the function; raises ValueError if it cannot be called with only a trajectory."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -109,7 +109,7 @@ def check_takes_trajectory(function: Callable[..., object], name: str) -> Reward
 
 
 def summed(parts: Sequence[RewardPart], functions: Sequence[RewardFunction]) -> RewardFunction:
-    """Returns a reward function that is the weighted sum of these; it is async if one of them is.
+    """Returns a reward function that adds up the weighted rewards of the parts; it is async if one of them is.
 
     If a part fails, the RewardError names it. If a part returns rewards per token, the other parts' rewards are added
     to the policy's last token.
@@ -168,7 +168,7 @@ def _sum(parts: Sequence[RewardPart], results: Sequence[RewardResult], trajector
     for part, result in zip(parts, results, strict=True):
         metrics[part.label] = result.reward
         for name, value in result.metrics.items():
-            if name == "accuracy":  # the first part with an accuracy decides for the whole
+            if name == "accuracy":  # if several parts have an accuracy, the first counts
                 metrics.setdefault(name, value)
             else:
                 metrics[name if len(parts) == 1 else f"{part.label}_{name}"] = value

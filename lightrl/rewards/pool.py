@@ -38,7 +38,7 @@ _OUTCOMES: tuple[dict[str, tuple[type, ...]], ...] = (
 _REASONS = ("raised", "invalid", "not_finite", "timeout", "killed")
 _READ_BYTES = 1 << 16
 _MAX_REPLY_BYTES = 1 << 24
-_PIPE_BYTES = 1 << 20  # holds a batch, which is then one write
+_PIPE_BYTES = 1 << 20  # holds a batch, so that one write sends it
 _MAX_PROMPTS = 256  # whose JSON is cached: the trajectories of a group come at about the same time
 _STACK_WAIT_S = 0.5
 _END_TIMEOUT_S = 5.0
@@ -146,7 +146,7 @@ class WorkerProcess:
         self._log: deque[str] = deque(maxlen=_MAX_LOG_LINES)
         self._is_ready = False
         self._is_ended = False  # whether its reply pipe has ended
-        self._first = self._next = 0  # index of the batch's first call, and of the next batch's, since the start
+        self._first = self._next = 0  # numbers, since the start, of the first call of this batch and of the next
         with contextlib.suppress(AttributeError, OSError):  # only on Linux, and up to a system limit
             fcntl.fcntl(self._requests, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._send_bytes(json.dumps(settings).encode() + b"\n")
@@ -223,12 +223,12 @@ class WorkerProcess:
             while self._exchange(0.0):  # reads its last output
                 pass
             if b"\n" not in self._reply_bytes:
-                raise WorkerDied(self._obituary())
+                raise WorkerDied(self._cause_of_death())
         *lines, self._reply_bytes = self._reply_bytes.split(b"\n")
         return [bytes(line) for line in lines]
 
     def _exchange(self, wait_s: float, *, forward: bool = True) -> bool:
-        """Writes and reads what the pipes allow, after at most `wait_s`; returns False if that was nothing."""
+        """Waits up to `wait_s` for a pipe, then writes and reads; returns whether one was ready."""
         if self._is_ended:
             return False
         ready = self._poller.poll(wait_s * 1000)
@@ -261,10 +261,10 @@ class WorkerProcess:
             self._poller.unregister(self._requests)
 
     def _exit(self) -> os.waitid_result | None:
-        # WNOWAIT: `end` waits for it, and until then no other process has its id.
+        # WNOWAIT: `end` reaps it, and until then no other process gets its id.
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
-    def _obituary(self) -> str:
+    def _cause_of_death(self) -> str:
         deadline = time.monotonic() + 1.0
         while not self._exit() and time.monotonic() < deadline:  # the pipe closes shortly before the exit
             time.sleep(0.01)

@@ -58,7 +58,7 @@ def _is_comparable(answer: object) -> bool:
 
 
 class ReferenceCheck:
-    """Calls a reward's functions, if they belong to this package, on a completion without an answer, which is cheap.
+    """Calls a reward's functions that belong to this package on a completion without an answer, which is cheap.
 
     A prompt that lacks what they need is thus refused at the start instead of being dropped in each iteration. Users'
     functions are not called, since they may be slow or have side effects.

@@ -1,4 +1,4 @@
-"""FailureLog: writes the trajectories on which a reward failed; replay: runs a reward on them again and reports.
+"""FailureLog: writes the trajectories on which a reward failed; replay: computes their rewards again.
 
 Each line is one failure: {"reason": "timeout", "message": "...", "trajectory": {...}}. `replay` also reads the files of
 the trajectory log, whose lines contain trajectories too.

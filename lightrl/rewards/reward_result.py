@@ -151,7 +151,7 @@ class Runner:
 
     def _compute(self, trajectory: Trajectory) -> Outcome:
         try:
-            with self._border(trajectory):
+            with self._named_errors(trajectory):
                 value = self.function(trajectory)
                 if isinstance(value, float | dict) or not inspect.isawaitable(value):
                     return RewardResult.of(value, trajectory)
@@ -176,12 +176,12 @@ class Runner:
 
     async def _await_result(self, awaitable: Awaitable[object], trajectory: Trajectory) -> Outcome:
         try:
-            with self._border(trajectory):
+            with self._named_errors(trajectory):
                 return RewardResult.of(await awaitable, trajectory)
         except RewardError as error:
             return error
 
-    def _border(self, trajectory: Trajectory) -> contextlib.AbstractContextManager[None]:
+    def _named_errors(self, trajectory: Trajectory) -> contextlib.AbstractContextManager[None]:
         return user_code(lambda error: raised_error(self.name, error, trajectory), RewardError)
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:

@@ -5,7 +5,7 @@ it, sends it batches of waiting calls (CallQueue), receives the outcomes, and re
 or the worker died.
 
 Which call is at fault: a sync function runs one trajectory after another, so the first unfinished trajectory of the
-batch is at fault and the rest waits for the next worker. An async function runs the whole batch concurrently; if its
+batch is at fault, and the others wait for the next worker. An async function runs the whole batch concurrently; if its
 worker hangs or dies, each unfinished trajectory is tried once more in a separate batch.
 """
 
@@ -91,7 +91,7 @@ class _Call(Generic[Request]):
 
 
 class CallQueue(Generic[Request]):
-    """The calls that wait for a worker; all are refused after it is closed or if no worker is left."""
+    """The calls that wait for a worker. Once it is closed, or no worker is left, it refuses all calls."""
 
     def __init__(self, num_workers: int) -> None:
         self.refusal: str | None = None  # why calls are refused; None if they are accepted
@@ -275,7 +275,7 @@ class SupervisedWorker(Generic[Request]):
                 death = WorkerDied(f"its reply pipe carried an invalid result: {error}")
             if outcomes:
                 _settle((unfinished.pop(index), outcome) for index, outcome in outcomes.items())
-            if death is not None:  # outcomes that came before it count
+            if death is not None:  # the outcomes that arrived before count
                 if unfinished:
                     self._blame(worker, unfinished, functools.partial(killed_error, self.name, str(death)))
                 return False
@@ -302,6 +302,7 @@ class SupervisedWorker(Generic[Request]):
         unfinished: dict[int, _Call[Request]],
         error_of: Callable[[Trajectory], RewardError],
     ) -> None:
+        """Settles the call at fault with its error, and queues the others again."""
         calls = [unfinished[index] for index in sorted(unfinished)]
         if worker.runs_together and len(calls) > 1:
             for call in calls:

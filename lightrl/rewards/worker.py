@@ -1,17 +1,17 @@
-"""The child's side of RewardPool: a new interpreter that imports a function and calls it on trajectories from a pipe.
+"""A worker process of RewardPool: imports a reward function and calls it on the trajectories that the pool sends.
 
 Both directions carry one JSON value per line; a batch of trajectories follows the line with their lengths in bytes.
 
     pool ─► worker   {"parts": [{"path": ...}, ...], "timeout_s": ..., "memory_limit_mib": ...}, then batches:
                      [number of bytes, ...], then the trajectories (`Trajectory.to_bytes`)
-    worker ─► pool   {"runs_together": ...} or {"problem": ...}, then one reply per finished trajectory, whose index
-                     counts from the start:
+    worker ─► pool   {"runs_together": ...} or {"problem": ...}, then one reply per finished trajectory; `index`
+                     counts them from the start:
                      {"index": 0, "reward": 1.0, "metrics": {...}, "rewards": null, "extracted": null}
                      or {"index": 0, "error": ..., "reason": ...}
 
 The child is two processes. The worker runs the function and leads a process group; its parent, the guardian, runs no
-user code and kills all its descendants when the pool requests it, closes the pipe or dies: C code may hold the worker's
-interpreter for hours. Neither imports torch.
+user code and kills all its descendants when the pool requests it, closes the pipe or dies, even if C code blocks the
+worker's interpreter. Neither imports torch.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 r"""math_answer: checks a completion's marked answer, for GSM8K, MATH and multiple choice.
 
-The last marked answer counts: in `\boxed{}` or after `####`; without either, after "the answer is". A separate number,
-`format`, says how it is marked. Unicode variants are read as their ASCII forms (`５`, `–5`, `½`, `（1，2）`).
+The last marked answer counts: in `\boxed{}` or after `####`; without either, after "the answer is". The number
+`format` says whether it is marked correctly. Unicode variants are read as ASCII (`５`, `–5`, `½`, `（1，2）`).
 
 If the reference is a literal number, the answer must be one too: integer, decimal, fraction, mixed number, percentage,
 scientific notation or power, compared exactly, as fractions. `19 + 4` does not count as 23. Choice letters and words
-are compared as they are, and other expressions by `math_expressions`.
+are compared as they are, and other expressions in expressions.py.
 """
 
 from __future__ import annotations

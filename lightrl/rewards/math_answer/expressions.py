@@ -102,14 +102,13 @@ def equal_expressions(answer: str, reference: str) -> bool:
     given, expected = tokens(answer), tokens(reference)
     if _is_same(given, expected) or _are_same_named(given, expected):
         return True
-    has_index = [_INDEX.search(text) is not None for text in (answer, reference)]
-    return has_index in ([True, False], [False, True]) and equal_expressions(
-        _INDEX.sub("", answer),
-        _INDEX.sub("", reference),  # `x_1=1, x_2=2` for `1, 2`
-    )
+    if (_INDEX.search(answer) is None) == (_INDEX.search(reference) is None):
+        return False
+    return equal_expressions(_INDEX.sub("", answer), _INDEX.sub("", reference))  # `x_1=1, x_2=2` for `1, 2`
 
 
 def _are_same_named(given: Tokens, expected: Tokens) -> bool:
+    """Compares the values that two texts name, and the names if both have one."""
     value, expected_value = _without_names(given, are_names=False), _without_names(expected, are_names=True)
     if value is None or expected_value is None or (value[0] and expected_value[0] and value[0] != expected_value[0]):
         return False
@@ -225,7 +224,7 @@ def _without_names(items: Tokens, *, are_names: bool) -> tuple[str, Tokens] | No
 
 @functools.lru_cache(maxsize=1024)
 def _read(items: Tokens) -> tuple[Any, int] | None:
-    """Returns the value and how many calculations are left in it; None if the tokens are not an expression."""
+    """Returns the value and how many calculations it leaves undone; None if the tokens are not an expression."""
     if re.fullmatch(r"[0-9 ,]*[0-9]+(?: - [0-9]+)+[-0-9 ,]*", " ".join(items)):
         return None  # a date or a score, not a difference
     reader = _Reader(items)

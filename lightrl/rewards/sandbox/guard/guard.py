@@ -80,7 +80,7 @@ class _Execution:
             os.dup2(nothing, 1)
             streams = (stdin, out_end, err_end if self.program.port is None else out_end)
             start(self.program, folder, streams, report_end, life_end)
-        for descriptor in (stdin, out_end, err_end, report_end, life_end, *self.program.door):
+        for descriptor in (stdin, out_end, err_end, report_end, life_end, *self.program.relay):
             os.close(descriptor)
         try:
             os.waitpid(starter, 0)
@@ -107,7 +107,7 @@ class _Execution:
                 if len(received[out]) + len(received[err]) > self.limits["output_kib"] << 10:
                     cause = "output"
                 elif b"exit_code" in received[report] or report not in still_open:  # no report: the keeper was killed
-                    cause = "itself"
+                    cause = "exit"
                 elif left_s <= 0:
                     cause = "time"
                 if cause:
@@ -115,7 +115,7 @@ class _Execution:
             for descriptor, _ in poller.poll(None if cause else left_s * 1000 + 1):
                 if descriptor == 0:
                     poller.unregister(0)
-                    cause = cause or "nobody"
+                    cause = cause or "abandoned"
                     self._kill()
                 elif data := os.read(descriptor, READ_BYTES):
                     received[descriptor] += data
@@ -124,14 +124,14 @@ class _Execution:
                 else:
                     poller.unregister(descriptor)
                     still_open.discard(descriptor)
-        if cause == "nobody":
+        if cause == "abandoned":
             sys.exit()
         wall_s = time.monotonic() - start_s
         return self._reply(received[out], received[err], read_records(received[report]), cause, wall_s)
 
     def _reply(self, out: bytearray, err: bytearray, report: Json, cause: str, wall_s: float) -> Json:
         exit_code, cpu_s = report.get("exit_code"), report.get("cpu_s", 0.0)
-        stopped_by = report.get("stopped_by") if cause == "itself" else cause
+        stopped_by = report.get("stopped_by") if cause == "exit" else cause
         used_up = cpu_s >= 0.9 * self.limits["cpu_s"]  # reported time lags behind the limit's clock
         if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and used_up):
             stopped_by = "time"

@@ -109,7 +109,7 @@ def kind_of_namespaces(has_private_user: bool) -> str | None:
     A child process tries them, since a partial failure cannot be undone: Ubuntu 24.04 lets anyone make a user namespace
     and then refuses everything in it.
     """
-    # In a user namespace, the program would own root's files; with plain ones, one user's processes would be counted.
+    # In a user namespace of root the program would own root's files; in plain ones the user's other processes count.
     for kind in ("plain",) if has_private_user else ("plain", "user") if is_root() else ("user",):
         child = os.fork()
         if child == 0:
@@ -236,7 +236,7 @@ def _prctl(*arguments: int) -> None:
 
 
 def restrict_files(folder: str, readable: list[str], port: int | None, has_own_network: bool) -> int:
-    """Allows only reads below `readable` and writes below `folder`; Landlock 4 also bans TCP, 6 signals to others.
+    """Allows only reads below `readable` and writes below `folder`; Landlock 4 also bans TCP, 6 signals outward.
 
     Returns:
         Landlock's version, 0 if it is not in force.
@@ -279,8 +279,8 @@ def restrict_files(folder: str, readable: list[str], port: int | None, has_own_n
 def refuse_calls(counts_shared_memory: bool) -> bool:
     """Installs a seccomp filter that refuses (EPERM) `_REFUSED_CALLS` and a clone with a user namespace.
 
-    Without a cgroup it also refuses to map shared memory without a file, which nothing counts then, and which persists
-    when it is no longer resident or mapped.
+    Without a cgroup, nothing counts shared memory without a file, which persists after it is unmapped. The filter then
+    refuses to map it.
     """
     if platform.machine() not in _REFUSED_CALLS:
         return False

@@ -72,9 +72,9 @@ def remove_group(group: Path) -> None:
 
 
 def overuse(limits: Json, group: Path | None) -> str | None:
-    """Returns the limit that all processes below the keeper, which checks every 50 ms, exceed together, or None.
+    """Returns the limit that all processes below the keeper exceed together, or None; the keeper asks every 50 ms.
 
-    With a group, Linux enforces the memory limit; without one, pages that processes share are counted repeatedly.
+    With a group, Linux enforces the memory limit; without one, a page counts once for each process that shares it.
     """
     num_threads = num_kib = 0
     waiting = ["self"]
@@ -93,7 +93,7 @@ def overuse(limits: Json, group: Path | None) -> str | None:
 
 
 def _threads_and_kib(process: str) -> tuple[int, int]:
-    """Returns a process's numbers, read from another thread if the main thread has ended and shows no memory."""
+    """Returns a process's number of threads and its KiB, which another thread tells if the main one has ended."""
     status = Path(process, "status").read_bytes()
     if b"\nState:\tZ" in status:
         for thread in os.listdir(f"{process}/task"):  # noqa: PTH208

@@ -44,13 +44,13 @@ class Program:
             self.kind = layers.kind_of_namespaces("private_user" in self.layers)
         if self.kind is None:
             self.layers.discard("namespaces")
-        self.door = [open_door(self.port)] if self.kind is not None and self.port is not None else []
+        self.relay = [open_relay(self.port)] if self.kind is not None and self.port is not None else []
         if self.kind == "user":  # this namespace has no other users
             self.layers.discard("private_user")
 
 
 class _LastBlock:
-    """The last block of a forked process: writes an error as a record, and always exits, so no second guard runs."""
+    """Runs a forked process to its end: writes an error as a record and exits, so that no second guard returns."""
 
     def __init__(self, records: int) -> None:
         self.records = records
@@ -74,8 +74,8 @@ def start(program: Program, folder: str, streams: tuple[int, int, int], report: 
         os.setsid()
         if program.kind is not None and not layers.enter_namespaces(program.kind):
             program.layers.discard("namespaces")
-        for door in program.door if "namespaces" in program.layers else ():
-            send_port(door, program.port)
+        for relay in program.relay if "namespaces" in program.layers else ():
+            send_port(relay, program.port)
         keeper = os.fork()
         if keeper:
             _write_record(report, {"keeper": keeper})
@@ -184,11 +184,11 @@ def _become(program: Program, folder: str, streams: tuple[int, int, int], starte
     os.execve(command[0], command, {**environment, **program.request["environment"]})
 
 
-def open_door(port: int) -> int:
-    """Opens the only way out of an agent's network namespace, to its endpoint's port, which is the same outside.
+def open_relay(port: int) -> int:
+    """Opens the only way out of an agent's network namespace: to its endpoint's port, by the same number.
 
-    A socket belongs to the namespace that created it. So this forks a relay outside, which accepts connections from
-    inside and which the guard kills with all others. Returns the descriptor to which `send_port` sends the socket.
+    A socket belongs to the namespace that created it. So a relay, forked outside, accepts the connections from inside;
+    the guard kills it with all others. Returns the descriptor to which `send_port` sends the socket.
     """
     inner, outer = socket.socketpair()
     if os.fork() == 0:
@@ -204,9 +204,9 @@ def open_door(port: int) -> int:
     return inner.detach()
 
 
-def send_port(door: int, port: int | None) -> None:
+def send_port(relay: int, port: int | None) -> None:
     """Called inside the namespace: enables its loopback, and sends a listening socket to the relay."""
-    with socket.socket(fileno=door) as channel, socket.socket() as listener:
+    with socket.socket(fileno=relay) as channel, socket.socket() as listener:
         fcntl.ioctl(listener, 0x8914, struct.pack("16sH14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
         listener.bind(("127.0.0.1", port))
         listener.listen(128)
