@@ -52,14 +52,7 @@ from lightrl.commands.config_errors import (
     resolve,
     type_of_setting,
 )
-from lightrl.commands.config_layers import (
-    ClassOrText,
-    ConfigText,
-    UsageError,
-    UserSettings,
-    parsed_settings,
-    yaml_of,
-)
+from lightrl.commands.config_layers import ClassOrText, ConfigText, UsageError, UserSettings, parsed_settings, yaml_of
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
 from lightrl.loops.resume import by_path
 from lightrl.models.optimizer import parameter_groups

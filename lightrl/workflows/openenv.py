@@ -1,4 +1,4 @@
-"""OpenEnv: an environment on an OpenEnv server, one session per trajectory; OpenEnvTools: one that consists of tools.
+"""OpenEnv: an environment on an OpenEnv server, one session per trajectory; OpenEnvTools: one whose actions are calls.
 
     ws://…/ws   {"type": "reset" | "step" | "close", "data": {…}}
               → {"type": "observation", "data": {"observation": {…}, "reward": 0.0, "done": false}}

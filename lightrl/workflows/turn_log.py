@@ -29,9 +29,11 @@ class TurnLog:
         """
         name = f"{type(environment).__name__}.{method}"
         if self._num_given < len(self.answers):
-            then, answer, state = self.answers[self._num_given]
-            if then != method:
-                raise RolloutError(f"The resumed run calls {name} at a point where the earlier run called {then!r}.")
+            recorded, answer, state = self.answers[self._num_given]
+            if recorded != method:
+                raise RolloutError(
+                    f"The resumed run calls {name} at a point where the earlier run called {recorded!r}."
+                )
             environment.load_state_dict(prompt, state)
         else:
             returned = await call_environment(environment, method, *arguments, timeout_s=timeout_s)

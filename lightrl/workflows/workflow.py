@@ -49,7 +49,7 @@ class GroupGenerate(Protocol):
         ...
 
     def for_sample(self, sample: int) -> Generate:
-        """Returns what calls the policy in one trajectory, turn by turn."""
+        """Returns the function that calls the policy in one trajectory."""
         ...
 
     def for_all(self, token_ids: list[int]) -> AsyncGenerator[tuple[int, Completion | RolloutError], None]:
@@ -72,7 +72,7 @@ class Workflow(ABC):
     own_timeout_s: float | None = 600.0
 
     # Whether an interaction that a checkpoint cut short can continue in a resumed run instead of starting over. `run`
-    # is called again, and `generate` first returns the checkpoint's completions before it asks the engine, so the same
+    # is called again, and `generate` returns the checkpoint's completions before it asks the engine, so the same
     # completions must lead to the same calls.
     continues: bool = False
 

@@ -14,16 +14,7 @@ import torch
 from torch import Tensor
 
 from lightrl.columns import TOKENS, column_of, registered
-from lightrl.experience import (
-    FIELDS,
-    Experience,
-    LossUnit,
-    Reduction,
-    check_shape,
-    is_on_host,
-    is_table,
-    units_of,
-)
+from lightrl.experience import FIELDS, Experience, LossUnit, Reduction, check_shape, is_on_host, is_table, units_of
 from lightrl.functional import row_lengths, to_device
 from lightrl.functional.device_copy import remember
 from lightrl.functional.rows import check_trajectories, reward_fields, row_fields, row_tensors, token_rows

@@ -30,14 +30,7 @@ from urllib.parse import urlsplit
 from lightrl.checks.printable import count_text
 from lightrl.concurrency.owner import own_prefix
 from lightrl.errors import RolloutError
-from lightrl.rewards.sandbox import (
-    GUARD_COMMAND,
-    SYSTEM_PATHS,
-    Limits,
-    remove_folder,
-    unprotected_by,
-    what_to_allow,
-)
+from lightrl.rewards.sandbox import GUARD_COMMAND, SYSTEM_PATHS, Limits, remove_folder, unprotected_by, what_to_allow
 from lightrl.trajectory import Prompt, plain_text
 
 log = logging.getLogger(__name__)
@@ -46,7 +39,7 @@ _PREFIX = "lightrl-agents-"
 _GRACE_S = 10.0  # for a guard to kill its processes and remove its folder
 _ENVIRONMENT = {"OPENAI_BASE_URL": "{base_url}", "OPENAI_API_KEY": "{api_key}", "HOME": "{home}", "TMPDIR": "{tmp}"}
 _ENVIRONMENT |= {"ANTHROPIC_BASE_URL": "{root_url}", "ANTHROPIC_API_KEY": "{api_key}", "NO_PROXY": "127.0.0.1"}
-# Not all of /etc, where root's programs may keep files that only a right to read everything makes readable.
+# Only parts of /etc: a program that may read everything could otherwise read files that are only root's.
 _ETC = ("passwd", "group", "hosts", "nsswitch.conf", "ssl", "mime.types")  # Python's mimetypes fails without the last
 _READABLE = (*SYSTEM_PATHS, "/sys", *(f"/etc/{name}" for name in _ETC))
 # The deadline bounds the CPU time; memory is unbounded because programs reserve far more than they use.
@@ -62,7 +55,7 @@ _NO_ARGUMENT = (
 
 @functools.cache
 def root_of(process: int) -> str:
-    """Makes the parent of this process's agent folders, which is removed at exit; removes those of dead processes."""
+    """Makes the parent of this process's agent folders, to be removed at exit; removes those that dead ones left."""
     root = tempfile.mkdtemp(prefix=own_prefix(_PREFIX))
     Path(root).chmod(0o711)  # a program that runs as another user must reach its folder
     atexit.register(remove_folder, root)
@@ -144,19 +137,19 @@ class AgentCommand:
         if brace and Path(f"{fixed}_").parent.resolve() not in Path(str(template)).resolve().parents:
             raise PermissionError(f"workspace_template={self.template!r} gives {template!r}, which is not below it")
         environment = {**_ENVIRONMENT, "PATH": os.environ.get("PATH", os.defpath), **self.environment}
-        is_named = any(re.search(r"\{task(_file)?\}", word) for word in (*self.command, *environment.values()))
+        names_task = any(re.search(r"\{task(_file)?\}", word) for word in (*self.command, *environment.values()))
         environment = {name: fill(value) for name, value in environment.items()}
         program = shutil.which(fill(self.command[0]), path=environment["PATH"])
         if program is None:
             raise FileNotFoundError("there is no such program")
-        program = os.path.abspath(program)  # noqa: PTH100  # keeps a link, whose place names its environment
+        program = os.path.abspath(program)  # noqa: PTH100  # not resolved: the link selects an environment
         own = {Path(program).parent, Path(program).resolve().parent}
         folders = own | set(map(Path, environment["PATH"].split(os.pathsep)))
         open_folders = {each for each in folders if each in own or Path.home() not in each.parents}  # ~/.local has keys
         folders |= {folder.parent for folder in open_folders if folder.name in ("bin", ".bin")}  # libraries
         folders -= {Path(), Path("/"), Path.home()}
         request: dict[str, Any] = {"command": [program, *map(fill, self.command[1:])], "environment": environment}
-        request |= {"template": template, "files": {"task.txt": task}, "stdin": "" if is_named else task}
+        request |= {"template": template, "files": {"task.txt": task}, "stdin": "" if names_task else task}
         request |= {"port": urlsplit(base_url).port, "layers": ["namespaces", "private_user", "landlock"]}
         request |= {"folder": folder, "readable": [*_READABLE, program, *map(str, folders)], "unprotected": True}
         return request | {"limits": _LIMITS | {"wall_s": self.timeout_s + 10}}  # the caller's deadline comes first

@@ -1,4 +1,4 @@
-"""CompletionParser: splits a completion into thinking, text and calls. Three things can do it:
+"""CompletionParser: splits a completion into thinking, text and calls. One of three parsers does it:
 
     a `tool_parser`      the user's, on the text without its thinking; `parse_hermes` if nothing else applies
     a `renderer`         of the package `renderers`, by its name, or `auto` by the tokenizer's name

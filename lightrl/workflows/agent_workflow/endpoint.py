@@ -213,7 +213,7 @@ class OpenAIEndpoint:
 
 
 def _warn_of_proxy() -> None:
-    """Warns that the clients would use the environment's proxy, for which 127.0.0.1 is the proxy's own machine."""
+    """Warns that the clients would use the environment's proxy, to which 127.0.0.1 is the proxy's machine."""
     proxies = urllib.request.getproxies()
     proxy = proxies.get("http") or proxies.get("all")
     if proxy and not urllib.request.proxy_bypass(_HOST):

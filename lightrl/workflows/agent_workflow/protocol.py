@@ -1,4 +1,4 @@
-"""One request of an agent and its answer, in any protocol: the common part of the three protocols.
+"""An agent's request and its answer: what the three protocols have in common.
 
     body ─► Exchange.read ─► AgentRequest: messages, tools ─► AgentSession ─► Answer ─► Exchange.whole, or .events
 

@@ -153,13 +153,15 @@ class AgentSession:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
+        """Refuses the request if the session is over or the block fails, which fails the trajectory too."""
+
         def failed(error: BaseException) -> RolloutError:
             return RolloutError(
                 f"A request of prompt {self.prompt.id!r} raised {type(error).__name__}: {error}. Fix the tool parser."
             )
 
         if self._is_closed:
-            raise _over()
+            raise _session_over()
         try:
             with user_code(failed, RequestRefused, LightRLError):
                 yield
@@ -212,7 +214,7 @@ class AgentSession:
             return encode(*args)
         encoded = await in_thread(encode, *args, name="lightrl-encode")
         if self._is_closed:
-            raise _over()
+            raise _session_over()
         return encoded
 
     def _find_parent(self, keys: list[MessageKey], request: AgentRequest) -> _Answered | None:
@@ -245,7 +247,7 @@ class AgentSession:
         finally:
             self._pending.discard(task)
         if task.cancelled():
-            raise _over()
+            raise _session_over()
         try:
             completion = task.result()
         except ValueError as error:  # the engine refuses ids outside the vocabulary and more tokens than the context
@@ -260,7 +262,7 @@ def _identity(message: JsonMapping) -> tuple[object, ...]:
 
 
 def _join(requests: Sequence[_Answered]) -> tuple[Conversation, int]:
-    """Joins the conversations in order, each after the longest prefix that it shares; also returns the rows' number."""
+    """Joins the conversations, each after the longest prefix that it shares; also returns the number of rows."""
     joined = requests[0].conversation.copy()
     ids = np.asarray(joined.token_ids)
     rows = [(ids, np.arange(len(ids)))]  # token ids of each row, and their positions in `joined`
@@ -291,7 +293,7 @@ def _template_failed(error: BaseException) -> RequestRefused:
     )
 
 
-def _over() -> RequestRefused:
+def _session_over() -> RequestRefused:
     return RequestRefused(
         "The session is over: the agent's function has returned. Await all requests there.",
         status=404,

@@ -258,7 +258,7 @@ def _part_text(part: JsonMapping) -> str:
 
 
 def run_apart(work: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
-    """Returns the result of a coroutine, run on a new event loop in a thread; raises TimeoutError if it is too late."""
+    """Runs a coroutine on a new event loop in a thread; returns its result, or raises TimeoutError."""
     with ThreadPoolExecutor(1) as threads:
         return threads.submit(asyncio.run, asyncio.wait_for(work, timeout_s)).result()
 
