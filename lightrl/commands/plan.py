@@ -18,7 +18,7 @@ from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.checks.printable import count_text
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
-from lightrl.commands.launch import NO_GPU, LaunchedCLI, drawing
+from lightrl.commands.launch import NO_GPU, LaunchedCLI, aligned, drawing
 from lightrl.data import TrajectoryDataModule
 from lightrl.dataflow import DataFlowGraph, ModelCall
 from lightrl.loops import devices_text
@@ -102,17 +102,11 @@ def plan_text(module: RLModule, graph: DataFlowGraph) -> str:
     """Lists the roles with their models, and the calls in an order in which they can run."""
     lines = [f"{type(module).__name__}: {count_text(len(graph.calls), 'call')} per iteration", ""]
     lines += role_lines(module.models(), dict.fromkeys(module.trained_roles(), module.lr), module.saved_roles())
-    rows = [("call", "on", "role", "needs", "gives")]
-    rows += [
-        (call.name, where(call), call.role or "-", ", ".join(call.inputs) or "-", ", ".join(call.outputs) or "-")
-        for call in graph.calls
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines += ["", "calls"]
-    for row in rows:
-        start = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
-        lines.append(f"  {start}  {row[3]} -> {row[4]}")
-    return "\n".join(lines)
+    rows = [("call", "on", "role", "needs -> gives")]
+    for call in graph.calls:
+        keys = f"{', '.join(call.inputs) or '-'} -> {', '.join(call.outputs) or '-'}"
+        rows.append((call.name, where(call), call.role or "-", keys))
+    return "\n".join([*lines, "", "calls", textwrap.indent(aligned(rows, "  "), "  ")])
 
 
 def role_lines(roles: Mapping[str, Role], trained: Mapping[str, float], saved: Collection[str] = ()) -> list[str]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _STATE = ("weights", "gradients", "moments")
 _SERVER_FRACTION = 0.1  # share of a GPU for a server's CUDA graphs and activations, besides weights and key-values
-_MAX_RANKS = 4096  # at most as many are tried
+_MAX_RANKS = 4096  # the most that are tried
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 

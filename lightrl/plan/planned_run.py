@@ -93,7 +93,7 @@ def planned(module: Any, trainer: Any, data: Any) -> PlannedRun | None:
 
 
 def use_estimate(module: Any, trainer: Any, data: Any, device_bytes: float, given: Collection[str]) -> None:
-    """Sets and logs what a GPU's memory decides, except settings whose paths the user has `given`."""
+    """Sets and logs the settings that depend on a GPU's memory, except those whose paths the user has `given`."""
     strategy, engine = trainer.strategy, trainer.engine
     names = {path.rpartition(".")[2] for path in given}
     chosen: list[str] = []

@@ -35,7 +35,7 @@ _UPDATE_S = 2.0  # seconds between two updates of an index
 
 
 class Curves:
-    """Reads a file again when it has changed, and then only the added part."""
+    """The curves of a run; when its file of metrics has grown, only the new part is read."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -45,7 +45,7 @@ class Curves:
         self._points: dict[str, tuple[list[float], list[float]]] = {}  # metric → iterations, values
 
     def to_json(self) -> Json:
-        """Metric → {"x": iterations, "y": values}; a long curve is reduced to means of its parts."""
+        """Returns metric → {"x": iterations, "y": values}; a long curve is reduced to means of its parts."""
         self._read()
         return {name: _shortened(*points) for name, points in sorted(self._points.items())}
 
@@ -106,8 +106,8 @@ class _OpenRun:
 
 
 @contextlib.contextmanager
-def _anybodys_files(question: str) -> Iterator[None]:
-    """Turns any error that the content of a run's files causes inside into a LookupError or a ValueError."""
+def _reading_files(question: str) -> Iterator[None]:
+    """Turns any error that the content of a run's files causes into a LookupError or a ValueError."""
     try:
         yield
     except (LookupError, ValueError):
@@ -117,7 +117,7 @@ def _anybodys_files(question: str) -> Iterator[None]:
 
 
 class Answers:
-    """The answers about some runs, numbered by position; called from any thread. `cache` holds the indices."""
+    """Answers questions about runs, numbered by position, from any thread; `cache` is the folder of the indices."""
 
     def __init__(self, runs: Sequence[Run], cache: Path | None = None) -> None:
         self.runs = [_OpenRun(run, cache) for run in runs]
@@ -133,8 +133,8 @@ class Answers:
         self._closed.set()
 
     def answer(self, question: str, values: Mapping[str, str]) -> Any:
-        """Plain JSON; raises LookupError for an unknown question, run or trajectory, ValueError for a wrong value."""
-        with _anybodys_files(question):
+        """Returns plain JSON; raises LookupError for an unknown question, run or row, ValueError for a wrong value."""
+        with _reading_files(question):
             return self._answer(question, values)
 
     def _answer(self, question: str, values: Mapping[str, str]) -> Any:
@@ -168,8 +168,8 @@ class Answers:
         raise LookupError(f"There is no question {question!r}.")
 
     def image(self, values: Mapping[str, str]) -> tuple[str, bytes]:
-        """Return content type and bytes of an image of a trajectory's prompt."""
-        with _anybodys_files("image"):
+        """Returns the content type and bytes of a trajectory's image."""
+        with _reading_files("image"):
             return image(self._run(values).index.line(int(values["id"])), int(values["number"]))
 
     def _run(self, values: Mapping[str, str]) -> _OpenRun:
@@ -199,7 +199,7 @@ class Answers:
 
 
 class TokenTexts:
-    """The texts of token ids that TrajectoryLog has written; later reads cover only the additions."""
+    """The texts of token ids that TrajectoryLog has written; when the file has grown, only the new part is read."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "trajectories" / "tokens.jsonl"
@@ -223,7 +223,7 @@ class TokenTexts:
 
 
 def as_shown(record: Json, texts: TokenTexts) -> Json:
-    """A record of TrajectoryLog in the page's form: lists with one entry per token, aligned to the token."""
+    """Returns a record of TrajectoryLog in the page's form: lists with one entry per token."""
     trajectory = record["trajectory"]
     token_ids = trajectory["token_ids"][:MAX_TOKENS]
     num = len(token_ids)
@@ -263,12 +263,12 @@ def as_shown(record: Json, texts: TokenTexts) -> Json:
 
 
 def _images(trajectory: Json) -> list[str]:
-    """Images of the prompt, then of observations."""
+    """Returns the images of the prompt, then of observations."""
     return [*(trajectory["prompt"].get("images") or ()), *(trajectory.get("images") or ())]
 
 
 def image(record: Json, number: int) -> tuple[str, bytes]:
-    """Content type and bytes of an image of a trajectory; no other file of the machine is served."""
+    """Returns the content type and bytes of a trajectory's image; no other file of the machine is served."""
     images = _images(record["trajectory"])
     if not 0 <= number < len(images):
         raise LookupError(f"The trajectory has {count_text(len(images), 'image')}; there is no number {number}.")
@@ -310,7 +310,7 @@ class Timeline:
         return sorted({iteration for marks in self._marks.values() for iteration, _ in marks})
 
     def summary(self) -> Json | None:
-        """Read what Trace has written at the end of the run."""
+        """Returns what Trace wrote at the end of the run."""
         try:
             summary: Json = json.loads(read_text(self._folder / "summary.json"))
         except (OSError, ValueError, RecursionError):
@@ -318,7 +318,7 @@ class Timeline:
         return summary
 
     def events(self, iteration: int) -> Json:
-        """Rows by rank and track, and events as [row, name, category, start in ms, duration in ms, args]."""
+        """Returns rows by rank and track, and events as [row, name, category, start in ms, duration in ms, args]."""
         self.iterations()
         names: dict[tuple[int, int], str] = {}
         events: list[Json] = []
@@ -381,7 +381,7 @@ class Timeline:
                     yield json.loads(line.rstrip(b","))
 
     def _names(self, path: Path) -> dict[tuple[int, int], str]:
-        """Names of the tracks; each is named once, in the iteration in which it first occurs."""
+        """Returns the tracks' names; each is named once, in the iteration in which it first occurs."""
         lines = []
         with open_file(path) as file:
             while file.tell() < self._scanned[path][1]:
@@ -392,7 +392,7 @@ class Timeline:
 
 
 def problems(run: Run) -> list[Json]:
-    """List lost servers, then warnings, errors and drops of all ranks and the traceback, the newest first."""
+    """Lists lost servers, then warnings, errors and drops of all ranks and the traceback, the newest first."""
     status = run.status()
     stamp = {"at": status.get("at", 0.0), "iteration": status.get("iteration"), "source": "server"}
     lost = [

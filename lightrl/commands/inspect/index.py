@@ -1,6 +1,7 @@
 """The table of a run's trajectories: an SQLite file in the user's cache, built from the first bytes of each line.
 
-Dropped trajectories are rows too, taken from the problems: with the reason as their finish, and without tokens.
+Dropped trajectories, which the files of problems list, are rows too; their finish is the reason, and they have no
+tokens.
 
 TrajectoryLog writes the table's columns before the trajectory, so a long line costs as much as a short one. A thread
 reads files whose size or time has changed, the newest first; the table can be read meanwhile.
@@ -89,7 +90,7 @@ class TrajectoryIndex:
     def page(
         self, query: str = "", sort: str = "iteration", *, descending: bool = True, offset: int = 0, limit: int = 100
     ) -> Json:
-        """Rows of the table, and how many there are.
+        """Returns rows of the table, and how many match.
 
         Args:
             query: words that the prompt or the completion must contain, and conditions: `reward<0.5`.
@@ -129,7 +130,7 @@ class TrajectoryIndex:
         return rows if len(rows) <= num else [rows[place * (len(rows) - 1) // (num - 1)] for place in range(num)]
 
     def line(self, row_id: int) -> Json:
-        """The record of a row as TrajectoryLog wrote it; raises LookupError if it is missing or replaced."""
+        """Returns a row's record as TrajectoryLog wrote it; raises LookupError if it is missing or replaced."""
         with closing(self._connect()) as database:
             row = database.execute(
                 "SELECT name, start, rows.size FROM rows JOIN files ON files.id = rows.file WHERE rows.rowid = ?",

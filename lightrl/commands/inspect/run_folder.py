@@ -31,7 +31,7 @@ def open_file(path: Path, *, follows_link: bool = False) -> BinaryIO:
 
 
 def read_text(path: Path) -> str:
-    """The end of a run's file, as much as a page can show."""
+    """Returns the end of a run's file, as much as a page can show."""
     with open_file(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_BYTES))
         return file.read(MAX_BYTES).decode(errors="replace")
@@ -42,10 +42,10 @@ class Run:
     """A run's folder."""
 
     folder: Path
-    name: str  # short, and different from those of the other runs
+    name: str  # short and unique
 
     def status(self) -> Json:
-        """The run's state, from its `status.json`; empty if there is none."""
+        """Returns the run's state from its `status.json`; empty if there is none."""
         try:
             status = json.loads(read_text(self.folder / "status.json"))
         except (OSError, ValueError, RecursionError):
@@ -53,7 +53,7 @@ class Run:
         return status if isinstance(status, dict) else {}
 
     def settings(self) -> dict[str, str]:
-        """The settings of its `config.yaml` under their names on the command line; empty if there is none."""
+        """Returns the settings of its `config.yaml` by their names on the command line; empty if there is none."""
         try:
             text = read_text(self.folder / "config.yaml")
             depth = 0
@@ -83,7 +83,7 @@ def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:
 
 
 def find_runs(paths: Iterable[Path]) -> list[Run]:
-    """The runs among these folders. A folder that is not a run stands for all runs in it, the newest last."""
+    """Returns each of these folders that is a run, or else the runs in it, the newest last."""
     folders: list[Path] = []
     for path in paths:
         runs = _runs_in(path.absolute(), _DEPTH)
@@ -106,7 +106,7 @@ def _runs_in(folder: Path, depth: int) -> list[Path]:
 
 
 def _short_names(folders: list[Path]) -> list[str]:
-    """The shortest ends of the paths that tell them apart; without `lightning_logs`."""
+    """Returns the shortest ends of the paths that differ, without `lightning_logs`."""
     parts = [[part for part in folder.parts if part != "lightning_logs"] for folder in folders]
     for num in range(2, 30):
         names = ["/".join(one[-num:]) for one in parts]

@@ -1,4 +1,4 @@
-"""The page on the loopback: its address has a token, requests under other host names are refused, nothing else may run.
+"""Serves the page on the loopback: its address has a token, and the browser runs only the page's own script.
 
 A stranger's page in the same browser can send requests to the loopback, but does not know the token, and if it uses
 another name (DNS rebinding) its `Host` is refused. A run's files are data: answers are JSON, images are images, and
@@ -36,7 +36,7 @@ _HEADERS = {
 
 
 class PageServer:
-    """Serves the page and its started answers on 127.0.0.1 until it is closed; port 0 picks a free port."""
+    """Serves the page and the answers, which are started, on 127.0.0.1 until closed; port 0 picks a free port."""
 
     def __init__(self, answers: Answers, *, port: int = 0) -> None:
         self.answers = answers
@@ -74,18 +74,18 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         page = self.server.page
         if self.headers.get("Host") not in (f"127.0.0.1:{page.port}", f"localhost:{page.port}"):
-            return self._say(HTTPStatus.FORBIDDEN, "Open the page at the address that lightrl inspect printed.")
+            return self._send_json(HTTPStatus.FORBIDDEN, "Open the page at the address that lightrl inspect printed.")
         path, _, query = self.path.partition("?")
         token, _, rest = path.lstrip("/").partition("/")
         if not hmac.compare_digest(token.encode(), page.token.encode()):
-            return self._say(HTTPStatus.NOT_FOUND, "The address needs the token that lightrl inspect printed.")
+            return self._send_json(HTTPStatus.NOT_FOUND, "The address needs the token that lightrl inspect printed.")
         if rest in _FILES:
             name, kind = _FILES[rest]
             return self._send(HTTPStatus.OK, kind, (PAGE / name).read_bytes())
         try:
             self._answer(rest, dict(parse_qsl(query)))
         except (LookupError, ValueError) as error:
-            self._say(HTTPStatus.NOT_FOUND, str(error))
+            self._send_json(HTTPStatus.NOT_FOUND, str(error))
         return None
 
     def _answer(self, question: str, values: dict[str, str]) -> None:
@@ -94,9 +94,9 @@ class _Handler(BaseHTTPRequestHandler):
             kind, content = answers.image(values)
             self._send(HTTPStatus.OK, kind, content)
         else:
-            self._say(HTTPStatus.OK, answers.answer(question, values))
+            self._send_json(HTTPStatus.OK, answers.answer(question, values))
 
-    def _say(self, status: HTTPStatus, value: object) -> None:
+    def _send_json(self, status: HTTPStatus, value: object) -> None:
         content = json.dumps(value if status == HTTPStatus.OK else {"error": value}).encode()
         self._send(status, "application/json", content)
 

@@ -13,7 +13,7 @@ lines, add its name to settings.py and command.py, a test, and a section to docs
 """
 
 from lightrl.commands.launch.command import NO_GPU, LaunchedCLI, launch, run
-from lightrl.commands.launch.plan import drawing
+from lightrl.commands.launch.plan import aligned, drawing
 from lightrl.commands.launch.settings import Launch, layout_of
 
-__all__ = ["NO_GPU", "Launch", "LaunchedCLI", "drawing", "launch", "layout_of", "run"]
+__all__ = ["NO_GPU", "Launch", "LaunchedCLI", "aligned", "drawing", "launch", "layout_of", "run"]

@@ -97,7 +97,7 @@ def plan_of(settings: JsonMapping, *, folder: str, is_shown: bool = False, memor
 
     Args:
         memory: the fields of RunFacts with which memory is checked.
-        is_shown: name the hosts that a job has not got yet `node1` and so on, for people, not as its scripts do.
+        is_shown: for people: hosts that a job does not have yet are called `node1` and so on, not as in its scripts.
     """
     launch = Launch.of(settings["launch"])
     facts = replace(facts_of(settings), **(memory or {}))

@@ -24,7 +24,7 @@ from lightrl.strategies.tensor_plans import check_sizes
 from lightrl.trajectory import JsonMapping, JsonObject
 
 _GPUS_ASSUMED = "trainer.accelerator is auto: the hosts are assumed to have GPUs. Set it to cpu if they have none."
-_MAX_HOSTS = 16  # at most as many are shown: the first ones and the last
+_MAX_HOSTS = 16  # that are shown: the first ones and the last
 SERVER_OFFSET = 1  # ports of servers, after the trainer's store
 # names in the launch's folder: the run's settings, the plan's changes to them, the folder in which servers register
 CONFIG, LAYOUT, REGISTRY = "config.yaml", "layout.yaml", "servers"
@@ -177,9 +177,8 @@ def make_plan(
     check_model(layout, facts, split)
     notes += check_memory(layout, facts, split, launch.gpu_memory_gb)
     names = tuple(hosts) or tuple(f"node{number + 1}" for number in range(launch.nodes))
-    config = [item for name in (CONFIG, LAYOUT) for item in ("--config", f"{folder}/{name}")]
-    processes = _trainers(ranks_of, names, port, facts.on_cpu, [python, "-m", "lightrl", "fit", *config])
-    servers = _servers(servers_of, names, port, layout, facts, folder, [python, "-m", "lightrl", "serve", *config])
+    processes = _trainers(ranks_of, names, port, facts.on_cpu, command_of("fit", folder, python))
+    servers = _servers(servers_of, names, port, layout, facts, folder, python)
     if servers:
         url = f"{SCHEME}{folder}/{REGISTRY}?servers={layout.servers}"
         processes = [replace(one, environment={**one.environment, ADDRESS_VARIABLES[0]: url}) for one in processes]
@@ -194,6 +193,13 @@ def make_plan(
     trainer["num_nodes"], trainer["devices"] = len(ranks_of), len(ranks_of[0])
     everything = (*processes, *servers)
     return Plan(launch, layout, folder, names, port, gpus, facts.on_cpu, everything, settings, facts, tuple(notes))
+
+
+def command_of(name: str, folder: str, python: str = "python", **settings: object) -> list[str]:
+    """Returns the command line of `lightrl NAME` with the launch's configuration and these settings."""
+    words = [word for file in (CONFIG, LAYOUT) for word in ("--config", f"{folder}/{file}")]
+    words += [word for setting, value in settings.items() for word in (f"--{setting}", str(value))]
+    return [python, "-m", "lightrl", name, *words]
 
 
 Placed = dict[int, list[tuple[int, ...]]]  # host → the GPUs of each rank or server there
@@ -308,7 +314,7 @@ def _servers(
     layout: Layout,
     facts: RunFacts,
     folder: str,
-    command: Sequence[str],
+    python: str,
 ) -> list[Process]:
     """Returns one `lightrl serve` per host with servers; its weight receiver has the port after its last server's.
 
@@ -318,14 +324,14 @@ def _servers(
     for number, (host, groups) in enumerate(placed.items()):
         ports = tuple(port + SERVER_OFFSET + index for index in range(len(groups)))
         gpus = tuple(gpu for group in groups for gpu in group)
-        arguments = {
+        settings: JsonObject = {
             "servers": len(groups), "tp": layout.tp, "host": names[host], "port": ports[0],
             "log_folder": f"{folder}/{names[host]}", "register": f"{folder}/{REGISTRY}", "leave_s": 0,
         }  # fmt: skip
-        arguments |= {} if facts.on_cpu else {"devices": ",".join(map(str, gpus))}
-        arguments |= {"server_args.enable_memory_saver": "true"} if layout.placement == "colocated" else {}
-        words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
-        processes.append(Process(f"servers-{number}", "servers", host, gpus, (*command, *words), ports=ports))
+        settings |= {} if facts.on_cpu else {"devices": ",".join(map(str, gpus))}
+        settings |= {"server_args.enable_memory_saver": "true"} if layout.placement == "colocated" else {}
+        command = tuple(command_of("serve", folder, python, **settings))
+        processes.append(Process(f"servers-{number}", "servers", host, gpus, command, ports=ports))
     return processes
 
 
@@ -388,7 +394,7 @@ def drawing(plan: Plan) -> str:
     rows += [[host, *row] for host, row in zip(plan.hosts, cells, strict=True)]
     if len(rows) > _MAX_HOSTS + 1:
         rows[_MAX_HOSTS:-1] = [[f"... {len(rows) - 1 - _MAX_HOSTS} more", *([""] * plan.gpus_per_host)]]
-    return _aligned(rows, " | ")
+    return aligned(rows, " | ")
 
 
 def table(plan: Plan) -> str:
@@ -399,7 +405,7 @@ def table(plan: Plan) -> str:
         gpus = "-" if plan.on_cpu else ",".join(map(str, process.gpus))
         listens = f"{plan.hosts[process.host]}:{','.join(map(str, ports))}" if ports else "-"
         rows.append([process.name, plan.hosts[process.host], gpus, listens, plan.log_file(process)])
-    return _aligned(rows, "  ")
+    return aligned(rows, "  ")
 
 
 def describe(plan: Plan) -> str:
@@ -419,7 +425,7 @@ def _text(plan: Plan, process: Process, index: int) -> str:
     return f"server {before + index // plan.layout.tp}"
 
 
-def _aligned(rows: list[list[str]], between: str) -> str:
+def aligned(rows: Sequence[Sequence[str]], between: str) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         between.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -20,7 +20,7 @@ from pathlib import Path
 import yaml
 
 from lightrl.commands.launch.launcher import Launcher, LaunchState, inside, script_head
-from lightrl.commands.launch.plan import CONFIG, LAYOUT, REGISTRY, SERVER_OFFSET, Plan, Process
+from lightrl.commands.launch.plan import REGISTRY, SERVER_OFFSET, Plan, Process, command_of
 from lightrl.concurrency import parent_guard
 from lightrl.trajectory import JsonMapping, JsonObject
 
@@ -55,9 +55,8 @@ class TorchrunLauncher(Launcher):
 
     def _script(self, process: Process) -> str:
         plan = self.plan
-        folder = shlex.quote(f"{plan.folder}/{plan.hosts[process.host]}")
         name = process.role if process.role == "trainer" else process.name
-        before = [f"mkdir -p {folder}", f"exec > >(tee -a {folder}/{name}.log) 2>&1"]
+        before = _log_lines(shlex.quote(f"{plan.folder}/{plan.hosts[process.host]}"), name)
         environment = {key: value for key, value in process.environment.items() if not key.startswith("MASTER_")}
         command = list(process.command)
         if process.role == "trainer":
@@ -69,6 +68,10 @@ class TorchrunLauncher(Launcher):
             command = [command[0], "-m", "torch.distributed.run", *words, "--no-python", command[0], *guard, *command]
         end = ' "$@" < /dev/null' if process.role == "trainer" else ""
         return "\n".join([*script_head(plan, environment, before=before), f"exec {inside(plan, command)}{end}"]) + "\n"
+
+
+def _log_lines(folder: str, name: str) -> list[str]:
+    return [f"mkdir -p {folder}", f"exec > >(tee -a {folder}/{name}.log) 2>&1"]
 
 
 _OPTIONS = ("claim", "namespace", "name", "runtime")
@@ -141,11 +144,8 @@ class KubernetesLauncher(Launcher):
             "restartPolicy": "RecreateGroupOnPodRestart",
             "workerTemplate": {"spec": {"containers": [container], "volumes": volumes}},
         }
-        spec = {
-            "replicas": plan.layout.servers,
-            "networkConfig": {"subdomainPolicy": "Shared"},
-            "leaderWorkerTemplate": group,
-        }
+        spec = {"replicas": plan.layout.servers, "networkConfig": {"subdomainPolicy": "Shared"}}
+        spec["leaderWorkerTemplate"] = group
         return self._object("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", f"{self.name}-servers", spec)
 
     def _trainer(self) -> str:
@@ -154,27 +154,19 @@ class KubernetesLauncher(Launcher):
         environment = {name: value for name, value in first.environment.items() if name not in ours}
         python, *fit = first.command
         command = inside(self.plan, [python, "-m", "torch.distributed.run", *fit])  # PET_* variables set the rest
-        head = script_head(self.plan, environment, before=self._log("trainer-$PET_NODE_RANK"))
-        return "\n".join([*head, command]) + "\n"
+        before = _log_lines(f"{shlex.quote(self.plan.folder)}/$HOSTNAME", "trainer-$PET_NODE_RANK")
+        return "\n".join([*script_head(self.plan, environment, before=before), command]) + "\n"
 
     def _servers(self) -> str:
         plan = self.plan
-        config = [word for name in (CONFIG, LAYOUT) for word in ("--config", f"{plan.folder}/{name}")]
-        settings = {
-            "servers": "1",
-            "tp": str(plan.layout.tp),
-            "host": "$POD_IP",
-            "port": str(plan.port + SERVER_OFFSET),
-        }
-        settings |= {"log_folder": f"{plan.folder}/$HOSTNAME", "register": f"{plan.folder}/{REGISTRY}", "leave_s": "0"}
+        settings: JsonObject = {
+            "servers": 1, "tp": plan.layout.tp, "host": "$POD_IP", "port": plan.port + SERVER_OFFSET,
+            "log_folder": f"{plan.folder}/$HOSTNAME", "register": f"{plan.folder}/{REGISTRY}", "leave_s": 0,
+        }  # fmt: skip
         settings |= {} if plan.on_cpu else {"devices": ",".join(map(str, range(plan.layout.tp)))}
-        words = [word for name, value in settings.items() for word in (f"--{name}", value)]
-        command = inside(plan, ["python", "-m", "lightrl", "serve", *config, *words])
-        return "\n".join([*script_head(plan, {}, before=self._log("servers")), f"exec {command}"]) + "\n"
-
-    def _log(self, name: str) -> list[str]:
-        folder = f"{shlex.quote(self.plan.folder)}/$HOSTNAME"
-        return [f"mkdir -p {folder}", f"exec > >(tee -a {folder}/{name}.log) 2>&1"]
+        command = inside(plan, command_of("serve", plan.folder, **settings))
+        before = _log_lines(f"{shlex.quote(plan.folder)}/$HOSTNAME", "servers")
+        return "\n".join([*script_head(plan, {}, before=before), f"exec {command}"]) + "\n"
 
     def _object(self, version: str, kind: str, name: str, spec: JsonMapping) -> JsonObject:
         metadata = {"name": name}
