@@ -1,7 +1,7 @@
 """AReaL's settings, a row for each: what it is in lightrl, or why it has no counterpart.
 
-The names are those of AReaL's `areal/api/cli_args.py` and of its example configurations since August 2025. A `*`
-stands for whatever no row names; rows above others come first.
+The names are those of AReaL's `areal/api/cli_args.py` and of its example configurations since August 2025. A row
+with the exact name applies, otherwise the first whose `*` matches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightrl.trajectory import JsonMapping, JsonObject
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome for one key; without a reason in `left` it is converted, if only to what lightrl does anyway."""
+    """What becomes of one key: it is converted, if only to lightrl's default, or left out for a reason."""
 
     settings: JsonMapping = field(default_factory=dict)
     note: str = ""  # how the run differs although the setting is converted
@@ -34,22 +34,22 @@ _GROUP_OR_BATCH = ("group", "batch")
 
 
 def to(name: str) -> Rule:
-    """The same value under our name; null leaves our default."""
+    """Returns a rule that gives our setting the same value; null keeps our default."""
     return lambda value, areal: Outcome() if value is None else Outcome({name: value})
 
 
 def left(reason: str) -> Rule:
-    """No counterpart; null asks for nothing."""
+    """Returns a rule for a key without a counterpart; null requests nothing."""
     return lambda value, areal: Outcome() if value is None else Outcome(left=reason)
 
 
 def only(*values: object, else_: str) -> Rule:
-    """Accepts the value that lightrl always uses; another value has no counterpart."""
+    """Returns a rule that accepts the values that lightrl always uses; others have no counterpart."""
     return lambda value, areal: Outcome() if value is None or value in values else Outcome(left=else_)
 
 
 def repeats(key: str) -> Rule:
-    """A key that must say the same as another one."""
+    """Returns a rule for a key that must equal another one."""
 
     def rule(value: object, areal: Leaves) -> Outcome:
         if value in (None, "", areal.get(key)):
@@ -60,7 +60,7 @@ def repeats(key: str) -> Rule:
 
 
 def used_by(key: str) -> Rule:
-    """Read by the rule of another key."""
+    """Returns a rule for a key that the rule of another key reads."""
     return lambda value, areal: Outcome() if value is None or key in areal else Outcome(left=f"it needs {key}")
 
 
@@ -158,7 +158,7 @@ def recomputed(value: bool, areal: Leaves) -> Outcome:
 
 
 def normalization(name: str) -> dict[str, Rule]:
-    """The rows of `reward_norm` and `adv_norm`: GRPO normalizes once, PPO normalizes advantages over the batch."""
+    """Returns the rows of `reward_norm` and `adv_norm`: GRPO normalizes once, PPO advantages over the batch."""
     section = f"actor.{name}"
     is_first = name == "reward_norm"
 
@@ -199,7 +199,7 @@ def normalization(name: str) -> dict[str, Rule]:
 
 
 def _no_level(value: object) -> Outcome:
-    return Outcome(left=f"{value!r} is no level of this algorithm: see model.advantage_mean and whiten_advantages")
+    return Outcome(left=f"{value!r} is not a level of this algorithm: see model.advantage_mean and whiten_advantages")
 
 
 def _has_levels(name: str, areal: Leaves) -> bool:
@@ -213,7 +213,7 @@ def old_group_norm(value: bool, areal: Leaves) -> Outcome:
 
 
 def shaping(name: str, neutral: float | None, undone_by: Sequence[str] = ()) -> Rule:
-    """The rule of a reward's bias, scaling or clip, which changes nothing if it is `neutral`.
+    """Returns the rule of a reward's bias, scaling or clip; `neutral` is the value that changes nothing.
 
     Without a critic, a normalization that has all levels of `undone_by` undoes it.
     """
@@ -313,12 +313,12 @@ def max_length(setting: str) -> Rule:
     return lambda value, areal: Outcome({} if value is None else {setting: value, "data.prompt_overflow": "drop"})
 
 
-RHYTHMS = {"steps": "every_n_train_steps", "secs": "train_time_interval", "epochs": "every_n_epochs"}
+INTERVALS = {"steps": "every_n_train_steps", "secs": "train_time_interval", "epochs": "every_n_epochs"}
 
 
-def _rhythm(section: str, areal: Leaves) -> tuple[str | None, object]:
-    """The frequency that a callback follows, one of `freq_steps`, `freq_secs` and `freq_epochs`, and its value."""
-    given = [(kind, areal.get(f"{section}.freq_{kind}")) for kind in RHYTHMS]
+def _interval(section: str, areal: Leaves) -> tuple[str | None, object]:
+    """Returns which of `freq_steps`, `freq_secs` and `freq_epochs` is set, and its value."""
+    given = [(kind, areal.get(f"{section}.freq_{kind}")) for kind in INTERVALS]
     return next(((kind, value) for kind, value in given if value is not None), (None, None))
 
 
@@ -327,14 +327,14 @@ def checkpoints(section: str, kind: str) -> Rule:
         is_off = section == "recover" and areal.get("recover.mode", "disabled") in ("disabled", "off")
         if value is None or is_off:
             return Outcome()
-        if _rhythm(section, areal)[0] != kind:
-            return Outcome(left=f"a ModelCheckpoint has one rhythm, here freq_{_rhythm(section, areal)[0]}")
-        if section == "recover" and _rhythm("saver", areal) == (kind, value):
+        if _interval(section, areal)[0] != kind:
+            return Outcome(left=f"a ModelCheckpoint has one interval, here freq_{_interval(section, areal)[0]}")
+        if section == "recover" and _interval("saver", areal) == (kind, value):
             return Outcome({"callbacks.ModelCheckpoint.save_last": True})
         name = "callbacks.ModelCheckpoint" if section == "saver" else "callbacks.ModelCheckpoint:recover"
         saving = {f"{name}.save_top_k": -1} if section == "saver" else {f"{name}.save_last": True}
         interval = str(datetime.timedelta(seconds=value)) if kind == "secs" else value
-        return Outcome({f"{name}.{RHYTHMS[kind]}": interval, **saving})
+        return Outcome({f"{name}.{INTERVALS[kind]}": interval, **saving})
 
     return rule
 
@@ -347,13 +347,13 @@ def validation_steps(value: int | None, areal: Leaves) -> Outcome:
 
 def validation_epochs(value: int | None, areal: Leaves) -> Outcome:
     if value is not None and areal.get("evaluator.freq_steps") is not None:
-        return Outcome(left="validation has one rhythm, here freq_steps")
+        return Outcome(left="validation has one interval, here freq_steps")
     return to("trainer.check_val_every_n_epoch")(value, areal)
 
 
 def recover_mode(value: str, areal: Leaves) -> Outcome:
     is_off = value in ("disabled", "off")
-    return Outcome(note="" if is_off else "a run goes on with lightrl fit --config … --ckpt_path last")
+    return Outcome(note="" if is_off else "continue a run with lightrl fit --config … --ckpt_path last")
 
 
 def retries(value: int, areal: Leaves) -> Outcome:
@@ -370,7 +370,7 @@ def wandb(value: str, areal: Leaves) -> Outcome:
 
 
 def switch(setting: str, on: object) -> Rule:
-    """A rule for a switch: true sets `setting` to `on`, false keeps our default."""
+    """Returns a rule for a switch: true sets `setting` to `on`, false keeps our default."""
     return lambda value, areal: Outcome({setting: on} if value else {})
 
 
@@ -421,7 +421,7 @@ ROWS: dict[str, Rule] = {
     "total_train_n_seqs": left("runs are measured in iterations: set trainer.max_steps"),
     "scheduler.*": left(_OWN_SCRIPT),
     "launcher.*": left(f"{_OWN_SCRIPT}; images are launch.container, shell lines launch.setup"),
-    "defaults": left("Hydra composes files; give the composed one"),
+    "defaults": left("Hydra composes files; convert the composed one"),
     # Rollouts
     "gconfig.n_samples": to("model.group_size"),
     "gconfig.max_new_tokens": to("model.sampling.max_new_tokens"),
@@ -539,7 +539,7 @@ ROWS: dict[str, Rule] = {
     "*_dataset.num_workers": left(_NO_COPY),
     "*_dataset": only(else_="give it a path"),
     # What is written
-    **{f"{section}.freq_{kind}": checkpoints(section, kind) for section in ("saver", "recover") for kind in RHYTHMS},
+    **{f"{section}.freq_{kind}": checkpoints(section, kind) for section in ("saver", "recover") for kind in INTERVALS},
     "recover.mode": recover_mode,
     "recover.retries": retries,
     "checkpointer.*": left("a run without a ModelCheckpoint saves every 10 minutes (last-timed.ckpt)"),  # 2025-08
@@ -594,14 +594,14 @@ CORE = {
 
 
 def areal_key(key: str) -> str:
-    """The current name of a setting; the longest matching prefix in `CORE` applies."""
+    """Returns the current name of a setting; the longest matching prefix in `CORE` applies."""
     fitting = [old for old in CORE if key == old or (old[-1] in "._" and key.startswith(old))]
     old = max(fitting, key=len, default="")
     return CORE[old] + key.removeprefix(old) if old else key
 
 
 def rule_of(key: str, *, is_supervised: bool = False) -> Rule | None:
-    """The rule for a key of AReaL; None if there is none."""
+    """Returns the rule for a key of AReaL; None if there is none."""
     for pattern, rule in SUPERVISED_ROWS.items() if is_supervised else ():
         if fnmatch.fnmatchcase(key, pattern):
             return rule

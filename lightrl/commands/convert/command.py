@@ -36,7 +36,7 @@ _SECTIONS = ("seed_everything", "trainer", "model", "data", "launch")  # in this
 
 @dataclass
 class Conversion:
-    """Our settings, and the fate of each key of the file, which is in exactly one of three groups."""
+    """Our settings; each key of the file is in exactly one of `converted`, `left` and `unknown`."""
 
     settings: JsonObject = field(default_factory=dict)
     converted: list[str] = field(default_factory=list)
@@ -86,7 +86,7 @@ def convert(tree: JsonMapping) -> Conversion:
 
 
 def _classes(given: JsonMapping) -> tuple[str, str]:
-    """The names of the algorithm and of its data."""
+    """Returns the class names of the algorithm and of its data module."""
     is_rl = any(key.startswith(("gconfig.", "rollout.", "allocation_mode", "actor.eps_clip")) for key in given)
     other = "rl" if is_rl else "rw" if given.get("actor.is_critic") else "sft"
     kind = given.get("train_dataset.type") or ("dpo" if "beta" in given else other)
@@ -101,7 +101,7 @@ def report(result: Conversion) -> str:
     counts = f"{count_text(len(result.converted), 'setting')} converted, {len(result.left)} without a counterpart"
     lines = [f"{counts}, {len(result.unknown)} unknown."]
     for title, rows in (
-        ("To be set before a run, since the file does not have it:", dict.fromkeys(result.missing, "")),
+        ("Set before a run, since the file lacks it:", dict.fromkeys(result.missing, "")),
         ("No counterpart:", result.left),
         ("Unknown:", dict.fromkeys(result.unknown, "not a setting of AReaL that lightrl knows")),
         ("Converted, with a difference:", result.notes),
@@ -113,7 +113,7 @@ def report(result: Conversion) -> str:
 
 
 def run(args: Sequence[str]) -> int:
-    """`lightrl convert FILE`; returns 0, 1 if something was left, 2 for a wrong call or file."""
+    """Runs `lightrl convert FILE`; returns 0, 1 if something was left, 2 for a wrong call or file."""
     parser = argparse.ArgumentParser(prog="lightrl convert", description=_DESCRIPTION)
     parser.add_argument("file", metavar="AREAL.yaml", type=Path)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the YAML there instead of to stdout")
@@ -155,7 +155,7 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _resolved(value: object, given: JsonMapping, tree: JsonMapping, path: tuple[str, ...]) -> object:
-    """The value with `${other.key}` replaced; references to nothing, or to themselves, stay."""
+    """Returns the value with `${other.key}` replaced, except missing keys and those that refer to themselves."""
     if not isinstance(value, str):
         return value
     if whole := _REFERENCE.fullmatch(value):

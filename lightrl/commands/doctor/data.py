@@ -44,12 +44,12 @@ class SplitReport:
 
     def counts_text(self) -> str:
         lengths = sorted(self.num_tokens)
-        of = ""
+        lengths_text = ""
         if lengths:
             bounds = f"{lengths[0]} to {lengths[-1]} tokens (median {statistics.median(lengths):g})"
-            of = f" of {bounds}" if lengths[0] < lengths[-1] else f" of {count_text(lengths[0], 'token')}"
+            lengths_text = f" of {bounds}" if lengths[0] < lengths[-1] else f" of {count_text(lengths[0], 'token')}"
         dropped = f"{count_text(self.num_dropped, 'row')} dropped"
-        return f"{count_text(len(lengths), 'prompt')}{of}, {dropped}, {len(self.problems)} bad"
+        return f"{count_text(len(lengths), 'prompt')}{lengths_text}, {dropped}, {len(self.problems)} bad"
 
 
 def repeats(train: SplitReport, validation: SplitReport) -> list[str]:
