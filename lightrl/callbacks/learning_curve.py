@@ -44,7 +44,7 @@ Curve = Mapping[float, float]  # iteration → value
 class Points:
     """A curve of at most `MAX_POINTS`: when it is full, each pair of neighbors becomes one point, their mean.
 
-    So after n iterations a point is the mean over n / 1000 to n / 500 iterations, evenly over the whole run. It is
+    So after n iterations each point is the mean over the same number of iterations, n / 1000 to n / 500. It is
     drawn at the middle of its iterations.
     """
 

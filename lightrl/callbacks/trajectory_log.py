@@ -279,7 +279,7 @@ def _sample(
 
 def keep_answers(module: RLModule, experience: Experience, trajectories: Sequence[Trajectory]) -> None:
     """Stores the outputs of calls outside the trainer in `Trajectory.call_outputs`, for a replay. Collective."""
-    calls = module.data_flow(from_file=True).of_kind("infer")  # without the reward, which trajectories have anyway
+    calls = module.data_flow(from_file=True).of_kind("infer")  # without the reward, which trajectories already have
     for key in [key for call in calls if follows_from_trajectories(call) for key in call.outputs]:
         if experience.local[key].dim() == 1:
             for trajectory, value in zip(trajectories, experience[key].tolist(), strict=True):

@@ -80,7 +80,7 @@ def padded(rows: Sequence[CompletedPrompt]) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(eq=False)
 class ReadAhead(Generic[Item]):
-    """Items by number; a thread makes the next one while the present one is used."""
+    """Items by number; a thread makes the next one while the current one is used."""
 
     make: Callable[[int], Item]
     _present: tuple[int, Item] | None = None

@@ -97,7 +97,7 @@ def plan_of(settings: JsonMapping, *, folder: str, is_shown: bool = False, memor
 
     Args:
         memory: the fields of RunFacts with which memory is checked.
-        is_shown: for people: hosts that a job does not have yet are called `node1` and so on, not as in its scripts.
+        is_shown: whether people read the plan: hosts that a job does not have yet are then called `node1` and so on.
     """
     launch = Launch.of(settings["launch"])
     facts = replace(facts_of(settings), **(memory or {}))

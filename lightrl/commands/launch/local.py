@@ -140,7 +140,7 @@ class LocalLauncher(Launcher):
         self._note(state="ended")
 
     def _place(self, *, while_ranks_run: bool = False) -> None:
-        """Sets `hosts` to hosts that can start the plan's processes; `while_ranks_run`, gives up if the ranks end."""
+        """Sets `hosts` to hosts that can start the plan's processes; `while_ranks_run` gives up if the ranks end."""
 
     def _watch(self) -> tuple[str, int] | None:
         """Waits until all ranks are done, or returns name and exit code of a process that failed."""

@@ -176,7 +176,7 @@ def _types_of(schema: Any) -> set[str]:
 
 
 def _fitted_fields(values: JsonMapping, schema: JsonMapping) -> JsonObject:
-    """Returns the values as this object schema has them, without optional values that are null but must not be."""
+    """Returns the values in the types of this object schema, without optional values that must not be null but are."""
     schemas, required = schema.get("properties", {}), schema.get("required", ())
     return {
         name: _fitted(value, schemas.get(name), name)
