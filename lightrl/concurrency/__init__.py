@@ -1,7 +1,7 @@
 """Threads, event loops and processes, and how to cross between them.
 
 Reading order:
-    loop_thread.py   an event loop in its own thread, and calls into it; calls and results for any loop
+    loop_thread.py   an event loop in its own thread, and calls into it; results for futures of any loop
     in_thread.py     runs a blocking function in a thread; user code with a deadline; shutdown steps that all run
     abandon.py       waits for several tasks, and abandons those that nobody needs; the first error of one ends a run
     owner.py         which process made a file, and whether that process still runs

@@ -42,7 +42,21 @@ def copy_in(decoder: Decoder, buckets: Iterable[Bucket], *, can_undo: bool) -> N
     with contextlib.ExitStack() as undo:
         for bucket in buckets:
             for name, tensor in bucket.tensors.items():
-                _check_parameter(decoder, name, tensor, loaded_names)
+                shape = decoder.shapes.get(name, decoder.optional_shapes.get(name))
+                if shape is None:
+                    raise WeightSyncError(
+                        f"The engine's model has no parameter {name!r}; its names look like "
+                        f"{next(iter(decoder.shapes))!r}. Export the model that the engine was started with; the "
+                        "engine keeps its old weights."
+                    )
+                if name in loaded_names:
+                    raise WeightSyncError(f"Parameter {name!r} arrived twice. Fix the export.")
+                if tensor.shape != shape:
+                    raise WeightSyncError(
+                        f"Parameter {name!r} has shape {tuple(tensor.shape)}, but the engine's model needs "
+                        f"{tuple(shape)}. Export the model that the engine was started with; the engine keeps its old "
+                        "weights."
+                    )
             _check_values(bucket.tensors)
             for name, tensor in bucket.tensors.items():
                 loaded_names.add(name)
@@ -56,22 +70,6 @@ def copy_in(decoder: Decoder, buckets: Iterable[Bucket], *, can_undo: bool) -> N
                 "Export every parameter; the engine keeps its old weights."
             )
         undo.pop_all()
-
-
-def _check_parameter(decoder: Decoder, name: str, tensor: Tensor, loaded_names: set[str]) -> None:
-    shape = decoder.shapes.get(name, decoder.optional_shapes.get(name))
-    if shape is None:
-        raise WeightSyncError(
-            f"The engine's model has no parameter {name!r}; its names look like {next(iter(decoder.shapes))!r}. Export "
-            "the model that the engine was started with; the engine keeps its old weights."
-        )
-    if name in loaded_names:
-        raise WeightSyncError(f"Parameter {name!r} arrived twice. Fix the export.")
-    if tensor.shape != shape:
-        raise WeightSyncError(
-            f"Parameter {name!r} has shape {tuple(tensor.shape)}, but the engine's model needs {tuple(shape)}. Export "
-            "the model that the engine was started with; the engine keeps its old weights."
-        )
 
 
 def _check_values(tensors: Mapping[str, Tensor]) -> None:
