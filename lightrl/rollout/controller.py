@@ -268,7 +268,8 @@ class RolloutController:
                 if self._tasks.failure is not None:
                     raise self._tasks.failure
                 batch = self._scheduler.take(weight_version)
-                self._stragglers.count(len(batch.waits_for) if self._scheduler.is_held_back else 0)
+                waits_for_slow_ones = len(self._scheduler.finished) >= self.settings.groups_per_iteration
+                self._stragglers.count(len(batch.waits_for) if waits_for_slow_ones else 0)
                 if batch.group_ids is not None:
                     if batch.gives_up:
                         self._give_up(batch.gives_up)

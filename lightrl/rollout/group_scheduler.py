@@ -466,11 +466,6 @@ class GroupScheduler:
         self.counter.begin_iteration()
         return batch
 
-    @property
-    def is_held_back(self) -> bool:
-        """Whether enough groups for a batch are finished, so that it waits only for slow ones."""
-        return len(self.finished) >= self.settings.groups_per_iteration
-
     def commit(self) -> None:
         """Forgets the groups of the last `take`, which have been trained on."""
         self.num_consumed += len(self.taken)

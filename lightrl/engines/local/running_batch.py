@@ -36,8 +36,7 @@ class Row:
     """One completion in progress."""
 
     prompt: tuple[int, ...]
-    sampling: Sampling
-    seed: int  # this completion's
+    sampling: Sampling  # with this completion's seed
     attachments: tuple[str, ...] = ()  # of the prompt, as the decoder reads them
     started: Completion | None = None  # the start of the completion, generated before by this or another engine
     owner: Any = None  # the completion's owner; the batch returns it
@@ -184,7 +183,7 @@ class RunningBatch:
         self.read()
         self._encode_supports()
         return {
-            row.seed: Completion(
+            row.sampling.seed: Completion(
                 self._token_ids[slot, :length].tolist(),
                 self._logprobs[slot, :length].tolist(),
                 _versions(row.version_changes, length),
@@ -310,7 +309,7 @@ class RunningBatch:
         self._lengths[new] = generated
         self._fill(self._positions, first, (self._prompt_lengths + self._lengths)[new] - 1)
         self._fill(self._generated, first, generated)
-        self._fill(self._seeds, first, [row.seed for row in rows])
+        self._fill(self._seeds, first, [row.sampling.seed for row in rows])
         self._widen(max(generated) + 1)
         self._uniforms[new] = uniforms(self._seeds[new], 0, self._uniforms.shape[1])
         slots_by_kind: dict[object, list[int]] = {}  # few kinds, even with hundreds of rows
