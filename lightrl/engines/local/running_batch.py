@@ -25,8 +25,8 @@ from lightrl.engines.local.sampler import ban_stop_tokens, sample_tokens, unifor
 from lightrl.functional import encode_supports
 from lightrl.trajectory import FinishReason, Sampling
 
-# The settings of a Sampling without its seed, which each row has separately.
-_kind = operator.attrgetter("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "stop_token_ids")
+# The settings of a Sampling that hundreds of rows share: neither the seed nor the limits, which turns lower.
+_kind = operator.attrgetter("temperature", "top_p", "top_k", "stop_token_ids")
 _FIRST_WIDTH = 64  # tokens; W doubles from here
 _MAX_SAMPLED = 32  # steps whose supports are encoded together
 
@@ -307,6 +307,8 @@ class RunningBatch:
         new = slice(first, self.size)
         self._prompt_lengths[new] = [len(row.prompt) for row in rows]
         self._lengths[new] = generated
+        self._limits[new] = [row.sampling.max_new_tokens for row in rows]
+        self._minimums[new] = [row.sampling.min_new_tokens for row in rows]
         self._fill(self._positions, first, (self._prompt_lengths + self._lengths)[new] - 1)
         self._fill(self._generated, first, generated)
         self._fill(self._seeds, first, [row.sampling.seed for row in rows])
@@ -323,8 +325,6 @@ class RunningBatch:
                 self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=-1)
             self._stop_ids[slots] = -1
             self._stop_ids[slots, : len(stops)] = stops
-            self._limits[slots] = sampling.max_new_tokens
-            self._minimums[slots] = sampling.min_new_tokens
             indices = on_device(slots, self.device)
             is_truncated, is_greedy = sampling.is_truncated, sampling.temperature == 0
             self._top_k[indices] = sampling.max_support if is_truncated else self._vocab_size
