@@ -27,7 +27,6 @@ T = TypeVar("T")
 ROWS_AT_ONCE = 256  # rows that are read, or rendered with one call of the tokenizer
 FINGERPRINT_PROMPTS = 256  # prompts that a resume compares, if not all rows are checked
 _MAX_MADE = 4096  # prompts made ahead of need
-_NOT_MADE = "not made"
 
 # The result of a row: its prompt, None if it is dropped, or an error if it is bad.
 Made: TypeAlias = "Prompt | ValueError | None"
@@ -311,8 +310,10 @@ class PromptStream:
     def __getitem__(self, position: int) -> Prompt | None:
         if position < 0:
             raise IndexError(f"position must be >= 0, got {position}.")
-        made = self._made.get(position, _NOT_MADE)
-        return without_errors(self.prompts.many([position]) if isinstance(made, str) else [made])[0]
+        made = self._made[position] if position in self._made else self.prompts.many([position])[0]
+        if isinstance(made, ValueError):
+            raise made
+        return made
 
     def is_prepared(self, position: int) -> bool:
         """Whether reading this position takes no time."""

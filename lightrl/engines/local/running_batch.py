@@ -20,9 +20,10 @@ from torch import Tensor
 
 from lightrl.columns import SUPPORTS, TokenArray, column_named
 from lightrl.engines.engine import Completion
-from lightrl.engines.local.decoder import Decoder, on_device
+from lightrl.engines.local.decoder import Decoder
 from lightrl.engines.local.sampler import ban_stop_tokens, sample_tokens, uniforms
 from lightrl.functional import encode_supports
+from lightrl.functional.device_copy import on_device
 from lightrl.trajectory import FinishReason, Sampling
 
 # The settings of a Sampling that hundreds of rows share: neither the seed nor the limits, which turns lower.

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightrl.engines.local.decoder import chunks_of_similar_length, on_device
 from lightrl.engines.local.fast.kernels import (
     HEAD_SIZES,
     CacheOfKernel,
@@ -31,6 +30,8 @@ from lightrl.engines.local.fast.kernels import (
     address,
     kernels,
 )
+from lightrl.functional.device_copy import on_device
+from lightrl.functional.packing import chunks_of_similar_length
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
