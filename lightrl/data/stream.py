@@ -105,7 +105,8 @@ class IndexedRows(SourceRows):
         return range(len(self.rows)) if self.used is None else self.used
 
     def key_at(self, number: int) -> int:
-        return self.row_keys()[number % self.num_rows]
+        keys = self.row_keys()
+        return keys[number % len(keys)]
 
     def locate(self, key: int) -> LocatedRow:
         where = f"Row {key + 1} of {self.source.source!r}" if self.name_row is None else self.name_row(key)

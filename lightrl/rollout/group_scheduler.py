@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import functools
 import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -165,7 +166,7 @@ class RolloutSettings:
             self.curriculum or self.group_filter or self.incomplete_groups != "train" or self.oversample_fraction
         )
 
-    @property
+    @functools.cached_property
     def num_oversampled(self) -> int:
         """Groups started beyond the P that an iteration needs."""
         return math.ceil(self.oversample_fraction * self.groups_per_iteration)
