@@ -420,14 +420,14 @@ def test_rows_of_a_hybrid_that_join_and_leave_get_what_they_get_alone(family: st
     rows = [Row(prompt, sampling) for prompt, sampling in settings]
     together = decoded(models, {0: rows[:3], 2: rows[3:5], 9: rows[5:]})
     for row in rows:
-        alone = decoded(models, {0: [row]})[row.seed]
-        assert together[row.seed].token_ids == alone.token_ids
-        assert list(together[row.seed].logprobs) == pytest.approx(list(alone.logprobs), abs=1e-5)
+        alone = decoded(models, {0: [row]})[row.sampling.seed]
+        assert together[row.sampling.seed].token_ids == alone.token_ids
+        assert list(together[row.sampling.seed].logprobs) == pytest.approx(list(alone.logprobs), abs=1e-5)
         expected = recomputed_logprobs(models[0], [*row.prompt], [*alone.token_ids], row.sampling)
         assert list(alone.logprobs) == pytest.approx(expected.tolist(), abs=1e-5)
     synced = decoded(models, {0: rows[:3], 2: rows[3:5], 9: rows[5:]}, load_after=6)
     for row in rows:
-        completion = synced[row.seed]
+        completion = synced[row.sampling.seed]
         versions = torch.tensor(completion.weight_versions)
         for version, model in enumerate(models):
             expected = recomputed_logprobs(model, [*row.prompt], [*completion.token_ids], row.sampling)
@@ -457,7 +457,7 @@ def decoded(
             batch.step()
         elif step > max(entering):
             break
-        completions |= {row.seed: completion for row, completion in batch.retire()}
+        completions |= {row.sampling.seed: completion for row, completion in batch.retire()}
     return completions
 
 
