@@ -349,12 +349,14 @@ class Trajectory:
     @property
     def oldest_version(self) -> int:
         """The lowest weight version of the tokens that the policy generated; -1 if it generated none."""
-        return min((version for version, _ in self._version_runs() if version >= 0), default=-1)
+        runs = TOKENS["weight_versions"].array(self.weight_versions).runs()
+        return min((version for version, _ in runs if version >= 0), default=-1)
 
     @property
     def newest_version(self) -> int:
         """The highest weight version of the tokens; -1 if the policy generated none."""
-        return max((version for version, _ in self._version_runs()), default=-1)
+        runs = TOKENS["weight_versions"].array(self.weight_versions).runs()
+        return max((version for version, _ in runs), default=-1)
 
     @property
     def rows(self) -> list[list[Span]]:
@@ -475,9 +477,6 @@ class Trajectory:
         values["call_outputs"] = {key: as_array(value) for key, value in recorded.items()}
         return cls(**values)
 
-    def _version_runs(self) -> list[tuple[int, int]]:
-        return TOKENS["weight_versions"].array(self.weight_versions).runs()
-
 
 # The per-token fields that are not in `columns`, and how each is stored.
 _ARRAYS = {**TOKENS, "completion_ids": TOKENS["token_ids"]}
@@ -517,7 +516,7 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """The lowest weight version of the group's tokens; -1 if the policy generated none."""
-        versions = [trajectory.oldest_version for trajectory in self.trajectories]
+        versions = (trajectory.oldest_version for trajectory in self.trajectories)
         return min((version for version in versions if version >= 0), default=-1)
 
     def state_dict(self) -> JsonObject:

@@ -1,9 +1,9 @@
 """Threads, event loops and processes, and how to cross between them.
 
 Reading order:
-    loop_thread.py   an event loop in its own thread, and calls into it; calls and results for any loop
+    loop_thread.py   an event loop in its own thread, and calls into it; results for futures of any loop
     in_thread.py     runs a blocking function in a thread; user code with a deadline; shutdown steps that all run
-    abandon.py       waits for several tasks, and abandons those that nobody needs
+    abandon.py       waits for several tasks, and abandons those that nobody needs; the first error of one ends a run
     owner.py         which process made a file, and whether that process still runs
     streams.py       lines, the body of an HTTP answer, messages between the event loops of two processes
     listener.py      the connections of a server, limited for those without its key

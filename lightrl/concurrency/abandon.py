@@ -1,15 +1,20 @@
-"""Waits for several tasks or futures, and abandons those that nobody needs any more."""
+"""Waits for several tasks or futures, and abandons those that nobody needs any more. Tasks: the first error in one of
+them ends the run.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import weakref
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
+
+from lightrl.errors import RolloutError
 
 _Key = TypeVar("_Key")
 _T = TypeVar("_T")
+_CANCEL_AGAIN_S = 3.0  # until then a workflow may clean up
 AnyFuture = asyncio.Future[Any]
 _abandoned: weakref.WeakSet[AnyFuture] = weakref.WeakSet()
 
@@ -68,3 +73,48 @@ async def wait_or_abandon(task: AnyFuture, *others: AnyFuture, within_s: float |
     finally:
         if not task.done():
             abandon([task])
+
+
+class Tasks:
+    """Belongs to the controller's event loop; the main thread only creates it."""
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None  # the first one; it ends the run
+        self.changed = asyncio.Event()  # the run has failed, or a group is done
+        self._spawned: set[asyncio.Task[object]] = set()  # the event loop keeps only weak references
+
+    def spawn(self, coroutine: Coroutine[object, None, _T]) -> asyncio.Task[_T]:
+        """Starts a task whose error ends the run, unless the task was abandoned."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._spawned.add(task)
+        task.add_done_callback(self._on_done)
+        return task
+
+    async def abandon_all(self, *, but: Collection[asyncio.Task[object]]) -> None:
+        """Cancels all other tasks of the event loop except `but`, and waits for all of them.
+
+        A task that continues is cancelled again: aiohttp swallows a cancellation that arrives as its timeout expires.
+        """
+        abandon(asyncio.all_tasks() - {asyncio.current_task()} - set(but))
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(tasks, timeout=_CANCEL_AGAIN_S)
+            for task in tasks - set(but):
+                task.cancel()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the run with this error, unless it has failed before."""
+        if self.failure is None:
+            self.failure = error
+        self.changed.set()
+
+    def fail_on_exit(self, error: BaseException) -> None:
+        """Ends the run with an error that escaped the event loop."""
+        failure = RolloutError(f"A task on the event loop raised {error!r}, which would have ended the loop.")
+        failure.__cause__ = error
+        self.fail(failure)
+
+    def _on_done(self, task: asyncio.Task[object]) -> None:
+        self._spawned.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not is_abandoned(task):
+            self.fail(error)

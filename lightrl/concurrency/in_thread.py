@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
-from lightrl.concurrency.loop_thread import WakeUps
+from lightrl.concurrency.loop_thread import settle_all
 from lightrl.errors import RolloutError
 
 T = TypeVar("T")
@@ -43,9 +43,16 @@ async def outcome_in_thread(
     Raises:
         RuntimeError: if MAX_ABANDONED threads of this name hang; it names their functions.
     """
-    _check_abandoned(name)
+    for thread in [thread for thread in _abandoned if not thread.is_alive()]:
+        _abandoned.pop(thread, None)
+    functions = Counter(function for thread, function in _abandoned.items() if thread.name == name)
+    if functions.total() >= MAX_ABANDONED:
+        calls = ", ".join(f"{number} of {function}" for function, number in functions.most_common(3))
+        raise RuntimeError(
+            f"{functions.total()} calls that missed their deadline still hang in threads of this process: {calls}. No "
+            "more are started. Give them their own deadline, or make them async functions, which can be cancelled"
+        )
     done: asyncio.Future[tuple[T | None, BaseException | None]] = asyncio.get_running_loop().create_future()
-
     process = os.getpid()
 
     def work() -> None:
@@ -55,9 +62,7 @@ async def outcome_in_thread(
         except BaseException as error:  # noqa: BLE001  # the awaiting task gets the error
             outcome = (None, error)
         end_if_forked(process)
-        wake_ups = WakeUps()
-        wake_ups.settle(done, outcome)
-        wake_ups.send()
+        settle_all([(done, outcome)])
 
     thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
@@ -72,18 +77,6 @@ def end_if_forked(process: int) -> None:
     """Exits a copy of `process` that user code forked: it would otherwise continue the run as the original does."""
     if os.getpid() != process:
         os._exit(0)
-
-
-def _check_abandoned(name: str) -> None:
-    for thread in [thread for thread in _abandoned if not thread.is_alive()]:
-        _abandoned.pop(thread, None)
-    functions = Counter(function for thread, function in _abandoned.items() if thread.name == name)
-    if functions.total() >= MAX_ABANDONED:
-        calls = ", ".join(f"{number} of {function}" for function, number in functions.most_common(3))
-        raise RuntimeError(
-            f"{functions.total()} calls that missed their deadline still hang in threads of this process: {calls}. No "
-            "more are started. Give them their own deadline, or make them async functions, which can be cancelled"
-        )
 
 
 def call_all(*steps: Callable[[], object]) -> None:

@@ -1,7 +1,7 @@
-"""LoopThread: the event loop of the rollouts in a daemon thread; WakeUps: calls and results for event loops.
+"""LoopThread: the event loop of the rollouts in a daemon thread; settle_all: results for the futures of event loops.
 
 The main thread submits a coroutine and waits. It checks the deadlines itself, so that it notices a blocked event loop,
-and keeps handling signals. Other threads send calls and results through WakeUps, which wakes each loop once.
+and keeps handling signals. Other threads send results by `settle_all`, which wakes each loop once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import logging
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from lightrl.errors import RolloutError
@@ -191,50 +191,34 @@ class LoopThread(threading.Thread):
         )
 
 
-Call = tuple[Callable[..., object], tuple[object, ...]]
+Outcome = tuple[asyncio.Future[Any], object]  # a future, and its result or error
 
-_CALLS_A_TICK = 64  # then the event loop runs other callbacks first
+_SETTLED_A_TICK = 64  # then the event loop runs other callbacks first
 
 
-class WakeUps:
-    """Collects calls for event loops, so that 512 completions wake a loop once."""
+def settle_all(outcomes: Iterable[Outcome]) -> None:
+    """Settles futures, unless they are done by then; may be called from any thread. 512 of a loop wake it once."""
+    outcomes_of: dict[asyncio.AbstractEventLoop, list[Outcome]] = {}
+    for future, outcome in outcomes:
+        outcomes_of.setdefault(future.get_loop(), []).append((future, outcome))
+    for loop, own in outcomes_of.items():
+        wake_up(loop, _settle, own)
 
-    def __init__(self) -> None:
-        self._calls: dict[asyncio.AbstractEventLoop, list[Call]] = {}
 
-    def add(self, loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
-        """Adds a call of `function` on `loop`, made after `send`."""
-        self._calls.setdefault(loop, []).append((function, arguments))
-
-    def settle(self, future: asyncio.Future[T], outcome: T | BaseException) -> None:
-        """Adds the result or error of `future`, set after `send` unless the future is done by then."""
-        self.add(future.get_loop(), _settle, future, outcome)
-
-    def send(self) -> None:
-        """Wakes the loops to make the calls; may be called from any thread."""
-        for loop, calls in self._calls.items():
-            wake_up(loop, _call_all, calls)
-        self._calls.clear()
+def _settle(outcomes: list[Outcome], first: int = 0) -> None:
+    """Settles the futures in slices, so that the first results are read before the last are set."""
+    for future, outcome in outcomes[first : first + _SETTLED_A_TICK]:
+        if future.done():
+            continue
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+    if first + _SETTLED_A_TICK < len(outcomes):
+        asyncio.get_running_loop().call_soon(_settle, outcomes, first + _SETTLED_A_TICK)
 
 
 def wake_up(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
     """Schedules a call of `function` on `loop`; may be called from any thread."""
     with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits there
         loop.call_soon_threadsafe(function, *arguments)
-
-
-def _call_all(calls: list[Call], first: int = 0) -> None:
-    """Makes the calls in slices, so that the first results are read before the last are set."""
-    for function, arguments in calls[first : first + _CALLS_A_TICK]:
-        function(*arguments)
-    if first + _CALLS_A_TICK < len(calls):
-        asyncio.get_running_loop().call_soon(_call_all, calls, first + _CALLS_A_TICK)
-
-
-def _settle(future: asyncio.Future[T], outcome: T | BaseException) -> None:
-    if future.done():
-        return
-    if isinstance(outcome, BaseException):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)

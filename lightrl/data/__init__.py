@@ -3,10 +3,9 @@
 Reading order:
     rows.py          rows of a file, a hub dataset or a function, by index; errors that name the row
     mixture.py       several weighted sources: which source's row comes at each position
-    sources.py       the rows of one source, by index or read in order
+    stream.py        the rows of one source, and prompts by position
     streamed.py      sources that can only be read in order
     chat.py          a row's columns to messages, messages to token ids
-    stream.py        prompts by position
     batches.py       the loaders that Lightning iterates over
     loader.py        where a trainer's prompts come from; a user's own DataLoader as a stream
     prompts.py       PromptDataModule: what an RLModule trains and validates on

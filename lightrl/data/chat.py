@@ -21,7 +21,7 @@ from lightrl.checks.printable import did_you_mean
 from lightrl.checks.templates import names_of
 from lightrl.checks.user_code import user_code
 from lightrl.data.rows import Row, is_missing, without_padding
-from lightrl.data.sources import Made
+from lightrl.data.stream import Made
 from lightrl.models import CONTEXT
 from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, opened, with_turn
 from lightrl.models.images import ImageReader, refusal

@@ -25,10 +25,8 @@ from lightrl.data.batches import EpochLoader, PositionLoader, batches_in_order, 
 from lightrl.data.chat import ChatRenderer, Messages, completion_after, is_whole_chat, read_messages, shared_prompt
 from lightrl.data.mixture import Source, epoch_order
 from lightrl.data.prompts import PromptDataModule, Split, smallest
-from lightrl.data.rows import Row, require_column, without_errors
-from lightrl.data.sources import Made, PromptOf, SourceRows
-from lightrl.data.stream import RowPrompts
-from lightrl.data.streamed import ROWS_AT_ONCE
+from lightrl.data.rows import Row, require_column
+from lightrl.data.stream import ROWS_AT_ONCE, Made, PromptOf, RowPrompts, SourceRows, without_errors
 from lightrl.experience import Experience
 from lightrl.models import CONTEXT
 from lightrl.models.images import ImageTable

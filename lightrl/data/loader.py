@@ -15,9 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from lightrl.data.chat import ChatRenderer, read_messages
 from lightrl.data.mixture import DataSource
-from lightrl.data.rows import without_errors
-from lightrl.data.sources import IndexedRows, LocatedRow, SourceRows
-from lightrl.data.stream import PromptStream, RowPrompts
+from lightrl.data.stream import IndexedRows, LocatedRow, PromptStream, RowPrompts, SourceRows, without_errors
 from lightrl.data.streamed import StreamedRows, shards_of
 from lightrl.trajectory import Prompt
 

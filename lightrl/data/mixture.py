@@ -122,13 +122,8 @@ class MixtureOrder:
         self._order = lru_cache(maxsize=3 * len(sizes))(epoch_order)
 
     def __getitem__(self, position: int) -> int:
-        source = self.source(position)
-        row = self.row(source, self.num_before(source, position))
+        source, row = self.turn(position)
         return sum(size or 0 for size in self.sizes[:source]) + row
-
-    def source(self, position: int) -> int:
-        """Returns the source whose turn it is at a position."""
-        return self._cycle[position % len(self._cycle)]
 
     def num_before(self, source: int, position: int) -> int:
         """Returns how many turns this source has had before a position."""
@@ -136,14 +131,15 @@ class MixtureOrder:
         turns = self._turns[source]
         return cycle * len(turns) + bisect_left(turns, turn)
 
-    def row(self, source: int, turn: int) -> int:
-        """Returns this source's row in one of its turns: its index, or its number if the source is streamed."""
-        size = self.sizes[source]
+    def turn(self, position: int) -> tuple[int, int]:
+        """Returns the source whose turn it is, and its row: the index, or the number if the source is streamed."""
+        source = self._cycle[position % len(self._cycle)]
+        size, num_before = self.sizes[source], self.num_before(source, position)
         if size is None:
-            return turn
-        epoch, index = divmod(turn, size)
+            return source, num_before
+        epoch, index = divmod(num_before, size)
         seed = self.seed if len(self.sizes) == 1 else f"{self.seed}/{source}"
-        return int(self._order(size, seed, epoch)[index]) if self.shuffle else index
+        return source, int(self._order(size, seed, epoch)[index]) if self.shuffle else index
 
     def __str__(self) -> str:
         """Describes everything that determines the order, besides the rows."""

@@ -16,9 +16,17 @@ from lightrl.data.batches import EpochLoader, HostBatch, PositionLoader, batches
 from lightrl.data.chat import ChatRenderer, Messages, columns_shown, row_messages
 from lightrl.data.mixture import DataSource, Source, sources_of
 from lightrl.data.rows import Row, check_source, json_able, read_rows, require_column
-from lightrl.data.sources import IndexedRows, LocatedRow, PromptOf, SourceRows
-from lightrl.data.stream import CheckedRows, PromptStream, RowPrompts
-from lightrl.data.streamed import ROWS_AT_ONCE, StreamedRows, open_stream
+from lightrl.data.stream import (
+    ROWS_AT_ONCE,
+    CheckedRows,
+    IndexedRows,
+    LocatedRow,
+    PromptOf,
+    PromptStream,
+    RowPrompts,
+    SourceRows,
+)
+from lightrl.data.streamed import StreamedRows, open_stream
 from lightrl.models.chat_template import ChatTemplate, run_start, set_chat_template
 from lightrl.models.images import ImageReader, take_images
 from lightrl.models.model_spec import global_seed

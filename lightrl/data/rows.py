@@ -20,7 +20,7 @@ import shutil
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -164,16 +164,6 @@ def rename_columns(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
                 f"{', '.join(map(repr, row))})."
             ) from error
     return result
-
-
-def without_errors(made: Iterable[T | ValueError]) -> list[T]:
-    """Returns the items; raises the first ValueError among them."""
-    items: list[T] = []
-    for item in made:
-        if isinstance(item, ValueError):
-            raise item
-        items.append(item)
-    return items
 
 
 def function_of_rows(source: str) -> Callable[..., Any] | None:

@@ -1,4 +1,5 @@
-"""The prompts of a split's rows (RowPrompts), and the train prompts in the run's order (PromptStream).
+"""SourceRows: the rows of one source. RowPrompts: the prompts of a split's rows. PromptStream: the train prompts in the
+run's order.
 
 A position counts prompts over the whole run. With n prompts, epoch e of the stream is positions e·n to (e + 1)·n - 1,
 each prompt once, in an order that depends only on (seed, e). So a resume needs one number, with any number of ranks.
@@ -10,23 +11,129 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.data.mixture import DataSource, MixtureOrder
-from lightrl.data.rows import without_errors
-from lightrl.data.sources import IndexedRows, LocatedRow, Made, PromptOf, SourceRows
-from lightrl.data.streamed import ROWS_AT_ONCE
+from lightrl.data.rows import rename_columns
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt
 
 T = TypeVar("T")
 
+ROWS_AT_ONCE = 256  # rows that are read, or rendered with one call of the tokenizer
 FINGERPRINT_PROMPTS = 256  # prompts that a resume compares, if not all rows are checked
 _MAX_MADE = 4096  # prompts made ahead of need
-_NOT_MADE = "not made"
+
+# The result of a row: its prompt, None if it is dropped, or an error if it is bad.
+Made: TypeAlias = "Prompt | ValueError | None"
+# Makes a row's prompt: None if a filter drops the row; raises ValueError if it is bad.
+PromptOf: TypeAlias = "Callable[[LocatedRow], Prompt | None]"
+
+
+class LocatedRow(NamedTuple):
+    """A row of a split."""
+
+    row: Any  # a dict of columns, or an item of a user's own dataset
+    source: DataSource
+    where: str  # names it in messages
+    prompt_id: str  # unique in the split
+
+
+@dataclass(eq=False)
+class SourceRows(ABC):
+    """The rows of one source, each identified by a key.
+
+    A run reads the source in pass after pass. A row's number counts over all passes.
+    """
+
+    source: DataSource
+    prefix: str  # of the ids of the source's prompts
+
+    @property
+    @abstractmethod
+    def num_rows(self) -> int | None:
+        """Rows of a pass; None if unknown."""
+
+    @abstractmethod
+    def row_keys(self) -> Iterable[Any]:
+        """Returns the key of every row, in the order of the data."""
+
+    @abstractmethod
+    def key_at(self, number: int) -> Any:
+        """Returns the key of the row with this number; may wait for the source; raises ValueError if reading fails."""
+
+    @abstractmethod
+    def locate(self, key: Any) -> LocatedRow:
+        """Returns the row with this key, its columns renamed; raises ValueError if it cannot be read."""
+
+    @abstractmethod
+    def read_whole(self) -> IndexedRows:
+        """Returns the same rows by index; reads a source without indices to its end."""
+
+    def _with_columns(self, row: Any, where: str, row_id: str) -> LocatedRow:
+        if self.source.columns:
+            row = rename_columns(row, self.source.columns, where=where)
+        return LocatedRow(row, self.source, where, f"{self.prefix}-{row_id}")
+
+    @abstractmethod
+    def state_dict(self, number: int) -> JsonObject | None:
+        """Returns the state from which to read this row and later ones; None if rows are read by index."""
+
+    @abstractmethod
+    def load_state_dict(self, state: JsonMapping) -> None:
+        """Continues from a state without reading earlier rows."""
+
+
+@dataclass(eq=False)
+class IndexedRows(SourceRows):
+    """Rows by index: the key is the index in `rows`."""
+
+    rows: Sequence[Any]
+    _: KW_ONLY
+    used: Sequence[int] | None = None  # indices of the rows in use; None uses all
+    name_row: Callable[[int], str] | None = None  # names a row in messages; None uses its number and source
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_keys())
+
+    def row_keys(self) -> Sequence[int]:
+        return range(len(self.rows)) if self.used is None else self.used
+
+    def key_at(self, number: int) -> int:
+        keys = self.row_keys()
+        return keys[number % len(keys)]
+
+    def locate(self, key: int) -> LocatedRow:
+        where = f"Row {key + 1} of {self.source.source!r}" if self.name_row is None else self.name_row(key)
+        return self._with_columns(self.rows[key], where, str(key))
+
+    def read_whole(self) -> IndexedRows:
+        return self
+
+    def state_dict(self, number: int) -> None:
+        return None
+
+    def load_state_dict(self, state: JsonMapping) -> None:
+        """Does nothing: there is no state."""
+
+    def only(self, keys: Sequence[int]) -> IndexedRows:
+        """Returns the rows with these keys, which must be in the order of the data."""
+        return self if len(keys) == self.num_rows else replace(self, used=keys)
+
+
+def without_errors(made: Iterable[T | ValueError]) -> list[T]:
+    """Returns the items; raises the first ValueError among them."""
+    items: list[T] = []
+    for item in made:
+        if isinstance(item, ValueError):
+            raise item
+        items.append(item)
+    return items
 
 
 class CheckedRows(NamedTuple):
@@ -81,7 +188,8 @@ class RowPrompts(Sequence["Prompt | None"]):
 
         def locate(index: int) -> LocatedRow:
             number = bisect_right(starts, index, hi=len(sizes)) - 1
-            return self._locate(number, index - starts[number])
+            part = self.parts[number]
+            return part.locate(part.key_at(index - starts[number]))
 
         return without_errors(self._make(indices, locate))
 
@@ -96,8 +204,9 @@ class RowPrompts(Sequence["Prompt | None"]):
         """Returns the prompts at these positions of the run, which is faster than one by one."""
 
         def locate(position: int) -> LocatedRow:
-            number = self.order.source(position)
-            return self._locate(number, self.order.row(number, self.order.num_before(number, position)))
+            source, row = self.order.turn(position)
+            part = self.parts[source]
+            return part.locate(part.key_at(row))
 
         return self._make(positions, locate)
 
@@ -154,10 +263,6 @@ class RowPrompts(Sequence["Prompt | None"]):
         """Yields the number of the source and the key of every row, in the order of the data."""
         return ((number, key) for number, part in enumerate(self.parts) for key in part.row_keys())
 
-    def _locate(self, number: int, row: int) -> LocatedRow:
-        part = self.parts[number]
-        return part.locate(part.key_at(row))
-
     def _make(self, items: Iterable[T], locate: Callable[[T], LocatedRow]) -> list[Made]:
         """Makes the prompts of items; `locate` raises ValueError for a row that cannot be read."""
         made: list[Made] = []
@@ -206,8 +311,10 @@ class PromptStream:
     def __getitem__(self, position: int) -> Prompt | None:
         if position < 0:
             raise IndexError(f"position must be >= 0, got {position}.")
-        made = self._made.get(position, _NOT_MADE)
-        return without_errors(self.prompts.many([position]) if isinstance(made, str) else [made])[0]
+        made = self._made[position] if position in self._made else self.prompts.many([position])[0]
+        if isinstance(made, ValueError):
+            raise made
+        return made
 
     def is_prepared(self, position: int) -> bool:
         """Whether reading this position takes no time."""

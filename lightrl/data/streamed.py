@@ -28,12 +28,11 @@ from lightrl.data.rows import (
     refuse_pointer,
     without_padding,
 )
-from lightrl.data.sources import IndexedRows, LocatedRow, SourceRows
+from lightrl.data.stream import ROWS_AT_ONCE, IndexedRows, LocatedRow, SourceRows
 from lightrl.trajectory import JsonMapping, JsonObject
 
 OpenShard = Callable[[], Iterable[Any]]  # a shard, from its first row
 
-ROWS_AT_ONCE = 256  # rows that are read, or rendered with one call of the tokenizer
 _KEPT_BLOCKS = 2  # in memory
 _MAX_MARKS = 10_000
 

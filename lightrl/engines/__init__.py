@@ -2,7 +2,6 @@
 
 Reading order:
     engine.py       RolloutEngine, the contract with its defaults, and Completion
-    placing.py      what an engine takes of which devices, on paper
     fake_engine.py  deterministic, slow or broken on request, for tests
     local/          LocalEngine, for a laptop: decodes in this process
     servers/        the shared part of engines of servers: fleet, requests, weight syncs

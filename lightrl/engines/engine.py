@@ -1,4 +1,5 @@
-"""RolloutEngine: the contract of all engines, with defaults; and Completion, what they generate."""
+"""RolloutEngine: the contract of all engines, with defaults; Completion: what they generate; PlannedEngine: the devices
+and memory that one will use."""
 
 # ruff: noqa: B027  # a method without a body is a default that does nothing
 from __future__ import annotations
@@ -16,7 +17,6 @@ import transformers
 from transformers import PretrainedConfig
 
 from lightrl.columns import TOKENS, TokenArray, as_columns, reserve
-from lightrl.engines.placing import PlannedEngine
 from lightrl.models.tuning import Part
 from lightrl.trajectory import FinishReason, JsonObject, Sampling
 from lightrl.weights import Bucket, SharedFolder
@@ -55,6 +55,19 @@ class Completion:
 
 
 reserve(item.name for item in fields(Completion))
+
+
+@dataclass(frozen=True)
+class PlannedEngine:
+    """An engine's needs, on the device of rank 0, on servers, or on another device of this machine."""
+
+    name: str
+    place: Literal["rank 0", "servers", "elsewhere"]
+    servers: int = 1
+    tp: int = 1
+    width: int = 2  # bytes of a parameter and of a key or value
+    max_rows: int | None = None  # rows that decode together; None: all in flight
+    is_block_fp8: bool = False  # one byte per parameter, except embedding and head
 
 
 class RolloutEngine(ABC):

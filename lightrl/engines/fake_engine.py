@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from lightrl.columns import SUPPORTS
-from lightrl.concurrency.loop_thread import WakeUps
+from lightrl.concurrency.loop_thread import wake_up
 from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.functional import encode_supports
@@ -289,10 +289,8 @@ class FakeEngine(RolloutEngine):
     def _wake_sleepers(self) -> None:
         with self._lock:
             sleepers = list(self._sleepers)
-        wake_ups = WakeUps()
         for loop, event in sleepers:
-            wake_ups.add(loop, event.set)
-        wake_ups.send()
+            wake_up(loop, event.set)
 
 
 def _seconds(setting: Seconds, token_ids: list[int], sampling: Sampling) -> float:

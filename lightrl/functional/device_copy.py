@@ -20,6 +20,11 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return remember(source.to(device, non_blocking=True), source)
 
 
+def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Copies numbers from the host into a tensor on the device, without waiting for the copy."""
+    return to_device(torch.tensor(values, dtype=dtype), device)
+
+
 def on_host(tensor: Tensor) -> Tensor:
     """Returns the original that `to_device` copied, if neither has changed; otherwise copies to the host and waits."""
     if tensor.device.type == "cpu":

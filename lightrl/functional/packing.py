@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lightrl.checks.bounds import check_bounds
 
@@ -93,3 +93,26 @@ def microbatch_bins(lengths: Sequence[int], units: Sequence[Sequence[int]], max_
         return [sorted(row for rows in units for row in rows)]
     sizes = [sum(lengths[row] for row in rows) for rows in units]
     return [sorted(row for index in part for row in units[index]) for part in bins(sizes, max_tokens)]
+
+
+def chunks_of_similar_length(
+    sequences: Sequence[Sequence[int]], max_tokens: int, *, may_pad: bool = True
+) -> Iterator[list[int]]:
+    """Divides sequences into chunks that are prefilled together; yields each chunk's indices, longest sequences first.
+
+    Args:
+        sequences: token ids.
+        max_tokens: of a chunk, padded to its longest sequence; a longer sequence is a separate chunk.
+        may_pad: True allows sequences down to half the longest one's length; False only equal lengths.
+    """
+    chunk: list[int] = []
+    for index in sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i)):
+        if chunk:
+            longest, length = len(sequences[chunk[0]]), len(sequences[index])
+            is_too_short = 2 * length + 16 < longest if may_pad else length < longest
+            if (len(chunk) + 1) * longest > max_tokens or is_too_short:
+                yield chunk
+                chunk = []
+        chunk.append(index)
+    if chunk:
+        yield chunk

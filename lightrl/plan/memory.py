@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from lightrl.engines.placing import PlannedEngine
+from lightrl.engines.engine import PlannedEngine
 from lightrl.models import RoleMesh
 from lightrl.plan.costs import (
     TRAJECTORY_BYTES,

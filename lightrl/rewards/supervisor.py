@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from lightrl.checks.bounds import check_positive
-from lightrl.concurrency.loop_thread import WakeUps
+from lightrl.concurrency.loop_thread import settle_all
 from lightrl.errors import RewardError
 from lightrl.rewards.reward_result import Outcome, RewardResult, killed_error, timeout_error
 from lightrl.trajectory import Trajectory
@@ -425,7 +425,4 @@ class Supervisor(ABC, Generic[Request]):
 
 
 def _settle(outcomes: Iterable[tuple[_Call[Request], Outcome]]) -> None:
-    wake_ups = WakeUps()
-    for call, outcome in outcomes:
-        wake_ups.settle(call.future, outcome)
-    wake_ups.send()
+    settle_all((call.future, outcome) for call, outcome in outcomes)

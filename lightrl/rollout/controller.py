@@ -19,7 +19,7 @@ from functools import partial
 from typing import TypeVar
 
 from lightrl.checks.printable import count_text
-from lightrl.concurrency.abandon import abandon, is_abandoned
+from lightrl.concurrency.abandon import Tasks, abandon, is_abandoned
 from lightrl.concurrency.loop_thread import LoopThread
 from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import RolloutError
@@ -28,8 +28,7 @@ from lightrl.rollout.group_scheduler import Drop, GroupScheduler, RolloutSetting
 from lightrl.rollout.prompts import PromptCursor, Prompts, PromptsAhead, State
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.resume import SavedState
-from lightrl.rollout.runner import Rewards, TrajectoryRunner
-from lightrl.rollout.tasks import AdmissionBatch, Tasks
+from lightrl.rollout.runner import AdmissionBatch, Rewards, TrajectoryRunner
 from lightrl.rollout.workflow_pool import WorkflowPool
 from lightrl.trace import span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
@@ -49,9 +48,6 @@ class Wait:
 
     def count(self) -> None:
         self.done += 1
-        self.note_progress()
-
-    def note_progress(self) -> None:
         self.last_progress = time.monotonic()
 
 
@@ -260,8 +256,7 @@ class RolloutController:
                 f"The engine serves weight version {served} and the trainer is at {weight_version} (-1 is none). "
                 f"The engine may lag by at most max_staleness={self.settings.max_staleness}. Load newer weights first."
             )
-        if not self.settings.defers_rewards:
-            unrewarded = self._scheduler.unrewarded()
+        if not self.settings.defers_rewards and (unrewarded := self._scheduler.unrewarded()):
             await self._rewards.wait_for(unrewarded, wait.count)
             self._scheduler.on_rewards(unrewarded)
         self._scheduler.begin_take(weight_version)
@@ -273,10 +268,11 @@ class RolloutController:
                 if self._tasks.failure is not None:
                     raise self._tasks.failure
                 batch = self._scheduler.take(weight_version)
-                self._stragglers.count(len(batch.waits_for) if self._scheduler.is_held_back else 0)
+                waits_for_slow_ones = len(self._scheduler.finished) >= self.settings.groups_per_iteration
+                self._stragglers.count(len(batch.waits_for) if waits_for_slow_ones else 0)
                 if batch.group_ids is not None:
-                    self._give_up(batch.gives_up)
                     if batch.gives_up:
+                        self._give_up(batch.gives_up)
                         self._tasks.spawn(self._start_admissible())
                     return list(self._scheduler.taken)
                 wait.for_what = batch.describe_wait()
@@ -316,25 +312,20 @@ class RolloutController:
             for _ in range(self._scheduler.plan(version)):
                 self._scheduler.queue(self._cursor.choose(self.run_seed))
             for position in self._scheduler.startable(version):
-                self._start(position, self._cursor.read(position))
+                running = self._scheduler.start(position, self._cursor.read(position), version)
+                self._runner.in_flight.open(running.seed_name)
+                run = self._run_group(
+                    running.group,
+                    [sample for sample in range(self.settings.group_size) if sample not in running.results],
+                    self.sampling,
+                    running.seed_name,
+                    on_done=partial(self._report, running),
+                    defers_rewards=self.settings.defers_rewards,
+                )
+                self._running[position] = (running.seed_name, self._tasks.spawn(run))
         except RolloutError as error:
             self._tasks.fail(error)
         self._ahead.refill()
-
-    def _start(self, position: int, prompt: Prompt) -> None:
-        """Starts a queued position; samples that a checkpoint holds are not generated again."""
-        running = self._scheduler.start(position, prompt, self.weight_version)
-        samples = [sample for sample in range(self.settings.group_size) if sample not in running.results]
-        self._runner.in_flight.open(running.seed_name)
-        run = self._run_group(
-            running.group,
-            samples,
-            self.sampling,
-            running.seed_name,
-            on_done=partial(self._report, running),
-            defers_rewards=self.settings.defers_rewards,
-        )
-        self._running[position] = (running.seed_name, self._tasks.spawn(run))
 
     async def _run_group(
         self,
@@ -386,10 +377,10 @@ class RolloutController:
         if self._scheduler.running.get(group.id) is not running:
             return  # it was given up in this tick of the event loop
         if self._take_wait is not None:
-            self._take_wait.note_progress()
+            self._take_wait.last_progress = time.monotonic()
         try:
             is_done = self._scheduler.record(running, sample, trajectory)
-            if is_done and group.trajectories:
+            if is_done and group.trajectories and self.settings.curriculum is not None:
                 self._cursor.observe(group.id, group.prompt.id, success_rate(group))
             if is_done:
                 self._scheduler.settle(group)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import functools
 import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -165,7 +166,7 @@ class RolloutSettings:
             self.curriculum or self.group_filter or self.incomplete_groups != "train" or self.oversample_fraction
         )
 
-    @property
+    @functools.cached_property
     def num_oversampled(self) -> int:
         """Groups started beyond the P that an iteration needs."""
         return math.ceil(self.oversample_fraction * self.groups_per_iteration)
@@ -407,28 +408,22 @@ class GroupScheduler:
         samples it again.
         """
         self._num_resamples.pop(group.id, None)
-        reason = self._reason_to_drop(group)
+        num, size = len(group.trajectories), self.settings.group_size
+        reason: tuple[str, str] | None = None
+        if num == 0:
+            reason = "failed", f"Every trajectory of group {group.id} failed: {self.counter.last.message}"
+        elif num < size and self.settings.incomplete_groups != "train":
+            reason = "incomplete", f"Group {group.id} has {num} of its {size} trajectories."
+        elif self.settings.group_filter is not None:
+            with named_user_code("The group filter", on=f"group {group.id}"):
+                reason = self.settings.group_filter(group)
         if reason is None:
             del self.running[group.id]
-            self._keep(group)
+            self.finished[group.id] = (group, group.oldest_version)
             self.counter.num_kept += 1
         else:
             self._drop(group.id, *reason)
             self.counter.count_dropped(*reason)
-
-    def _reason_to_drop(self, group: Group) -> tuple[str, str] | None:
-        num, size = len(group.trajectories), self.settings.group_size
-        if num == 0:
-            return "failed", f"Every trajectory of group {group.id} failed: {self.counter.last.message}"
-        if num < size and self.settings.incomplete_groups != "train":
-            return "incomplete", f"Group {group.id} has {num} of its {size} trajectories."
-        if self.settings.group_filter is None:
-            return None
-        with named_user_code("The group filter", on=f"group {group.id}"):
-            return self.settings.group_filter(group)
-
-    def _keep(self, group: Group) -> None:
-        self.finished[group.id] = (group, group.oldest_version)
 
     def unrewarded(self) -> list[Group]:
         """Returns finished groups without rewards, which come from the checkpoint of a run that deferred rewards."""
@@ -438,15 +433,14 @@ class GroupScheduler:
         """Keeps the groups of `unrewarded`, which now have rewards; samples a group again if all its rewards failed."""
         for group in groups:
             if group.trajectories:
-                self._keep(group)
+                self.finished[group.id] = (group, group.oldest_version)
             else:
                 del self.finished[group.id]
                 self.queue(group.id)
 
     def begin_take(self, weight_version: int) -> None:
         """Returns an uncommitted batch to `finished`, and resamples finished groups that are too old for any batch."""
-        for group in self.taken:
-            self._keep(group)
+        self.finished |= {group.id: (group, group.oldest_version) for group in self.taken}
         self.taken = []
         for group_id in find_late(self.settings, weight_version, _versions(self.finished, weight_version)):
             bound = f"max_staleness={self.settings.max_staleness}"
@@ -472,11 +466,6 @@ class GroupScheduler:
             self.counter.count_given_up()
         self.counter.begin_iteration()
         return batch
-
-    @property
-    def is_held_back(self) -> bool:
-        """Whether enough groups for a batch are finished, so that it waits only for slow ones."""
-        return len(self.finished) >= self.settings.groups_per_iteration
 
     def commit(self) -> None:
         """Forgets the groups of the last `take`, which have been trained on."""
@@ -533,8 +522,8 @@ class GroupScheduler:
         self.num_consumed = num_iterations * self.settings.groups_per_iteration  # admission counts this run's P
         self._queued = sorted(state["in_flight"])
         self._num_resamples, self.finished = dict(state["resamples"]), {}
-        for record in state["finished"]:
-            self._keep(Group.from_state(record))
+        for group in map(Group.from_state, state["finished"]):
+            self.finished[group.id] = (group, group.oldest_version)
         # With a smaller bound, groups that were running might finish too old, so they start again.
         is_in_time = state.get("max_staleness", 0) <= self.settings.max_staleness
         continues = is_in_time and state.get("group_size") == self.settings.group_size
@@ -582,7 +571,7 @@ def pass_over(
         finished, running: group id → version of its oldest token, or of the weights that served when it started.
     """
     size = settings.groups_per_iteration
-    taken = set(_oldest_first(finished)[:size])
+    taken = set(sorted(finished, key=lambda group_id: (finished[group_id], group_id))[:size])
     if len(taken) < size:
         return Batch(None, sorted(running))
     left_over = {**finished, **running}
@@ -608,17 +597,13 @@ def find_late(
     """
     late: list[int] = []
     in_time: list[int] = []
-    for group_id in _oldest_first(versions):
+    for group_id in sorted(versions, key=lambda group_id: (versions[group_id], group_id)):
         in_time.append(group_id)
         trained_at = weight_version + (len(in_time) - 1) // settings.groups_per_iteration
         if trained_at > versions[group_id] + settings.max_staleness:
             late.append(next((one for one in in_time if one in running), group_id))
             in_time.remove(late[-1])
     return sorted(late)
-
-
-def _oldest_first(versions: Mapping[int, int]) -> list[int]:
-    return sorted(versions, key=lambda group_id: (versions[group_id], group_id))
 
 
 def _versions(finished: Mapping[int, tuple[Group, int]], weight_version: int) -> dict[int, int]:

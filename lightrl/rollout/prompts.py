@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lightrl.checks.user_code import named_user_code
+from lightrl.concurrency.abandon import Tasks
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.errors import RolloutError
-from lightrl.rollout.tasks import Tasks
 from lightrl.trace import span
 from lightrl.trajectory import Prompt, sampling_seed
 
@@ -149,16 +149,9 @@ class PromptCursor:
             num -= prompt is not None and self._is_chosen(run_seed, position, prompt)
         return None
 
-    def prepare(self, first: int) -> None:
-        """Makes the prompts that start at this position, in a thread; raises RolloutError if the stream raises."""
-        assert self.prompts is not None
-        with named_user_code(f"Making the prompts at position {first} and after"):
-            self.prompts.prepare(first, AHEAD)
-
     def observe(self, position: int, prompt_id: str, success_rate: float) -> None:
-        """Keeps the success rate of a group for the curriculum, if there is one."""
-        if self.curriculum is not None:
-            self._observations[position] = (prompt_id, success_rate)
+        """Keeps the success rate of a group for the curriculum."""
+        self._observations[position] = (prompt_id, success_rate)
 
     def state_dict(self) -> State | None:
         """Returns the curriculum's state and pending observations, or None without one; not `next_position`."""
@@ -224,7 +217,12 @@ class PromptsAhead:
             self._making = self.tasks.spawn(self._make(first))
 
     async def _make(self, first: int) -> None:
-        with span("make prompts", "data", "prompts", first=first):
-            await in_thread(self.cursor.prepare, first)
+        prompts = self.cursor.prompts
+        assert prompts is not None
+        with (
+            span("make prompts", "data", "prompts", first=first),
+            named_user_code(f"Making the prompts at position {first} and after"),
+        ):
+            await in_thread(prompts.prepare, first, AHEAD)
         self._making = None
         await self.then()

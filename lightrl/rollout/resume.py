@@ -1,100 +1,21 @@
-"""SavedState: the rollout's part of a checkpoint, taken at a token boundary of the engine.
-
-InFlightCompletions: what running groups have generated so far and the answers they got, so that a resumed run can
-continue from there.
-"""
+"""SavedState: the rollout's part of a checkpoint, taken at a token boundary of the engine."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from lightrl.engines.engine import Completion, RolloutEngine
 from lightrl.errors import EngineError, RolloutError
 from lightrl.rollout.group_scheduler import GroupScheduler
 from lightrl.rollout.prompts import PromptCursor, State
-from lightrl.rollout.tasks import ADMISSION_TICKS, AdmissionBatch
-from lightrl.trajectory import sampling_seed
-from lightrl.workflows.turn_log import TurnLog
-from lightrl.workflows.workflow import Workflow
+from lightrl.rollout.runner import ADMISSION_TICKS, AdmissionBatch, InFlightCompletions
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class InFlightCompletions:
-    """The completions of running groups, by seed name of the group. Belongs to one event loop."""
-
-    workflow: Workflow
-    started: dict[int, Completion] = field(default_factory=dict)  # seed -> a checkpoint's, complete or partial
-    _completions: dict[str, dict[int, Completion | None]] = field(default_factory=dict)  # seeds; None: in progress
-    _answers: dict[str, list[list[Any]]] = field(default_factory=dict)  # session -> a checkpoint's
-    _logs: dict[str, dict[str, TurnLog]] = field(default_factory=dict)  # session -> log
-
-    def open(self, seed_name: str) -> None:
-        """Includes a training group that starts in checkpoints from now on."""
-        self._completions.setdefault(seed_name, {})
-
-    def close(self, seed_name: str) -> None:
-        """Forgets a group that is done or given up."""
-        self._completions.pop(seed_name, None)
-        self._logs.pop(seed_name, None)
-
-    def hand_over(self, seed_name: str, samples: Sequence[int], run_seed: int) -> State | None:
-        """Removes and returns a checkpoint's part of these samples, for a worker's `take_over`; None in validation."""
-        if seed_name not in self._completions:
-            return None
-        started: dict[int, Completion] = {}
-        for sample in samples:
-            seeds = (sampling_seed(run_seed, seed_name, sample, turn) for turn in itertools.count())
-            started |= {seed: self.started.pop(seed) for seed in itertools.takewhile(self.started.__contains__, seeds)}
-        sessions = {f"{seed_name}/{sample}" for sample in samples} & self._answers.keys()
-        return {"started": started, "answers": {session: self._answers.pop(session) for session in sessions}}
-
-    def take_over(self, seed_name: str, parts: State) -> None:
-        """Opens a training group in this worker, with what `hand_over` returned."""
-        self.open(seed_name)
-        self.started |= parts["started"]
-        self._answers |= parts["answers"]
-
-    def completions(self, seed_name: str) -> dict[int, Completion | None]:
-        """Returns the dict of a running group's completions, which callers fill; a throw-away dict in validation."""
-        return self._completions.get(seed_name, {})
-
-    def turn_log(self, seed_name: str, session: str) -> TurnLog | None:
-        """Returns the log of a training rollout that a resumed run can continue; None for others."""
-        if seed_name not in self._completions or not self.workflow.continues:
-            return None
-        answers = [(method, answer, state) for method, answer, state in self._answers.pop(session, [])]
-        log = self._logs.setdefault(seed_name, {})[session] = TurnLog(answers)
-        return log
-
-    def state_dict(self, unfinished: Mapping[int, Completion], states_of_workers: Sequence[State] = ()) -> State:
-        """
-        Args:
-            unfinished: by seed, the engine's completions in progress.
-            states_of_workers: the workflow workers' states, in the form that this method returns.
-        """
-        logs = [item for logs in self._logs.values() for item in logs.items()]
-        completions: dict[int, Any] = {}
-        if self.workflow.continues:
-            generated = {seed: item for group in self._completions.values() for seed, item in group.items()}
-            known = {**self.started, **{seed: item or unfinished.get(seed) for seed, item in generated.items()}}
-            completions = {seed: item.state_dict() for seed, item in known.items() if item and len(item.token_ids)}
-        answers = self._answers | {session: log.state_dict() for session, log in logs if log.answers}
-        for state in states_of_workers:
-            completions |= dict(state["written"])
-            answers |= state["answers"]
-        return {"written": [[seed, item] for seed, item in completions.items()], "answers": answers}
-
-    def load_state_dict(self, state: State) -> None:
-        self.started = {seed: Completion.from_state(item) for seed, item in state["written"]}
-        self._answers = dict(state["answers"])
 
 
 class Resumable(Protocol):

@@ -1,6 +1,10 @@
 """TrajectoryRunner: runs a workflow for the trajectories of a group, in rank 0's process or in a workflow worker.
 
-Rewards: computes their rewards, only in rank 0's process.
+InFlightCompletions: what running groups have generated so far and the answers they got, so that a resumed run can
+continue from there.
+
+AdmissionBatch: groups that start together reach the engine together. Rewards: computes rewards. Both only in rank 0's
+process.
 """
 
 from __future__ import annotations
@@ -8,26 +12,101 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightrl.checks.printable import count_text
 from lightrl.checks.user_code import named_user_code
 from lightrl.columns import registered
-from lightrl.concurrency.abandon import abandon, each_when_done, is_abandoned
+from lightrl.concurrency.abandon import Tasks, abandon, each_when_done, is_abandoned
 from lightrl.engines.engine import Completion, RolloutEngine
 from lightrl.errors import EngineError, RewardError, RolloutError
 from lightrl.rewards import RewardResult, RewardWorker
 from lightrl.rollout.group_scheduler import DropCounter
 from lightrl.rollout.prompts import State
-from lightrl.rollout.resume import InFlightCompletions
-from lightrl.rollout.tasks import Tasks
 from lightrl.trace import record, span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.workflows.turn_log import TurnLog
 from lightrl.workflows.workflow import GroupResult, RunResult, SingleTurn, Workflow, check_trajectory, own_cancellation
+
+# Ticks of the event loop after which every new trajectory has reached its first `generate`: one starts the group's
+# task, one the task of the trajectory or request, and the others allow for a workflow that first awaits something that
+# is ready.
+ADMISSION_TICKS = 5
+
+
+@dataclass(eq=False)
+class InFlightCompletions:
+    """The completions of running groups, by seed name of the group. Belongs to one event loop."""
+
+    workflow: Workflow
+    started: dict[int, Completion] = field(default_factory=dict)  # seed -> a checkpoint's, complete or partial
+    _completions: dict[str, dict[int, Completion | None]] = field(default_factory=dict)  # seeds; None: in progress
+    _answers: dict[str, list[list[Any]]] = field(default_factory=dict)  # session -> a checkpoint's
+    _logs: dict[str, dict[str, TurnLog]] = field(default_factory=dict)  # session -> log
+
+    def open(self, seed_name: str) -> None:
+        """Includes a training group that starts in checkpoints from now on."""
+        self._completions.setdefault(seed_name, {})
+
+    def close(self, seed_name: str) -> None:
+        """Forgets a group that is done or given up."""
+        self._completions.pop(seed_name, None)
+        self._logs.pop(seed_name, None)
+
+    def hand_over(self, seed_name: str, samples: Sequence[int], run_seed: int) -> State | None:
+        """Removes and returns a checkpoint's part of these samples, for a worker's `take_over`; None in validation."""
+        if seed_name not in self._completions:
+            return None
+        started: dict[int, Completion] = {}
+        for sample in samples:
+            seeds = (sampling_seed(run_seed, seed_name, sample, turn) for turn in itertools.count())
+            started |= {seed: self.started.pop(seed) for seed in itertools.takewhile(self.started.__contains__, seeds)}
+        sessions = {f"{seed_name}/{sample}" for sample in samples} & self._answers.keys()
+        return {"started": started, "answers": {session: self._answers.pop(session) for session in sessions}}
+
+    def take_over(self, seed_name: str, parts: State) -> None:
+        """Opens a training group in this worker, with what `hand_over` returned."""
+        self.open(seed_name)
+        self.started |= parts["started"]
+        self._answers |= parts["answers"]
+
+    def completions(self, seed_name: str) -> dict[int, Completion | None]:
+        """Returns the dict of a running group's completions, which callers fill; a throw-away dict in validation."""
+        return self._completions.get(seed_name, {})
+
+    def turn_log(self, seed_name: str, session: str) -> TurnLog | None:
+        """Returns the log of a training rollout that a resumed run can continue; None for others."""
+        if seed_name not in self._completions or not self.workflow.continues:
+            return None
+        answers = [(method, answer, state) for method, answer, state in self._answers.pop(session, [])]
+        log = self._logs.setdefault(seed_name, {})[session] = TurnLog(answers)
+        return log
+
+    def state_dict(self, unfinished: Mapping[int, Completion], states_of_workers: Sequence[State] = ()) -> State:
+        """
+        Args:
+            unfinished: by seed, the engine's completions in progress.
+            states_of_workers: the workflow workers' states, in the form that this method returns.
+        """
+        logs = [item for logs in self._logs.values() for item in logs.items()]
+        completions: dict[int, Any] = {}
+        if self.workflow.continues:
+            generated = {seed: item for group in self._completions.values() for seed, item in group.items()}
+            known = {**self.started, **{seed: item or unfinished.get(seed) for seed, item in generated.items()}}
+            completions = {seed: item.state_dict() for seed, item in known.items() if item and len(item.token_ids)}
+        answers = self._answers | {session: log.state_dict() for session, log in logs if log.answers}
+        for state in states_of_workers:
+            completions |= dict(state["written"])
+            answers |= state["answers"]
+        return {"written": [[seed, item] for seed, item in completions.items()], "answers": answers}
+
+    def load_state_dict(self, state: State) -> None:
+        self.started = {seed: Completion.from_state(item) for seed, item in state["written"]}
+        self._answers = dict(state["answers"])
 
 
 @dataclass(eq=False)
@@ -111,9 +190,25 @@ class _GroupGenerate:
     async def for_all(self, token_ids: list[int]) -> AsyncGenerator[tuple[int, Completion | RolloutError], None]:
         seeds = {sample: sampling_seed(self.run_seed, self.seed_name, sample, 0) for sample in self.samples}
         in_flight = self.in_flight.completions(self.seed_name)
-        in_flight.update(dict.fromkeys(seeds.values()))
+        futures: dict[int, asyncio.Future[Completion]] = {}
+        unfinished: dict[int, Completion | None] = {}  # sample -> a checkpoint's start of its completion
+        for sample, seed in seeds.items():
+            in_flight[seed] = None
+            started = self.in_flight.started.pop(seed, None)
+            if started is None or started.finish_reason == "abort":
+                unfinished[sample] = started
+            else:
+                futures[sample] = asyncio.get_running_loop().create_future()
+                futures[sample].set_result(started)
         start_ns = time.perf_counter_ns()
-        async with contextlib.aclosing(each_when_done(self._start(token_ids, seeds))) as done:
+        if unfinished:
+            request: dict[str, Any] = {"images": self.prompt.images} if self.prompt.images else {}
+            if self.engine.continues_completions and any(unfinished.values()):
+                request["started"] = [*unfinished.values()]
+            samplings = [self.sampling.with_seed(seeds[sample]) for sample in unfinished]
+            generating = self.engine.generate_group(token_ids, samplings, session=self.seed_name, **request)
+            futures |= zip(unfinished, generating, strict=True)
+        async with contextlib.aclosing(each_when_done(futures)) as done:
             async for sample, generated in done:
                 record("generate", "generate", "generations", start_ns, session=f"{self.seed_name}/{sample}")
                 completion = in_flight[seeds[sample]] = generated.result()
@@ -121,24 +216,6 @@ class _GroupGenerate:
                     yield sample, check_completion(completion, self.sampling, 0, self.prompt)
                 except RolloutError as error:
                     yield sample, error
-
-    def _start(self, token_ids: list[int], seeds: dict[int, int]) -> dict[int, asyncio.Future[Completion]]:
-        """Returns, by sample, the completion that a checkpoint holds or that the engine generates."""
-        started = {sample: self.in_flight.started.pop(seed, None) for sample, seed in seeds.items()}
-        futures: dict[int, asyncio.Future[Completion]] = {}
-        for sample, completion in started.items():
-            if completion is not None and completion.finish_reason != "abort":
-                futures[sample] = asyncio.get_running_loop().create_future()
-                futures[sample].set_result(completion)
-        rest = [sample for sample in seeds if sample not in futures]
-        if rest:
-            request: dict[str, Any] = {"images": self.prompt.images} if self.prompt.images else {}
-            if self.engine.continues_completions and any(started[sample] is not None for sample in rest):
-                request["started"] = [started[sample] for sample in rest]
-            samplings = [self.sampling.with_seed(seeds[sample]) for sample in rest]
-            generating = self.engine.generate_group(token_ids, samplings, session=self.seed_name, **request)
-            futures |= zip(rest, generating, strict=True)
-        return futures
 
 
 @dataclass(eq=False)
@@ -198,6 +275,37 @@ def check_completion(completion: Completion, sampling: Sampling, turn: int, prom
     if completion.finish_reason == "abort":
         raise RolloutError(f"The engine aborted turn {turn} of prompt {prompt.id!r}.")
     return completion
+
+
+@dataclass(eq=False)
+class AdmissionBatch:
+    """`async with admission.batch():` requests started inside reach the engine while it is paused."""
+
+    engine: RolloutEngine  # has been started
+    resuming: set[asyncio.Task[None]] = field(default_factory=set)  # must not be cancelled
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @contextlib.asynccontextmanager
+    async def batch(self) -> AsyncIterator[None]:
+        """Waits for the previous batch and for the engine's pause.
+
+        On cancellation the engine is resumed. The resume itself is never cancelled, or the engine would stay paused.
+        """
+        async with self._lock:
+            try:
+                await self.engine.pause()
+                yield
+                for _ in range(ADMISSION_TICKS):
+                    await asyncio.sleep(0)
+            finally:
+                resuming = asyncio.get_running_loop().create_task(self.engine.resume())
+                self.resuming.add(resuming)
+                resuming.add_done_callback(self.resuming.discard)
+                try:
+                    await asyncio.shield(resuming)
+                except asyncio.CancelledError:
+                    await asyncio.wait({resuming})
+                    raise
 
 
 @dataclass(eq=False)

@@ -28,14 +28,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrl.columns import registered
+from lightrl.concurrency.abandon import Tasks
 from lightrl.concurrency.child_process import ONE_THREAD, ChildProcess, command, ending_of, import_path
 from lightrl.concurrency.streams import BadMessage, Channel
 from lightrl.engines import RolloutEngine
 from lightrl.engines.servers.leader import FollowerState
 from lightrl.errors import EngineError, RewardError, RolloutError
 from lightrl.rollout.prompts import State
-from lightrl.rollout.resume import InFlightCompletions
-from lightrl.rollout.tasks import Tasks
+from lightrl.rollout.runner import InFlightCompletions
 from lightrl.trace import record
 from lightrl.trajectory import Prompt, Sampling, Trajectory
 from lightrl.workflows.workflow import GroupResult, Workflow, check_trajectory

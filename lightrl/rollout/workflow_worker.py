@@ -23,14 +23,13 @@ from typing import Any
 
 from lightrl.checks.user_code import named_user_code
 from lightrl.columns import register
-from lightrl.concurrency.abandon import abandon
+from lightrl.concurrency.abandon import Tasks, abandon
 from lightrl.concurrency.streams import Channel
 from lightrl.engines.engine import Completion
 from lightrl.engines.servers.follower import Follower
 from lightrl.errors import EngineError, RolloutError
 from lightrl.rollout.prompts import State
 from lightrl.rollout.runner import TrajectoryRunner
-from lightrl.rollout.tasks import Tasks
 from lightrl.trajectory import Prompt, Trajectory
 from lightrl.workflows.workflow import RunResult, Workflow
 

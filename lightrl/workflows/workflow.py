@@ -144,7 +144,8 @@ class SingleTurn(Workflow):
         tokenizer: decodes the completion into `Trajectory.completion`, without end tokens.
     """
 
-    _latest: tuple[Prompt, TokenArray[int], TokenArray[float], str] | None = None  # the last result of `_of_prompt`
+    # The latest prompt, its token ids, as many zeros and its opened thinking, which its group's completions share.
+    _latest: tuple[Prompt, TokenArray[int], TokenArray[float], str] | None = None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -176,7 +177,11 @@ class SingleTurn(Workflow):
 
     def trajectory_of(self, prompt: Prompt, completion: Completion) -> Trajectory:
         """Returns the trajectory of this completion; the prompt must have token ids."""
-        prompt_ids, zeros, opening = self._of_prompt(prompt)
+        if self._latest is None or self._latest[0] is not prompt:
+            ids: TokenArray[int] = TokenArray(prompt.token_ids or (), "i")
+            no_logprobs: TokenArray[float] = TokenArray.of_stored(bytes(4 * len(ids)), b"", "f")
+            self._latest = prompt, ids, no_logprobs, self.template.opened_thinking(prompt, ids)
+        _, prompt_ids, zeros, opening = self._latest
         start, num_new = len(prompt_ids), len(completion.token_ids)
         versions = TOKENS["weight_versions"].array(completion.weight_versions).runs()
         token_ids: TokenArray[int] = TokenArray.joined([prompt_ids, completion.token_ids], "i")
@@ -195,14 +200,6 @@ class SingleTurn(Workflow):
             turns=[Turn(start, start + num_new, completion.finish_reason)],
             columns=extended({}, start, completion.columns, num_new),
         )
-
-    def _of_prompt(self, prompt: Prompt) -> tuple[TokenArray[int], TokenArray[float], str]:
-        """Returns a prompt's token ids, as many zeros, and its opened thinking; cached for the group's completions."""
-        if self._latest is None or self._latest[0] is not prompt:
-            token_ids: TokenArray[int] = TokenArray(prompt.token_ids or (), "i")
-            zeros: TokenArray[float] = TokenArray.of_stored(bytes(4 * len(token_ids)), b"", "f")
-            self._latest = prompt, token_ids, zeros, self.template.opened_thinking(prompt, token_ids)
-        return self._latest[1:]
 
 
 @functools.lru_cache(64)  # most trajectories of an iteration share a few arguments

@@ -5,7 +5,12 @@ import contextlib
 from collections.abc import Coroutine
 from typing import Any
 
-from lightrl.concurrency.abandon import abandon, each_when_done, is_abandoned
+import pytest
+
+from lightrl.concurrency import abandon as abandoning
+from lightrl.concurrency.abandon import Tasks, abandon, each_when_done, is_abandoned
+from lightrl.engines.servers import home_loop
+from lightrl.engines.servers.home_loop import HomeLoop
 
 
 async def cleans_up(ended: list[str], name: str) -> None:
@@ -65,3 +70,44 @@ def test_who_leaves_early_does_not_wait_for_the_others() -> None:
 
     asyncio.run(scenario())
     assert ended == ["slow"]
+
+
+async def keep_running(ended: list[str]) -> None:
+    """Swallows its first cancellation, as aiohttp does with one that arrives as a timeout expires."""
+    try:
+        await asyncio.sleep(600)
+    except asyncio.CancelledError:
+        ended.append("first")
+    try:
+        await asyncio.sleep(600)
+    finally:
+        ended.append("second")
+
+
+def test_a_task_that_swallows_a_cancellation_is_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(abandoning, "_CANCEL_AGAIN_S", 0.05)
+    ended: list[str] = []
+
+    async def scenario() -> None:
+        spawned = Tasks()
+        spawned.spawn(keep_running(ended))
+        await asyncio.sleep(0)
+        await spawned.abandon_all(but=[])
+        assert spawned.failure is None
+
+    asyncio.run(scenario())
+    assert ended == ["first", "second"]
+
+
+def test_so_is_one_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(home_loop, "_CANCEL_AGAIN_S", 0.05)
+    ended: list[str] = []
+    home = HomeLoop(lambda: "")
+
+    async def begin() -> None:
+        home.spawn(keep_running(ended))
+        await asyncio.sleep(0)
+
+    asyncio.run_coroutine_threadsafe(begin(), home.loop).result(600)
+    home.close(home.end_tasks)
+    assert ended == ["first", "second"]

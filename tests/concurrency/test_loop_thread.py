@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from lightrl.concurrency.loop_thread import LoopThread, WakeUps
+from lightrl.concurrency.loop_thread import LoopThread, settle_all
 from lightrl.errors import RolloutError
 
 
@@ -100,13 +100,8 @@ def test_results_are_read_while_later_ones_arrive() -> None:
         waits = [asyncio.ensure_future(wait_for(futures, index)) for index in range(500)]
         await asyncio.sleep(0)
 
-        def settle() -> None:
-            wake_ups = WakeUps()
-            for index, future in enumerate(futures):
-                wake_ups.settle(future, index)
-            wake_ups.send()
-
-        thread = threading.Thread(target=settle)
+        outcomes = [(future, index) for index, future in enumerate(futures)]
+        thread = threading.Thread(target=settle_all, args=[outcomes])
         thread.start()
         await asyncio.gather(*waits)
         thread.join()

@@ -351,7 +351,7 @@ def test_rows_wait_for_the_memory_of_key_values_and_get_the_same_tokens(rows: fl
 
 def test_a_batch_has_capacity_for_the_rows_whose_last_tokens_fit() -> None:
     decoder, batch = make_batch(max_rows=8)
-    rows = [Row((3,) * 8, Sampling(max_new_tokens=number), seed=0) for number in (8, 8, 8, 40)]
+    rows = [Row((3,) * 8, Sampling(max_new_tokens=number)) for number in (8, 8, 8, 40)]
     assert batch.capacity(rows) == 8  # without a bound
     decoder.cache_bytes = 3 * 16 * decoder.token_bytes
     assert batch.capacity(rows) == 3  # of 16 tokens each; a fourth needs 48
@@ -375,7 +375,7 @@ def test_a_step_reads_no_number_from_the_device() -> None:
                 reads.append(func.overloadpacket.__name__)
             return func(*args, **(kwargs or {}))
 
-    rows = [Row((3, 4), Sampling(max_new_tokens=3 + i, stop_token_ids=(2,), seed=i), seed=i) for i in range(4)]
+    rows = [Row((3, 4), Sampling(max_new_tokens=3 + i, stop_token_ids=(2,), seed=i)) for i in range(4)]
     with torch.inference_mode(), Reads():
         batch.admit(rows, 0)
         finished = [batch.retire()]
@@ -417,17 +417,17 @@ def test_rows_of_a_hybrid_that_join_and_leave_get_what_they_get_alone(family: st
     """Rows differ in length; some exceed a chunk of 64 tokens."""
     models = make_models(hybrid(family, **changes), count=2)
     settings = [((3 + i,) * (1 + 23 * i % 60), Sampling(max_new_tokens=4 + 13 * i % 22, seed=i)) for i in range(6)]
-    rows = [Row(prompt, sampling, seed=sampling.seed) for prompt, sampling in settings]
+    rows = [Row(prompt, sampling) for prompt, sampling in settings]
     together = decoded(models, {0: rows[:3], 2: rows[3:5], 9: rows[5:]})
     for row in rows:
-        alone = decoded(models, {0: [row]})[row.seed]
-        assert together[row.seed].token_ids == alone.token_ids
-        assert list(together[row.seed].logprobs) == pytest.approx(list(alone.logprobs), abs=1e-5)
+        alone = decoded(models, {0: [row]})[row.sampling.seed]
+        assert together[row.sampling.seed].token_ids == alone.token_ids
+        assert list(together[row.sampling.seed].logprobs) == pytest.approx(list(alone.logprobs), abs=1e-5)
         expected = recomputed_logprobs(models[0], [*row.prompt], [*alone.token_ids], row.sampling)
         assert list(alone.logprobs) == pytest.approx(expected.tolist(), abs=1e-5)
     synced = decoded(models, {0: rows[:3], 2: rows[3:5], 9: rows[5:]}, load_after=6)
     for row in rows:
-        completion = synced[row.seed]
+        completion = synced[row.sampling.seed]
         versions = torch.tensor(completion.weight_versions)
         for version, model in enumerate(models):
             expected = recomputed_logprobs(model, [*row.prompt], [*completion.token_ids], row.sampling)
@@ -457,7 +457,7 @@ def decoded(
             batch.step()
         elif step > max(entering):
             break
-        completions |= {row.seed: completion for row, completion in batch.retire()}
+        completions |= {row.sampling.seed: completion for row, completion in batch.retire()}
     return completions
 
 

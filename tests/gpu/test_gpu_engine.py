@@ -54,7 +54,7 @@ def test_a_step_never_waits_for_the_device(
     assert family is not None
     decoder = LlamaDecoder(config, family, dtype=torch.bfloat16, device=device)
     batch = RunningBatch(decoder, max_rows=4, vocab_size=config.vocab_size, device=device)
-    rows = [Row((3, 4), Sampling(max_new_tokens=40 + i, stop_token_ids=(1,)), seed=i) for i in range(4)]
+    rows = [Row((3, 4), Sampling(max_new_tokens=40 + i, stop_token_ids=(1,), seed=i)) for i in range(4)]
     with torch.inference_mode():
         batch.admit(rows, 0)  # the kernel's trial waits
         batch.step()

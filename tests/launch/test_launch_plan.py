@@ -5,7 +5,7 @@ from transformers import AutoConfig
 
 from lightrl.commands.launch.plan import RunFacts, describe, drawing, make_plan, place
 from lightrl.commands.launch.settings import Launch, Layout
-from lightrl.engines.placing import PlannedEngine
+from lightrl.engines.engine import PlannedEngine
 from lightrl.models import RoleMesh
 from lightrl.plan.memory import PlannedRole, PlannedRun
 

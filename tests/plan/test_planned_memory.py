@@ -14,7 +14,7 @@ from benchmarks.families import family_spec
 from lightrl import DPO, GRPO, PPO, SFT, RewardModel, Trainer
 from lightrl.algorithms import AdaptiveKL, ReferenceKL
 from lightrl.algorithms.supervised import SupervisedModule
-from lightrl.engines.placing import PlannedEngine
+from lightrl.engines.engine import PlannedEngine
 from lightrl.models import LoRA, Role, RoleMesh
 from lightrl.models.model_spec import cache_argument
 from lightrl.module import RLModule

@@ -11,7 +11,7 @@ from lightrl.data.stream import RowPrompts
 from lightrl.engines import FakeEngine
 from lightrl.errors import RewardError, RolloutError
 from lightrl.rollout import GroupFilter
-from lightrl.rollout.prompts import PromptCursor, Prompts
+from lightrl.rollout.prompts import AHEAD, PromptCursor, Prompts
 from lightrl.trajectory import Group, Prompt, Trajectory
 
 __all__ = ["make"]  # the fixture
@@ -217,7 +217,7 @@ def test_a_curriculum_that_chooses_nothing_of_a_stream_raises_too(monkeypatch: p
     for _ in range(100):
         if (missing := cursor.unprepared([], 1, run_seed=0)) is None:
             break
-        cursor.prepare(missing)
+        prompts.prepare(missing, AHEAD)
     assert missing is None
     with pytest.raises(RolloutError, match="SuccessRateCurriculum skipped 5000 prompts in a row"):
         cursor.choose(0)

@@ -15,6 +15,7 @@ from test_controller import CONFIG, Numbers, iterate, load_version
 from waits import comes_true, until
 from worker_workflows import Words
 
+from lightrl.concurrency.abandon import Tasks
 from lightrl.engines.engine import Completion, check_request
 from lightrl.engines.fake_engine import FakeEngine
 from lightrl.errors import EngineError, RewardError, RolloutError
@@ -22,7 +23,6 @@ from lightrl.rewards import RewardResult
 from lightrl.rollout import RolloutSettings
 from lightrl.rollout.controller import RolloutController
 from lightrl.rollout.runner import Rewards
-from lightrl.rollout.tasks import Tasks
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.workflows import AgentWorkflow
 from lightrl.workflows.agent_workflow.command import root_of

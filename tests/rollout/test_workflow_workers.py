@@ -293,7 +293,7 @@ def test_a_prompt_that_kills_its_workers_is_dropped(make: Make, caplog: pytest.L
 
 
 def test_a_worker_that_is_starting_ends_with_its_controller(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightrl.rollout.tasks._CANCEL_AGAIN_S", 0.2)
+    monkeypatch.setattr("lightrl.concurrency.abandon._CANCEL_AGAIN_S", 0.2)
     controller = make(1, SlowToRead(Words()))  # type: ignore[arg-type]
     assert comes_true(workers_of)
     controller.close()

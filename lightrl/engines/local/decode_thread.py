@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lightrl.concurrency.loop_thread import WakeUps
+from lightrl.concurrency.loop_thread import settle_all
 from lightrl.engines.engine import Completion
 from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.errors import EngineError, EngineTimeout
@@ -212,10 +212,7 @@ class DecodeThread(threading.Thread):
 
     def _reach_boundary(self) -> None:
         self._is_at_boundary = True
-        wake_ups = WakeUps()
-        for waiter in self._boundary_waiters:
-            wake_ups.settle(waiter, None)
-        wake_ups.send()
+        settle_all((waiter, None) for waiter in self._boundary_waiters)
         self._boundary_waiters.clear()
         self._condition.notify_all()
 
@@ -228,9 +225,8 @@ class DecodeThread(threading.Thread):
             capacity = batch.capacity(self._waiting) if self._waiting else batch.max_rows
             free = capacity - batch.size
             num_needed = min(len(self._waiting), max(1, capacity // _ADMIT_FRACTION))
-            rows: list[Row] = []
-            if self._waiting and (free >= num_needed or not batch.size):
-                rows = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+            num_admitted = min(free, len(self._waiting)) if free >= num_needed or not batch.size else 0
+            rows = [self._waiting.popleft() for _ in range(num_admitted)]
         if is_stale:
             batch.recompute(weight_version)
         if rows:
@@ -241,15 +237,11 @@ class DecodeThread(threading.Thread):
             batch.admit(new, weight_version)
         if not rows:
             batch.step()
-        finished = batch.retire()
-        if not finished:
-            return
-        wake_ups = WakeUps()
-        for row, completion in finished:
-            wake_ups.settle(row.owner, completion)
-        with self._condition:
-            self._awaited.difference_update(row.owner for row, _ in finished)
-        wake_ups.send()
+        finished = [(row.owner, completion) for row, completion in batch.retire()]
+        if finished:
+            with self._condition:
+                self._awaited.difference_update(future for future, _ in finished)
+            settle_all(finished)
 
     def _fail_requests(self) -> None:
         if self._stream is not None and self._failure is None:
@@ -260,8 +252,7 @@ class DecodeThread(threading.Thread):
             self._num_running = 0
             self._reach_boundary()
         del self._batch  # frees the model too
-        wake_ups = WakeUps()
-        for future in futures:
-            closed = EngineError("LocalEngine was closed before the completion was finished.")
-            wake_ups.settle(future, closed if self._failure is None else self._failure_error())
-        wake_ups.send()
+        closed = "LocalEngine was closed before the completion was finished."
+        settle_all(
+            (future, EngineError(closed) if self._failure is None else self._failure_error()) for future in futures
+        )

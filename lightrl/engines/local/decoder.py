@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightrl.columns import ROUTES
-from lightrl.functional import to_device
+from lightrl.functional.device_copy import on_device
+from lightrl.functional.packing import chunks_of_similar_length
 from lightrl.models.hybrids import keeps_states, time_step_limits
 from lightrl.models.images import ImageReader, ImageTable, image_inputs, new_model
 from lightrl.models.model_spec import cache_argument
@@ -107,34 +108,6 @@ class Decoder(Protocol):
     def use_threads(self, num: int) -> None:
         """Sets the number of the decoder's own threads, if it has any."""
         ...
-
-
-def chunks_of_similar_length(
-    sequences: Sequence[Sequence[int]], max_tokens: int, *, may_pad: bool = True
-) -> Iterator[list[int]]:
-    """Divides sequences into chunks that are prefilled together; yields each chunk's indices, longest sequences first.
-
-    Args:
-        sequences: token ids.
-        max_tokens: of a chunk, padded to its longest sequence; a longer sequence is a separate chunk.
-        may_pad: True allows sequences down to half the longest one's length; False only equal lengths.
-    """
-    chunk: list[int] = []
-    for index in sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i)):
-        if chunk:
-            longest, length = len(sequences[chunk[0]]), len(sequences[index])
-            is_too_short = 2 * length + 16 < longest if may_pad else length < longest
-            if (len(chunk) + 1) * longest > max_tokens or is_too_short:
-                yield chunk
-                chunk = []
-        chunk.append(index)
-    if chunk:
-        yield chunk
-
-
-def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Copies numbers from the host into a tensor on the device, without waiting for the copy."""
-    return to_device(torch.tensor(values, dtype=dtype), device)
 
 
 class HuggingFaceDecoder:

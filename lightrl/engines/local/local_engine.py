@@ -15,12 +15,11 @@ from transformers import PretrainedConfig
 
 from lightrl.checks.bounds import check_bounds, check_choice, check_positive
 from lightrl.checks.entry_points import entry_point
-from lightrl.engines.engine import Completion, RolloutEngine, check_request, replaces_generate_alone
+from lightrl.engines.engine import Completion, PlannedEngine, RolloutEngine, check_request, replaces_generate_alone
 from lightrl.engines.local.decode_thread import DecodeThread
 from lightrl.engines.local.decoder import Decoder, HuggingFaceDecoder
 from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.engines.local.sampler import completion_seed
-from lightrl.engines.placing import PlannedEngine
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.models import CONTEXT, context_tokens
 from lightrl.models.images import ImageReader, refusal
@@ -42,7 +41,21 @@ def copy_in(decoder: Decoder, buckets: Iterable[Bucket], *, can_undo: bool) -> N
     with contextlib.ExitStack() as undo:
         for bucket in buckets:
             for name, tensor in bucket.tensors.items():
-                _check_parameter(decoder, name, tensor, loaded_names)
+                shape = decoder.shapes.get(name, decoder.optional_shapes.get(name))
+                if shape is None:
+                    raise WeightSyncError(
+                        f"The engine's model has no parameter {name!r}; its names look like "
+                        f"{next(iter(decoder.shapes))!r}. Export the model that the engine was started with; the "
+                        "engine keeps its old weights."
+                    )
+                if name in loaded_names:
+                    raise WeightSyncError(f"Parameter {name!r} arrived twice. Fix the export.")
+                if tensor.shape != shape:
+                    raise WeightSyncError(
+                        f"Parameter {name!r} has shape {tuple(tensor.shape)}, but the engine's model needs "
+                        f"{tuple(shape)}. Export the model that the engine was started with; the engine keeps its old "
+                        "weights."
+                    )
             _check_values(bucket.tensors)
             for name, tensor in bucket.tensors.items():
                 loaded_names.add(name)
@@ -56,22 +69,6 @@ def copy_in(decoder: Decoder, buckets: Iterable[Bucket], *, can_undo: bool) -> N
                 "Export every parameter; the engine keeps its old weights."
             )
         undo.pop_all()
-
-
-def _check_parameter(decoder: Decoder, name: str, tensor: Tensor, loaded_names: set[str]) -> None:
-    shape = decoder.shapes.get(name, decoder.optional_shapes.get(name))
-    if shape is None:
-        raise WeightSyncError(
-            f"The engine's model has no parameter {name!r}; its names look like {next(iter(decoder.shapes))!r}. Export "
-            "the model that the engine was started with; the engine keeps its old weights."
-        )
-    if name in loaded_names:
-        raise WeightSyncError(f"Parameter {name!r} arrived twice. Fix the export.")
-    if tensor.shape != shape:
-        raise WeightSyncError(
-            f"Parameter {name!r} has shape {tuple(tensor.shape)}, but the engine's model needs {tuple(shape)}. Export "
-            "the model that the engine was started with; the engine keeps its old weights."
-        )
 
 
 def _check_values(tensors: Mapping[str, Tensor]) -> None:
@@ -254,8 +251,8 @@ class LocalEngine(RolloutEngine):
     ) -> list[Completion]:
         """Generates `n` completions of one prompt, without a deadline: the controller sets one."""
         check_bounds(1, n=n)
-        seeds = [completion_seed(sampling.seed, sample) for sample in range(n)]
-        return list(await asyncio.gather(*self._submit(token_ids, [sampling] * n, seeds, images, [started] * n)))
+        samplings = [sampling.with_seed(completion_seed(sampling.seed, sample)) for sample in range(n)]
+        return list(await asyncio.gather(*self._submit(token_ids, samplings, images, [started] * n)))
 
     def generate_group(
         self,
@@ -269,8 +266,7 @@ class LocalEngine(RolloutEngine):
         """Submits one request for the whole group, unless a subclass replaces only `generate`."""
         if self._generates_each:
             return super().generate_group(token_ids, samplings, session=session, images=images, started=started)
-        seeds = [sampling.seed for sampling in samplings]
-        return self._submit(token_ids, samplings, seeds, images, started or [None] * len(samplings))
+        return self._submit(token_ids, samplings, images, started or [None] * len(samplings))
 
     async def unfinished(self) -> dict[int, Completion]:
         return self._started().unfinished()
@@ -323,7 +319,6 @@ class LocalEngine(RolloutEngine):
         self,
         token_ids: list[int],
         samplings: Sequence[Sampling],
-        seeds: Sequence[int],
         images: tuple[str, ...],
         started: Sequence[Completion | None],
     ) -> list[asyncio.Future[Completion]]:
@@ -336,8 +331,8 @@ class LocalEngine(RolloutEngine):
             self._image_reader.check(images, token_ids)
             self._image_reader.read(images)  # an error fails only this request; the decoder finds them in the cache
         prompt = tuple(token_ids)
-        rows = zip(samplings, seeds, started, strict=True)
-        return thread.submit([Row(prompt, sampling, seed, images, start) for sampling, seed, start in rows])
+        rows = zip(samplings, started, strict=True)
+        return thread.submit([Row(prompt, sampling, images, start) for sampling, start in rows])
 
     def _scores(self, token_ids: list[int]) -> list[float]:
         chosen = torch.tensor(token_ids[1:], device=self.device)[:, None]

@@ -20,13 +20,14 @@ from torch import Tensor
 
 from lightrl.columns import SUPPORTS, TokenArray, column_named
 from lightrl.engines.engine import Completion
-from lightrl.engines.local.decoder import Decoder, on_device
+from lightrl.engines.local.decoder import Decoder
 from lightrl.engines.local.sampler import ban_stop_tokens, sample_tokens, uniforms
 from lightrl.functional import encode_supports
+from lightrl.functional.device_copy import on_device
 from lightrl.trajectory import FinishReason, Sampling
 
-# The settings of a Sampling without its seed, which each row has separately.
-_kind = operator.attrgetter("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "stop_token_ids")
+# The settings of a Sampling that hundreds of rows share: neither the seed nor the limits, which turns lower.
+_kind = operator.attrgetter("temperature", "top_p", "top_k", "stop_token_ids")
 _FIRST_WIDTH = 64  # tokens; W doubles from here
 _MAX_SAMPLED = 32  # steps whose supports are encoded together
 
@@ -36,8 +37,7 @@ class Row:
     """One completion in progress."""
 
     prompt: tuple[int, ...]
-    sampling: Sampling
-    seed: int  # this completion's
+    sampling: Sampling  # with this completion's seed
     attachments: tuple[str, ...] = ()  # of the prompt, as the decoder reads them
     started: Completion | None = None  # the start of the completion, generated before by this or another engine
     owner: Any = None  # the completion's owner; the batch returns it
@@ -49,8 +49,9 @@ class Row:
     def columns(self) -> dict[str, TokenArray[Any]]:
         """The columns of the completion so far."""
         parts = {**self.recorded, SUPPORTS.name: self.codes} if self.sampling.is_truncated else self.recorded
-        stored = {name: (b"".join(each), column_named(name).code) for name, each in parts.items()}
-        return {name: TokenArray.of_stored(values, b"", code) for name, (values, code) in stored.items()}
+        return {
+            name: TokenArray.of_stored(b"".join(each), b"", column_named(name).code) for name, each in parts.items()
+        }
 
 
 class RunningBatch:
@@ -113,16 +114,14 @@ class RunningBatch:
 
     def admit(self, rows: Sequence[Row], weight_version: int) -> None:
         """Computes each distinct prompt once, and samples the first token of each row."""
-        first, end = self.size, self.size + len(rows)
+        first = self.size
         prompts, owners, attachments = _distinct([row.prompt for row in rows], rows)
         logits = self._decoder.append(prompts, owners, attachments)
         for row in rows:
             row.version_changes = [(0, weight_version)]
         self._add_recorded(rows, owners)
         self._fill_rows(rows, [0] * len(rows))
-        self._widen(1)
-        self._fill_uniforms(first)
-        self._sample(first, end, logits[on_device(owners, self.device)])
+        self._sample(first, self.size, logits[on_device(owners, self.device)])
 
     def step(self) -> None:
         """Samples one token in every row."""
@@ -168,10 +167,11 @@ class RunningBatch:
         unread, self._unread = self._unread, []
         if not unread:
             return
-        values = torch.cat([tokens for _, _, tokens in unread], dim=1).cpu().numpy()
-        slots, lengths = (np.concatenate(parts) for parts in list(zip(*unread, strict=True))[:2])
-        self._token_ids[slots, lengths] = values[0]
-        self._logprobs[slots, lengths] = values[1].astype(np.int32).view(np.float32)
+        slots, lengths, tokens = zip(*unread, strict=True)
+        values = torch.cat(tokens, dim=1).cpu().numpy()
+        places = np.concatenate(slots), np.concatenate(lengths)
+        self._token_ids[places] = values[0]
+        self._logprobs[places] = values[1].astype(np.int32).view(np.float32)
 
     def remove(self, is_unwanted: Callable[[Row], bool]) -> None:
         """Removes unwanted rows without returning completions."""
@@ -184,7 +184,7 @@ class RunningBatch:
         self.read()
         self._encode_supports()
         return {
-            row.seed: Completion(
+            row.sampling.seed: Completion(
                 self._token_ids[slot, :length].tolist(),
                 self._logprobs[slot, :length].tolist(),
                 _versions(row.version_changes, length),
@@ -205,8 +205,6 @@ class RunningBatch:
         self._add_recorded(rows, owners)
         lengths = [len(part.token_ids) for part in starts]
         self._fill_rows(rows, lengths)
-        self._widen(max(lengths) + 1)
-        self._fill_uniforms(first)
         self._fill(self._current, first, [part.token_ids[-1] for part in starts])
         for slot, (row, part) in enumerate(zip(rows, starts, strict=True), start=first):
             length = len(part.token_ids)
@@ -310,35 +308,33 @@ class RunningBatch:
         new = slice(first, self.size)
         self._prompt_lengths[new] = [len(row.prompt) for row in rows]
         self._lengths[new] = generated
+        self._limits[new] = [row.sampling.max_new_tokens for row in rows]
+        self._minimums[new] = [row.sampling.min_new_tokens for row in rows]
         self._fill(self._positions, first, (self._prompt_lengths + self._lengths)[new] - 1)
         self._fill(self._generated, first, generated)
-        self._fill(self._seeds, first, [row.seed for row in rows])
-        kinds = {_kind(row.sampling): row.sampling for row in self._rows}  # few, even with hundreds of rows
-        index_by_kind = {kind: index for index, kind in enumerate(kinds)}
-        indices = [index_by_kind[_kind(row.sampling)] for row in rows]
-        samplings = list(kinds.values())
-        truncations = [sampling if sampling.is_truncated else Sampling() for sampling in samplings]  # greedy has none
-        self._limits[new] = np.array([sampling.max_new_tokens for sampling in samplings])[indices]
-        self._minimums[new] = np.array([sampling.min_new_tokens for sampling in samplings])[indices]
-        stops = [sampling.stop_token_ids for sampling in samplings]
-        width = max(self._stop_ids.shape[1], *(len(ids) for ids in stops))
-        missing = width - self._stop_ids.shape[1]
-        self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=-1)
-        self._stop_ids[new] = np.array([[*ids, *[-1] * (width - len(ids))] for ids in stops])[indices]
-        for tensor, values in (
-            (self._top_k, [s.max_support if s.is_truncated else self._vocab_size for s in truncations]),
-            (self._top_p, [sampling.top_p for sampling in truncations]),
-            (self._temperature, [sampling.temperature or 1.0 for sampling in samplings]),
-            (self._is_greedy, [sampling.temperature == 0 for sampling in samplings]),
-        ):
-            self._fill(tensor, first, np.array(values)[indices])
-        self._has_temperature = any(sampling.temperature not in (0, 1) for sampling in samplings)
-        self._has_truncation = any(sampling.is_truncated for sampling in samplings)
-        self._has_greedy = any(sampling.temperature == 0 for sampling in samplings)
-
-    def _fill_uniforms(self, first: int) -> None:
-        """Fills in the uniform numbers that sample the tokens of the rows from slot `first` on."""
-        self._uniforms[first : self.size] = uniforms(self._seeds[first : self.size], 0, self._uniforms.shape[1])
+        self._fill(self._seeds, first, [row.sampling.seed for row in rows])
+        self._widen(max(generated) + 1)
+        self._uniforms[new] = uniforms(self._seeds[new], 0, self._uniforms.shape[1])
+        slots_by_kind: dict[object, list[int]] = {}  # few kinds, even with hundreds of rows
+        for slot, row in enumerate(self._rows):
+            slots_by_kind.setdefault(_kind(row.sampling), []).append(slot)
+        self._has_temperature = self._has_truncation = self._has_greedy = False
+        for slots in slots_by_kind.values():
+            sampling = self._rows[slots[0]].sampling
+            stops = sampling.stop_token_ids
+            if (missing := len(stops) - self._stop_ids.shape[1]) > 0:
+                self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+            self._stop_ids[slots] = -1
+            self._stop_ids[slots, : len(stops)] = stops
+            indices = on_device(slots, self.device)
+            is_truncated, is_greedy = sampling.is_truncated, sampling.temperature == 0
+            self._top_k[indices] = sampling.max_support if is_truncated else self._vocab_size
+            self._top_p[indices] = sampling.top_p if is_truncated else 1.0
+            self._temperature[indices] = sampling.temperature or 1.0
+            self._is_greedy[indices] = is_greedy
+            self._has_temperature |= sampling.temperature not in (0, 1)
+            self._has_truncation |= is_truncated
+            self._has_greedy |= is_greedy
 
     def _fill(self, tensor: Tensor, first: int, values: Any) -> None:
         tensor[first : first + len(values)] = on_device(values, self.device, tensor.dtype)
@@ -362,14 +358,15 @@ def _longest_end(rows: Sequence[Row]) -> int:
 
 def _distinct(
     sequences: Sequence[tuple[int, ...]], rows: Sequence[Row]
-) -> tuple[list[tuple[int, ...]], list[int], list[tuple[str, ...]]]:
+) -> tuple[Sequence[tuple[int, ...]], list[int], Sequence[tuple[str, ...]]]:
     """Returns the sequences that differ in tokens or attachments, each row's index in them, and their attachments."""
     index_of: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
     owners = [
         index_of.setdefault((sequence, row.attachments), len(index_of))
         for sequence, row in zip(sequences, rows, strict=True)
     ]
-    return [sequence for sequence, _ in index_of], owners, [attachments for _, attachments in index_of]
+    distinct, attachments = zip(*index_of, strict=True)
+    return distinct, owners, attachments
 
 
 def _changes(versions: Sequence[int]) -> list[tuple[int, int]]:

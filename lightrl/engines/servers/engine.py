@@ -35,8 +35,7 @@ from lightrl.checks.files import check_local
 from lightrl.checks.printable import count_text
 from lightrl.columns import ROUTES
 from lightrl.concurrency.in_thread import call_all
-from lightrl.engines.engine import Completion, RolloutEngine, Verification
-from lightrl.engines.placing import PlannedEngine
+from lightrl.engines.engine import Completion, PlannedEngine, RolloutEngine, Verification
 from lightrl.engines.servers.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url, check_routes
 from lightrl.engines.servers.client import ServerClient
 from lightrl.engines.servers.connection import MAX_CONNECTIONS, Connection, connections_to_each

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightrl.engines.local.decoder import chunks_of_similar_length, on_device
 from lightrl.engines.local.fast.kernels import (
     HEAD_SIZES,
     CacheOfKernel,
@@ -31,6 +30,8 @@ from lightrl.engines.local.fast.kernels import (
     address,
     kernels,
 )
+from lightrl.functional.device_copy import on_device
+from lightrl.functional.packing import chunks_of_similar_length
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -136,13 +137,6 @@ def _grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tens
         mixed: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(queries, keys, values, mask, False)[0]
         return mixed
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-
-
-def _padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids [b, T], zeros on the right, and the lengths [b]."""
-    longest = max(len(sequence) for sequence in sequences)
-    token_ids = [[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences]
-    return on_device(token_ids, device), on_device([len(sequence) for sequence in sequences], device)
 
 
 def _stepped(num_times: int) -> int:
@@ -269,11 +263,16 @@ class LlamaDecoder:
             rows_of[owner].append(first + offset)
         logits = torch.empty(len(sequences), len(self._embedding), dtype=torch.float32, device=self._device)
         for chunk in chunks_of_similar_length(sequences, self._prefill_tokens):
-            token_ids, lengths = _padded([sequences[index] for index in chunk], self._device)
-            rows = self._index([row for index in chunk for row in rows_of[index]])
+            longest = len(sequences[chunk[0]])
+            padded = [[*sequences[index], *[0] * (longest - len(sequences[index]))] for index in chunk]
+            lasts = [len(sequences[index]) - 1 for index in chunk]
+            rows = [row for index in chunk for row in rows_of[index]]
             sources = on_device([p for p, index in enumerate(chunk) for _ in rows_of[index]], self._device)
-            hidden = self._forward(token_ids, rows, sources)
-            last = hidden[torch.arange(len(hidden), device=self._device), lengths - 1]
+            # a slice, if the rows follow one another, is written faster
+            is_slice = rows == [*range(rows[0], rows[-1] + 1)]
+            places = slice(rows[0], rows[-1] + 1) if is_slice else on_device(rows, self._device)
+            hidden = self._forward(on_device(padded, self._device), places, sources)
+            last = hidden[torch.arange(len(hidden), device=self._device), on_device(lasts, self._device)]
             logits[on_device(chunk, self._device)] = self._logits(last)
         return logits
 
@@ -361,11 +360,6 @@ class LlamaDecoder:
         if self.kernels is not None:
             self.kernels.threads = num
 
-    def _index(self, rows: list[int]) -> Tensor | slice:
-        """Selects rows of a tensor; as a slice if they follow one another, since it is written faster."""
-        first, end = rows[0], rows[-1] + 1
-        return slice(first, end) if rows == [*range(first, end)] else on_device(rows, self._device)
-
     def _forward(self, token_ids: Tensor, rows: Tensor | slice | None, sources: Tensor) -> Tensor:
         """Writes key-values of the padded sequences into the rows, if any; returns hidden states [b, T, hidden]."""
         b, num_times = token_ids.shape
@@ -408,21 +402,16 @@ class LlamaDecoder:
             for linear in self._linears:
                 linear.pack()
             self._are_packed = True
-            if self.kernels is not None and self._head_size in HEAD_SIZES:
-                self._of_kernel = self._make_of_kernel()
-
-    def _make_of_kernel(self) -> ModelOfKernel:
-        layers = [
-            LayerOfKernel(
-                *(linear.of_kernel() for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)),
-                *(address(norm) for norm in (layer.input_norm, layer.mlp_norm, layer.qk_norm)),
-            )
-            for layer in self._layers
-        ]
-        sizes = len(layers), self._embedding.shape[1], self._num_heads, self._num_kv_heads, self._head_size
-        addresses = address(self._embedding), address(self._final_norm)
-        array = (LayerOfKernel * len(layers))(*layers)
-        return ModelOfKernel(*sizes, self._intermediate, *addresses, array, self._eps)
+            if self.kernels is None or self._head_size not in HEAD_SIZES:
+                return
+            layers = (LayerOfKernel * len(self._layers))()
+            for number, layer in enumerate(self._layers):
+                linears = map(FusedLinear.of_kernel, (layer.qkv, layer.output, layer.gate_up, layer.down))
+                norms = map(address, (layer.input_norm, layer.mlp_norm, layer.qk_norm))
+                layers[number] = LayerOfKernel(*linears, *norms)
+            sizes = len(layers), self._embedding.shape[1], self._num_heads, self._num_kv_heads, self._head_size
+            addresses = address(self._embedding), address(self._final_norm)
+            self._of_kernel = ModelOfKernel(*sizes, self._intermediate, *addresses, layers, self._eps)
 
     def _make_views(self, num_rows: int, num_times: int) -> None:
         keys, values = (cache[:, :num_rows, :, :num_times] for cache in (self._keys, self._values))
