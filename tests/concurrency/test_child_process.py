@@ -45,7 +45,7 @@ def test_what_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
     assert comes_true(lambda: is_ready(tmp_path))
     assert not asyncio.run(child.ended(0.1))
     child.end(0.1)
-    assert ending_of(child.code or 0) == "signal 9"
+    assert ending_of(child.code or 0) == "signal SIGKILL"
 
 
 def test_a_guard_that_does_not_answer_is_killed_with_its_command(

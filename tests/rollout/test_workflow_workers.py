@@ -251,7 +251,7 @@ def test_a_worker_that_is_gone_is_named_and_its_trajectories_are_run_again(make,
     controller.commit()
     load(controller, 2)
     assert validation(controller) == validated
-    assert "ended with signal 9. Trajectories to run again: 4" in caplog.text
+    assert "ended with signal SIGKILL. Trajectories to run again: 4" in caplog.text
     assert ("did not answer for loop_timeout_s=3" in caplog.text) == (number == signal.SIGSTOP)
     assert comes_true(lambda: len(workers_of()) == 2)  # another one in its place
 
