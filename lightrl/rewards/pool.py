@@ -127,18 +127,18 @@ class WorkerProcess:
             grace_s=0.0,
             log=subprocess.PIPE,
         )
+        self._socket.setblocking(False)
+        os.set_blocking(self._child.output.fileno(), False)
         self._poller = select.poll()
-        for file in (self._socket, self._child.output):
-            os.set_blocking(file.fileno(), False)
-            self._poller.register(file, select.POLLIN)
-        self._outgoing = memoryview(b"")
+        self._poller.register(self._socket, select.POLLIN | select.POLLOUT)
+        self._poller.register(self._child.output, select.POLLIN)
+        self._outgoing = memoryview(json.dumps(settings).encode() + b"\n")
         self._reply_bytes = bytearray()
         self._printed = LineBuffer()
         self._log: deque[str] = deque(maxlen=_MAX_LOG_LINES)
         self._is_ready = False
         self._is_ended = False  # whether it has closed the socket
         self._first = self._next = 0  # index of the batch's first call, and of the next batch's, since the start
-        self._send_bytes(json.dumps(settings).encode() + b"\n")
 
     def is_ready(self, wait_s: float) -> bool:
         for line in [] if self._is_ready else self._receive_lines(wait_s):
@@ -157,7 +157,8 @@ class WorkerProcess:
         self._log.clear()
         self._first, self._next = self._next, self._next + len(requests)
         lengths = json.dumps([len(request) for request in requests])
-        self._send_bytes(b"".join([lengths.encode(), b"\n", *requests]))
+        self._outgoing = memoryview(b"".join([lengths.encode(), b"\n", *requests]))
+        self._poller.modify(self._socket, select.POLLIN | select.POLLOUT)
 
     def receive(self, wait_s: float) -> list[tuple[int, Outcome]]:
         outcomes: list[tuple[int, Outcome]] = []
@@ -193,18 +194,17 @@ class WorkerProcess:
         self._child.end(0.0)
         self._socket.close()
 
-    def _send_bytes(self, data: bytes) -> None:
-        self._outgoing = memoryview(data)
-        self._poller.modify(self._socket, select.POLLIN | select.POLLOUT)
-
     def _receive_lines(self, wait_s: float) -> list[bytes]:
         if b"\n" not in self._reply_bytes:
             self._exchange(wait_s)
-        if b"\n" not in self._reply_bytes and len(self._reply_bytes) > _MAX_REPLY_BYTES:
-            return [bytes(self._reply_bytes)]
-        if b"\n" not in self._reply_bytes and self._is_ended:
-            raise WorkerDied(self._obituary())
-        *lines, self._reply_bytes = self._reply_bytes.split(b"\n")
+        *lines, rest = self._reply_bytes.split(b"\n")
+        if not lines and len(rest) > _MAX_REPLY_BYTES:
+            return [bytes(rest)]
+        if not lines and self._is_ended:
+            how = ending_of(self._child.end(_CLOSED_WAIT_S))
+            how += " (out of memory?)" if how == "signal SIGKILL" else ""
+            raise WorkerDied("\n".join([f"{how}. It last printed:", *self._log]) if self._log else how)
+        self._reply_bytes = rest
         return [bytes(line) for line in lines]
 
     def _exchange(self, wait_s: float, *, forward: bool = True) -> bool:
@@ -214,7 +214,14 @@ class WorkerProcess:
         ready = self._poller.poll(wait_s * 1000)
         for descriptor, events in ready:
             if events & select.POLLOUT:
-                self._write()
+                try:
+                    self._outgoing = self._outgoing[os.write(descriptor, self._outgoing) :]
+                except BlockingIOError:
+                    continue
+                except (BrokenPipeError, ConnectionResetError):  # it ended, which reading notices
+                    self._outgoing = memoryview(b"")
+                if not self._outgoing:
+                    self._poller.modify(descriptor, select.POLLIN)
             if events == select.POLLOUT:
                 continue
             try:
@@ -235,21 +242,6 @@ class WorkerProcess:
                 if forward:
                     sys.stderr.write(f"[reward worker {self._child.pid}] {text}\n")
         return bool(ready)
-
-    def _write(self) -> None:
-        try:
-            self._outgoing = self._outgoing[os.write(self._socket.fileno(), self._outgoing) :]
-        except BlockingIOError:
-            return
-        except (BrokenPipeError, ConnectionResetError):  # it ended, which reading notices after the last output
-            self._outgoing = memoryview(b"")
-        if not self._outgoing:
-            self._poller.modify(self._socket, select.POLLIN)
-
-    def _obituary(self) -> str:
-        how = ending_of(self._child.end(_CLOSED_WAIT_S))
-        how += " (out of memory?)" if how == "signal SIGKILL" else ""
-        return "\n".join([f"{how}. It last printed:", *self._log]) if self._log else how
 
 
 def _reply(line: bytes, *forms: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:

@@ -164,7 +164,11 @@ class SupervisedWorker(Generic[Request]):
         try:
             worker = self._ready_worker(None)
             while batch := self.calls.take(self._max_batch):
-                if self._run_batch(worker, batch) and not self._is_worn_out():
+                is_usable = self._run_batch(worker, batch)
+                if is_usable and self.recycle_after is not None and self._num_calls >= self.recycle_after:
+                    self._spare = self._spare or self._start_spare()
+                    is_usable = self._spare is None or not self._spare.is_ready(0.0)
+                if is_usable:
                     continue
                 worker.end()
                 worker, self._spare = self._spare, None  # `finally` ends both if something raises
@@ -200,13 +204,6 @@ class SupervisedWorker(Generic[Request]):
             call_s = (time.monotonic() - began_s) / len(batch)
             self._max_batch = max(1, min(_MAX_BATCH, round(_BATCH_S / max(call_s, 1e-6))))
         return is_usable
-
-    def _is_worn_out(self) -> bool:
-        """Returns whether the worker has run `recycle_after` calls and its successor, which this starts, is ready."""
-        if self.recycle_after is None or self._num_calls < self.recycle_after:
-            return False
-        self._spare = self._spare or self._start_spare()
-        return self._spare is not None and self._spare.is_ready(0.0)
 
     def _ready_worker(self, worker: Worker[Request] | None) -> Worker[Request]:
         """Returns a ready worker, the given one if possible; while closing, it may still be starting."""
