@@ -20,7 +20,7 @@ KILL_WAIT_S = 10.0  # after the grace period, for a guard to kill the remaining 
 _TICK_S = 0.05
 
 # Several processes with one thread per core would slow each other down.
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 class ChildProcess:
@@ -64,13 +64,17 @@ class ChildProcess:
 
     @classmethod
     def of_module(cls, module: str, paths: Sequence[str], **settings: Any) -> tuple[ChildProcess, socket.socket]:
-        """Runs a module's `main` with this import path; returns the child and the other end of `connect_to_parent`."""
+        """Runs a module's `main` with this import path; returns the child and the other end of `connect_to_parent`.
+
+        It uses one thread, unless this process's environment says otherwise, and ends by SIGKILL.
+        """
         ours, theirs = socket.socketpair()
         code = f"import sys; sys.path[:] = sys.argv[2:]; from {module} import main; main()"
         command = [sys.executable, "-c", code, str(theirs.fileno()), *paths]
         with contextlib.ExitStack() as undo, theirs:
             undo.callback(ours.close)
-            child = cls(command, pass_fds=[theirs.fileno()], **settings)
+            environment = {**_ONE_THREAD, **os.environ}
+            child = cls(command, environment=environment, grace_s=0.0, pass_fds=[theirs.fileno()], **settings)
             undo.pop_all()
         return child, ours
 

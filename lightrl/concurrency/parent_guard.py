@@ -57,7 +57,9 @@ def main() -> int:
         os.closerange(3, _MAX_DESCRIPTOR)  # so that the parent sees its pipes close when the command ends
         signal.signal(signal.SIGUSR1, lambda number, _: started.send_signal(number))
         _wait(started, int(parent))
-        seconds = _grace_in(0, seconds)
+        os.set_blocking(0, False)
+        with contextlib.suppress(BlockingIOError):  # the parent wrote nothing, and its forked child holds the pipe open
+            seconds = float(os.read(0, 64) or seconds)
     except _Terminated:
         pass
     except OSError as error:
@@ -89,15 +91,6 @@ def _reap_orphans(spared: int) -> None:
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != spared:
             os.waitpid(ended.si_pid, 0)
-
-
-def _grace_in(pipe: int, default_s: float) -> float:
-    """Returns the seconds that the parent wrote into the pipe, or the default."""
-    os.set_blocking(pipe, False)
-    try:
-        return float(os.read(pipe, 64) or default_s)
-    except BlockingIOError:  # nothing was written, and a forked child of the parent holds the pipe open
-        return default_s
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import escape_unprintable
-from lightrl.concurrency.child_process import ONE_THREAD, ChildProcess, ending_of, import_path
+from lightrl.concurrency.child_process import ChildProcess, ending_of, import_path
 from lightrl.concurrency.streams import LineBuffer
 from lightrl.errors import RewardError
 from lightrl.rewards.parts import Reward, parts_of
@@ -65,7 +65,7 @@ class RewardPool(Supervisor[bytes]):
     Example:
         pool = RewardPool("lightrl.rewards.math_answer", workers=2)
         pool.start()
-        result = await pool.compute_reward(trajectory)
+        results = await asyncio.gather(*pool.compute_rewards(trajectories))
     """
 
     def __init__(
@@ -120,13 +120,7 @@ class WorkerProcess:
 
     def __init__(self, settings: Mapping[str, object], *, import_path: Sequence[str]) -> None:
         self.runs_together = False
-        self._child, self._socket = ChildProcess.of_module(
-            "lightrl.rewards.worker",
-            import_path,
-            environment={**ONE_THREAD, **os.environ},
-            grace_s=0.0,
-            log=subprocess.PIPE,
-        )
+        self._child, self._socket = ChildProcess.of_module("lightrl.rewards.worker", import_path, log=subprocess.PIPE)
         self._socket.setblocking(False)
         os.set_blocking(self._child.output.fileno(), False)
         self._poller = select.poll()

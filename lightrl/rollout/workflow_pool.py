@@ -17,7 +17,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import os
 import pickle
 import signal
 import socket
@@ -28,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrl.columns import registered
-from lightrl.concurrency.child_process import ONE_THREAD, ChildProcess, ending_of, import_path
+from lightrl.concurrency.child_process import ChildProcess, ending_of, import_path
 from lightrl.concurrency.streams import BadMessage, Channel
 from lightrl.engines import RolloutEngine
 from lightrl.engines.servers.leader import FollowerState
@@ -216,12 +215,7 @@ class WorkflowPool:
         """Keeps a worker of this name running until cancelled."""
         num_useless = 0  # deaths in a row before a trajectory was done
         while True:
-            child, end = ChildProcess.of_module(
-                "lightrl.rollout.workflow_worker",
-                import_path(),
-                environment={**os.environ, **ONE_THREAD},
-                grace_s=0.0,
-            )
+            child, end = ChildProcess.of_module("lightrl.rollout.workflow_worker", import_path())
             try:
                 worker = await self._ready(name, child, end)
                 num_lost = 0 if worker is None else await self._serve(worker)

@@ -71,9 +71,7 @@ def test_a_module_gets_a_socket_and_shows_where_it_is(tmp_path: Path) -> None:
         "    while data := parent.recv(100):\n"
         "        parent.sendall(data)\n"
     )
-    child, end = ChildProcess.of_module(
-        "echoing", import_path(str(tmp_path)), environment=dict(os.environ), grace_s=60.0, log=subprocess.PIPE
-    )
+    child, end = ChildProcess.of_module("echoing", import_path(str(tmp_path)), log=subprocess.PIPE)
     with end:
         end.sendall(b"word")
         assert end.recv(100) == b"word"
