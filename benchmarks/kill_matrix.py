@@ -63,7 +63,7 @@ _BY_ACTOR: dict[tuple[str, str], Expected] = {
     ("reward worker", STOP): Expected(GOES_ON, "reward.*held", 1),
     ("environment", KILL): Expected(GOES_ON),
     ("environment", STOP): Expected(GOES_ON, r"Echo\.step did not finish", 1),
-    ("workflow worker", KILL): Expected(GOES_ON, "workflow worker . ended with signal 9"),
+    ("workflow worker", KILL): Expected(GOES_ON, "workflow worker . ended with signal SIGKILL"),
     ("workflow worker", STOP): Expected(GOES_ON),
     ("controller thread", RAISE): Expected(ENDS, "rollout.*MemoryError"),
     ("controller thread", BLOCK): Expected(ENDS, "rollout event loop did not answer"),

@@ -1,14 +1,18 @@
-"""ChildProcess: a command on this machine that ends with this process."""
+"""ChildProcess: a command on this machine that ends with this process, or a module that serves it over a socket."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import os
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import IO, Any
 
 from lightrl.concurrency import parent_guard
 
@@ -16,7 +20,7 @@ KILL_WAIT_S = 10.0  # after the grace period, for a guard to kill the remaining 
 _TICK_S = 0.05
 
 # Several processes with one thread per core would slow each other down.
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 class ChildProcess:
@@ -27,7 +31,8 @@ class ChildProcess:
     Args:
         environment: all environment variables of the command.
         grace_s: time from SIGTERM to SIGKILL if `ask_to_end` is never called.
-        log: a file descriptor for its output; None shares this process's output.
+        log: a file descriptor for its output, or `subprocess.PIPE` to read it from `output`; None shares this process's
+            output.
         remove: a file that the guard deletes at the end.
         folder: the working directory; None is this process's.
         pass_fds: file descriptors that the command inherits under the same numbers.
@@ -49,13 +54,35 @@ class ChildProcess:
             [*guard, *command],
             stdin=subprocess.PIPE,
             stdout=log,
-            stderr=log,
+            stderr=None if log is None else subprocess.STDOUT,
             bufsize=0,
             start_new_session=True,
             cwd=folder,
             env=environment,
             pass_fds=pass_fds,
         )
+
+    @classmethod
+    def of_module(cls, module: str, paths: Sequence[str], **settings: Any) -> tuple[ChildProcess, socket.socket]:
+        """Runs a module's `main` with this import path; returns the child and the other end of `connect_to_parent`.
+
+        It uses one thread, unless this process's environment says otherwise, and ends by SIGKILL.
+        """
+        ours, theirs = socket.socketpair()
+        code = f"import sys; sys.path[:] = sys.argv[2:]; from {module} import main; main()"
+        command = [sys.executable, "-c", code, str(theirs.fileno()), *paths]
+        with contextlib.ExitStack() as undo, theirs:
+            undo.callback(ours.close)
+            environment = {**_ONE_THREAD, **os.environ}
+            child = cls(command, environment=environment, grace_s=0.0, pass_fds=[theirs.fileno()], **settings)
+            undo.pop_all()
+        return child, ours
+
+    @property
+    def output(self) -> IO[bytes]:
+        """The end of the pipe with its output; `end` closes it."""
+        assert self._process.stdout is not None
+        return self._process.stdout
 
     @property
     def pid(self) -> int:
@@ -76,18 +103,25 @@ class ChildProcess:
         with contextlib.suppress(OSError):
             pipe.close()
 
+    def show_stack(self) -> None:
+        """Makes a module that called `connect_to_parent` write the stack of its main thread to its stderr."""
+        self._process.send_signal(signal.SIGUSR1)  # the guard passes it on
+
     def kill(self) -> None:
         """Kills a guard that does not respond, for example because it was stopped; Linux then kills its command."""
         self._process.kill()
 
-    def end(self, grace_s: float) -> None:
-        """Asks the command to end and waits until it has; kills it if necessary."""
+    def end(self, grace_s: float) -> int:
+        """Asks the command to end and waits until it has; kills it if necessary. Returns its `code`."""
         self.ask_to_end(grace_s)
         try:
             self._process.wait(grace_s + KILL_WAIT_S)
         except subprocess.TimeoutExpired:
             self.kill()
             self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        return self._process.returncode
 
     async def ended(self, within_s: float) -> bool:
         """Waits up to this long; returns whether the command has ended."""
@@ -99,16 +133,22 @@ class ChildProcess:
 
 
 def ending_of(code: int) -> str:
-    """Describes an exit code for messages, as `exit code 1` or `signal 9`."""
-    return f"signal {abs(code) % 128}" if code < 0 or code > 128 else f"exit code {code}"
+    """Describes an exit code for messages, as `exit code 1` or `signal SIGKILL`."""
+    with contextlib.suppress(ValueError):  # no such signal
+        return f"signal {signal.Signals(code - 128 if code > 0 else -code).name}"
+    return f"exit code {code}"
+
+
+def connect_to_parent() -> socket.socket:
+    """Returns the socket to the parent; called first by the `main` of a module that `of_module` started."""
+    parent = socket.socket(fileno=int(sys.argv[1]))
+    parent.set_inheritable(False)
+    del sys.argv[1:]
+    faulthandler.enable()  # shows where C code crashed
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    return parent
 
 
 def import_path(*first: str) -> list[str]:
     """Returns the `first` folders, followed by those of this process's import path."""
     return [str(Path(entry).absolute()) for entry in (*first, *sys.path)]  # "" is the working directory
-
-
-def command(module: str, argument: str, paths: Sequence[str]) -> list[str]:
-    """Returns a command that runs a module's `main` with this argument in `sys.argv[1]` and this import path."""
-    code = f"import sys; sys.path[:] = sys.argv[2:]; from {module} import main; main()"
-    return [sys.executable, "-c", code, argument, *paths]

@@ -1,17 +1,18 @@
 """The guard of a command that ends with its parent; ChildProcess (child_process.py) starts one.
 
-It runs this file as a script, which imports no packages; PARENT_PID 0 stands for the guard's parent:
+It runs this file as a script, which imports no packages; PARENT_PID 0 stands for the guard's parent, without a pipe:
 
     `python -I parent_guard.py PARENT_PID GRACE_S REMOVE COMMAND...`
 
     parent ══ pipe (stdin) ══► guard ──► command, in its own session ──► its children
 
-The guard ends the command when the pipe closes (the parent closed it, exited, or was killed with -9), when the parent
-is gone (a forked child may still hold the pipe open), and on SIGTERM. It sends the command SIGTERM, waits GRACE_S
-seconds, or as many as the parent wrote into the pipe before closing it, and then sends SIGKILL, also to processes that
-left the command's group: Linux makes them the guard's children when their parents die. If the guard itself is killed,
-Linux kills the command. The exit code is the command's, 128 + n for signal n. The file REMOVE, unless empty, is deleted
-at the end. The command inherits the descriptors that the parent passes to the guard (`pass_fds`).
+The guard ends the command when the parent writes into the pipe, the pipe closes (the parent exited, or was killed with
+-9), the parent is gone (a forked child may still hold the pipe open), and on SIGTERM. It sends the command SIGTERM,
+waits GRACE_S seconds, or as many as the parent wrote, and then sends SIGKILL to its group. Processes that left the
+group, which Linux makes the guard's children when their parents die, get SIGKILL after a second: some clean up when
+their parent dies. If the guard itself is killed, Linux kills the command. The guard passes SIGUSR1 on to the command.
+The exit code is the command's, 128 + n for signal n. The file REMOVE, unless empty, is deleted at the end. The command
+inherits the descriptors that the parent passes to the guard (`pass_fds`).
 """
 
 from __future__ import annotations
@@ -24,19 +25,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 _TICK_S = 0.25
+_ORPHANS_GRACE_S = 1.0
+_MAX_DESCRIPTOR = 1 << 16
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-
-
-def wait_for_parent(parent: int, pipe: int, *, until: Callable[[], object]) -> None:
-    """Waits until the process `parent` is gone, all writing ends of `pipe` are closed, or `until` returns true."""
-    poller = select.poll()
-    poller.register(pipe, 0)  # a hang-up is always reported
-    while os.getppid() == parent and not until() and not poller.poll(_TICK_S * 1000):
-        pass
 
 
 def kill_group(group: int) -> None:
@@ -49,38 +43,9 @@ class _Terminated(Exception):
     """SIGTERM came."""
 
 
-def adopt_orphans() -> None:
-    """Makes this process the parent of its descendants whose parents die, including those in other sessions (Linux)."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def reap_orphans(spared: int) -> None:
-    """Reaps the adopted children that have ended, except the command itself, `spared`."""
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != spared:
-            os.waitpid(ended.si_pid, 0)
-
-
-def kill_descendants(grace_s: float = 0.0) -> None:
-    """Waits `grace_s` for this process's descendants to end, then sends SIGKILL until none is left.
-
-    Needs `adopt_orphans`: a process that a scan of /proc misses, for example because it was forked meanwhile, becomes a
-    child of this process, which waits until it has no children. Without /proc it does nothing.
-    """
-    deadline = time.monotonic() + grace_s
-    with contextlib.suppress(ChildProcessError):  # none is left
-        while Path("/proc/self/stat").exists():
-            for child in _descendants(os.getpid()) if time.monotonic() >= deadline else ():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-            time.sleep(0.02)
-
-
 def main() -> int:
     parent, grace_s, remove, *command = sys.argv[1:]
-    adopt_orphans()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # makes it the parent of descendants whose parents die, in any session
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, _raise_terminated)
     process: subprocess.Popen[bytes] | None = None
@@ -89,8 +54,12 @@ def main() -> int:
         process = started = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent, close_fds=False
         )
-        wait_for_parent(int(parent) or os.getppid(), 0, until=lambda: _has_ended(started))
-        seconds = _grace_in(0, seconds)
+        os.closerange(3, _MAX_DESCRIPTOR)  # so that the parent sees its pipes close when the command ends
+        signal.signal(signal.SIGUSR1, lambda number, _: started.send_signal(number))
+        _wait(started, int(parent))
+        os.set_blocking(0, False)
+        with contextlib.suppress(BlockingIOError):  # the parent wrote nothing, and its forked child holds the pipe open
+            seconds = float(os.read(0, 64) or seconds)
     except _Terminated:
         pass
     except OSError as error:
@@ -106,13 +75,22 @@ def main() -> int:
     return code if code >= 0 else 128 - code
 
 
-def _grace_in(pipe: int, default_s: float) -> float:
-    """Returns the seconds that the parent wrote into the pipe, or the default."""
-    os.set_blocking(pipe, False)
-    try:
-        return float(os.read(pipe, 64) or default_s)
-    except BlockingIOError:  # nothing was written, and a forked child of the parent holds the pipe open
-        return default_s
+def _wait(process: subprocess.Popen[bytes], parent: int) -> None:
+    """Waits until the command has ended, the parent is gone, or the pipe is closed or holds the parent's request."""
+    poller = select.poll()
+    poller.register(0, select.POLLIN if parent else 0)  # a hang-up is always reported
+    with contextlib.suppress(AttributeError, OSError):  # elsewhere, ticks find out that the command has ended
+        poller.register(os.pidfd_open(process.pid), select.POLLIN)
+    parent = parent or os.getppid()
+    while os.getppid() == parent and not poller.poll(_TICK_S * 1000) and process.poll() is None:
+        _reap_orphans(process.pid)
+
+
+def _reap_orphans(spared: int) -> None:
+    """Reaps the adopted children that have ended, except the command itself, `spared`."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != spared:
+            os.waitpid(ended.si_pid, 0)
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
@@ -124,12 +102,24 @@ def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
     process.kill()
     kill_group(process.pid)
     process.wait()
-    kill_descendants()
+    _kill_descendants()
 
 
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    reap_orphans(process.pid)
-    return process.poll() is not None
+def _kill_descendants() -> None:
+    """Waits a second for this process's descendants to end, then sends SIGKILL until none is left.
+
+    A process that a scan of /proc misses, for example because it was forked meanwhile, becomes a child of this process,
+    which waits until it has no children. Without /proc it does nothing.
+    """
+    deadline = time.monotonic() + _ORPHANS_GRACE_S
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while Path("/proc/self/stat").exists():
+            for child in _descendants(os.getpid()) if time.monotonic() >= deadline else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(0.02)
 
 
 def _descendants(ancestor: int) -> list[int]:

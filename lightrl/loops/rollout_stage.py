@@ -237,8 +237,6 @@ class RolloutStage:
     ) -> RolloutController:
         """Starts reward worker, engine and controller, only on rank 0. They write files to the folder, if not None."""
         worker = self.start_reward_worker(module)
-        if folder is not None:
-            self._reward_worker = worker = FailureLog(worker, folder / "failed_rewards.jsonl")
         if self.trainer.engine is None:
             self.trainer.engine = LocalEngine()
         engine = self.trainer.engine
@@ -260,6 +258,7 @@ class RolloutStage:
             sampling=with_stop_tokens(module.sampling, module.stop_token_ids()),
             run_seed=self.trainer.run_seed,
             prompts=prompts,
+            failures=FailureLog(folder / "failed_rewards.jsonl") if folder is not None else None,
         )
 
 

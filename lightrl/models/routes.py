@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -30,12 +31,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightrl.columns import NATIVE, TokenArray
+from lightrl.columns import NATIVE, ROUTES, TokenArray
 from lightrl.models.images import new_model
 from lightrl.models.moe import moe_blocks, num_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+log = logging.getLogger(__name__)
 
 _TOPK: Any = {torch.topk, torch.Tensor.topk}
 _ROUTED = "lightrl_routed"  # attribute of a block whose forward is wrapped, maybe again by others
@@ -91,6 +94,38 @@ class RouteLayout:
         blocks = range(len(self.layers))
         ids = [_decode(routes.flatten(0, -2), index, len(blocks), self.num_experts) for index in blocks]
         return torch.stack([torch.bincount(each[each >= 0], minlength=self.num_experts) for each in ids])
+
+
+def sent_encoders(
+    config: PretrainedConfig, record_routes: bool | None, columns_of: Mapping[str, Collection[str]]
+) -> dict[str, Callable[..., TokenArray[int]]]:
+    """Returns what encodes the routes that servers send, by the column's name; empty if they are not recorded.
+
+    Args:
+        columns_of: the columns that each server sends, by its address.
+
+    Raises:
+        ValueError: if `record_routes` is true, and the model has no experts or a server does not send them.
+    """
+    layout = None if record_routes is False else RouteLayout.of(config)
+    if layout is None:
+        if record_routes:
+            raise ValueError("record_routes is true, but the model has no experts. Omit record_routes.")
+        return {}
+    without = [url for url, columns in columns_of.items() if ROUTES.name not in columns]
+    if without and record_routes:
+        raise ValueError(
+            f"record_routes is true, but {without[0]} does not return the experts of tokens. Start it "
+            "with SGLang's enable_return_routed_experts, or omit record_routes."
+        )
+    if without:
+        log.warning(
+            "The trainer's router chooses the experts of each token, since %s does not return them. SGLang "
+            "returns them if it was started with enable_return_routed_experts.",
+            without[0],
+        )
+        return {}
+    return {ROUTES.name: layout.encode_sent}
 
 
 def check_compiled(records_columns: bool, config: PretrainedConfig) -> None:

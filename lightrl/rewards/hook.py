@@ -58,7 +58,7 @@ class RewardHook(Supervisor[Trajectory]):
             _logger.warning(
                 "Reward function %s missed its deadline. Its thread cannot be killed and is abandoned. A reward that "
                 "is given as a dotted path runs in a process, which can be killed.",
-                self._name,
+                self.name,
             )
 
 

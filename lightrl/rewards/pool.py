@@ -7,12 +7,10 @@ trajectory and one process; `worker.py` is the other end of the pipes.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -22,7 +20,7 @@ from typing import Any
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import escape_unprintable
-from lightrl.concurrency.child_process import ONE_THREAD, command, import_path
+from lightrl.concurrency.child_process import ChildProcess, ending_of, import_path
 from lightrl.concurrency.streams import LineBuffer
 from lightrl.errors import RewardError
 from lightrl.rewards.parts import Reward, parts_of
@@ -38,10 +36,9 @@ _OUTCOMES: tuple[dict[str, tuple[type, ...]], ...] = (
 _REASONS = ("raised", "invalid", "not_finite", "timeout", "killed")
 _READ_BYTES = 1 << 16
 _MAX_REPLY_BYTES = 1 << 24
-_PIPE_BYTES = 1 << 20  # holds a batch, so that one write sends it
 _MAX_PROMPTS = 256  # whose JSON is cached: the trajectories of a group come at about the same time
 _STACK_WAIT_S = 0.5
-_END_TIMEOUT_S = 5.0
+_CLOSED_WAIT_S = 1.0  # from SIGTERM to SIGKILL for a worker that closed its socket and did not end
 _MAX_LOG_LINES = 30  # the last lines that a worker printed, shown when it dies
 
 
@@ -68,7 +65,7 @@ class RewardPool(Supervisor[bytes]):
     Example:
         pool = RewardPool("lightrl.rewards.math_answer", workers=2)
         pool.start()
-        result = await pool.compute_reward(trajectory)
+        results = await asyncio.gather(*pool.compute_rewards(trajectories))
     """
 
     def __init__(
@@ -119,37 +116,23 @@ class RewardPool(Supervisor[bytes]):
 
 
 class WorkerProcess:
-    """A child process (a guardian with its worker, see worker.py) and the three pipes to and from it."""
+    """A child process (see worker.py), the socket to it, and the pipe of what it prints."""
 
     def __init__(self, settings: Mapping[str, object], *, import_path: Sequence[str]) -> None:
         self.runs_together = False
-        self._process = subprocess.Popen(
-            command("lightrl.rewards.worker", str(os.getpid()), import_path),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            env={**ONE_THREAD, **os.environ},
-        )
-        pipes = (self._process.stdin, self._process.stdout, self._process.stderr)
-        self._pipes = [pipe for pipe in pipes if pipe is not None]
-        self._requests, self._replies, self._errors = (pipe.fileno() for pipe in self._pipes)
+        self._child, self._socket = ChildProcess.of_module("lightrl.rewards.worker", import_path, log=subprocess.PIPE)
+        self._socket.setblocking(False)
+        os.set_blocking(self._child.output.fileno(), False)
         self._poller = select.poll()
-        for descriptor in (self._requests, self._replies, self._errors):
-            os.set_blocking(descriptor, False)
-        self._poller.register(self._replies, select.POLLIN)
-        self._poller.register(self._errors, select.POLLIN)
-        self._outgoing = memoryview(b"")
+        self._poller.register(self._socket, select.POLLIN | select.POLLOUT)
+        self._poller.register(self._child.output, select.POLLIN)
+        self._outgoing = memoryview(json.dumps(settings).encode() + b"\n")
         self._reply_bytes = bytearray()
         self._printed = LineBuffer()
         self._log: deque[str] = deque(maxlen=_MAX_LOG_LINES)
         self._is_ready = False
-        self._is_ended = False  # whether its reply pipe has ended
-        self._first = self._next = 0  # numbers, since the start, of the first call of this batch and of the next
-        with contextlib.suppress(AttributeError, OSError):  # only on Linux, and up to a system limit
-            fcntl.fcntl(self._requests, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        self._send_bytes(json.dumps(settings).encode() + b"\n")
+        self._is_ended = False  # whether it has closed the socket
+        self._first = self._next = 0  # index of the batch's first call, and of the next batch's, since the start
 
     def is_ready(self, wait_s: float) -> bool:
         for line in [] if self._is_ready else self._receive_lines(wait_s):
@@ -162,13 +145,14 @@ class WorkerProcess:
 
     def is_alive(self) -> bool:
         self._exchange(0.0)
-        return not self._is_ended and not self._exit() and not self._reply_bytes  # a reply now would be unexpected
+        return not self._is_ended and not self._reply_bytes  # a reply now would be unexpected
 
     def send(self, requests: Sequence[bytes]) -> None:
         self._log.clear()
         self._first, self._next = self._next, self._next + len(requests)
         lengths = json.dumps([len(request) for request in requests])
-        self._send_bytes(b"".join([lengths.encode(), b"\n", *requests]))
+        self._outgoing = memoryview(b"".join([lengths.encode(), b"\n", *requests]))
+        self._poller.modify(self._socket, select.POLLIN | select.POLLOUT)
 
     def receive(self, wait_s: float) -> list[tuple[int, Outcome]]:
         outcomes: list[tuple[int, Outcome]] = []
@@ -189,7 +173,7 @@ class WorkerProcess:
 
     def stack(self) -> str:
         self._log.clear()
-        os.kill(self._process.pid, signal.SIGUSR1)  # faulthandler writes the stack to stderr
+        self._child.show_stack()
         deadline = time.monotonic() + _STACK_WAIT_S
         is_quiet = False
         while not (self._log and is_quiet) and not self._is_ended and time.monotonic() < deadline:
@@ -199,92 +183,59 @@ class WorkerProcess:
         return "\n".join(lines)
 
     def end(self) -> None:
-        if self._process.returncode is None:
-            self._exchange(0.0)  # forwards its last output
-            self._process.terminate()
-            try:
-                self._process.wait(_END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        for pipe in self._pipes:
-            pipe.close()
-
-    def _send_bytes(self, data: bytes) -> None:
-        self._outgoing = memoryview(data)
-        self._poller.register(self._requests, select.POLLOUT)
+        self._exchange(0.0)  # forwards its last output
+        self._is_ended = True
+        self._child.end(0.0)
+        self._socket.close()
 
     def _receive_lines(self, wait_s: float) -> list[bytes]:
         if b"\n" not in self._reply_bytes:
             self._exchange(wait_s)
-        if b"\n" not in self._reply_bytes and len(self._reply_bytes) > _MAX_REPLY_BYTES:
-            return [bytes(self._reply_bytes)]
-        if b"\n" not in self._reply_bytes and (self._is_ended or self._exit()):
-            while self._exchange(0.0):  # reads its last output
-                pass
-            if b"\n" not in self._reply_bytes:
-                raise WorkerDied(self._cause_of_death())
-        *lines, self._reply_bytes = self._reply_bytes.split(b"\n")
+        *lines, rest = self._reply_bytes.split(b"\n")
+        if not lines and len(rest) > _MAX_REPLY_BYTES:
+            return [bytes(rest)]
+        if not lines and self._is_ended:
+            how = ending_of(self._child.end(_CLOSED_WAIT_S))
+            how += " (out of memory?)" if how == "signal SIGKILL" else ""
+            raise WorkerDied("\n".join([f"{how}. It last printed:", *self._log]) if self._log else how)
+        self._reply_bytes = rest
         return [bytes(line) for line in lines]
 
     def _exchange(self, wait_s: float, *, forward: bool = True) -> bool:
-        """Waits up to `wait_s` for a pipe, then writes and reads; returns whether one was ready."""
+        """Writes and reads what is possible, after at most `wait_s`; returns False if that was nothing."""
         if self._is_ended:
             return False
         ready = self._poller.poll(wait_s * 1000)
-        for descriptor, _ in ready:
-            if descriptor == self._requests:
-                self._write()
-            elif descriptor == self._replies:
-                data = _read(descriptor)
-                self._is_ended = self._is_ended or data == b""
-                self._reply_bytes += data or b""
-            else:
-                data = _read(descriptor)
-                if data == b"":
-                    self._poller.unregister(descriptor)
-                for line in self._printed.lines(data) if data is not None else []:
-                    text = escape_unprintable(line.decode(errors="replace"), keep="\t")
-                    self._log.append(text)
-                    if forward:
-                        sys.stderr.write(f"[reward worker {self._process.pid}] {text}\n")
+        for descriptor, events in ready:
+            if events & select.POLLOUT:
+                try:
+                    self._outgoing = self._outgoing[os.write(descriptor, self._outgoing) :]
+                except BlockingIOError:
+                    continue
+                except (BrokenPipeError, ConnectionResetError):  # it ended, which reading notices
+                    self._outgoing = memoryview(b"")
+                if not self._outgoing:
+                    self._poller.modify(descriptor, select.POLLIN)
+            if events == select.POLLOUT:
+                continue
+            try:
+                data = os.read(descriptor, _READ_BYTES)
+            except BlockingIOError:  # no data after all
+                continue
+            except ConnectionResetError:  # it ended before it had read everything
+                data = b""
+            if descriptor == self._socket.fileno():
+                self._is_ended = not data
+                self._reply_bytes += data
+                continue
+            if not data:
+                self._poller.unregister(descriptor)
+            for line in self._printed.lines(data):
+                text = escape_unprintable(line.decode(errors="replace"), keep="\t")
+                self._log.append(text)
+                if forward:
+                    sys.stderr.write(f"[reward worker {self._child.pid}] {text}\n")
         return bool(ready)
-
-    def _write(self) -> None:
-        try:
-            self._outgoing = self._outgoing[os.write(self._requests, self._outgoing) :]
-        except BlockingIOError:
-            return
-        except BrokenPipeError:  # it ended, which `_receive_lines` notices after the last output
-            self._outgoing = memoryview(b"")
-        if not self._outgoing:
-            self._poller.unregister(self._requests)
-
-    def _exit(self) -> os.waitid_result | None:
-        # WNOWAIT: `end` reaps it, and until then no other process gets its id.
-        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-
-    def _cause_of_death(self) -> str:
-        deadline = time.monotonic() + 1.0
-        while not self._exit() and time.monotonic() < deadline:  # the pipe closes shortly before the exit
-            time.sleep(0.01)
-        status = self._exit()
-        if status is None:
-            how = "it closed its pipe"
-        elif status.si_code == os.CLD_EXITED:
-            how = f"exit code {status.si_status}"
-        else:
-            how = f"signal {signal.Signals(status.si_status).name}"
-            how += " (out of memory?)" if status.si_status == signal.SIGKILL else ""
-        return "\n".join([f"{how}. It last printed:", *self._log]) if self._log else how
-
-
-def _read(descriptor: int) -> bytes | None:
-    """Reads available data; returns b"" at the end, or None if there is no data after all."""
-    try:
-        return os.read(descriptor, _READ_BYTES)
-    except BlockingIOError:
-        return None
 
 
 def _reply(line: bytes, *forms: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ the trajectory log, whose lines contain trajectories too.
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
 import time
@@ -28,34 +27,19 @@ _logger = logging.getLogger(__name__)
 
 
 class FailureLog:
-    """Wraps a reward worker and writes each trajectory whose reward failed to a file.
+    """Writes trajectories whose reward failed to a file.
 
     Args:
-        reward_worker: computes the rewards.
         path: the JSONL file; lines are appended, and its folder is made at the first failure.
         max_failures: maximum lines from one process, so that a broken reward does not fill the disk.
     """
 
-    def __init__(self, reward_worker: RewardWorker, path: str | Path, *, max_failures: int = 1000) -> None:
-        self._reward_worker = reward_worker
+    def __init__(self, path: str | Path, *, max_failures: int = 1000) -> None:
         self.path = Path(path)
         self._num_left = max_failures
 
-    def start(self) -> None:
-        self._reward_worker.start()
-
-    def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[RewardResult]]:
-        results = self._reward_worker.compute_rewards(trajectories)
-        for trajectory, result in zip(trajectories, results, strict=True):
-            result.add_done_callback(functools.partial(self._write_failure, trajectory))
-        return results
-
-    def close(self) -> None:
-        self._reward_worker.close()
-
-    def _write_failure(self, trajectory: Trajectory, result: asyncio.Future[RewardResult]) -> None:
-        error = None if result.cancelled() else result.exception()
-        if not isinstance(error, RewardError) or self._num_left <= 0:
+    def write(self, trajectory: Trajectory, error: RewardError) -> None:
+        if self._num_left <= 0:
             return
         self._num_left -= 1
         try:

@@ -141,17 +141,11 @@ class CallQueue(Generic[Request]):
         return batch
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class SupervisedWorker(Generic[Request]):
     """A worker and the spare that replaces it if necessary; `supervise` runs in a separate thread."""
 
-    name: str
-    make_worker: Callable[[], Worker[Request]]
-    timeout_s: float
-    startup_timeout_s: float
-    recycle_after: int | None
-    calls: CallQueue[Request]
-    ready: Future[None]  # shared by all; done when the first worker is ready
+    pool: Supervisor[Request]
     _spare: Worker[Request] | None = None  # starts while the worker works; exists after the first replacement
     _num_calls: int = 0  # calls that the worker has run
     _num_deaths: int = 0  # workers that died while idle, in a row
@@ -163,31 +157,35 @@ class SupervisedWorker(Generic[Request]):
         batch: list[_Call[Request]] = []
         try:
             worker = self._ready_worker(None)
-            while batch := self.calls.take(self._max_batch):
-                if self._run_batch(worker, batch) and not self._is_worn_out():
+            while batch := self.pool.calls.take(self._max_batch):
+                is_usable = self._run_batch(worker, batch)
+                if is_usable and self.pool.recycle_after is not None and self._num_calls >= self.pool.recycle_after:
+                    self._spare = self._spare or self._start_spare()
+                    is_usable = self._spare is None or not self._spare.is_ready(0.0)
+                if is_usable:
                     continue
                 worker.end()
                 worker, self._spare = self._spare, None  # `finally` ends both if something raises
                 worker = self._ready_worker(worker)
                 self._num_calls = 0
-                self._spare = self._start_spare() if self.calls.refusal is None else None
+                self._spare = self._start_spare() if self.pool.calls.refusal is None else None
         except Exception as error:  # noqa: BLE001  # otherwise the calls would wait forever
-            if not self.ready.done():
-                self.ready.set_exception(error if isinstance(error, ValueError) else WorkerDied(str(error)))
+            if not self.pool.ready.done():
+                self.pool.ready.set_exception(error if isinstance(error, ValueError) else WorkerDied(str(error)))
             what = str(error) if isinstance(error, (ValueError, WorkerDied)) else repr(error)
-            self.calls.refuse(f"Reward function {self.name} has no worker left: {what}")
-            self.calls.add(batch)  # refuses the unfinished calls
+            self.pool.calls.refuse(f"Reward function {self.pool.name} has no worker left: {what}")
+            self.pool.calls.add(batch)  # refuses the unfinished calls
         finally:
             for each in (worker, self._spare):
                 if each is not None:
                     each.end()
-            if not self.ready.done():
-                self.ready.set_exception(ValueError(str(self.calls.refusal)))
+            if not self.pool.ready.done():
+                self.pool.ready.set_exception(ValueError(str(self.pool.calls.refusal)))
 
     def _run_batch(self, worker: Worker[Request], batch: Sequence[_Call[Request]]) -> bool:
         """Runs a batch, or puts it back if the worker has died; returns False if the worker cannot be used again."""
         if not worker.is_alive():  # it died while idle, so no trajectory is at fault
-            self.calls.add(batch, first=True)
+            self.pool.calls.add(batch, first=True)
             self._num_deaths += 1
             if self._num_deaths > _MAX_RESTARTS:
                 raise WorkerDied(f"its worker died {self._num_deaths} times in a row while idle.")
@@ -201,13 +199,6 @@ class SupervisedWorker(Generic[Request]):
             self._max_batch = max(1, min(_MAX_BATCH, round(_BATCH_S / max(call_s, 1e-6))))
         return is_usable
 
-    def _is_worn_out(self) -> bool:
-        """Returns whether the worker has run `recycle_after` calls and its successor, which this starts, is ready."""
-        if self.recycle_after is None or self._num_calls < self.recycle_after:
-            return False
-        self._spare = self._spare or self._start_spare()
-        return self._spare is not None and self._spare.is_ready(0.0)
-
     def _ready_worker(self, worker: Worker[Request] | None) -> Worker[Request]:
         """Returns a ready worker, the given one if possible; while closing, it may still be starting."""
         for attempt in range(1 + _MAX_RESTARTS):
@@ -218,7 +209,7 @@ class SupervisedWorker(Generic[Request]):
             except (ValueError, WorkerDied):
                 if worker is not None:
                     worker.end()
-                if attempt == _MAX_RESTARTS or not self.ready.done():  # the first worker has no second attempt
+                if attempt == _MAX_RESTARTS or not self.pool.ready.done():  # the first worker has no second attempt
                     raise
                 worker = None
                 time.sleep(_RESTART_WAIT_S * attempt)  # the machine may have free processes or memory soon
@@ -226,7 +217,7 @@ class SupervisedWorker(Generic[Request]):
 
     def _start_worker(self) -> Worker[Request]:
         try:
-            return self.make_worker()
+            return self.pool.make_worker()
         except (OSError, MemoryError, RuntimeError) as error:  # no more processes, threads, memory or disk
             raise WorkerDied(f"its worker could not be started: {error!r}.") from error
 
@@ -235,20 +226,20 @@ class SupervisedWorker(Generic[Request]):
         try:
             return self._start_worker()
         except WorkerDied as error:
-            log.warning("Reward function %s has no spare worker: %s", self.name, error)
+            log.warning("Reward function %s has no spare worker: %s", self.pool.name, error)
             return None
 
     def _wait_until_ready(self, worker: Worker[Request]) -> None:
-        deadline = time.monotonic() + self.startup_timeout_s
-        while self.calls.refusal is None:
+        deadline = time.monotonic() + self.pool.startup_timeout_s
+        while self.pool.calls.refusal is None:
             if worker.is_ready(_TICK_S):
-                if not self.ready.done():
-                    self.ready.set_result(None)
+                if not self.pool.ready.done():
+                    self.pool.ready.set_result(None)
                 return
             if time.monotonic() > deadline:
                 raise WorkerDied(
-                    f"Importing reward function {self.name} took longer than "
-                    f"startup_timeout_s={self.startup_timeout_s:g}. Increase it, or make the import faster. It is "
+                    f"Importing reward function {self.pool.name} took longer than "
+                    f"startup_timeout_s={self.pool.startup_timeout_s:g}. Increase it, or make the import faster. It is "
                     f"at:\n{worker.stack()}"
                 )
 
@@ -256,7 +247,7 @@ class SupervisedWorker(Generic[Request]):
         """Computes the rewards of a batch; returns False if the worker cannot be used again."""
         unfinished = dict(enumerate(batch))
         worker.send([call.request for call in batch])
-        allowed_s = self.timeout_s + (min(_ASYNC_GRACE_S, self.timeout_s) if worker.runs_together else 0.0)
+        allowed_s = self.pool.timeout_s + (min(_ASYNC_GRACE_S, self.pool.timeout_s) if worker.runs_together else 0.0)
         since = time.monotonic()
         while unfinished:
             left_s = since + allowed_s - time.monotonic()
@@ -277,21 +268,21 @@ class SupervisedWorker(Generic[Request]):
                 _settle((unfinished.pop(index), outcome) for index, outcome in outcomes.items())
             if death is not None:  # the outcomes that arrived before count
                 if unfinished:
-                    self._blame(worker, unfinished, functools.partial(killed_error, self.name, str(death)))
+                    self._blame(worker, unfinished, functools.partial(killed_error, self.pool.name, str(death)))
                 return False
             if outcomes:
                 if any(isinstance(item, RewardError) and item.reason == "killed" for item in outcomes.values()):
-                    self.calls.add(list(unfinished.values()), first=True)  # the worker has no memory left
+                    self.pool.calls.add(list(unfinished.values()), first=True)  # the worker has no memory left
                     return False
                 if not worker.runs_together:
                     since = time.monotonic()
                 if unfinished:
                     time.sleep(_GATHER_S)  # wakes threads once for many outcomes
-            elif self.calls.refusal is not None:
-                self.calls.add(list(unfinished.values()), first=True)
+            elif self.pool.calls.refusal is not None:
+                self.pool.calls.add(list(unfinished.values()), first=True)
                 return False
             elif left_s <= 0:
-                overdue = functools.partial(timeout_error, self.name, self.timeout_s, worker.stack())
+                overdue = functools.partial(timeout_error, self.pool.name, self.pool.timeout_s, worker.stack())
                 self._blame(worker, unfinished, overdue)
                 return False
         return True
@@ -307,16 +298,16 @@ class SupervisedWorker(Generic[Request]):
         if worker.runs_together and len(calls) > 1:
             for call in calls:
                 call.is_alone = True
-            self.calls.add(calls, first=True)
+            self.pool.calls.add(calls, first=True)
             return
         _settle([(calls[0], error_of(calls[0].trajectory))])
-        self.calls.add(calls[1:], first=True)
+        self.pool.calls.add(calls[1:], first=True)
 
 
 class Supervisor(ABC, Generic[Request]):
     """The base class of RewardPool and RewardHook: workers, their supervising threads, and the waiting calls.
 
-    `start` and `close` may be called from any thread, `compute_reward` and `compute_rewards` on any event loop.
+    `start` and `close` may be called from any thread, `compute_rewards` on any event loop.
 
     Args:
         name: the reward function's name, for messages.
@@ -338,20 +329,14 @@ class Supervisor(ABC, Generic[Request]):
         recycle_after: int | None = None,
     ) -> None:
         check_positive(workers=workers, timeout_s=timeout_s, startup_timeout_s=startup_timeout_s)
-        self._name = name
+        self.name = name
+        self.make_worker = make_worker
+        self.timeout_s = timeout_s
+        self.startup_timeout_s = startup_timeout_s
+        self.recycle_after = recycle_after
+        self.calls: CallQueue[Request] = CallQueue(workers)
+        self.ready: Future[None] = Future()  # done when the first worker is ready
         self._num_workers = workers
-        self._calls: CallQueue[Request] = CallQueue(workers)
-        self._ready: Future[None] = Future()  # done when the first worker is ready
-        self._make_supervised = functools.partial(
-            SupervisedWorker[Request],
-            name=name,
-            make_worker=make_worker,
-            timeout_s=timeout_s,
-            startup_timeout_s=startup_timeout_s,
-            recycle_after=recycle_after,
-            calls=self._calls,
-            ready=self._ready,
-        )
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()  # of `_threads`
 
@@ -362,44 +347,40 @@ class Supervisor(ABC, Generic[Request]):
             ValueError: if there is no such function, or importing it takes longer than `startup_timeout_s`.
         """
         with self._lock:
-            if self._calls.refusal is not None:
-                raise RuntimeError(f"{self._calls.refusal} Create a new one.")
+            if self.calls.refusal is not None:
+                raise RuntimeError(f"{self.calls.refusal} Create a new one.")
             if not self._threads:
                 self._add_thread()
         try:
-            self._ready.result()
+            self.ready.result()
         except (ValueError, WorkerDied) as error:
             self.close()
             raise ValueError(str(error)) from error
         with self._lock:
-            while len(self._threads) < self._num_workers and self._calls.refusal is None:
+            while len(self._threads) < self._num_workers and self.calls.refusal is None:
                 self._add_thread()
 
     def close(self) -> None:
         """Ends all workers within seconds; pending calls raise RewardError. May be called twice."""
         with self._lock:  # no thread starts afterwards
-            self._calls.refuse(f"The workers of reward function {self._name} were closed.")
+            self.calls.refuse(f"The workers of reward function {self.name} were closed.")
             threads = list(self._threads)
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(_CLOSE_TIMEOUT_S)
 
-    async def compute_reward(self, trajectory: Trajectory) -> RewardResult:
-        """Returns the result for one trajectory; waits for a worker and up to `timeout_s` for the function.
+    def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[RewardResult]]:
+        """Returns one future of the running loop per trajectory; each waits for a worker, then for the function.
 
-        A supervising thread wakes it. On cancellation a waiting call is discarded; a running call finishes and its
-        outcome is ignored.
+        A future is done at most `timeout_s` after its call starts to run. If it is cancelled, a waiting call is
+        discarded; a running call finishes and its outcome is ignored.
 
         Raises:
-            RewardError: reason `raised` (also if the trajectory cannot be sent), `invalid`, `not_finite`, `timeout` or
-                `killed` (also after `close`).
+            RewardError: in a future; reason `raised` (also if the trajectory cannot be sent), `invalid`, `not_finite`,
+                `timeout` or `killed` (also after `close`).
         """
-        return await self.compute_rewards([trajectory])[0]
-
-    def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[RewardResult]]:
-        """Returns one future of the running loop per trajectory, for what `compute_reward` returns or raises."""
         if not self._threads:
-            raise RuntimeError(f"Call start() of reward function {self._name} before compute_reward().")
+            raise RuntimeError(f"Call start() of reward function {self.name} before compute_rewards().")
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[RewardResult]] = []
         calls = []
@@ -410,7 +391,7 @@ class Supervisor(ABC, Generic[Request]):
                 calls.append(_Call(trajectory, request, num_bytes, futures[-1]))
             except RewardError as error:
                 futures[-1].set_exception(error)
-        self._calls.add(calls)
+        self.calls.add(calls)
         return futures
 
     @abstractmethod
@@ -419,7 +400,7 @@ class Supervisor(ABC, Generic[Request]):
 
     def _add_thread(self) -> None:
         name = f"reward-supervisor-{len(self._threads)}"
-        thread = threading.Thread(target=self._make_supervised().supervise, name=name, daemon=True)
+        thread = threading.Thread(target=SupervisedWorker(self).supervise, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 

@@ -23,7 +23,7 @@ from lightrl.concurrency.abandon import Tasks, abandon, is_abandoned
 from lightrl.concurrency.loop_thread import LoopThread
 from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import RolloutError
-from lightrl.rewards import RewardWorker
+from lightrl.rewards import FailureLog, RewardWorker
 from lightrl.rollout.group_scheduler import Drop, GroupScheduler, RolloutSettings, RunningGroup, success_rate
 from lightrl.rollout.prompts import PromptCursor, Prompts, PromptsAhead, State
 from lightrl.rollout.protocol import OnWait
@@ -81,6 +81,7 @@ class RolloutController:
         sampling: of training rollouts; the seed of each generation is set here.
         run_seed: determines, with position, sample and turn, all that is sampled.
         prompts: the stream, by position; None if only `evaluate` is used.
+        failures: gets the trajectories whose reward failed.
     """
 
     is_recorded = False
@@ -95,6 +96,7 @@ class RolloutController:
         sampling: Sampling,
         run_seed: int = 0,
         prompts: Prompts | None = None,
+        failures: FailureLog | None = None,
     ) -> None:
         self.engine = engine
         self.workflow = workflow
@@ -105,7 +107,7 @@ class RolloutController:
         self._scheduler = GroupScheduler(settings)
         self._cursor = PromptCursor(prompts, settings.curriculum)
         self._tasks = Tasks()
-        self._rewards = Rewards(reward_worker, self._scheduler.counter, self._tasks, workflow)
+        self._rewards = Rewards(reward_worker, self._scheduler.counter, self._tasks, workflow, failures)
         self._runner: TrajectoryRunner | WorkflowPool
         if settings.workflow_workers:
             self._runner = WorkflowPool(

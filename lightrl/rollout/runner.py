@@ -24,7 +24,7 @@ from lightrl.columns import registered
 from lightrl.concurrency.abandon import Tasks, abandon, each_when_done, is_abandoned
 from lightrl.engines.engine import Completion, RolloutEngine
 from lightrl.errors import EngineError, RewardError, RolloutError
-from lightrl.rewards import RewardResult, RewardWorker
+from lightrl.rewards import FailureLog, RewardResult, RewardWorker
 from lightrl.rollout.group_scheduler import DropCounter
 from lightrl.rollout.prompts import State
 from lightrl.trace import record, span
@@ -316,6 +316,7 @@ class Rewards:
     drops: DropCounter  # counts the trajectories whose reward failed
     tasks: Tasks  # an error of the worker ends the run there
     workflow: Workflow  # cleans up after each trajectory
+    failures: FailureLog | None = None
     _unsent: list[tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=list, init=False)
     _deferred: dict[int, tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=dict, init=False)  # ids
     _results: dict[asyncio.Future[bool], asyncio.Future[RewardResult]] = field(default_factory=dict, init=False)
@@ -404,6 +405,8 @@ class Rewards:
             result.result().apply_to(trajectory)
         elif isinstance(error, RewardError | RolloutError):
             self.drops.drop_failed(error, trajectory.prompt)
+            if self.failures is not None and isinstance(error, RewardError):
+                self.failures.write(trajectory, error)
         else:
             self.tasks.fail(error)
             is_kept.set_exception(error)

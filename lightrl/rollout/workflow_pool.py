@@ -17,7 +17,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import os
 import pickle
 import signal
 import socket
@@ -29,7 +28,7 @@ from typing import Any
 
 from lightrl.columns import registered
 from lightrl.concurrency.abandon import Tasks
-from lightrl.concurrency.child_process import ONE_THREAD, ChildProcess, command, ending_of, import_path
+from lightrl.concurrency.child_process import ChildProcess, ending_of, import_path
 from lightrl.concurrency.streams import BadMessage, Channel
 from lightrl.engines import RolloutEngine
 from lightrl.engines.servers.leader import FollowerState
@@ -216,16 +215,9 @@ class WorkflowPool:
         """Keeps a worker of this name running until cancelled."""
         num_useless = 0  # deaths in a row before a trajectory was done
         while True:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                child = ChildProcess(
-                    command("lightrl.rollout.workflow_worker", str(theirs.fileno()), import_path()),
-                    environment={**os.environ, **ONE_THREAD},
-                    grace_s=0.0,
-                    pass_fds=[theirs.fileno()],
-                )
+            child, end = ChildProcess.of_module("lightrl.rollout.workflow_worker", import_path())
             try:
-                worker = await self._ready(name, child, ours)
+                worker = await self._ready(name, child, end)
                 num_lost = 0 if worker is None else await self._serve(worker)
             finally:
                 code = await _end(child)
@@ -331,8 +323,7 @@ class WorkflowPool:
             worker.pid,
             self.silent_s,
         )
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker.pid, signal.SIGUSR1)  # it prints its stack
+        worker.child.show_stack()
         asyncio.get_running_loop().call_later(_STACK_S, worker.child.ask_to_end, 0.0)
 
 

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import gc
 import logging
 import os
-import signal
 import socket
-import sys
 from typing import Any
 
 from lightrl.checks.user_code import named_user_code
 from lightrl.columns import register
 from lightrl.concurrency.abandon import Tasks, abandon
+from lightrl.concurrency.child_process import connect_to_parent
 from lightrl.concurrency.streams import Channel
 from lightrl.engines.engine import Completion
 from lightrl.engines.servers.follower import Follower
@@ -37,12 +35,8 @@ END_S = 2.0  # for workflows to clean up when they are cancelled
 
 
 def main() -> None:
-    """Serves the pool at the other end of the socket whose descriptor is `sys.argv[1]`."""
-    end = socket.socket(fileno=int(sys.argv[1]))
-    del sys.argv[1:]
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # the pool asks where it hangs
-    asyncio.run(_serve(end))
+    """Serves the pool until it closes the channel."""
+    asyncio.run(_serve(connect_to_parent()))
 
 
 async def _serve(end: socket.socket) -> None:

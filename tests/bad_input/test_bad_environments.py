@@ -119,7 +119,7 @@ def test_the_copy_of_a_reward_that_forks_in_this_process_ends():
 
     async def computed():
         trajectory = await play(MultiTurn(chat_tokenizer(), lambda: Scripted(DONE)), writes([END]), chat_prompt())
-        return await hook.compute_reward(trajectory)
+        return await hook.compute_rewards([trajectory])[0]
 
     assert asyncio.run(computed()).reward == 1.0
     hook.close()

@@ -82,7 +82,7 @@ def requests(engine: SGLangEngine, num: int, num_tokens: int = NUM_TOKENS) -> li
 
 def serving(engine: SGLangEngine) -> set[str]:
     """The servers that get requests, by the engine or by its gateway."""
-    router = engine.parts.members.router
+    router = engine.loader.members.router
     return set(engine.fleet.urls("routable") if router.state is None else router.state.serving)
 
 
@@ -275,7 +275,7 @@ def test_smg_takes_requests_with_the_token_alone_and_learns_no_other_secret(
     monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", "a-secret")
     server = start(api_key="a-secret")
     engine = engine_through(server)
-    url = engine.parts.members.router.url
+    url = engine.loader.members.router.url
 
     async def statuses() -> list[int]:
         async with aiohttp.ClientSession() as client:

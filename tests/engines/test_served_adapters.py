@@ -132,7 +132,7 @@ def check_scores(case: AdapterCase, version: int) -> None:
 def listed(case: AdapterCase) -> list[list[str]]:
     """The adapters of each server."""
     engine: Any = case.engine
-    return [sorted(engine.parts.home.call(server.client.adapters(), 10)) for server in engine.fleet.in_state()]
+    return [sorted(engine.loader.home.call(server.client.adapters(), 10)) for server in engine.fleet.in_state()]
 
 
 def test_tokens_and_scores_are_those_of_the_adapters_that_were_loaded_last(case):

@@ -444,7 +444,7 @@ def is_back(process: ServerProcess, old_pid: int) -> Callable[[], bool]:
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("kill -9", r"its process ended \(signal 9\)"),
+        ("kill -9", r"its process ended \(signal SIGKILL\)"),
         pytest.param("SIGSTOP", "it has not answered for", marks=pytest.mark.extra),
     ],
 )

@@ -93,7 +93,7 @@ def test_servers_on_the_trainers_gpus_leave_room_for_its_weights_and_gradients(g
     kept = (memory.device["weights"] + memory.device["gradients"]) / 1e8
     assert 0.05 < kept < 0.5
     expected = given.get("mem_fraction_static", pytest.approx(USABLE_FRACTION - 0.1 - kept, abs=0.011))
-    assert engine.server_args["mem_fraction_static"] == expected
+    assert engine.source.args["mem_fraction_static"] == expected
 
 
 @pytest.mark.parametrize(

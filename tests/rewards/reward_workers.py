@@ -24,7 +24,7 @@ def outcomes(worker: Supervisor, *trajectories: object) -> list[object]:
     """A RewardResult or an exception for each trajectory, all asked for at the same time."""
 
     async def gathered() -> list[object]:
-        return await asyncio.gather(*map(worker.compute_reward, trajectories), return_exceptions=True)
+        return await asyncio.gather(*worker.compute_rewards(trajectories), return_exceptions=True)
 
     return asyncio.run(gathered())
 

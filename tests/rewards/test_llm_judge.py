@@ -256,7 +256,7 @@ def test_in_a_pool_it_is_a_class_with_arguments():
         pool = RewardPool(part)
         await asyncio.to_thread(pool.start)
         try:
-            return await asyncio.gather(*(pool.compute_reward(ask(str(index))) for index in range(8)))
+            return await asyncio.gather(*pool.compute_rewards([ask(str(index)) for index in range(8)]))
         finally:
             await asyncio.to_thread(pool.close)
 

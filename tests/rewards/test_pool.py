@@ -149,7 +149,7 @@ def test_a_worker_is_replaced_after_so_many_calls_and_no_call_waits_for_it():
     async def one_by_one(pool: RewardPool) -> list[RewardResult]:
         results = []
         while len({item.metrics["pid"] for item in results}) < 3 and len(results) < 20_000:
-            results.append(await pool.compute_reward(trajectory_that(do="leak")))
+            results.append(await pool.compute_rewards([trajectory_that(do="leak")])[0])
         return results
 
     with pool_of("obey", recycle_after=5) as pool:
@@ -176,12 +176,12 @@ def test_async_calls_of_one_worker_run_together():
 
 def test_a_cancelled_call_leaves_the_pool_usable():
     async def cancel_and_go_on(pool: RewardPool) -> RewardResult:
-        tasks = [asyncio.create_task(pool.compute_reward(trajectory_that())) for _ in range(8)]
+        results = pool.compute_rewards([trajectory_that()] * 8)
         await asyncio.sleep(0)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        return await pool.compute_reward(trajectory_that(give=3.0))
+        for result in results:
+            result.cancel()
+        await asyncio.gather(*results, return_exceptions=True)
+        return await pool.compute_rewards([trajectory_that(give=3.0)])[0]
 
     with pool_of("obey") as pool:
         assert asyncio.run(cancel_and_go_on(pool)) == RewardResult(3.0)
@@ -205,10 +205,10 @@ def test_trajectories_of_a_group_each_get_their_own_outcome(pool):
 
 def test_close_fails_the_calls_on_their_way_and_ends_all_processes():
     async def close_while_hanging(pool: RewardPool) -> list[object]:
-        tasks = [asyncio.create_task(pool.compute_reward(trajectory_that(do="hang"))) for _ in range(5)]
+        results = pool.compute_rewards([trajectory_that(do="hang")] * 5)
         await asyncio.sleep(0.2)
         pool.close()
-        return await asyncio.gather(*tasks, return_exceptions=True)
+        return await asyncio.gather(*results, return_exceptions=True)
 
     before = descendants()
     with pool_of("obey", workers=2) as pool:
@@ -288,7 +288,7 @@ def test_a_stray_line_that_comes_between_two_calls_costs_no_call(tmp_path):
 def test_a_reward_that_prints_without_a_newline_keeps_no_memory_here(capfd):
     with pool_of("obey") as pool:
         call = trajectory_that(do="print without a newline", times=200)
-        asyncio.run(pool.compute_reward(trajectory_that()))
+        assert reasons(outcomes(pool, trajectory_that())) == [1.0]
         tracemalloc.start()
         results = outcomes(pool, call)
         peak = tracemalloc.get_traced_memory()[1]
@@ -355,13 +355,14 @@ def test_a_machine_that_starts_no_processes_costs_no_trajectory_or_says_so(error
 
 def test_kill_9_of_the_trainer_ends_workers_and_what_they_started(tmp_path):
     script = """
-import asyncio, sys
+import sys
 sys.path.insert(0, sys.argv[1])
 from lightrl.rewards import RewardPool
 from reward_functions import trajectory_that
+from reward_workers import outcomes
 pool = RewardPool("reward_functions.obey", search_paths=[sys.argv[1]])
 pool.start()
-asyncio.run(pool.compute_reward(trajectory_that(do="spawn", file=sys.argv[2])))
+outcomes(pool, trajectory_that(do="spawn", file=sys.argv[2]))
 """
     file = tmp_path / "pids"
     trainer = subprocess.Popen([sys.executable, "-c", script, HERE, str(file)])

@@ -1,11 +1,11 @@
 """FailureLog and replay: what failed is written, and one call computes it again."""
 
-import asyncio
 import json
 from pathlib import Path
 
 import pytest
 from reward_functions import trajectory_that
+from reward_workers import outcomes, started
 
 from lightrl.errors import RewardError
 from lightrl.rewards import FailureLog, RewardHook, RewardPart, RewardResult, replay
@@ -14,16 +14,13 @@ HERE = str(Path(__file__).parent)
 
 
 def failures_of(function: object, path: Path, *trajectories: object, **settings: object) -> list[object]:
-    worker = FailureLog(RewardHook(function), path, **settings)
-    worker.start()
-
-    async def gathered() -> list[object]:
-        return await asyncio.gather(*worker.compute_rewards(trajectories), return_exceptions=True)
-
-    try:
-        return asyncio.run(gathered())
-    finally:
-        worker.close()
+    log = FailureLog(path, **settings)
+    with started(RewardHook(function)) as worker:
+        results = outcomes(worker, *trajectories)
+    for trajectory, result in zip(trajectories, results, strict=True):
+        if isinstance(result, RewardError):
+            log.write(trajectory, result)
+    return results
 
 
 def test_what_failed_is_written_and_raised_and_the_rest_has_a_reward(tmp_path):

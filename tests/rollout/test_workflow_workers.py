@@ -251,7 +251,7 @@ def test_a_worker_that_is_gone_is_named_and_its_trajectories_are_run_again(make,
     controller.commit()
     load(controller, 2)
     assert validation(controller) == validated
-    assert "ended with signal 9. Trajectories to run again: 4" in caplog.text
+    assert "ended with signal SIGKILL. Trajectories to run again: 4" in caplog.text
     assert ("did not answer for loop_timeout_s=3" in caplog.text) == (number == signal.SIGSTOP)
     assert comes_true(lambda: len(workers_of()) == 2)  # another one in its place
 
@@ -319,7 +319,7 @@ def test_a_server_that_dies_is_left_and_comes_back(make, router, servers):
     assert states[servers[1].url].state == "lost"
     servers[1].start(port)
     assert comes_true(lambda: states[f"http://127.0.0.1:{port}"].state == "routable")
-    router = controller.engine.parts.members.router  # type: ignore[attr-defined]
+    router = controller.engine.loader.members.router  # type: ignore[attr-defined]
     assert comes_true(lambda: router.state is None or servers[1].url in router.state.serving)
     controller.commit()
     load(controller, 1)
@@ -345,7 +345,7 @@ def test_a_server_that_leaves_during_an_iteration_is_drained(make, router, serve
     controller = make(2, router=router)
     engine: Any = controller.engine
     num_before = [server.stats()["requests"]["/generate"] for server in servers]
-    groups = taken_while(controller, lambda: engine.parts.loader.let_go(engine.fleet.servers[servers[1].url]))
+    groups = taken_while(controller, lambda: engine.loader.let_go(engine.fleet.servers[servers[1].url]))
     assert groups == expected
     assert list(engine.fleet.servers) == [servers[0].url]
     num_moved = [server.stats()["requests"]["/generate"] - num for server, num in zip(servers, num_before, strict=True)]

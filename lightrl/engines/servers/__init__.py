@@ -1,7 +1,8 @@
 """What all server engines share: the fleet, requests to it, and how weights get there.
 
 Reading order:
-    engine.py        ServerEngine and its settings; timeouts.py  its deadlines; addresses.py  servers' addresses
+    engine.py        ServerEngine, made of what follows; timeouts.py  its deadlines
+    source.py        which servers there are, started here or not; addresses.py  their addresses
     server.py        Server: one server and all that is known of it; server_info.py  what it reports about itself
       fleet.py       which one a request goes to; members.py  changes of servers; watch.py  what triggers them
       registry.py    the folder where servers announce themselves; processes/  servers that are started here

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -42,23 +42,6 @@ def addresses_from_environment() -> list[str]:
 def read_addresses(name: str) -> list[str]:
     """Returns the comma-separated addresses in an environment variable; none if it is not set."""
     return [as_url(part.strip()) for part in os.environ.get(name, "").split(",") if part.strip()]
-
-
-def check_routes(urls: Sequence[str], *, transport: str, trainer_host: str | None, weight_folder: str | None) -> None:
-    """Raises ValueError if weights cannot reach these servers by this transport."""
-    try:
-        remote = remote_servers(urls)
-        if transport == "distributed":
-            trainer_address(urls, trainer_host)
-    except EngineUnreachable:
-        return  # the engine waits for the server, and reports one that never answers
-    if remote and transport in ("tensor", "cuda_ipc"):
-        raise ValueError(f"transport: {transport} needs servers on this machine; {remote[0]} is elsewhere. Use disk.")
-    if remote and transport == "disk" and weight_folder is None:
-        raise ValueError(
-            f"{remote[0]} is on another machine and cannot see this one's temporary folder. Set weight_folder to a "
-            "folder that both see under the same path, or use transport: distributed or delta."
-        )
 
 
 def remote_servers(urls: Iterable[str]) -> list[str]:

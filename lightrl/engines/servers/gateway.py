@@ -30,6 +30,7 @@ from lightrl.engines.servers.processes.process import ServerProcess
 from lightrl.engines.servers.request import Answer, MalformedAnswer
 from lightrl.engines.servers.router import Router
 from lightrl.engines.servers.server import Server, State
+from lightrl.engines.servers.source import ServerSource
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 
@@ -127,15 +128,14 @@ class Gateway(Connection, Router):
             )
 
     @classmethod
-    def opened(
-        cls, router: str, token: str | None, fleet: ServerFleet, timeouts: Timeouts
-    ) -> tuple[Gateway, ServerProcess | None]:
-        """Returns the gateway that `router` names, with the servers' token, and its process if it is started here."""
+    def opened(cls, router: str, source: ServerSource, fleet: ServerFleet, timeouts: Timeouts) -> Gateway:
+        """Returns the gateway that `router` names, with the servers' token; `source` keeps one that starts here."""
         if router != "smg":
-            return cls(as_url(router), token, fleet, timeouts=timeouts), None
-        process = smg_process(token)
+            return cls(as_url(router), source.token, fleet, timeouts=timeouts)
+        process = smg_process(source.token)
         start_all([process])
-        return cls(process.url, process.token, fleet, timeouts=timeouts), process
+        source.keep(process, timeouts.hang_s)
+        return cls(process.url, process.token, fleet, timeouts=timeouts)
 
     def can_send(self) -> bool:
         """Whether all servers that it can choose, as far as known, are routable; `send` checks the one it chose."""

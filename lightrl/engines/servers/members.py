@@ -140,11 +140,6 @@ class Members:
             if not is_busy and not isinstance(error, OutOfFiles):
                 self.lose(server, str(error))
 
-    async def dtypes(self) -> set[str]:
-        """Returns the dtypes that servers were started with, or `auto`; for a quantized server, the coarsest."""
-        names = await asyncio.gather(*(self._dtype(server) for server in self.fleet.in_state(*ACTIVE)))
-        return {name for name in names if name is not None} or {"auto"}
-
     def sent_dtype(self, auto: torch.dtype) -> torch.dtype | None:
         """Returns the servers' common dtype if it is narrower than float32; None sends the trainer's own.
 
@@ -157,12 +152,6 @@ class Members:
             dtypes.add(auto if is_ours else server.info.dtype if server.info is not None else None)
         dtype = dtypes.pop() if len(dtypes) == 1 else None
         return None if dtype == torch.float32 else dtype
-
-    async def _dtype(self, server: Server) -> str | None:
-        with contextlib.suppress(EngineError, asyncio.TimeoutError):  # a server that is gone has none
-            info = await asyncio.wait_for(server.client.server_info(), self.timeouts.request_s)  # includes retries
-            return info.computes_in
-        return None
 
     async def drain(self, server: Server) -> None:
         """Moves a leaving server's requests to others, waits at most `request_s` for that, and forgets the server."""

@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lightrl.concurrency.in_thread import in_thread
-from lightrl.engines.servers.client import ServerClient
 from lightrl.engines.servers.connection import OutOfFiles, ServerRefused
-from lightrl.engines.servers.fleet import ServerFleet
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.members import Members
 from lightrl.engines.servers.processes.keeper import restart
 from lightrl.engines.servers.processes.process import ServerProcess
 from lightrl.engines.servers.registry import READ_EVERY_S, Registry, ServerEntry
 from lightrl.engines.servers.server import GONE, Server
+from lightrl.engines.servers.source import ServerSource
 from lightrl.engines.servers.sync.loader import WeightLoader
-from lightrl.engines.servers.sync.receivers import Receivers
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, LightRLError
 
@@ -41,24 +38,18 @@ class Watch:
     home: HomeLoop
     members: Members
     loader: WeightLoader
-    receivers: Receivers
-    registry: Registry | None
-    make_client: Callable[[str], ServerClient]
+    source: ServerSource
     timeouts: Timeouts
     _watched: set[Server] = field(default_factory=set)
     _leaving: set[str] = field(default_factory=set)  # addresses of servers that are being drained or will be
 
-    @property
-    def fleet(self) -> ServerFleet:
-        return self.members.fleet
-
     async def run(self) -> None:
         """Starts to watch all servers; called on each new loop."""
-        for server in self.fleet.in_state():
+        for server in self.members.fleet.in_state():
             self.home.spawn(self._watch(server))
         self.home.spawn(self.members.router.keep(self.home))
-        if self.registry is not None:
-            await self._follow(self.registry)
+        if self.source.registry is not None:
+            await self._follow(self.source.registry)
 
     async def _watch(self, server: Server) -> None:
         if server in self._watched:
@@ -79,7 +70,7 @@ class Watch:
         while True:
             await asyncio.sleep(min(interval_s, _TICK_S))
             process = server.process
-            if not self.fleet.has(server) or server.state == "retired" or (process and server.state in GONE):
+            if not self.members.fleet.has(server) or server.state == "retired" or (process and server.state in GONE):
                 return
             if process is not None and not process.is_alive():
                 self.members.lose(server, f"its process ended ({process.exit_status()})")
@@ -103,19 +94,19 @@ class Watch:
             answered_at = time.monotonic()
             if problem is not None:
                 self.members.lose(server, problem)
-            elif server.state == "lost" and server.may_return and self.fleet.has(server):
+            elif server.state == "lost" and server.may_return and self.members.fleet.has(server):
                 server.rejoin()
                 self.home.wake()  # a sync may wait for it
                 await self._give_weights(server)
 
     async def _problem(self, server: Server, *, should_identify: bool) -> str | None:
         """Returns why a server that answers must get no more requests: it was restarted or changed; otherwise None."""
-        version = None if self.fleet.is_loading else server.weight_version
+        version = None if self.members.fleet.is_loading else server.weight_version
         was_routable = server.state == "routable"
         info = await server.client.model_info(timeout_s=self.members.probe_s, num_retries=0)
         if was_routable and should_identify and await server.identify():
             return "another process answers at its address: it was restarted"
-        is_steady = server.state == "routable" and not self.fleet.is_loading
+        is_steady = server.state == "routable" and not self.members.fleet.is_loading
         if was_routable and is_steady and version == server.weight_version >= 0:
             reported = info.get("weight_version")
             if str(reported) != str(version):
@@ -138,7 +129,7 @@ class Watch:
         async def join_with_weights() -> None:
             nonlocal current
             before = current
-            current = self.fleet.join(Server(self.make_client(process.url), process, losses=lost.losses))
+            current = self.members.fleet.join(Server(self.source.client(process.url), process, losses=lost.losses))
             self.home.wake()  # a sync may wait for it
             await self.members.forget(before)
             if not await self._give_weights(current):
@@ -162,18 +153,18 @@ class Watch:
             except (OSError, RuntimeError) as error:  # RuntimeError: no thread
                 log.warning("The registry %s cannot be read: %r. Trying again.", registry.folder, error)
                 continue
-            silent = set(self.fleet.urls("lost", "retired")) - set(entries)  # a server that answers stays
+            silent = set(self.members.fleet.urls("lost", "retired")) - set(entries)  # a server that answers stays
             leaving = {url for url, entry in entries.items() if entry.is_leaving}
             for url in (silent | leaving) - self._leaving:
                 self._leaving.add(url)
                 self.home.spawn(self._leave(url, registry))
             for url, entry in entries.items():
-                if url not in self.fleet.servers and url not in leaving:
+                if url not in self.members.fleet.servers and url not in leaving:
                     self.home.spawn(self._enter(entry))
 
     async def _enter(self, entry: ServerEntry) -> None:
-        self.receivers.add(entry.receiver)
-        server = self.fleet.join(Server(self.make_client(entry.url)))
+        self.source.receivers.add(entry.receiver)
+        server = self.members.fleet.join(Server(self.source.client(entry.url)))
         self.home.spawn(self._watch(server))
         try:
             await self.members.reach(server)
@@ -184,7 +175,7 @@ class Watch:
 
     async def _leave(self, url: str, registry: Registry) -> None:
         """Drains and forgets a server that leaves or is lost and silent; releases it in the registry."""
-        server = self.fleet.servers.get(url)
+        server = self.members.fleet.servers.get(url)
         try:
             if server is not None:
                 await in_thread(self.loader.let_go, server)

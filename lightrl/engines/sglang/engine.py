@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -32,33 +33,33 @@ class SGLangEngine(ServerEngine):
 
     def __init__(self, *, sglang_python: str | None = None, **settings: Any) -> None:
         super().__init__(**settings)
-        self.python = sglang_python
+        self.source.python = sglang_python
 
     @property
     def is_quantized(self) -> bool:  # type: ignore[override]
-        return self.process_type.named(self.server_args).get("quantization") is not None
+        return self.process_type.named(self.source.args).get("quantization") is not None
 
     def check(self) -> None:
         super().check()
         if not self.is_quantized:
             return
-        self.check_loads_whole("server_args.quantization")
-        if self.transport == "distributed" and not torch.cuda.is_available():
+        self.delivery.check_loads_whole("server_args.quantization")
+        if self.delivery.transport == "distributed" and not torch.cuda.is_available():
             raise ValueError("transport='distributed' cannot send float8 over gloo. Set disk, tensor or delta.")
 
     def take_memory(self, key_value_bytes: float, fraction: float) -> str:
-        if not self.num_servers:
+        if not self.source.num:
             return ""
-        return f"trainer.engine's mem_fraction_static is {self.server_args.setdefault('mem_fraction_static', fraction)}"
+        fraction = self.source.args.setdefault("mem_fraction_static", fraction)
+        return f"trainer.engine's mem_fraction_static is {fraction}"
 
-    def start_args(self) -> dict[str, Any]:
+    def start_args(self, columns: Collection[str]) -> dict[str, Any]:
         args: dict[str, Any] = {}
-        if self.placement == "colocated" and torch.cuda.is_available():
+        if self.is_colocated and torch.cuda.is_available():
             args["enable_memory_saver"] = True
-        args |= {RETURNED[name][0]: True for name in self._encoders}
-        return args if self.served_form is None else args | self.served_form.server_args
+        return args | {RETURNED[name][0]: True for name in columns} | self.delivery.start_args()
 
-    def dtype_of_auto(self, config: PretrainedConfig | None) -> torch.dtype:
+    def dtype_of_auto(self, config: PretrainedConfig) -> torch.dtype:
         """Returns what `auto` means in SGLang 0.5.23: the config's, but for float32 float16, or bfloat16 for Gemma."""
         dtype = super().dtype_of_auto(config)
         if dtype != torch.float32:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import socket
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -85,18 +85,18 @@ class VLLMEngine(ServerEngine):
     gpu_transports = ("distributed",)
 
     def __init__(self, *, vllm_python: str | None = None, **settings: Any) -> None:
-        super().__init__(**settings)
-        for name, value, choices in (
-            ("transport", self.transport, ("disk", "delta", "distributed")),
-            ("router", self.router, (None,)),
-            ("placement", self.placement, ("separate",)),
-            ("adapters", self.adapters, ("merged",)),
-            ("record_routes", self.record_routes, (None, False)),
+        for name, choices in (
+            ("transport", ("disk", "delta", "distributed")),
+            ("router", (None,)),
+            ("placement", ("separate",)),
+            ("adapters", ("merged",)),
+            ("record_routes", (None, False)),
         ):
-            if value not in choices:
+            if (value := settings.get(name, choices[0])) not in choices:
                 allowed = " or ".join(map(str, choices))
                 raise ValueError(f"{name} must be {allowed} for VLLMEngine, got {value!r}. Otherwise use SGLangEngine.")
-        self.python = vllm_python
+        super().__init__(**settings)
+        self.source.python = vllm_python
 
     def check_sampling(self, sampling: Sampling) -> None:
         if sampling.temperature and not 0.01 <= sampling.temperature <= 2:  # otherwise vLLM uses 0.01, or refuses
@@ -105,5 +105,5 @@ class VLLMEngine(ServerEngine):
                 "Change it, or use SGLangEngine."
             )
 
-    def start_args(self) -> dict[str, Any]:
-        return {"weight_transfer_config": {"backend": "nccl"}} if self.transport == "distributed" else {}
+    def start_args(self, columns: Collection[str]) -> dict[str, Any]:
+        return {"weight_transfer_config": {"backend": "nccl"}} if self.delivery.transport == "distributed" else {}

@@ -5,7 +5,6 @@ Reading order:
     model_process.py  a server of a model; each kind has a subclass
     command.py        shared by all command lines: flags, devices, an environment without secrets
     keeper.py         several processes; restarts those that end or hang
-    own_processes.py  all that an engine starts, from its start to its close
 
 May import: what servers/ may, except sync/.
 """

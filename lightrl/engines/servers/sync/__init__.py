@@ -1,6 +1,7 @@
 """Weight versions: sent to the servers and verified there.
 
 Reading order:
+    delivery.py           how weights reach the servers: the transport and its settings
     loader.py             loads a version into all servers or into one that is back
     server_sync.py        new weights into paused servers; report.py  what happened to each server
     bucket_feed.py        passes buckets from the thread that gathers them to the event loop

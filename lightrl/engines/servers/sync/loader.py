@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lightrl.engines.engine import Verification
 from lightrl.engines.servers.connection import NO_ANSWER
 from lightrl.engines.servers.fleet import ServerFleet
 from lightrl.engines.servers.home_loop import HomeLoop
@@ -30,6 +31,7 @@ from lightrl.weights import Bucket, ServerForm, SharedFolder
 from lightrl.weights.disk import read_back
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class WeightLoader:
     sync: ServerSync
     timeouts: Timeouts
     config: PretrainedConfig  # describes the servers' model
+    dtype: torch.dtype | None = None  # in which weights are sent; None: the trainer's
     is_colocated: bool = False  # the servers give their memory to the trainer between loads
     last_report: SyncReport | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)  # one load at a time
@@ -60,6 +63,10 @@ class WeightLoader:
     def weight_version(self) -> int:
         """The version that all routable servers have."""
         return self.fleet.weight_version
+
+    def verified_by(self) -> dict[str, Verification]:
+        """Returns the check that each routable server's weights passed, by address."""
+        return {server.url: server.verified_by for server in self.fleet.in_state("routable")}
 
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
         """Loads a version into all servers and waits until they have it; runs in the thread that gathers buckets."""

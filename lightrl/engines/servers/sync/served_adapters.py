@@ -1,4 +1,4 @@
-"""AdapterLoader: adapters on servers that have their base: one adapter per weight version, by name.
+"""AdapterDelivery: adapters on servers that have their base: one adapter per weight version, by name.
 
     base, once ─► every server, as WeightLoader does
     adapters of version 12 ─► `policy-v12` on every server, next to `policy-v11`, while they generate
@@ -14,28 +14,38 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from lightrl.concurrency.in_thread import in_thread
+from lightrl.engines.engine import Verification
+from lightrl.engines.servers.fleet import ServerFleet
 from lightrl.engines.servers.server import Server
 from lightrl.engines.servers.sync.adapter_versions import Adapter, AdapterVersions
+from lightrl.engines.servers.sync.delivery import WeightDelivery
 from lightrl.engines.servers.sync.loader import WeightLoader
 from lightrl.engines.servers.sync.report import SyncReport, SyncServers
 from lightrl.engines.servers.sync.verification import ParameterCheck
 from lightrl.errors import WeightSyncError
-from lightrl.models.tuning import Tuning
+from lightrl.models.tuning import Part, ServedForm, Tuning, tuning_of
 from lightrl.weights import Bucket, ServerForm
 from lightrl.weights.shared_memory import payload_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(eq=False, kw_only=True)
 class AdapterLoader(WeightLoader):
-    """Loads the base once and then only adapters, in the dtype of `form`."""
+    """Loads the base once and then only adapters."""
 
-    versions: AdapterVersions
-    form: ServerForm
     _adapters: ParameterCheck = field(default_factory=ParameterCheck)
+
+    @property
+    def versions(self) -> AdapterVersions:
+        assert isinstance(self.requests.versions, AdapterVersions)
+        return self.requests.versions
 
     @property
     def weight_version(self) -> int:
@@ -58,6 +68,10 @@ class AdapterLoader(WeightLoader):
             report.seconds["load"] = round(time.perf_counter() - start, 6)
             self.last_report = report
 
+    def verified_by(self) -> dict[str, Verification]:
+        """Returns the weakest check for each routable server: adapters have no digests."""
+        return dict.fromkeys(self.fleet.urls("routable"), "version")
+
     async def _before_admit(self, server: Server) -> None:
         await self.versions.give_all(server)
 
@@ -67,7 +81,9 @@ class AdapterLoader(WeightLoader):
         for _ in self._adapters.checked([Bucket(tensors, is_last=True)]):
             pass
         saved_name = self.versions.form.tuning.saved_name
-        return Adapter.of({saved_name(name): tensor.cpu() for name, tensor in self.form.tensors(Bucket(tensors))})
+        return Adapter.of(
+            {saved_name(name): tensor.cpu() for name, tensor in ServerForm(self.dtype).tensors(Bucket(tensors))}
+        )
 
     async def _load_adapter(self, adapter: Adapter, weight_version: int) -> SyncReport:
         versions = self.versions
@@ -88,6 +104,32 @@ class AdapterLoader(WeightLoader):
         loaded = {server.url: weight_version for server in servers.left}
         num_bytes = adapter.num_bytes * len(servers.left)
         return SyncReport(weight_version, versions=loaded, lost=servers.lost, num_bytes=num_bytes)
+
+
+class AdapterDelivery(WeightDelivery):
+    """Sends the base once, and then only the adapters of each version."""
+
+    loader_type = AdapterLoader
+    form: ServedForm | None = None  # of the adapters on servers, once the policy is known
+
+    def check_loads_whole(self, setting: str) -> None:
+        raise ValueError(f"{setting} needs adapters='merged'. Set that, or omit {setting}.")
+
+    def start_args(self) -> dict[str, Any]:
+        return self.form.server_args if self.form is not None else {}
+
+    def expect_policy(self, policy: PreTrainedModel, num_versions: int) -> None:
+        tuning = tuning_of(policy)
+        if not tuning.keeps_base:
+            raise ValueError("engine.adapters='served' needs a policy with lora. Add lora to it, or set 'merged'.")
+        self.form = tuning.served_form(policy, num_versions)
+
+    def parts_to_load(self, base_version: int) -> list[Part]:
+        return ["added"] if base_version >= 0 else ["added", "base"]
+
+    def versions(self, fleet: ServerFleet, sync_s: float) -> AdapterVersions:
+        assert self.form is not None
+        return AdapterVersions(fleet, self.form, timeout_s=sync_s)
 
 
 def _split(buckets: Iterable[Bucket], tuning: Tuning) -> tuple[dict[str, Tensor], Iterator[Bucket] | None]:

@@ -1,0 +1,170 @@
+"""ServerSource: where an engine's servers come from: given by address, announced in a registry, or started here."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from lightrl.checks.bounds import check_bounds, check_choice
+from lightrl.checks.printable import count_text
+from lightrl.concurrency.in_thread import call_all
+from lightrl.concurrency.owner import own_prefix
+from lightrl.engines.servers.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url
+from lightrl.engines.servers.client import ServerClient
+from lightrl.engines.servers.connection import MAX_CONNECTIONS, connections_to_each
+from lightrl.engines.servers.fleet import ServerFleet
+from lightrl.engines.servers.home_loop import HomeLoop
+from lightrl.engines.servers.processes.command import gpus_of_servers, visible
+from lightrl.engines.servers.processes.keeper import HANG_S, STOP_GRACE_S, end_all, keep, start_all
+from lightrl.engines.servers.processes.model_process import ModelProcess
+from lightrl.engines.servers.processes.process import ServerProcess, make_servers, usable_token, write_model_folder
+from lightrl.engines.servers.registry import Registry, registry_at
+from lightrl.engines.servers.server import Server
+from lightrl.engines.servers.sync.receivers import Receivers
+from lightrl.engines.servers.timeouts import Timeouts
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(eq=False, kw_only=True)
+class ServerSource:
+    """The settings that say which servers there are, and all that belongs to them from `open` to `end`."""
+
+    client_type: type[ServerClient]
+    process_type: type[ModelProcess]
+    urls: list[str] | None
+    num: int | None  # to start here; None, without `urls`: the addresses come from the environment
+    tp: int
+    args: dict[str, Any]  # of servers that are started here, by the server's own names
+    placement: Literal["separate", "colocated"]
+    timeouts: Timeouts
+    python: str | None = None  # of the servers' environment
+    trainer_devices: Sequence[torch.device] = ()  # set before `open`
+    receivers: Receivers = field(default_factory=Receivers)
+    registry: Registry | None = None  # this and what follows is of the latest `open`
+    token: str | None = None
+    num_connections: int = MAX_CONNECTIONS  # to each server, within the limit of open files
+    folder: Path = field(default_factory=Path)  # on this machine, until `remove_folder`
+    _processes: list[ServerProcess] = field(default_factory=list)  # servers, and helpers restarted when they end
+    _home: HomeLoop | None = None
+    _scratch: tempfile.TemporaryDirectory[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.urls is not None and self.num is not None:
+            raise ValueError(f"Set urls or servers, not both (urls={self.urls}, servers={self.num}).")
+        check_bounds(1, servers=self.num, tp=self.tp)
+        check_choice(("separate", "colocated"), placement=self.placement)
+
+    def gpus(self) -> list[int] | None:
+        """Returns torch's indices of the GPUs for servers started here; see `gpus_of_servers`."""
+        num, available = (self.num or 0) * self.tp, torch.cuda.device_count()
+        trainer = [device.index or 0 for device in self.trainer_devices if device.type == "cuda"]
+        return gpus_of_servers(num, available=available, trainer=trainer, placement=self.placement)
+
+    def describe(self) -> str:
+        """Returns where the servers run, in words."""
+        if not self.num:
+            return "on servers that run elsewhere"
+        gpus = self.gpus()
+        if gpus is None:  # a plan may be for another machine
+            is_for_gpus = any(device.type == "cuda" for device in self.trainer_devices)
+            where = "GPUs, of which this machine has none" if is_for_gpus else "the CPU"
+        else:
+            where = ", ".join(f"cuda:{gpu}" for gpu in gpus)
+        return f"{count_text(self.num, 'server')} with tp={self.tp} on {where}, {self.placement}"
+
+    def addresses(self) -> list[str] | None:
+        """Returns the servers' addresses or that of their registry; None if they are started here."""
+        if self.urls is None and self.num is None:
+            return addresses_from_environment()
+        return None if self.urls is None else [as_url(url) for url in self.urls]
+
+    def check(self, check_reach: Callable[[Sequence[str]], None]) -> None:
+        """Raises ValueError if servers cannot be started or, as `check_reach` says of their URLs, not reached."""
+        urls = self.addresses()
+        if urls is None:
+            self.process_type.find_python(self.python)
+            self.process_type.named(self.args)
+            usable_token(os.environ.get(TOKEN_VARIABLE))
+        elif registry_at(urls) is None:
+            check_reach(urls)
+
+    def open(
+        self,
+        fleet: ServerFleet,
+        home: HomeLoop,
+        config: PretrainedConfig,
+        *,
+        start_args: dict[str, Any],
+        needs_receivers: bool,  # of weights, for the delta transport
+        check_reach: Callable[[Sequence[str]], None],
+    ) -> None:
+        """Adds the servers to the fleet, after it has started them here, or waited until the registry has them."""
+        self._processes, self._home = [], home
+        self._scratch = tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-engine-"), ignore_cleanup_errors=True)
+        self.folder = Path(self._scratch.name)
+        self.token = os.environ.get(TOKEN_VARIABLE)
+        urls, receiver_urls = self.addresses(), list[str]()
+        self.registry = registry_at(urls)
+        if self.registry is not None:
+            fleet.may_grow = True
+            entries = self.registry.wait_for_servers(self.timeouts.startup_s)
+            urls = [as_url(entry.url) for entry in entries]
+            receiver_urls = [entry.receiver for entry in entries if entry.receiver]
+            check_reach(urls)
+        self.num_connections = connections_to_each(self.num or 1 if urls is None else len(urls))
+        if urls is None:
+            self._processes = self._started(config, start_args)
+            for process in self._processes:
+                fleet.join(Server(self.client(process.url), process))
+            if needs_receivers:
+                home.keep(functools.partial(keep, self.receivers.start(self._processes[0].host, self.token)))
+            return
+        for url in urls:
+            fleet.join(Server(self.client(url)))
+        if needs_receivers:
+            self.receivers.connect(receiver_urls, urls)
+
+    def _started(self, config: PretrainedConfig, start_args: dict[str, Any]) -> list[ServerProcess]:
+        """Returns servers without weights, once all are ready; a Watch restarts them."""
+        assert self.num is not None
+        self.token = usable_token(self.token)
+        gpus = self.gpus()
+        processes = make_servers(
+            self.process_type,
+            write_model_folder(config, self.folder / "model"),
+            self.num,
+            args={"load_format": "dummy", **start_args, **self.args},
+            python=self.python,
+            tp=self.tp,
+            devices=None if gpus is None else visible(gpus),
+            token=self.token,
+            startup_timeout_s=self.timeouts.startup_s,
+        )
+        start_all(processes)
+        return processes
+
+    def keep(self, process: ServerProcess, hang_s: float = HANG_S) -> None:
+        """Restarts a running helper process whenever it ends or hangs, until `end`."""
+        assert self._home is not None
+        self._processes.append(process)
+        self._home.keep(functools.partial(keep, process, hang_s=hang_s))
+
+    def client(self, url: str) -> ServerClient:
+        return self.client_type(url, token=self.token, timeouts=self.timeouts, max_connections=self.num_connections)
+
+    def end(self) -> None:
+        """Ends the processes that were started here."""
+        call_all(lambda: end_all(self._processes, STOP_GRACE_S), self.receivers.stop)
+
+    def remove_folder(self) -> None:
+        if self._scratch is not None:
+            self._scratch.cleanup()
