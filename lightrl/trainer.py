@@ -6,11 +6,12 @@ A plain LightningModule runs as in Lightning's Trainer.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from lightrl.algorithms import AdaptiveKL, EarlyStop, ReferenceKL
 from lightrl.callbacks import (
     DynamicSampling,
     PromptCurriculum,
+    RLCallback,
     RolloutMetrics,
     RolloutProgressBar,
     StalenessControl,
@@ -167,6 +169,16 @@ class Trainer(RLTrainer):
             self.strategy.checkpoint_io = AtomicCheckpointIO()
         self._checkpoint_connector = CheckpointConnector(self, self.rollout_loop.resume)
         self._add_default_callbacks(own)
+
+    def rl_hooks(self, name: str) -> Iterator[Callable[..., Any]]:
+        module = self.lightning_module
+        for callback in self.callbacks:
+            hook = getattr(callback, name, None)
+            if hook is not None and getattr(hook, "__func__", None) is not getattr(RLCallback, name):  # overridden
+                yield functools.partial(hook, self, module)
+        hook = getattr(module, name, None)
+        if hook is not None:
+            yield hook
 
     def call_rl_hook(self, name: str, *args: object) -> None:
         """Calls an RL hook of all callbacks and of the module; a call from inside a hook waits until that hook ends.

@@ -13,9 +13,8 @@ import torch
 
 from lightrl.callbacks.answer_check import AnswerCheck
 from lightrl.callbacks.lag_probe import LagProbe
-from lightrl.callbacks.probe import PROBE_SEQUENCES, Probe
+from lightrl.callbacks.probe import MIN_MISMATCH_TOKENS, PROBE_SEQUENCES, Probe
 from lightrl.callbacks.rl_callback import RLCallback
-from lightrl.callbacks.rounding import MIN_MISMATCH_TOKENS
 from lightrl.checks.bounds import check_bounds
 from lightrl.engines import RolloutEngine
 from lightrl.errors import WeightSyncError, WeightSyncUndone
@@ -140,7 +139,8 @@ class WeightSync(RLCallback):
 
     def on_policy_updated(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
         to_engine(trainer)
-        module.log_dict(self._lag.measure(trainer, module, weight_version))
+        if trainer.rollout.settings.max_staleness > 0:
+            module.log_dict(self._lag.measure(trainer, module, weight_version))
         if weight_version % self.every_n_iterations == 0:
             self._sync(trainer, module, weight_version)
             module.log_dict(self._metrics)
@@ -148,7 +148,8 @@ class WeightSync(RLCallback):
 
     def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         to_trainer(trainer)
-        self._lag.offer(trainer, groups)
+        if trainer.rollout.settings.max_staleness > 0:
+            self._lag.offer(trainer, groups)
 
     def on_minibatch_start(
         self, trainer: RLTrainer, module: RLModule, minibatch: Experience, index: int, total: int

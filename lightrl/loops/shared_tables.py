@@ -11,7 +11,7 @@ from lightrl.loops.sharing import all_rows_of, nowhere, working_rows
 from lightrl.models.images import ImageTable, renumbered
 from lightrl.strategies import ShardedExperience
 from lightrl.strategies.sharded_experience.exchange import exchange
-from lightrl.strategies.sharded_experience.token_rows import TokenRows
+from lightrl.strategies.sharded_experience.experience import TokenRows
 from lightrl.trajectory import Trajectory
 
 if TYPE_CHECKING:

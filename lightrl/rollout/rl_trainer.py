@@ -52,14 +52,7 @@ class RLTrainer(L.Trainer):
 
     def rl_hooks(self, name: str) -> Iterator[Callable[..., Any]]:
         """Yields the hook of each callback that defines it, then the module's."""
-        module = self.lightning_module
-        for callback in self.callbacks:
-            hook = getattr(callback, name, None)
-            if hook is not None:
-                yield lambda *args, hook=hook: hook(self, module, *args)
-        hook = getattr(module, name, None)
-        if hook is not None:
-            yield hook
+        raise NotImplementedError
 
     def call_rl_hook(self, name: str, *args: object) -> None:
         """Calls an RL hook of all callbacks and the module, in which `self.log` works."""

@@ -59,6 +59,11 @@ class Targets:
         )
 
 
+def teacher_candidates(experience: Experience) -> Candidates:
+    """Returns the teacher's top-k tokens if the experience has them, otherwise 0."""
+    return experience.extras.get("teacher_topk_ids", 0)
+
+
 # Functions like `functional.hidden_topk` and `functional.hidden_logprobs` with hidden states and head already bound.
 TopK = Callable[..., Tensor]
 Logprobs = Callable[..., tuple[Tensor, Tensor]]

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from lightrl.experience import Experience
 from lightrl.functional import aligned_to_tokens, logits_logprobs, logits_topk
-from lightrl.models import Backward, Candidates, LossFunction, Outputs, scalar_head, teacher_candidates
+from lightrl.models import Backward, Candidates, LossFunction, Outputs, scalar_head
 from lightrl.models.conversion import Names, exported_tensors
 from lightrl.models.tuning import Part, held_tensors, tuning_of
-from lightrl.strategies.head import LogprobSettings, Targets, read_head, whole_head
+from lightrl.strategies.head import LogprobSettings, Targets, read_head, teacher_candidates, whole_head
 from lightrl.strategies.layouts.branches import branch_rows
 from lightrl.strategies.layouts.forms import Form, Forms
 from lightrl.strategies.layouts.halves import cut_in_halves, forward_backward_halves, halves_pay
