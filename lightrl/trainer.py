@@ -11,7 +11,7 @@ import logging
 import os
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,7 +153,8 @@ class Trainer(RLTrainer):
                 log_every_n_steps=log_every_n_steps,
                 **kwargs,
             )
-        self._logger_connector = self._step_log = StepLog(self)
+        self._logger_connector = step_log = StepLog(self)
+        self.log_number = step_log.put
         self._logs_every_iteration = log_every_n_steps is None
         self.engine = engine
         self.memory_estimate = "No memory was estimated; lightrl plan does it."  # for one rank, as text
@@ -198,9 +199,6 @@ class Trainer(RLTrainer):
                     self.rollout_loop.ranks.step()
         finally:
             self._hook_calls.clear()
-
-    def log_number(self, name: str, value: float, settings: Mapping[str, object]) -> bool:
-        return self._step_log.put(name, value, settings)
 
     def rewarded_groups(self, batch: object) -> list[Group]:
         return self.rollout_loop.rewarded_groups(batch)

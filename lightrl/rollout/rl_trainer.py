@@ -31,6 +31,8 @@ class RLTrainer(L.Trainer):
     settings: Mapping[str, object] | None = None  # from the command line and its files; None without a command
     open_rollout: Rollout | None = None  # while a stage of an RLModule runs
     memory_estimate: str  # the estimated use of a rank's memory, in words
+    # Logs a number of the training batch, by name, value and `log`'s other arguments; False if Lightning must log it.
+    log_number: Callable[[str, float, Mapping[str, object]], bool]
     phase_seconds: dict[str, float]  # phase of the current iteration (rollout, score, rewards, update, sync) -> seconds
 
     @property
@@ -56,10 +58,6 @@ class RLTrainer(L.Trainer):
 
     def call_rl_hook(self, name: str, *args: object) -> None:
         """Calls an RL hook of all callbacks and the module, in which `self.log` works."""
-        raise NotImplementedError
-
-    def log_number(self, name: str, value: float, settings: Mapping[str, object]) -> bool:
-        """Logs a number of the training batch; False if Lightning must log it. `settings`: `log`'s other arguments."""
         raise NotImplementedError
 
     def rewarded_groups(self, batch: object) -> list[Group]:

@@ -127,9 +127,11 @@ class SingleModel:
             torch.get_device_module(source).synchronize(source)
 
     def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
-        experience, join = branch_rows(experience)
-        if not isinstance(candidates, int):
-            candidates = teacher_candidates(experience)
+        if experience.gaps is not None:
+            tree_rows, join = branch_rows(experience)
+            return join(
+                self._outputs(tree_rows, candidates if isinstance(candidates, int) else teacher_candidates(tree_rows))
+            )
         parts = [
             {"rows": rows, "columns": columns, **self._read(experience, rows, columns, states, candidates)}
             for rows, columns, states in self.forms.states(experience)
@@ -142,7 +144,7 @@ class SingleModel:
         group = self.forms.context_group
         if group is not None and self.forms.choose(experience)[0] == "packed":  # otherwise each rank has all of it
             results = {name: Total.apply(value, group) for name, value in results.items()}  # type: ignore[no-untyped-call]
-        return join(Outputs(**results))
+        return Outputs(**results)
 
     def _read(
         self, experience: Experience, rows: Tensor, columns: Tensor, states: Tensor, candidates: Candidates

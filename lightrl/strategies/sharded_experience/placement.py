@@ -40,8 +40,6 @@ def balanced_shares(lengths: Sequence[int], num: int) -> list[list[int]]:
     """
     if num < 1:
         raise ValueError(f"num must be at least 1, got {num}.")
-    if num == 1:
-        return [list(range(len(lengths)))]
     # Partial partitions: minus the difference of the parts, a tie-breaker, and the parts as (tokens, rows), largest
     # first.
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
@@ -93,7 +91,7 @@ def place_rows(
         minibatch[[row for rows in units for row in rows]] = index
         sizes = [sum(num_tokens[row] for row in rows) for rows in units]
         for dp_size, dp_rank in dp_ranks.items():
-            for place, share in enumerate(balanced_shares(sizes, dp_size)):
+            for place, share in enumerate(balanced_shares(sizes, dp_size) if dp_size > 1 else ()):
                 dp_rank[[row for item in share for row in units[item]]] = place
     columns = {"_minibatch": minibatch, **{f"_dp_rank_{dp_size}": value for dp_size, value in dp_ranks.items()}}
     placed = experience.with_tensors(columns)
