@@ -400,6 +400,8 @@ class RLModule(TrainedModule):
     def data_flow(self, *, from_file: bool = False) -> DataFlowGraph:
         """Returns a checked graph of everything that an iteration computes, from the prompt to the updates.
 
+        It is built again only if the module's calls, models or sampling have changed.
+
         Args:
             from_file: trajectories come from a file, so nothing is generated and no reward is computed.
 
@@ -409,19 +411,17 @@ class RLModule(TrainedModule):
         model_calls, train_calls, models = self.model_calls(), self.train_calls(), self.models()
         source = (model_calls, [call.run for call in model_calls], train_calls, models, self.sampling)
         if from_file not in self._data_flows or self._data_flows[from_file][0] != source:
-            self._data_flows[from_file] = (
-                source,
-                iteration_graph(
-                    model_calls,
-                    train_calls,
-                    roles={name: role.spec for name, role in models.items()},
-                    sampling=self.sampling,
-                    reward=self.reward,
-                    advantages=self.advantages,
-                    advantage_keys=self.advantage_keys,
-                    from_file=from_file,
-                ),
+            graph = iteration_graph(
+                model_calls,
+                train_calls,
+                roles={name: role.spec for name, role in models.items()},
+                sampling=self.sampling,
+                reward=self.reward,
+                advantages=self.advantages,
+                advantage_keys=self.advantage_keys,
+                from_file=from_file,
             )
+            self._data_flows[from_file] = source, graph
         return self._data_flows[from_file][1]
 
     @functools.cached_property
