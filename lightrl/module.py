@@ -256,6 +256,7 @@ class RLModule(TrainedModule):
         self.value_head: torch.nn.Linear | None = None  # a critic's head on the policy's body
         # The user's metrics by name; each is updated with the groups of every validation or test batch.
         self.validation_metrics: dict[str, Metric] = {}
+        self._data_flows: dict[bool, tuple[object, DataFlowGraph]] = {}  # `from_file` → its sources, the graph
         self._evaluation = Evaluation(validation_group_size)
         self._log_batch_size = 1  # 1 in training, where an iteration counts as one
         self._set_name: str | None = None  # of the current validation batch, if there are several sets
@@ -391,22 +392,29 @@ class RLModule(TrainedModule):
     def data_flow(self, *, from_file: bool = False) -> DataFlowGraph:
         """Returns a checked graph of everything that an iteration computes, from the prompt to the updates.
 
+        It is built again only if the module's calls, models or sampling have changed.
+
         Args:
             from_file: trajectories come from a file, so nothing is generated and no reward is computed.
 
         Raises:
             ValueError: if the calls do not form a graph (see DataFlowGraph), or a server cannot compute its call.
         """
-        return iteration_graph(
-            self.model_calls(),
-            self.train_calls(),
-            roles={name: role.spec for name, role in self.models().items()},
-            sampling=self.sampling,
-            reward=self.reward,
-            advantages=self.advantages,
-            advantage_keys=self.advantage_keys,
-            from_file=from_file,
-        )
+        model_calls, train_calls, models = self.model_calls(), self.train_calls(), self.models()
+        source = (model_calls, [call.run for call in model_calls], train_calls, models, self.sampling)
+        if from_file not in self._data_flows or self._data_flows[from_file][0] != source:
+            graph = iteration_graph(
+                model_calls,
+                train_calls,
+                roles={name: role.spec for name, role in models.items()},
+                sampling=self.sampling,
+                reward=self.reward,
+                advantages=self.advantages,
+                advantage_keys=self.advantage_keys,
+                from_file=from_file,
+            )
+            self._data_flows[from_file] = source, graph
+        return self._data_flows[from_file][1]
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

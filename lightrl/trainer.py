@@ -6,11 +6,12 @@ A plain LightningModule runs as in Lightning's Trainer.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from lightrl.algorithms import AdaptiveKL, EarlyStop, ReferenceKL
 from lightrl.callbacks import (
     DynamicSampling,
     PromptCurriculum,
+    RLCallback,
     RolloutMetrics,
     RolloutProgressBar,
     StalenessControl,
@@ -151,7 +153,8 @@ class Trainer(RLTrainer):
                 log_every_n_steps=log_every_n_steps,
                 **kwargs,
             )
-        self._logger_connector = self._step_log = StepLog(self)
+        self._logger_connector = step_log = StepLog(self)
+        self.log_number = step_log.put
         self._logs_every_iteration = log_every_n_steps is None
         self.engine = engine
         self.memory_estimate = "No memory was estimated; lightrl plan does it."  # for one rank, as text
@@ -167,6 +170,16 @@ class Trainer(RLTrainer):
             self.strategy.checkpoint_io = AtomicCheckpointIO()
         self._checkpoint_connector = CheckpointConnector(self, self.rollout_loop.resume)
         self._add_default_callbacks(own)
+
+    def rl_hooks(self, name: str) -> Iterator[Callable[..., Any]]:
+        module = self.lightning_module
+        for callback in self.callbacks:
+            hook = getattr(callback, name, None)
+            if hook is not None and getattr(hook, "__func__", None) is not getattr(RLCallback, name):  # overridden
+                yield functools.partial(hook, self, module)
+        hook = getattr(module, name, None)
+        if hook is not None:
+            yield hook
 
     def call_rl_hook(self, name: str, *args: object) -> None:
         """Calls an RL hook of all callbacks and of the module; a call from inside a hook waits until that hook ends.
@@ -186,9 +199,6 @@ class Trainer(RLTrainer):
                     self.rollout_loop.ranks.step()
         finally:
             self._hook_calls.clear()
-
-    def log_number(self, name: str, value: float, settings: Mapping[str, object]) -> bool:
-        return self._step_log.put(name, value, settings)
 
     def rewarded_groups(self, batch: object) -> list[Group]:
         return self.rollout_loop.rewarded_groups(batch)

@@ -91,7 +91,7 @@ OPTIONS = """columns/supports.py columns/routes.py functional/supports.py functi
     engines/servers/sync/receivers.py engines/servers/sync/transports/delta.py weights/delta.py
     weights/delta_folder.py engines/servers/sync/transports/broadcast.py weights/broadcast.py
     weights/shared_memory.py engines/servers/sync/adapter_versions.py engines/servers/sync/served_adapters.py
-    callbacks/rounding.py callbacks/probe.py callbacks/lag_probe.py callbacks/answer_check.py
+    callbacks/probe.py callbacks/lag_probe.py callbacks/answer_check.py
     engines/servers/sync/cache_canary.py weights/block_fp8.py
     models/images.py loops/shared_tables.py models/tuning.py models/lora.py models/expert_parallel.py models/moe.py
     models/routes.py models/hybrids.py callbacks/dynamic_sampling.py data/curriculum.py data/mixture.py data/streamed.py

@@ -111,6 +111,16 @@ def test_proximal_logprobs_cost_a_forward_only_with_several_updates(num_minibatc
     assert several.model_calls() == []
 
 
+def test_the_graph_is_built_again_only_if_the_calls_change() -> None:
+    several = module(num_minibatches=2)
+    graph = several.data_flow()
+    assert several.data_flow() is graph
+    several.needs_proximal_logprobs = False
+    assert {call.name for call in graph.calls} - {call.name for call in several.data_flow().calls} == {
+        "proximal_logprobs"
+    }
+
+
 def folder_with(tmp_path: Path, tokenizer: Any, **ids: Any) -> str:
     """A checkpoint whose generation config and model config name these end tokens."""
     model = tiny_model(vocab_size=32, eos_token_id=ids.get("model"))

@@ -3,8 +3,7 @@
 Reading order:
     rl_callback.py      the hooks, and when each is called
     weight_sync.py      brings the trainer's weights to the engine, with a version; which ranks write them
-      rounding.py       how far the engine's logprobs may be from the trainer's
-      probe.py          after a load, trainer and engine score a few sequences: do they agree within this bound?
+      probe.py          after a load, trainer and engine score a few sequences: do they agree but for rounding?
       lag_probe.py      how far the policy moves in one version, and in a few
       answer_check.py   compares sampled tokens with the trainer under the weights that sampled them
     staleness.py        how far behind a trajectory may be

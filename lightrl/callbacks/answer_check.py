@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightrl.callbacks.lag_probe import kept_places
-from lightrl.callbacks.rounding import Rounding, check_mismatch, mismatch_bound_nats
+from lightrl.callbacks.probe import Rounding, check_mismatch, mismatch_bound_nats
 from lightrl.columns import SUPPORTS
 from lightrl.errors import EngineError
 from lightrl.module import RLModule

@@ -63,8 +63,7 @@ class LagProbe:
 
     def offer(self, trainer: RLTrainer, groups: list[Group]) -> None:
         """Keeps some trajectories of this iteration's groups, on rank 0, which has their tokens."""
-        self._offered = []
-        if trainer.rollout.settings.max_staleness > 0 and trainer.is_global_zero:
+        if trainer.is_global_zero:
             trajectories = [item for group in groups for item in group.trajectories]
             indices = kept_places(len(trajectories), sum(len(item.completion_ids) for item in trajectories))
             sampled = (trajectories[index] for index in indices)
@@ -79,8 +78,6 @@ class LagProbe:
     def measure(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> dict[str, float]:
         """Returns the metrics of this version; collective, called right after the update that made it."""
         staleness = trainer.rollout.settings.max_staleness
-        if staleness == 0:
-            return {}
         offered: list[_Row] = ranks_of(trainer.strategy).broadcast_json(self._offered)
         is_due = bool(self._kept) and self._kept[0].weight_version + staleness <= weight_version
         last, due = self._last, self._kept.popleft() if is_due else None

@@ -15,10 +15,9 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightrl.callbacks.loggers import log_image
 from lightrl.callbacks.rl_callback import RLCallback
-from lightrl.callbacks.run_files import contents
+from lightrl.callbacks.run_files import contents, write_whole
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.files import write_problem
-from lightrl.strategies.checkpoint.atomic_write import write_whole
 
 if TYPE_CHECKING:
     import lightning as L

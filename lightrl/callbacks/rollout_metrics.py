@@ -144,7 +144,8 @@ class RolloutMetrics(RLCallback):
         values["rollout/dropped_trajectories"] = float(sum(self._num_dropped.values()))
         for reason, num in self._num_dropped.items():
             values[f"rollout/dropped_trajectories_{reason}"] = float(num)
-        self._warn_of_failures(trainer)
+        if self._num_failed >= self._warns_at:
+            self._warn_of_failures(trainer)
         self._num_dropped = Counter(dict.fromkeys(self._num_dropped, 0))
         progress = trainer.rollout.progress()
         num_skipped = progress["skipped_prompts"]
@@ -162,8 +163,6 @@ class RolloutMetrics(RLCallback):
         self._groups = groups
 
     def _warn_of_failures(self, trainer: RLTrainer) -> None:
-        if self._num_failed < self._warns_at:
-            return
         self._warns_at = 2 * self._num_failed
         if trainer.is_global_zero:
             log.warning(

@@ -9,7 +9,6 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,6 @@ from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.files import STATUS_FILE
 from lightrl.checks.printable import count_text
 from lightrl.engines import RolloutEngine
-from lightrl.strategies.checkpoint.atomic_write import write_whole
 
 if TYPE_CHECKING:
     import lightning as L
@@ -57,6 +55,13 @@ _NAME_CHARS = max(map(len, KINDS))
 def contents(folder: Path) -> list[str]:
     """Returns a line for each kind of file in a run's folder."""
     return [f"  {name:<{_NAME_CHARS}}  {kind}" for name, kind in KINDS.items() if any(folder.glob(name))]
+
+
+def write_whole(place: Path, text: str) -> None:
+    """Writes a small file that other processes may read at any time."""
+    part = place.with_name(f"{place.name}.part")
+    part.write_text(text, encoding="utf-8", errors="backslashreplace")
+    part.replace(place)
 
 
 def _written_folder(trainer: L.Trainer) -> Path | None:
@@ -295,23 +300,17 @@ class TimedCheckpoint(ModelCheckpoint):
         )
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        with _in_background(trainer.strategy):
+        # lightrl's strategies and checkpoint plugins have `save_async`; a user's plugin may not.
+        strategy: Any = trainer.strategy
+        writer = strategy if hasattr(strategy, "save_async") else strategy.checkpoint_io
+        before = getattr(writer, "save_async", None)
+        try:
+            if before is not None:
+                writer.save_async = True
             super().on_train_batch_end(trainer, *args, **kwargs)
+        finally:
+            if before is not None:
+                writer.save_async = before
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Saves nothing, unlike Lightning's: the other ModelCheckpoint saves at the end."""
-
-
-@contextlib.contextmanager
-def _in_background(strategy: Any) -> Iterator[None]:
-    """Makes lightrl's strategies and checkpoint plugins save in the background inside the context."""
-    writer = strategy if hasattr(strategy, "save_async") else strategy.checkpoint_io
-    before = getattr(writer, "save_async", None)
-    if before is None:  # a plugin of the user's
-        yield
-        return
-    writer.save_async = True
-    try:
-        yield
-    finally:
-        writer.save_async = before

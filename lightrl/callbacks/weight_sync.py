@@ -13,9 +13,8 @@ import torch
 
 from lightrl.callbacks.answer_check import AnswerCheck
 from lightrl.callbacks.lag_probe import LagProbe
-from lightrl.callbacks.probe import PROBE_SEQUENCES, Probe
+from lightrl.callbacks.probe import MIN_MISMATCH_TOKENS, PROBE_SEQUENCES, Probe
 from lightrl.callbacks.rl_callback import RLCallback
-from lightrl.callbacks.rounding import MIN_MISMATCH_TOKENS
 from lightrl.checks.bounds import check_bounds
 from lightrl.engines import RolloutEngine
 from lightrl.errors import WeightSyncError, WeightSyncUndone
@@ -41,7 +40,7 @@ log = logging.getLogger(__name__)
 BUCKET_BYTES = 2**28  # size of the parts in which parameters are sent
 
 # Engine and trainer on the same devices: during the update, the engine holds no device memory and the optimizer's state
-# is on the device; otherwise it is in host memory. Without a colocated engine, these functions do nothing.
+# is on the device; otherwise it is in host memory.
 
 
 def colocated_engine(trainer: RLTrainer) -> RolloutEngine | None:
@@ -59,11 +58,9 @@ def check_no_overlap(max_staleness: int) -> None:
         )
 
 
-def to_trainer(trainer: RLTrainer) -> None:
+def to_trainer(trainer: RLTrainer, engine: RolloutEngine) -> None:
     """Prepares the update: the engine releases its memory, then the optimizer's state comes to the device."""
-    engine, ranks = colocated_engine(trainer), ranks_of(trainer.strategy)
-    if engine is None:
-        return
+    ranks = ranks_of(trainer.strategy)
     with ranks.own_deadline():
         if ranks.is_main:
             engine.release_memory()
@@ -75,8 +72,6 @@ def to_trainer(trainer: RLTrainer) -> None:
 
 def to_engine(trainer: RLTrainer) -> None:
     """Prepares the load: the optimizer's state goes to host memory."""
-    if colocated_engine(trainer) is None:
-        return
     for optimizer in trainer.optimizers:
         move_state(optimizer, HOST)
     if trainer.strategy.root_device.type == "cuda":
@@ -139,16 +134,20 @@ class WeightSync(RLCallback):
     on_sanity_check_start = on_test_start = on_predict_start = on_validation_start
 
     def on_policy_updated(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
-        to_engine(trainer)
-        module.log_dict(self._lag.measure(trainer, module, weight_version))
+        if colocated_engine(trainer) is not None:
+            to_engine(trainer)
+        if trainer.rollout.settings.max_staleness > 0:
+            module.log_dict(self._lag.measure(trainer, module, weight_version))
         if weight_version % self.every_n_iterations == 0:
             self._sync(trainer, module, weight_version)
             module.log_dict(self._metrics)
             self._metrics = {}
 
     def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
-        to_trainer(trainer)
-        self._lag.offer(trainer, groups)
+        if (engine := colocated_engine(trainer)) is not None:
+            to_trainer(trainer, engine)
+        if trainer.rollout.settings.max_staleness > 0:
+            self._lag.offer(trainer, groups)
 
     def on_minibatch_start(
         self, trainer: RLTrainer, module: RLModule, minibatch: Experience, index: int, total: int

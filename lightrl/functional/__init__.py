@@ -6,8 +6,8 @@ Reading order:
     logprobs.py     logits or hidden states → logprobs and entropies; the one shift by one
     advantages.py   rewards → advantages
     values.py       a critic's values → advantages and returns (GAE); its loss and normalization; reward shaping
-    losses.py       the clipped and other policy losses; pairwise losses: DPO, IPO, Bradley-Terry
-    importance.py   ratios; importance weights for stale logprobs, M2PO's mask, an interpolated proximal policy
+    losses.py       ratios; the clipped and other policy losses; pairwise losses: DPO, IPO, Bradley-Terry
+    importance.py   importance weights for stale logprobs, M2PO's mask, an interpolated proximal policy
     kl.py           KL estimators and the adaptive KL weight; divergences over a teacher's top-k tokens
     reduction.py    masking before and after the loss, and three ways to average it
     device_copy.py  asynchronous copies to a device
@@ -24,13 +24,7 @@ in tests/functional/ a value worked by hand and an independent slow implementati
 from lightrl.functional.advantages import batch_normalized, group_advantages, optimal_advantages
 from lightrl.functional.branches import BranchRows, row_lengths, row_spans
 from lightrl.functional.device_copy import on_host, to_device
-from lightrl.functional.importance import (
-    ImportanceWeights,
-    interpolated_proximal_logprobs,
-    policy_ratio,
-    second_moment_mask,
-    sequence_ratio,
-)
+from lightrl.functional.importance import ImportanceWeights, interpolated_proximal_logprobs, second_moment_mask
 from lightrl.functional.kl import Divergence, KLController, check_divergence, kl, rest_mass, topk_divergence
 from lightrl.functional.logprobs import (
     aligned_to_tokens,
@@ -50,10 +44,12 @@ from lightrl.functional.losses import (
     clipped_ratio_loss,
     is_clipped,
     leaves_trust_region,
+    policy_ratio,
     preference_loss,
     preference_margin,
     regression_loss,
     sapo_loss,
+    sequence_ratio,
     tapered_weights,
 )
 from lightrl.functional.packing import bins, rectangles

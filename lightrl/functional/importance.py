@@ -13,48 +13,9 @@ import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_choice, check_same_shape
-from lightrl.functional.kl import MAX_LOG_RATIO, kl
+from lightrl.functional.kl import kl
+from lightrl.functional.losses import bounded_exp, trajectory_mean
 from lightrl.functional.reduction import neutralize
-
-
-def policy_ratio(logprobs: Tensor, proximal_logprobs: Tensor) -> Tensor:
-    """Returns policy ÷ proximal policy for each token, [B, T]; the gradient goes to `logprobs` only."""
-    check_same_shape(logprobs=logprobs, proximal_logprobs=proximal_logprobs)
-    return bounded_exp(logprobs - proximal_logprobs.detach())
-
-
-def sequence_ratio(logprobs: Tensor, proximal_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-    """Computes GSPO's ratio: the geometric mean of the token ratios over a trajectory's loss tokens.
-
-    It is the GSPO-token variant: every token of a trajectory has the same value, and token t's gradient is that value
-    times the gradient of its own logprob. With advantages that are constant along a trajectory and the reduction
-    "sequence", loss and gradient are those of GSPO; per-token advantages work too. Pass it to `clipped_ratio_loss`.
-
-    Source: GSPO, equations 7, 13 and 14, https://arxiv.org/abs/2507.18071.
-
-    Args:
-        logprobs: [B, T] of the policy being trained; carries the gradient.
-        proximal_logprobs: [B, T] of the policy at the start of the update.
-        loss_mask: bool [B, T]; logprobs elsewhere have no effect.
-
-    Returns:
-        [B, T]; 1 for a trajectory without loss tokens.
-    """
-    check_same_shape(logprobs=logprobs, proximal_logprobs=proximal_logprobs, loss_mask=loss_mask)
-    logprobs, proximal_logprobs = neutralize(loss_mask, logprobs, proximal_logprobs.detach())
-    mean = trajectory_mean(logprobs.detach() - proximal_logprobs, loss_mask)
-    return bounded_exp(mean + (logprobs - logprobs.detach()))
-
-
-def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """Returns exp of the log-ratio clamped to ±20 (ratios of 4.9e8 and 2.1e-9); beyond, there is no gradient."""
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-def trajectory_mean(values: Tensor, loss_mask: Tensor) -> Tensor:
-    """Averages [B, T], 0 where masked, over the loss tokens: [B, 1]; 0 for a trajectory without loss tokens."""
-    return values.sum(dim=1, keepdim=True) / loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
-
 
 WeightMode = Literal["mask", "clamp"]
 WeightLevel = Literal["token", "sequence", "product"]

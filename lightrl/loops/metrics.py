@@ -105,8 +105,6 @@ def over_ranks(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
 
     A sum suffices: each rank writes its own column and reads all.
     """
-    if ranks.dp_size == 1:
-        return dict(parts)
     names = _all_names(sorted(parts), ranks)
     columns = torch.zeros(len(names), ranks.dp_size, 2, dtype=torch.float64)
     for row, name in enumerate(names):

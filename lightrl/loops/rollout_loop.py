@@ -78,12 +78,29 @@ class RolloutLoop(_AutomaticOptimization):
             return super().run(optimizer, batch_idx, kwargs)
         if self.ranks.size == 1:  # several ranks stop together, in rank 0's next rollout
             self.gate.check()
-        self.trainer.phase_seconds = {}
-        with self.trainer.profiler.profile("run_training_step"):  # PyTorchProfiler's schedule counts these
-            groups = self._take_groups()
+        trainer, resume = self.trainer, self.resume
+        trainer.phase_seconds = {}
+        with trainer.profiler.profile("run_training_step"):  # PyTorchProfiler's schedule counts these
+            trainer.call_rl_hook("on_rollout_start")
+            with self._phase("rollout"):
+                groups = trainer.rollout.take(trainer.weight_version, on_wait=self._make_on_wait("on_rollout_progress"))
+            self._report_drops()
+            trainer.call_rl_hook("on_rollout_end", groups)
+            if not trainer.rollout.settings.defers_rewards:
+                trainer.call_rl_hook("on_rewards_ready", groups)
             with self.gate.held_back(), self._own_randomness(module):
-                self._learn(module, groups, batch_idx)
-        loss = self.trainer.callback_metrics.get("policy/loss")
+                experience = self._offer(self._score(module, groups))
+                resume.why_no_checkpoint = "an update is in progress or failed"
+                with self._phase("update"):
+                    self._update(module, experience, batch_idx)
+                self.optim_progress.optimizer.step.increment_ready()
+                self.optim_progress.optimizer.step.increment_completed()
+                trainer.rollout.commit()
+                resume.why_no_checkpoint = "an iteration is in progress or failed"  # Lightning has not counted it yet
+                with self._phase("sync"):
+                    trainer.call_rl_hook("on_policy_updated", trainer.weight_version)
+                resume.why_no_checkpoint = None
+        loss = trainer.callback_metrics.get("policy/loss")
         return {} if loss is None else {"loss": loss}
 
     @contextlib.contextmanager
@@ -98,31 +115,6 @@ class RolloutLoop(_AutomaticOptimization):
         with torch.random.fork_rng(devices=[module.device] if is_cuda else []):
             set_seed(sampling_seed(self.trainer.rollout.run_seed, "iteration", self.trainer.weight_version))
             yield
-
-    def _take_groups(self) -> list[Group]:
-        trainer = self.trainer
-        trainer.call_rl_hook("on_rollout_start")
-        with self._phase("rollout"):
-            groups = trainer.rollout.take(trainer.weight_version, on_wait=self._make_on_wait("on_rollout_progress"))
-        self._report_drops()
-        trainer.call_rl_hook("on_rollout_end", groups)
-        if not trainer.rollout.settings.defers_rewards:
-            trainer.call_rl_hook("on_rewards_ready", groups)
-        return groups
-
-    def _learn(self, module: RLModule, groups: list[Group], batch_idx: int) -> None:
-        trainer = self.trainer
-        experience = self._offer(self._score(module, groups))
-        self.resume.why_no_checkpoint = "an update is in progress or failed"
-        with self._phase("update"):
-            self._update(module, experience, batch_idx)
-        self.optim_progress.optimizer.step.increment_ready()
-        self.optim_progress.optimizer.step.increment_completed()
-        trainer.rollout.commit()
-        self.resume.why_no_checkpoint = "an iteration is in progress or failed"  # Lightning has not counted it yet
-        with self._phase("sync"):
-            trainer.call_rl_hook("on_policy_updated", trainer.weight_version)
-        self.resume.why_no_checkpoint = None
 
     def _score(self, module: RLModule, groups: list[Group]) -> ShardedExperience:
         """Returns the iteration's Experience with the outputs of the model calls, rewards and advantages."""

@@ -11,7 +11,7 @@ from lightrl.loops.sharing import all_rows_of, nowhere, working_rows
 from lightrl.models.images import ImageTable, renumbered
 from lightrl.strategies import ShardedExperience
 from lightrl.strategies.sharded_experience.exchange import exchange
-from lightrl.strategies.sharded_experience.token_rows import TokenRows
+from lightrl.strategies.sharded_experience.experience import TokenRows
 from lightrl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def share_tables(
     image_reader = module.image_reader
     ranks = experience.ranks
     rows = [(*item.prompt.images, *item.images) for item in trajectories] if ranks.rank in has_all else []
-    table = ImageTable.of(rows, image_reader)
+    table = ImageTable.of(rows, image_reader) if any(rows) else None
     if ranks.size == 1 or image_reader is None:
         return experience if table is None else experience.with_tensors(table._asdict())
     kinds = {} if table is None else table._replace(pixel_values=table.pixel_values[:0])._asdict()

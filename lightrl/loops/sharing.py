@@ -21,8 +21,8 @@ from lightrl.dataflow import REWARD, ModelCall, runs_in_thread
 from lightrl.experience import Experience, rollout_fields
 from lightrl.strategies import Ranks, ShardedExperience
 from lightrl.strategies.sharded_experience.exchange import exchange
+from lightrl.strategies.sharded_experience.experience import TokenRows
 from lightrl.strategies.sharded_experience.placement import place_rows, rows_by_rank
-from lightrl.strategies.sharded_experience.token_rows import TokenRows
 from lightrl.trajectory import Trajectory
 
 if TYPE_CHECKING:

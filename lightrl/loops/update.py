@@ -5,11 +5,10 @@ N loss tokens and B trajectories count the whole minibatch, so gradients do not 
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,28 +29,6 @@ if TYPE_CHECKING:
     from lightrl.module import RLModule
 
 log = logging.getLogger(__name__)
-
-
-@contextlib.contextmanager
-def in_words(where: str, experience: Experience) -> Iterator[None]:
-    """Turns errors from common mistakes in a user's loss into messages that say how to fix them."""
-    try:
-        yield
-    except MisconfigurationException as error:
-        raise ValueError(f"{where} must not call self.log. Return the metric under its name, as 'loss' is.") from error
-    except (AttributeError, TypeError) as error:
-        missing = FIELDS - experience.tensors().keys()
-        if isinstance(error, AttributeError) and isinstance(error.obj, Experience):
-            name = str(error.name)
-            near = difflib.get_close_matches(name, FIELDS, 1)
-            fix = " or ".join(near or sorted(experience.tensors()))
-            raise AttributeError(f"{where} reads experience.{name}, which does not exist. Use {fix}.") from error
-        if "NoneType" in str(error) and "proximal_logprobs" in missing:
-            raise ValueError(
-                f"{where} computes with None ({error}): experience has no {', '.join(sorted(missing))}. Set "
-                "needs_proximal_logprobs = True for the proximal logprobs; add a model call for the others."
-            ) from error
-        raise
 
 
 @dataclass
@@ -126,11 +103,30 @@ class MinibatchLoss:
         return f"{type(self.module).__name__}.{hook}"
 
     def _call_hook(self, hook: str, experience: Experience, values: object) -> dict[str, Metric]:
-        with in_words(self._name(hook), experience):
+        """Calls a user's loss; common mistakes in it raise errors that say how to fix them."""
+        where = self._name(hook)
+        try:
             result = getattr(self.module, hook)(experience, values)
+        except MisconfigurationException as error:
+            raise ValueError(
+                f"{where} must not call self.log. Return the metric under its name, as 'loss' is."
+            ) from error
+        except (AttributeError, TypeError) as error:
+            missing = FIELDS - experience.tensors().keys()
+            if isinstance(error, AttributeError) and isinstance(error.obj, Experience):
+                name = str(error.name)
+                near = difflib.get_close_matches(name, FIELDS, 1)
+                fix = " or ".join(near or sorted(experience.tensors()))
+                raise AttributeError(f"{where} reads experience.{name}, which does not exist. Use {fix}.") from error
+            if "NoneType" in str(error) and "proximal_logprobs" in missing:
+                raise ValueError(
+                    f"{where} computes with None ({error}): experience has no {', '.join(sorted(missing))}. Set "
+                    "needs_proximal_logprobs = True for the proximal logprobs; add a model call for the others."
+                ) from error
+            raise
         if not isinstance(result, Mapping):
             raise TypeError(
-                f"{self._name(hook)} must return a dict, got {type(result).__name__}. Return {{'loss': ...}}, per "
+                f"{where} must return a dict, got {type(result).__name__}. Return {{'loss': ...}}, per "
                 "token or per trajectory."
             )
         return dict(result)
@@ -148,8 +144,7 @@ class MinibatchLoss:
         self, hook: str, result: Mapping[str, Metric], experience: Experience, metrics: dict[str, Metric], prefix: str
     ) -> Tensor:
         """Returns a hook's reduced loss; adds its other metrics to `metrics` under their prefixed names."""
-        mask, weights = experience.loss_mask, self._token_weights(experience)
-        hook = self._name(hook)
+        mask, hook = experience.loss_mask, self._name(hook)
         if "loss" not in result:
             raise ValueError(f"{hook} must return 'loss' among its keys, got {sorted(result)}.")
         for name, metric in result.items():
@@ -158,6 +153,7 @@ class MinibatchLoss:
                 metrics[prefix + name] = metric
         loss = result["loss"]
         assert isinstance(loss, Tensor)
+        weights = None if experience.gaps is None else self._token_weights(experience, experience.gaps)
         if weights is not None and loss.dim() == 2:
             loss = loss * weights.to(loss.dtype)
         share = reduce_loss(
@@ -172,11 +168,9 @@ class MinibatchLoss:
         add_parts(self.parts, {f"{prefix}loss": torch.stack([share.detach(), mask.sum() / self.num_tokens])})
         return share
 
-    def _token_weights(self, experience: Experience) -> Tensor | None:
+    def _token_weights(self, experience: Experience, gaps: Tensor) -> Tensor | None:
         """Returns `row_weights` for each token, [B, T]; None if all are 1."""
-        if experience.gaps is None:
-            return None
-        rows = BranchRows.of(experience.gaps, experience.lengths)
+        rows = BranchRows.of(gaps, experience.lengths)
         weights = self.module.row_weights((rows.spread(experience.loss_mask) & rows.is_first).sum(1), rows.trees)
         if weights is None:
             return None
@@ -187,7 +181,7 @@ class MinibatchLoss:
 
     def reduce(self) -> None:
         """Joins the parts of all ranks after the last microbatch, so that every rank reports the same numbers."""
-        if self.holders.is_here:
+        if self.holders.is_here and self.holders.dp_size > 1:
             self.parts = over_ranks(self.parts, self.holders)
         if self.holders.size < self.ranks.size:
             with self.ranks.phase(f"update: {self.role}"):  # gives the parts of the role's ranks to all

@@ -37,7 +37,6 @@ from lightrl.models.parallel_model import (
     Metric,
     Outputs,
     ParallelModel,
-    teacher_candidates,
 )
 from lightrl.models.role import Role, RoleMesh, models_made_by
 from lightrl.models.routes import check_compiled, recompute_contexts, wrap_blocks
@@ -45,5 +44,5 @@ from lightrl.models.routes import check_compiled, recompute_contexts, wrap_block
 __all__ = ["LoRA"]
 __all__ += ["CONTEXT", "LONGROPE_LENGTH", "ModelSpec", "context_tokens", "is_silent", "scalar_head"]
 __all__ += ["Attachments", "auto_model", "new_model", "self_contained", "untrained_reward_model"]
-__all__ += ["Backward", "Candidates", "LossFunction", "Metric", "Outputs", "ParallelModel", "teacher_candidates"]
+__all__ += ["Backward", "Candidates", "LossFunction", "Metric", "Outputs", "ParallelModel"]
 __all__ += ["Role", "RoleMesh", "check_compiled", "models_made_by", "recompute_contexts", "wrap_blocks"]

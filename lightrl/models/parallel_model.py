@@ -42,11 +42,6 @@ Backward = Callable[[Tensor], None]
 Candidates = Tensor | int
 
 
-def teacher_candidates(experience: Experience) -> Candidates:
-    """Returns the teacher's top-k tokens if the experience has them, otherwise 0."""
-    return experience.extras.get("teacher_topk_ids", 0)
-
-
 class ParallelModel(Protocol):
     """One model under one strategy, on any number of processes."""
 

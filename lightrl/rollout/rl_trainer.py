@@ -32,6 +32,8 @@ class RLTrainer(L.Trainer):
     settings: Mapping[str, object] | None = None  # from the command line and its files; None without a command
     open_rollout: Rollout | None = None  # while a stage of an RLModule runs
     memory_estimate: str  # the estimated use of a rank's memory, in words
+    # Logs a number of the training batch, by name, value and `log`'s other arguments; False if Lightning must log it.
+    log_number: Callable[[str, float, Mapping[str, object]], bool]
     phase_seconds: dict[str, float]  # phase of the current iteration (rollout, score, rewards, update, sync) -> seconds
 
     @property
@@ -53,21 +55,10 @@ class RLTrainer(L.Trainer):
 
     def rl_hooks(self, name: str) -> Iterator[Callable[..., Any]]:
         """Yields the hook of each callback that defines it, then the module's."""
-        module = self.lightning_module
-        for callback in self.callbacks:
-            hook = getattr(callback, name, None)
-            if hook is not None:
-                yield lambda *args, hook=hook: hook(self, module, *args)
-        hook = getattr(module, name, None)
-        if hook is not None:
-            yield hook
+        raise NotImplementedError
 
     def call_rl_hook(self, name: str, *args: object) -> None:
         """Calls an RL hook of all callbacks and the module, in which `self.log` works."""
-        raise NotImplementedError
-
-    def log_number(self, name: str, value: float, settings: Mapping[str, object]) -> bool:
-        """Logs a number of the training batch; False if Lightning must log it. `settings`: `log`'s other arguments."""
         raise NotImplementedError
 
     def rewarded_groups(self, batch: object) -> list[Group]:

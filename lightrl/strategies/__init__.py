@@ -26,10 +26,17 @@ from lightrl.strategies.checkpoint.safe_reader import load_plain
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.fsdp2_model import whole
 from lightrl.strategies.head import LogprobSettings
-from lightrl.strategies.known_strategies import check_strategy, named_strategy, parallel_model, ranks_of
+from lightrl.strategies.known_strategies import check_strategy, named_strategy, parallel_model
 from lightrl.strategies.layouts.packed_attention import NAME as PACKED_ATTENTION
 from lightrl.strategies.parallel_3d import Parallel3DStrategy
-from lightrl.strategies.ranks.processes import Message, ProcessRanks, Ranks, is_on_all_ranks, mark_as_on_all_ranks
+from lightrl.strategies.ranks.processes import (
+    Message,
+    ProcessRanks,
+    Ranks,
+    is_on_all_ranks,
+    mark_as_on_all_ranks,
+    ranks_of,
+)
 from lightrl.strategies.sharded_experience import Microbatches, ShardedExperience
 from lightrl.strategies.single import SingleModel
 from lightrl.strategies.tensor_parallel import local

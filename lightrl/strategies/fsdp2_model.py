@@ -14,15 +14,15 @@ from torch.distributed.tensor import DTensor
 
 from lightrl.experience import Experience
 from lightrl.functional import rectangles
-from lightrl.models import Backward, Candidates, LossFunction, Outputs, teacher_candidates
+from lightrl.models import Backward, Candidates, LossFunction, Outputs
 from lightrl.models.conversion import Names
 from lightrl.models.tuning import Part, held_tensors
-from lightrl.strategies.head import LogprobSettings
+from lightrl.strategies.head import LogprobSettings, teacher_candidates
 from lightrl.strategies.layouts.probes import may_be_cut
 from lightrl.strategies.layouts.shared_prefix import CALL_OVERHEAD_TOKENS
 from lightrl.strategies.ranks.planned_gather import PlannedGather
 from lightrl.strategies.ranks.processes import ProcessRanks, Ranks
-from lightrl.strategies.sharded_experience.microbatches import lengths_of
+from lightrl.strategies.sharded_experience.placement import lengths_of
 from lightrl.strategies.single import SingleModel
 from lightrl.weights import Bucket
 

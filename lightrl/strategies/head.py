@@ -50,13 +50,23 @@ class Targets:
         Args:
             candidates: int64 [B, T, K], aligned to the tokens; or K.
         """
-        masked = stops_are_masked(experience.weight_versions, settings.min_new_tokens)
+        masked = supports = None
+        if settings.min_new_tokens > 0:
+            masked = stops_are_masked(experience.weight_versions, settings.min_new_tokens)
+        if experience.supports is not None:
+            codes = experience.row_codes(SUPPORTS.name)
+            supports = Supports.at(codes, experience.lengths, experience.token_ids, rows, columns)
         return cls(
             token_ids=predicted_token_ids(experience.token_ids, rows, columns),
             candidates=candidates if isinstance(candidates, int) else predicted_token_ids(candidates, rows, columns),
             masked_rows=None if masked is None else predicted_token_ids(masked, rows, columns),
-            supports=supports_at(experience, rows, columns),
+            supports=supports,
         )
+
+
+def teacher_candidates(experience: Experience) -> Candidates:
+    """Returns the teacher's top-k tokens if the experience has them, otherwise 0."""
+    return experience.extras.get("teacher_topk_ids", 0)
 
 
 # Functions like `functional.hidden_topk` and `functional.hidden_logprobs` with hidden states and head already bound.
@@ -106,20 +116,11 @@ def read_head(
     return {**outputs, "teacher_topk_ids": further} if isinstance(candidates, int) else outputs
 
 
-def supports_at(experience: Experience, rows: Tensor, columns: Tensor) -> Supports | None:
-    """Returns the supports of the tokens predicted at (rows [N], columns [N]); None if all tokens could be sampled."""
-    if experience.supports is None:
-        return None
-    return Supports.at(experience.row_codes(SUPPORTS.name), experience.lengths, experience.token_ids, rows, columns)
-
-
-def stops_are_masked(weight_versions: Tensor, min_new_tokens: int) -> Tensor | None:
+def stops_are_masked(weight_versions: Tensor, min_new_tokens: int) -> Tensor:
     """Returns [B, T], True where the engine could not sample a stop token: the first `min_new_tokens` of each turn.
 
     Weight versions mark generated tokens; the loss mask does not, since a callback may have removed some.
     """
-    if min_new_tokens == 0:
-        return None
     is_generated = weight_versions >= 0
     count = is_generated.long().cumsum(1)
     before_turn = torch.where(is_generated, 0, count).cummax(1).values

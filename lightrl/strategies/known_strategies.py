@@ -13,7 +13,6 @@ from lightrl.models.model_spec import check_outputs
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.head import LogprobSettings
 from lightrl.strategies.parallel_3d import Parallel3DStrategy
-from lightrl.strategies.ranks.processes import Ranks
 from lightrl.strategies.ranks.role_mesh import check_meshes, planned_roles
 from lightrl.strategies.single import SingleModel
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     import lightning as L
     import torch
     from transformers import PreTrainedModel
-
-_ALONE = Ranks()
 
 
 def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) -> None:
@@ -73,8 +70,3 @@ def parallel_model(
     if isinstance(strategy, FSDP2Strategy):
         return strategy.parallel_model(model, settings, role=role, value_head=value_head)
     return SingleModel(model, settings, value_head=value_head, is_policy=role == "policy")
-
-
-def ranks_of(strategy: Strategy) -> Ranks:
-    """Returns the strategy's Ranks, or those of one process if it does not split models."""
-    return strategy.ranks if isinstance(strategy, FSDP2Strategy) else _ALONE

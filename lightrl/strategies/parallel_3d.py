@@ -22,12 +22,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightrl.experience import Experience
 from lightrl.functional import aligned_to_tokens, predicting_positions
-from lightrl.models import Backward, Candidates, LossFunction, Outputs, RoleMesh, teacher_candidates
+from lightrl.models import Backward, Candidates, LossFunction, Outputs, RoleMesh
 from lightrl.models.conversion import Names
 from lightrl.models.tuning import Part
 from lightrl.strategies.empty_model import empty_model
 from lightrl.strategies.fsdp2 import FSDP2Strategy
-from lightrl.strategies.head import LogprobSettings
+from lightrl.strategies.head import LogprobSettings, teacher_candidates
 from lightrl.strategies.layouts.branches import branch_rows
 from lightrl.strategies.layouts.packed_attention import make_packable
 from lightrl.strategies.pipeline import HeldActivations

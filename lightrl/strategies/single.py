@@ -16,10 +16,10 @@ from torch import Tensor
 
 from lightrl.experience import Experience
 from lightrl.functional import aligned_to_tokens, logits_logprobs, logits_topk
-from lightrl.models import Backward, Candidates, LossFunction, Outputs, scalar_head, teacher_candidates
+from lightrl.models import Backward, Candidates, LossFunction, Outputs, scalar_head
 from lightrl.models.conversion import Names, exported_tensors
 from lightrl.models.tuning import Part, held_tensors, tuning_of
-from lightrl.strategies.head import LogprobSettings, Targets, read_head, whole_head
+from lightrl.strategies.head import LogprobSettings, Targets, read_head, teacher_candidates, whole_head
 from lightrl.strategies.layouts.branches import branch_rows
 from lightrl.strategies.layouts.forms import Form, Forms
 from lightrl.strategies.layouts.halves import cut_in_halves, forward_backward_halves, halves_pay
@@ -127,9 +127,11 @@ class SingleModel:
             torch.get_device_module(source).synchronize(source)
 
     def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
-        experience, join = branch_rows(experience)
-        if not isinstance(candidates, int):
-            candidates = teacher_candidates(experience)
+        if experience.gaps is not None:
+            tree_rows, join = branch_rows(experience)
+            return join(
+                self._outputs(tree_rows, candidates if isinstance(candidates, int) else teacher_candidates(tree_rows))
+            )
         parts = [
             {"rows": rows, "columns": columns, **self._read(experience, rows, columns, states, candidates)}
             for rows, columns, states in self.forms.states(experience)
@@ -142,7 +144,7 @@ class SingleModel:
         group = self.forms.context_group
         if group is not None and self.forms.choose(experience)[0] == "packed":  # otherwise each rank has all of it
             results = {name: Total.apply(value, group) for name, value in results.items()}  # type: ignore[no-untyped-call]
-        return join(Outputs(**results))
+        return Outputs(**results)
 
     def _read(
         self, experience: Experience, rows: Tensor, columns: Tensor, states: Tensor, candidates: Candidates

@@ -27,7 +27,7 @@ from lightrl.loops.metrics import values_of
 from lightrl.loops.update import MinibatchLoss
 from lightrl.strategies import LogprobSettings, ShardedExperience, SingleModel
 from lightrl.strategies.layouts.forms import Form
-from lightrl.strategies.sharded_experience.microbatches import Microbatches, lengths_of
+from lightrl.strategies.sharded_experience.placement import Microbatches, lengths_of
 from lightrl.trajectory import Prompt, Trajectory
 
 FORMS: list[Form] = ["rectangles", "shared_keys", "shared_rows", "packed"]

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from waits import Deadlines, until
 
 from lightrl import LocalEngine, ModelSpec, Role, Sampling, SGLangEngine, StalenessControl
-from lightrl.callbacks.rounding import MIN_MISMATCH_TOKENS, MISMATCH_NATS, bound_nats
+from lightrl.callbacks.probe import MIN_MISMATCH_TOKENS, MISMATCH_NATS, bound_nats
 from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.models import LoRA

@@ -94,8 +94,7 @@ def test_a_colocated_engine_leaves_the_optimizers_state_in_the_host_if_the_strat
     monkeypatch.setattr("lightrl.callbacks.weight_sync.move_state", lambda *arguments: moved.append(arguments))
     device = torch.device("cuda")
     strategy = SimpleNamespace(root_device=device, offload_to_cpu=offloads)
-    rollout = SimpleNamespace(is_recorded=False)
-    to_trainer(SimpleNamespace(engine=engine, rollout=rollout, strategy=strategy, optimizers=["adam"]))
+    to_trainer(SimpleNamespace(strategy=strategy, optimizers=["adam"]), engine)
     assert released == [True]
     assert moved == ([("adam", device)] if not {"optimizer", "parameters"} & {*offloads} else [])
 

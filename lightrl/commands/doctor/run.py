@@ -35,7 +35,7 @@ from lightrl.callbacks import (
     TrajectoryLog,
     WeightSync,
 )
-from lightrl.callbacks.rounding import Rounding, mismatch_bound_nats, rounding
+from lightrl.callbacks.probe import Rounding, mismatch_bound_nats, rounding
 from lightrl.checks.files import nearest_folder
 from lightrl.checks.printable import count_text, duration_text, escape_unprintable, one_period
 from lightrl.commands.cli import LightRLCLI

@@ -21,11 +21,11 @@ from typing import Protocol
 
 import yaml
 
+from lightrl.callbacks.run_files import write_whole
 from lightrl.checks.files import STATE_FILE, with_hosts
 from lightrl.commands.launch.plan import CONFIG, LAYOUT, Plan, Process
 from lightrl.concurrency.streams import LineBuffer
 from lightrl.engines.servers.addresses import TOKEN_VARIABLE
-from lightrl.strategies.checkpoint.atomic_write import write_whole
 from lightrl.trajectory import JsonObject
 
 TOKEN_FILE = "token"

@@ -180,10 +180,3 @@ def logged_behind_failure() -> Iterator[None]:
         if not isinstance(failure, Exception):
             raise
         log.error("%s", error)
-
-
-def write_whole(place: Path, text: str) -> None:
-    """Writes a small file that other processes may read at any time."""
-    part = place.with_name(f"{place.name}.part")
-    part.write_text(text, encoding="utf-8", errors="backslashreplace")
-    part.replace(place)

@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
 from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -170,6 +171,15 @@ class Ranks:
         """Reports that this rank is about to end."""
         if self.watch is not None:
             self.watch.close()
+
+
+_ONE_PROCESS = Ranks()
+
+
+def ranks_of(strategy: Strategy) -> Ranks:
+    """Returns the strategy's Ranks, or those of one process if it does not split models."""
+    ranks: Ranks = getattr(strategy, "ranks", _ONE_PROCESS)
+    return ranks
 
 
 class ProcessRanks(Ranks):

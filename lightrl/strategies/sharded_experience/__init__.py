@@ -8,14 +8,12 @@ A row belongs to one minibatch, and for each role to one data-parallel rank, for
 only once, and if a row is dropped, the others stay where they are.
 
 Reading order:
-    experience.py    ShardedExperience, which behaves like an Experience; token_rows.py: one field per token
-    placement.py     assigns rows to minibatches and ranks, and to a rank's microbatches
-    exchange.py      sends rows and outputs to the ranks that work on them
-    microbatches.py  copies each microbatch to the device while the previous one is computed
+    experience.py  ShardedExperience, which behaves like an Experience; TokenRows, one of its fields per token
+    placement.py   assigns rows to minibatches and ranks, and to a rank's microbatches, and copies these to the device
+    exchange.py    sends rows and outputs to the ranks that work on them
 """
 
-from lightrl.strategies.sharded_experience.experience import OnLossTokens, ShardedExperience
-from lightrl.strategies.sharded_experience.microbatches import Microbatches
-from lightrl.strategies.sharded_experience.token_rows import TokenRows
+from lightrl.strategies.sharded_experience.experience import OnLossTokens, ShardedExperience, TokenRows
+from lightrl.strategies.sharded_experience.placement import Microbatches
 
 __all__ = ["Microbatches", "OnLossTokens", "ShardedExperience", "TokenRows"]

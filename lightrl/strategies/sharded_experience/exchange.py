@@ -19,8 +19,7 @@ from torch import Tensor
 
 from lightrl.experience import is_on_host
 from lightrl.strategies.ranks.processes import Send
-from lightrl.strategies.sharded_experience.experience import ShardedExperience, sizes_name
-from lightrl.strategies.sharded_experience.token_rows import TokenRows
+from lightrl.strategies.sharded_experience.experience import ShardedExperience, TokenRows, sizes_name
 from lightrl.trace import span
 
 

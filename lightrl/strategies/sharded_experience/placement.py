@@ -1,19 +1,22 @@
 """Placement of rows: each belongs to one minibatch, and for each role to one data-parallel rank, for the iteration.
 
 Every rank computes the same placement from the lengths and groups of all rows. If rows are dropped later, the others
-stay where they are. Shapes: B trajectories, W ranks of the run.
+stay where they are. Microbatches copies a rank's part to its device. Shapes: B trajectories, W ranks of the run.
 """
 
 from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import overload
 
 import torch
 from torch import Tensor
 
-from lightrl.experience import LossUnit, cut_minibatches, minibatch_order
+from lightrl.experience import Experience, LossUnit, cut_minibatches, minibatch_order
+from lightrl.functional import row_lengths
 from lightrl.functional.packing import microbatch_bins
 from lightrl.strategies.ranks.processes import Ranks
 from lightrl.strategies.sharded_experience.experience import ShardedExperience
@@ -37,8 +40,6 @@ def balanced_shares(lengths: Sequence[int], num: int) -> list[list[int]]:
     """
     if num < 1:
         raise ValueError(f"num must be at least 1, got {num}.")
-    if num == 1:
-        return [list(range(len(lengths)))]
     # Partial partitions: minus the difference of the parts, a tie-breaker, and the parts as (tokens, rows), largest
     # first.
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
@@ -90,7 +91,7 @@ def place_rows(
         minibatch[[row for rows in units for row in rows]] = index
         sizes = [sum(num_tokens[row] for row in rows) for rows in units]
         for dp_size, dp_rank in dp_ranks.items():
-            for place, share in enumerate(balanced_shares(sizes, dp_size)):
+            for place, share in enumerate(balanced_shares(sizes, dp_size) if dp_size > 1 else ()):
                 dp_rank[[row for item in share for row in units[item]]] = place
     columns = {"_minibatch": minibatch, **{f"_dp_rank_{dp_size}": value for dp_size, value in dp_ranks.items()}}
     placed = experience.with_tensors(columns)
@@ -145,3 +146,61 @@ def microbatch_rows(
         parts.append(microbatch_bins(num_tokens, local, max_tokens) if local else [])
     mine, most = parts[ranks.dp_rank], max(map(len, parts))
     return [*mine, *([] for _ in range(most - len(mine)))]
+
+
+class Microbatches(Sequence[Experience]):
+    """Parts of an experience; while one is computed, the next is copied to the device on a separate stream.
+
+    Args:
+        experience: on the host; this rank must have the tokens of the rows.
+        rows: the rows of each microbatch; one without rows becomes a blank row.
+        device: device of the tensors.
+    """
+
+    def __init__(self, experience: ShardedExperience, rows: Sequence[Sequence[int]], device: torch.device) -> None:
+        self.experience = experience
+        self.rows = rows
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Experience: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Experience]: ...
+    def __getitem__(self, index: int | slice) -> Experience | Sequence[Experience]:
+        if isinstance(index, slice):
+            return Microbatches(self.experience, self.rows[index], self.device)
+        rows = self.rows[index]
+        return self.experience.dense(rows, self.device) if rows else self.experience.blank_row(self.device)
+
+    def __iter__(self) -> Iterator[Experience]:
+        ahead = self._copied(0) if self.rows else None
+        for index in range(len(self)):
+            part = ahead
+            assert part is not None
+            if self._stream is not None:
+                current = torch.cuda.current_stream(self.device)
+                current.wait_stream(self._stream)
+                for value in part.tensors().values():
+                    if value.device == self.device:
+                        value.record_stream(current)
+            ahead = self._copied(index + 1) if index + 1 < len(self) else None
+            yield part
+
+    def _copied(self, index: int) -> Experience:
+        if self._stream is None:
+            return self[index]
+        with torch.cuda.stream(self._stream):
+            return self[index]
+
+
+def lengths_of(microbatches: Sequence[Experience]) -> list[list[int]]:
+    """Returns the length of each row that a model reads, by microbatch, without copying to the device."""
+    if not isinstance(microbatches, Microbatches):
+        return [list(chain(*microbatch.row_lengths())) for microbatch in microbatches]
+    lengths, gaps = microbatches.experience.lengths.tolist(), microbatches.experience.tokens.get("gaps")
+    rows_of = {row: row_lengths(gaps.rows[row]) if gaps else [lengths[row]] for row in chain(*microbatches.rows)}
+    return [list(chain(*(rows_of[row] for row in rows))) or [2] for rows in microbatches.rows]  # a blank row has 2
