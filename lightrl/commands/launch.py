@@ -18,7 +18,7 @@ import yaml
 from lightrl.checks.files import host_names
 from lightrl.checks.printable import count_text
 from lightrl.commands.cli import LightRLCLI
-from lightrl.commands.config_layers import UsageError
+from lightrl.commands.config_layers import UsageError, marked, unmarked
 from lightrl.commands.console import reported
 from lightrl.launch import Launch, Launcher, Plan, describe, facts_of, make_folder, make_plan, write_files
 from lightrl.launch.local import LocalLauncher
@@ -78,7 +78,8 @@ class LaunchedCLI(UnstartedCLI):
         values = {**self.given, "launch": {**self.given["launch"], "gpu_memory_gb": None}}
         self.launched = plan_of(values, folder="launch-N", is_shown=True)
         parser = self._subcommand_parsers[self.config.subcommand]
-        self.config[self.config.subcommand] = parser.parse_object(dict(self.launched.settings), settings)
+        planned_settings = marked(dict(self.launched.settings))
+        self.config[self.config.subcommand] = unmarked(parser.parse_object(planned_settings, marked(settings)))
 
     def fit(self, **kwargs: object) -> None:
         """Starts nothing."""
