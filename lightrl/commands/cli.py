@@ -14,7 +14,7 @@ import logging
 import re
 import sys
 from argparse import ArgumentError
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -44,15 +44,26 @@ from lightrl.checks.files import nearest_files
 from lightrl.checks.secret_settings import without_secrets
 from lightrl.commands.config_errors import (
     Keys,
+    TextParser,
     check_empty_sections,
     classes_in,
     explain,
     importable_classes,
-    read_texts,
     resolve,
     type_of_setting,
 )
-from lightrl.commands.config_layers import ClassOrText, ConfigText, UsageError, UserSettings, parsed_settings, yaml_of
+from lightrl.commands.config_layers import (
+    CLASS_KEYS,
+    ClassOrText,
+    ConfigText,
+    UsageError,
+    UserSettings,
+    joined,
+    marked,
+    places,
+    unmarked,
+    yaml_of,
+)
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
 from lightrl.loops.resume import by_path
 from lightrl.models.optimizer import parameter_groups
@@ -68,10 +79,19 @@ _SAME = ("seed_everything", "model.class_path", "model.policy", "data.class_path
 FROM_START = "The run starts from the beginning."
 
 
-class ConfigParser(LightningArgumentParser):
-    """Looks up config files in `files`, by their name on the command line, instead of reading them again."""
+class ConfigParser(TextParser, LightningArgumentParser):
+    """Looks up config files in `files`, by their name on the command line, and reads no text a second time.
+
+    jsonargparse would read the texts of settings of any type again when it builds or saves what it has parsed.
+    """
 
     files: Mapping[str, ConfigText] = {}
+
+    def instantiate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> Namespace:
+        return cast(Namespace, unmarked(super().instantiate(marked(namespace), *args, **kwargs)))
+
+    def dump(self, namespace: Namespace, *args: Any, **kwargs: Any) -> str:
+        return str(super().dump(marked(namespace), *args, **kwargs))
 
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         if str(path) not in self.files:
@@ -146,7 +166,7 @@ class LightRLCLI(LightningCLI):
 
     def parse_arguments(self, parser: ArgumentParser, args: Any) -> None:
         """Parses the command line into `self.config`; raises UsageError for a wrong setting."""
-        command, *rest = args
+        command, *rest = joined(args)
         is_run = command in self._subcommand_parsers
         self._user_settings = UserSettings.read(rest) if is_run else UserSettings()
         if is_run:
@@ -154,13 +174,16 @@ class LightRLCLI(LightningCLI):
             if (text := asked_help(self._subcommand_parsers[command], command, rest, self._user_settings)) is not None:
                 sys.stdout.write(text)
                 raise SystemExit(0)
-            read_texts(self._subcommand_parsers[command], self._user_settings)
-            args = [*args, *flags_for_strings(self._subcommand_parsers[command], self._user_settings)]
+            flags = flags_for_strings(self._subcommand_parsers[command], self._user_settings)
+            args = [command, *rest, *flags]
         try:
-            self.config: Namespace = parsed_settings(parser.parse_args(args))
+            self.config: Namespace = unmarked(parser.parse_args(args))
         except ArgumentError as error:
             raise UsageError(explain(error, self._subcommand_parsers[command], self._user_settings)) from error
         check_empty_sections(self._user_settings, self._subcommand_parsers[command])
+        for path, name, dropped in _dropped(self._user_settings.values, self.config[command]):
+            origin = self._user_settings.origin(f"{path}.class_path")
+            log.warning("%s=%s%s has no %s: these settings are dropped.", path, name, origin, ", ".join(dropped))
         seed = self.config[command].get("seed_everything")
         if not isinstance(seed, bool) and seed is not None and not 0 <= seed < 2**32:
             origin = self._user_settings.origin("seed_everything")
@@ -210,6 +233,7 @@ class LightRLCLI(LightningCLI):
     def after_instantiate_classes(self) -> None:
         """Defers the sections `optimizer` and `lr_scheduler` until the model has parameters, late for an RLModule."""
         settings = self.config_init[self.config.subcommand]
+        self._name_unused_validation()
         optimizer, scheduler = settings.get("optimizer"), settings.get("lr_scheduler")
         if optimizer is None:
             if scheduler is not None:
@@ -220,13 +244,28 @@ class LightRLCLI(LightningCLI):
         log.info("Using optimizer %s instead of %s's own%s.", optimizer["class_path"], own, kept)
         self.model.configure_optimizers = partial(_configured_optimizers, self.model, optimizer, scheduler)
 
+    def _name_unused_validation(self) -> None:
+        """Logs the user's settings of validation if there is nothing to validate on."""
+        kind, settings = type(self.datamodule), self.config[self.config.subcommand]
+        has_own = getattr(kind, "make_prompts", None) is not lightrl.PromptDataModule.make_prompts
+        if self.config.subcommand != "fit" or has_own or settings.data.init_args.validation is not None:
+            return
+        unused = []
+        for section, owner in (("trainer", Trainer), ("model", type(self.model)), ("data", kind)):
+            given, defaults = self._user_settings.values.get(section), _defaults(owner)
+            values = settings[section].get("init_args", settings[section])
+            for name in given if isinstance(given, Mapping) else ():
+                if re.search("(^|_)val_|^validation_", name) and values.get(name) not in (None, defaults.get(name)):
+                    unused.append(f"{section}.{name}{self._user_settings.origin(f'{section}.{name}')}")
+        if unused:
+            log.warning("data.validation is not set, so these have no effect: %s.", ", ".join(unused))
+
     def _check_replaced(self, optimizer: Any, scheduler: Any) -> None:
         """Raises UsageError for a setting of the model's own optimizer or schedule that a section replaces."""
-        kinds = [kind for kind in reversed(type(self.model).__mro__) if issubclass(kind, TrainedModule)]
-        defaults = {item.name: item.default for kind in kinds for item in inspect.signature(kind).parameters.values()}
+        defaults, given = _defaults(type(self.model)), self._user_settings.values.get("model")
         of_schedule = ("warmup_iterations", "warmup_steps", "lr_decay", "min_lr_ratio") if scheduler else ()
         for name in ("lr", "betas", "eps", "weight_decay", *of_schedule):
-            is_given, value = self._user_settings.values_at(f"model.{name}"), getattr(self.model, name, None)
+            is_given, value = isinstance(given, Mapping) and name in given, getattr(self.model, name, None)
             others = [_plain(defaults.get(name)), _plain(optimizer.get("init_args", {}).get(name))]
             if name in defaults and is_given and _plain(value) not in others:  # a saved config has the defaults too
                 setting = f"model.{name}={value}{self._user_settings.origin(f'model.init_args.{name}')}"
@@ -316,6 +355,25 @@ class SaveRunConfig(SaveConfigCallback):
             target.write_text(text, encoding="utf-8")
         if trainer.enable_autolog_hparams:
             log_settings(trainer.loggers, settings, text)
+
+
+def _defaults(kind: type) -> dict[str, Any]:
+    """Returns the defaults of the arguments of a class's constructors."""
+    constructors = [vars(owner)["__init__"] for owner in reversed(kind.__mro__[:-1]) if "__init__" in vars(owner)]
+    return {item.name: item.default for made in constructors for item in inspect.signature(made).parameters.values()}
+
+
+def _dropped(given: Mapping[str, Any], settings: Namespace, above: str = "") -> Iterator[tuple[str, str, list[str]]]:
+    """Yields path and class of settings with the names that the parser dropped when a later layer named that class."""
+    for path, value in given.items():
+        parsed = settings.get(path)
+        if isinstance(value, Mapping) and isinstance(parsed, Namespace):
+            class_path = parsed.get("class_path")
+            kept = parsed if class_path is None else Namespace(parsed.get("init_args") or {})
+            dropped = [name for name in value if name not in kept and name not in CLASS_KEYS]
+            if class_path is not None and dropped:
+                yield f"{above}{path}", class_path.rpartition(".")[2], dropped
+            yield from _dropped(value, kept, f"{above}{path}.")
 
 
 def _plain(value: Any) -> Any:
@@ -453,10 +511,9 @@ def asked_help(parser: ArgumentParser, command: str, args: Sequence[str], user_s
         for action in parser._actions:
             action.help = _HELP_OF.get(action.dest, action.help)
         return _text(parser)
-    for word, following in zip(args, [*args[1:], "-"], strict=True):
+    for word in args:
         if match := re.fullmatch(r"--([\w.]+)\.help(?:=(.+))?", word):
-            name = match[2] or (None if following.startswith("-") else following)
-            kinds = _classes(match[1], name, Keys.of_parser(parser), user_settings.settings)
+            kinds = _classes(match[1], match[2], Keys.of_parser(parser), user_settings.settings)
             return "\n".join(_class_help(kind, match[1], command) for kind in kinds)
     return None
 
@@ -479,24 +536,21 @@ def flags_for_strings(parser: ArgumentParser, user_settings: UserSettings) -> li
 
     The string becomes the first field of the data class that has the added settings: `--data.train.source=rows.jsonl`.
     """
-    names = [path.replace(".init_args", "").split(".") for path in user_settings.origins if "[" not in path]
     flags = []
-    for path in dict.fromkeys(".".join(parts[:end]) for parts in names for end in range(1, len(parts))):
-        values = user_settings.values_at(path)
-        added = {name: value for section in values if isinstance(section, Mapping) for name, value in section.items()}
-        named = added.pop("class_path", None)
-        texts = [value for value in (named, *values) if isinstance(value, str)]
-        if not texts or not added or not isinstance(named, ClassOrText | None):
+    for path, section in places(user_settings.values):
+        if not isinstance(section, Mapping) or not isinstance(section.get("class_path"), ClassOrText):
             continue
+        added = dict(section)
+        text = str(added.pop("class_path"))
         with contextlib.suppress(UsageError):  # the setting accepts no data class
             kinds = _classes(path, None, Keys.of_parser(parser), user_settings.settings)
-            while texts[0] not in importable_classes(kinds):
+            while kinds and text not in importable_classes(kinds):
                 kind = max(kinds, key=lambda kind: len(added.keys() & Keys.of_class(kind).types.keys()))
                 first = dataclasses.fields(kind)[0].name
                 path, inner = f"{path}.{first}", added.get(first)
                 if first not in added:
-                    flags.append(f"--{path}={texts[0]}")
-                    user_settings.set(path, texts[0])
+                    flags.append(f"--{path}={text}")
+                    user_settings.set(path, text)
                 if not isinstance(inner, Mapping):
                     break
                 kinds, added = classes_in(Keys.of_class(kind).types[first]), dict(inner)  # a role's model

@@ -27,10 +27,9 @@ from jsonargparse import ActionConfigFile, ArgumentParser, get_loader
 import lightrl
 from lightrl.checks.printable import did_you_mean
 from lightrl.checks.user_code import user_code
-from lightrl.commands.config_layers import Flag, UsageError, UserSettings, values_of_texts
+from lightrl.commands.config_layers import CLASS_KEYS, Flag, SettingText, UsageError, UserSettings, yaml_of
 from lightrl.models import ModelSpec, Role
 
-_CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 _TYPE_WORDS: dict[object, str] = {
     int: "an integer",
     float: "a number",
@@ -42,6 +41,12 @@ _TYPE_WORDS: dict[object, str] = {
 
 def explain(error: ArgumentError, parser: ArgumentParser, user_settings: UserSettings) -> str:
     """Turns an error of the subcommand's parser into a message for the user."""
+    for path, typed in user_settings.flags:
+        with contextlib.suppress(UsageError):  # the walk raises it too
+            hint = type_of_setting(path, Keys.of_parser(parser), user_settings.settings)
+            value = value_of_text(typed, hint, is_item=False)
+            if value is not None:
+                user_settings.set(path, value)
     try:
         _Walk(user_settings).group(user_settings.settings, Keys.of_parser(parser), "", "lightrl")
     except UsageError as usage_error:
@@ -53,8 +58,10 @@ def explain(error: ArgumentError, parser: ArgumentParser, user_settings: UserSet
     if required:
         names = [name.split(".", 1)[-1] for name in required[1].split(", ")]
         return f"{' and '.join(names)} must be set, in a --config file or as --{names[0]}."
+    file = re.search("Unable to load config '(.+)'", error.message)
+    message = error.message.replace("<unicode string>", file[1] if file else "--config")
     # without the subtrees that the parser quotes
-    return "\n".join(line for line in error.message.splitlines() if not (len(line) > 200 and "Given value" in line))
+    return "\n".join(line for line in message.splitlines() if not (len(line) > 200 and "Given value" in line))
 
 
 def check_empty_sections(user_settings: UserSettings, parser: ArgumentParser) -> None:
@@ -126,8 +133,7 @@ def type_of_setting(path: str, keys: Keys, settings: object, above: str = "") ->
     if not below:
         return hint
     if not kinds and _takes_mapping(hint):  # `below` is a key of the mapping
-        options = typing.get_args(hint) if _is_union(hint) else [hint]
-        return next((typing.get_args(option)[1] for option in options if len(typing.get_args(option)) == 2), Any)
+        return _value_type(hint)
     named = here.get("class_path") if isinstance(here, dict) else here
     is_shorthand = all(map(dataclasses.is_dataclass, kinds))  # the string is the data class's first field
     named = named if isinstance(named, str) and not is_shorthand else _DEFAULT_CLASSES.get(place)
@@ -140,31 +146,64 @@ def type_of_setting(path: str, keys: Keys, settings: object, above: str = "") ->
     return type_of_setting(below, Keys.of_class(kind), inner, f"{place}.")
 
 
-def read_texts(parser: ArgumentParser, user_settings: UserSettings) -> None:
-    """Keeps flags as typed if their setting's type is a string: YAML would turn `[a]` into a list."""
-    values_of_texts.clear()
-    for path, typed in user_settings.flags:
-        if _is_scalar(typed):
-            continue
-        with contextlib.suppress(UsageError):  # the parser raises it too
-            hint = type_of_setting(path.removesuffix("+"), Keys.of_parser(parser), user_settings.settings)
-            value = value_of_text(typed, hint, is_item=path.endswith("+"))
-            if value is not None:
-                values_of_texts[typed] = value
-                if not path.endswith("+"):
-                    user_settings.set(path, value)
+class TextParser(ArgumentParser):
+    """Keeps a flag as typed if its setting's type is a string: YAML would turn `[a]` into a list.
+
+    The parser of a class passes `--workflow.prompt=...` to the parser of the workflow's class, and so on. Only the last
+    one reads the value, by the setting's type.
+    """
+
+    def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
+        return super().parse_args([self._flag(word) for word in args or ()], *rest, **options)
+
+    def parse_object(self, cfg_obj: Any, *rest: Any, **options: Any) -> Any:
+        for name, value in list(cfg_obj.items()):
+            if type(value) is Flag:
+                cfg_obj[name] = self._value(name, str(value))
+        return super().parse_object(cfg_obj, *rest, **options)
+
+    def _flag(self, word: str) -> str:
+        name, equals, typed = word.partition("=")
+        value = self._value(name.removeprefix("--"), typed) if equals else typed
+        if isinstance(value, str):
+            return word if type(value) is str else _Word(name, value)
+        return f"{name}={yaml_of(value)}"
+
+    def _value(self, path: str, typed: str) -> object:
+        """Returns a flag's value; if it is a plain string, jsonargparse reads it as YAML."""
+        option = path
+        while f"--{option}" not in self._option_string_actions and "." in option:
+            option = option.rpartition(".")[0]
+        hint = getattr(self._option_string_actions.get(f"--{option}"), "_typehint", None)
+        below = path[len(option) + 1 :].removeprefix("init_args.")
+        if below and classes_in(hint) and not _takes_mapping(hint) and below.partition(".")[0] not in CLASS_KEYS:
+            return Flag(typed)
+        value = value_of_text(typed, _value_type(hint) if below else hint, is_item=path.endswith("+"))
+        return typed if value is None else SettingText(value) if isinstance(value, str) else value
 
 
-def _is_scalar(typed: str) -> bool:
-    """Whether YAML reads a single string or number, which the parser keeps as typed if the setting is a string."""
-    try:
-        return isinstance(get_loader("yaml")(typed), str | int | float | None)
-    except yaml.YAMLError:
-        return False
+class _Word(str):
+    """`--name=value` that argparse splits without making the value a plain string."""
+
+    def __new__(cls, name: str, value: str) -> _Word:
+        word = super().__new__(cls, f"{name}={value}")
+        word.parts = name, value
+        return word
+
+    parts: tuple[str, str]
+
+    def partition(self, separator: str, /) -> tuple[str, str, str]:
+        return self.parts[0], separator, self.parts[1]
+
+    def split(self, *_: object) -> list[str]:  # argparse of Python 3.11
+        return [*self.parts]
 
 
 def value_of_text(typed: str, hint: object, *, is_item: bool) -> object:
     """Returns `typed` as a string, or as a list or mapping of strings; None if the type accepts anything else."""
+    with contextlib.suppress(yaml.YAMLError, RecursionError):
+        if isinstance(get_loader("yaml")(typed), str | int | float | None):
+            return None  # a single string or number, which the parser keeps as typed if the setting is a string
     kinds = set(typing.get_args(hint) if _is_union(hint) else [hint]) - {type(None)}
     texts = {str, Path}
     lists = {kind for kind in kinds if typing.get_origin(kind) in (list, Sequence) and typing.get_args(kind)[0] is str}
@@ -183,22 +222,22 @@ class _Walk:
     """Walks down settings and the classes that they configure; raises UsageError for the first invalid setting."""
 
     def __init__(self, user_settings: UserSettings) -> None:
-        self._from = user_settings.origin
+        self._from, self._misplaced = user_settings.origin, user_settings.misplaced
 
     def group(
         self, settings: Mapping[str, object], keys: Keys, prefix: str, owner: str, kind: type | None = None
     ) -> None:
         """Checks named settings of the class `kind`, or of the command itself."""
         for name in settings:
-            if name not in keys:
+            if str(name).removesuffix("+") not in keys:
                 raise UsageError(self._unknown(name, settings, keys, prefix, owner))
         for name, value in settings.items():
-            path = f"{prefix}{name}"
+            path, name = f"{prefix}{name}", name.removesuffix("+")  # --trainer.callbacks+ adds to the list
             if name in keys.groups:
                 inner = "lightrl.Trainer" if path == "trainer" else path
                 if isinstance(value, Mapping):
                     self.group(value, keys.groups[name], f"{path}.", inner)
-                elif value is not None and not isinstance(value, Flag):
+                elif value is not None and not isinstance(value, Flag) and not str(value).endswith((".yaml", ".yml")):
                     raise UsageError(self._wrong(path, value, "settings as `key: value`"))
             else:
                 self.value(value, keys.types[name], path)
@@ -242,8 +281,17 @@ class _Walk:
         if "init_args" in settings and isinstance(arguments, Mapping):
             self.group(arguments, keys, f"{path}.init_args.", owner, kind)
         # Flags such as --model.lr 1e-3 put arguments next to class_path, not below init_args.
-        direct = {key: value for key, value in settings.items() if key not in _CLASS_KEYS}
+        direct = {key: value for key, value in settings.items() if key not in CLASS_KEYS}
+        for key, value in direct.items():
+            if isinstance(value, Mapping) and isinstance(arguments.get(key), Mapping):
+                direct[key] = {**arguments[key], **value}
         self.group(direct, keys, f"{path}.", owner, kind)
+        for key in direct:
+            if f"{path}.{key}" in self._misplaced:
+                raise UsageError(
+                    f"{path}.{key} must be in {path}.init_args{self._from(f'{path}.{key}')}. Write `init_args:` below "
+                    f"class_path, and indent the settings of {owner} under it."
+                )
         present = {**arguments, **direct, **(settings.get("dict_kwargs") or {})}
         inner = f"{path}.init_args." if "class_path" in settings else f"{path}."
         missing = [f"{inner}{name}" for name in keys.required[num_given:] if name not in present]
@@ -305,6 +353,13 @@ def _num_given(hint: object) -> int:
     if typing.get_origin(hint) is Callable:
         return len(inner[0]) if isinstance(inner[0], list) else 0
     return max(map(_num_given, inner), default=0)
+
+
+def _value_type(hint: object) -> object:
+    """Returns the type of a mapping's values; Any if it has none."""
+    options = typing.get_args(hint) if _is_union(hint) else [hint]
+    pairs = [typing.get_args(option) for option in options if _takes_mapping(option)]
+    return next((pair[1] for pair in pairs if len(pair) == 2), Any)
 
 
 def _takes_mapping(hint: object) -> bool:

@@ -8,12 +8,13 @@ and endless YAML aliases are refused; and an error of a constructor names the se
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import re
 import traceback
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 import yaml
@@ -25,6 +26,7 @@ from lightrl.trajectory import JsonMapping, JsonObject
 
 _MAX_NODES = 20_000  # with aliases expanded: ten lines of YAML can make a billion nodes, one an endless depth
 _MAX_DEPTH = 50
+CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 
 
 class UsageError(Exception):
@@ -40,13 +42,19 @@ class ClassOrText(str):
 
 
 class SettingText(str):
-    """A string in settings that are already parsed; the parser must keep it even if a setting accepts any type."""
+    """A string that the parser keeps where a setting accepts any type, although YAML would read something else."""
 
-    def __deepcopy__(self, memo: object) -> SettingText:
-        return self
+    def strip(self, chars: str | None = None) -> str:
+        return _Unread(super().strip(chars))
 
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (str(self),)  # other processes get a plain string
+
+class _Unread(str):
+    """A stripped string that jsonargparse does not read as YAML, since it equals `-`, nor as null."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return other == "-" or (other != "null" and super().__eq__(other))
 
 
 class ConfigText(str):
@@ -61,59 +69,51 @@ class UserSettings:
     """The user's settings, all layers merged."""
 
     settings: JsonObject = dataclasses.field(default_factory=dict)
+    values: JsonObject = dataclasses.field(default_factory=dict)  # the same, with `init_args` beside their class_path
     origins: dict[str, str] = dataclasses.field(default_factory=dict)  # path → ` (run.yaml:22)`
     files: dict[str, ConfigText] = dataclasses.field(default_factory=dict)  # name on the command line → text
     flags: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # path and the value as typed
+    misplaced: set[str] = dataclasses.field(default_factory=set)  # beside a class_path, where init_args belongs
 
     @classmethod
     def read(cls, args: Sequence[str]) -> UserSettings:
         """Reads the config files and flags of a command line without its command; raises UsageError for a bad file."""
         user_settings = cls()
-        for layer, origins in user_settings._layers(args):
+        for layer, origins in user_settings._layers(joined(args)):
             _merge(user_settings.settings, layer)
+            _merge(user_settings.values, _flat(layer))
+            user_settings.misplaced |= {
+                f"{path}.{name}"
+                for path, value in places(layer)
+                if isinstance(value, Mapping) and "class_path" in value
+                for name in value.keys() - CLASS_KEYS
+            }
             earlier = user_settings.origins.items()
             user_settings.origins = {path: at for path, at in earlier if path.split("[")[0] not in origins} | origins
         return user_settings
 
     def _layers(self, args: Sequence[str]) -> Iterator[tuple[JsonObject, dict[str, str]]]:
         """Yields the settings of each config file and flag in order, and each path's origin, like ` (run.yaml:22)`."""
-        position = 0
-        while position < len(args):
-            name, equals, value = args[position].partition("=")
-            position += 1
-            if not name.startswith("-") or name == "--":
-                continue
+        for word in args:
+            name, equals, value = word.partition("=")
             if not equals:
-                if position == len(args) or args[position].startswith("--"):
-                    continue
-                value = args[position]
-                position += 1
+                continue
             if name in ("-c", "--config"):
                 if "://" not in value and not value.lstrip().startswith("{"):  # the parser reads URLs and inline YAML
                     file = self.files[value] = self.files.get(value) or _read_config(value)
                     yield file.settings, file.origins
             elif name.startswith("--") and name != "--print_config" and not name.endswith(".help"):
                 self.flags.append((name[2:], value))
-                if name.endswith("+"):
-                    continue
                 origins = dict.fromkeys((name[2:], f"{name[2:]}.class_path"), " (on the command line)")
                 loaded = None
                 with contextlib.suppress(yaml.YAMLError):
                     loaded = get_loader("yaml")(value) if value.lstrip().startswith(("{", "[")) else None
-                yield _nested(name[2:], loaded if isinstance(loaded, dict | list) else Flag(value)), origins
+                read = loaded if isinstance(loaded, dict | list) else Flag(value)
+                yield _nested(name[2:], [read] if name.endswith("+") and not isinstance(read, list) else read), origins
 
     def set(self, path: str, value: object) -> None:
         """Adds a setting as if it were the last flag."""
         _merge(self.settings, _nested(path, Flag(value) if isinstance(value, str) else value))
-
-    def values_at(self, path: str) -> list[object]:
-        """Returns the values that flags and config files give a setting; `path` omits the `init_args`."""
-        values: list[object] = [self.settings]
-        for name in path.split("."):
-            sections = [value for value in values if isinstance(value, Mapping)]
-            sections += [section["init_args"] for section in sections if isinstance(section.get("init_args"), Mapping)]
-            values = [section[name] for section in sections if name in section]
-        return values
 
     def origin(self, path: str) -> str:
         """Returns where this path, or its nearest parent with a known origin, comes from: ` (run.yaml:22)`."""
@@ -138,19 +138,7 @@ class UserSettings:
 
     def empty_sections(self) -> list[str]:
         """Returns the paths of empty sections, which the parser ignores whatever their name."""
-
-        def below(value: object, path: str) -> Iterator[str]:
-            if value == {} and path:
-                yield path
-            items: list[tuple[str, object]] = []
-            if isinstance(value, Mapping):
-                items = [(f"{path}.{key}" if path else str(key), item) for key, item in value.items()]
-            elif isinstance(value, list):
-                items = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
-            for inner, item in items:
-                yield from below(item, inner)
-
-        return list(below(self.settings, ""))
+        return [path for path, value in places(self.settings) if value == {} and path]
 
     def place_of(self, error: BaseException) -> str:
         """Returns the setting that a constructor refused, `model.init_args.lr (run.yaml:7)`; empty if it is unknown.
@@ -192,6 +180,35 @@ class UserSettings:
         return class_path.rpartition(".")[2] if isinstance(class_path, str) else ""
 
 
+def places(value: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """Yields the path and value of settings and of everything in them."""
+    yield path, value
+    items: list[tuple[str, object]] = []
+    if isinstance(value, Mapping):
+        items = [(f"{path}.{key}" if path else str(key), item) for key, item in value.items()]
+    elif isinstance(value, list):
+        items = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    for inner, item in items:
+        yield from places(item, inner)
+
+
+_NO_VALUE = ("--", "--help", "--print_config")
+
+
+def joined(args: Sequence[str]) -> list[str]:
+    """Joins each `--name value` to `--name=value`."""
+    words: list[str] = []
+    is_open = False
+    for word in args:
+        if is_open and not word.startswith("--"):
+            words[-1] += f"={word}"
+            is_open = False
+        else:
+            words.append(word)
+            is_open = "=" not in word and (word == "-c" or word.startswith("--")) and word not in _NO_VALUE
+    return words
+
+
 def _constructed(error: BaseException) -> list[type]:
     """Returns the classes whose constructors raised the error or its causes, the innermost first."""
     classes: list[type] = []
@@ -222,48 +239,48 @@ _parse_text = get_loader("yaml")
 _NULLS = ("", "~", "null", "Null", "NULL")
 
 
-# Flag as typed → its value, for settings of strings; the parser asks for the value without the setting's name.
-values_of_texts: dict[str, object] = {}
-
-
 def _settings_in(text: str) -> object:
     if isinstance(text, ConfigText):
-        return _with_texts(text.settings, _as_read)
-    if text in values_of_texts:
-        return copy.deepcopy(values_of_texts[text])
+        return marked(text.settings)
     try:
         loaded = _parse_text(text)
     except RecursionError:
         return text
     if loaded is None and text.strip() not in _NULLS:  # `# a` and `&a` are strings
         return text
-    if isinstance(text, SettingText) and not isinstance(loaded, bool | int | float):  # `lr: "1e-5"` is a number
-        return text
-    return _with_texts(loaded, _as_read)
+    return marked(loaded)
+
+
+def marked(settings: Any) -> Any:
+    """Copies settings with SettingText for each string that YAML would read as something else."""
+    return _with_texts(settings, _as_read)
+
+
+def unmarked(settings: Any) -> Any:
+    """Copies settings with plain strings."""
+    return _with_texts(settings, str)
 
 
 def _as_read(text: str) -> str:
-    """Marks a string as SettingText if YAML would read it as something else."""
     try:
         return text if isinstance(_parse_text(text), str) else SettingText(text)
     except (yaml.YAMLError, RecursionError):
         return text
 
 
-def _with_texts(value: object, kind: Callable[[str], str]) -> Any:
-    """Copies the settings with `kind` applied to each string."""
+_MAPPINGS, _SEQUENCES = (dict, OrderedDict, MappingProxyType), (list, tuple, set, frozenset, deque)
+
+
+def _with_texts(value: Any, kind: Callable[[str], str]) -> Any:
     if isinstance(value, Namespace):
         return Namespace(**{name: _with_texts(item, kind) for name, item in vars(value).items()})
-    if isinstance(value, dict):
-        return {key: _with_texts(item, kind) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_texts(item, kind) for item in value]
-    return kind(value) if isinstance(value, str) and type(value) in (str, SettingText) else value
-
-
-def parsed_settings(settings: Namespace) -> Namespace:
-    """Turns the marked strings of parsed settings into plain ones."""
-    return cast(Namespace, _with_texts(settings, str))
+    if type(value) in _MAPPINGS:
+        return type(value)({key: _with_texts(item, kind) for key, item in value.items()})
+    if type(value) in _SEQUENCES:
+        return type(value)(_with_texts(item, kind) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(_with_texts(item, kind) for item in value)
+    return kind(str(value)) if type(value) in (str, SettingText) else value
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
@@ -293,6 +310,7 @@ def _read_config(path: str) -> ConfigText:
     try:
         text = ConfigText(file.read_text(encoding="utf-8"))
         loader = _Loader(text)
+        loader.name = path
         tree = loader.get_single_node()
         lines = _lines(tree, path)  # before `<<:` is merged
         settings = None if tree is None else loader.construct_document(tree)
@@ -342,6 +360,15 @@ def _nested(path: str, value: object) -> JsonObject:
     return cast(JsonObject, value)
 
 
+def _flat(settings: Any) -> Any:
+    """Returns settings with the content of each `init_args` beside its class_path."""
+    if not isinstance(settings, Mapping):
+        return settings
+    flat = {name: _flat(value) for name, value in settings.items()}
+    inner = flat.pop("init_args", None)
+    return {**flat, **inner} if isinstance(inner, Mapping) else flat
+
+
 def _merge(settings: JsonObject, layer: JsonMapping) -> None:
     for key, value in layer.items():
         old = settings.get(key)
@@ -354,6 +381,8 @@ def _merge(settings: JsonObject, layer: JsonMapping) -> None:
                 settings[key] = {}
             _merge(settings[key], value)
         elif isinstance(old, dict) and "class_path" in old and isinstance(value, Flag):
-            old["class_path"] = value
+            old["class_path"] = ClassOrText(value) if isinstance(old["class_path"], ClassOrText) else value
+        elif key.endswith("+") and isinstance(old, list) and isinstance(value, list):
+            settings[key] = [*old, *value]
         else:
             settings[key] = value

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from jsonargparse import ArgumentParser, DefaultHelpFormatter
+from jsonargparse import DefaultHelpFormatter
 
 from lightrl.checks.printable import count_text
-from lightrl.commands.config_errors import explain, read_texts
-from lightrl.commands.config_layers import UsageError, UserSettings
+from lightrl.commands.config_errors import TextParser, explain
+from lightrl.commands.config_layers import UsageError, UserSettings, joined, unmarked
 from lightrl.commands.console import reported
 from lightrl.concurrency.in_thread import call_all
 from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
@@ -260,7 +260,7 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
     policy, settings = settings_of(options.config, options.engine)
     rest += [] if options.engine is None else [f"--engine={options.engine}"]
 
-    parser = ArgumentParser(prog="lightrl serve", exit_on_error=False, epilog=_EPILOG, formatter_class=_HelpFormatter)
+    parser = TextParser(prog="lightrl serve", exit_on_error=False, epilog=_EPILOG, formatter_class=_HelpFormatter)
     parser.add_argument("--config", help="a run's YAML, from which policy and engine are read; may be repeated")
     parser.add_argument("--model", help="a hub name or a folder with weights, instead of the config's policy")
     parser.add_argument(
@@ -274,8 +274,7 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
             "instead of --token."
         )
     try:
-        read_texts(parser, UserSettings.read(rest))
-        values = parser.parse_args(rest).as_dict()
+        values = unmarked(parser.parse_args(joined(rest))).as_dict()
     except ArgumentError as error:
         hint = f" The server's own arguments start with {_SERVER_ARG}" if "unrecognized" in error.message else ""
         raise UsageError(explain(error, parser, UserSettings.read(rest)) + hint) from error

@@ -96,6 +96,9 @@ SETTINGS = [
     row("a role's setting beside class_path", ("model.init_args.policy", {"class_path": "lightrl.ModelSpec", "init_args": {"path": "a/b", "lora": {"rank": 2}}}), "policy.init_args.lora is a setting of lightrl.Role"),
     row("a path for settings", ("model.init_args.reference", "runs/sft"), "model.init_args.reference must be settings {coef: ..., model: ..., estimator: ...} or null", "got 'runs/sft' (run.yaml:"),
     row("a word for a number of settings", ("model.init_args.reference", {"coef": "much"}), "model.init_args.reference.coef must be a number", "got 'much' (run.yaml:"),
+    row("settings beside class_path", ("model.group_size", 2), "model.group_size must be in model.init_args (run.yaml:"),
+    row("settings of the data beside class_path", ("data", {"class_path": "tiny_task.Digits", "batch_size": 3}), "data.batch_size must be in data.init_args (run.yaml:", "Write `init_args:`"),
+    row("settings of a callback beside class_path", ("trainer.callbacks", [{"class_path": "StalenessControl", "max_staleness": 1}]), "trainer.callbacks[0].max_staleness must be in trainer.callbacks[0].init_args (run.yaml:"),
     row("an unknown choice of settings", ("model.init_args.decoupled", {"mode": "drop"}), "model.init_args.decoupled.mode must be one of 'mask', 'clamp'"),
     row("a word for true or settings", ("model.init_args.decoupled", "perhaps"), "decoupled must be true or false or settings {cap: ..., floor: ..., mode: ...", "got 'perhaps'"),
 ]  # fmt: skip
@@ -105,7 +108,7 @@ TEXTS = [
     row("an empty file", "", "run.yaml is empty", "key: value"),
     row("a list", "- 1\n- 2\n", "run.yaml must have settings as `key: value`, got list"),
     row("a tab as indentation", "trainer:\n\tmax_steps: 1\n", "run.yaml is not valid YAML", "line 2"),
-    row("a bracket that stays open", "trainer: {max_steps: 1\n", "run.yaml is not valid YAML", "line 2"),
+    row("a bracket that stays open", "trainer: {max_steps: 1\n", "run.yaml is not valid YAML", 'in "run.yaml", line 2'),
     row("two documents", "---\na: 1\n---\nb: 2\n", "run.yaml is not valid YAML", "single document", "line 3"),
     row("an object of Python", 'model: !!python/object/apply:os.system ["touch ran"]\n', "not valid YAML", "line 1"),
     row("bytes that are not UTF-8", b"model: \xff\xfe\n", "run.yaml is not valid YAML", "utf-8"),

@@ -54,6 +54,49 @@ def test_a_wrong_flag_is_named_as_it_was_typed_and_not_looked_for_in_the_file(se
         parsed("fit", "--config", config(settings), flag, value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["+=StalnessControl"], r"^trainer\.callbacks\+\[0\]=StalnessControl \(on .* Did you mean StalenessControl\?$"),
+        (["+", "[Trace, StalnessControl]"], r"^trainer\.callbacks\+\[1\]=StalnessControl \(on .* Did you mean Stalen"),
+        (["+=Trace", "+={class_path: StalenessControl, init_args: {max_stale: 1}}"], r"\+\[1\]\..*\.max_stale is not"),
+        (["={class_path: StalenessControl, max_staleness: 1}"], r"^trainer\.callbacks\.max_staleness must be in"),
+    ],
+    ids=["added", "list", "setting", "no init_args"],
+)  # fmt: skip
+def test_a_wrong_callback_is_named_where_flags_add_to_the_list(flags, message, settings, config):
+    words = [flag if flag.startswith("[") else f"--trainer.callbacks{flag}" for flag in flags]
+    with pytest.raises(UsageError, match=message):
+        parsed("fit", "--config", config(settings), *words)
+
+
+def test_a_wrong_callback_is_named_where_a_file_adds_to_the_list(settings, config):
+    more = config({"trainer": {"callbacks+": [{"class_path": "StalnessControl"}]}}, "more.yaml")
+    message = r"^trainer\.callbacks\+\[0\]\.class_path=StalnessControl \(more\.yaml:3\).*mean StalenessControl\?$"
+    with pytest.raises(UsageError, match=message):
+        parsed("fit", "--config", config(settings), "--config", more)
+
+
+def test_a_setting_that_a_nested_class_lacks_is_named_with_this_class(settings, config):
+    workflow = {"class_path": "MultiTurn", "init_args": {"environment": "RetryWithFeedback"}}
+    settings["model"]["init_args"]["workflow"] = workflow
+    with pytest.raises(
+        UsageError, match=r"^model\.workflow\.max_turn is not a setting of .*MultiTurn \(on the command"
+    ):
+        parsed("fit", "--config", config(settings), "--model.workflow.max_turn", "3")
+
+
+def test_an_error_of_yaml_names_the_file_or_the_flag(settings, config):
+    Path(config({}, "trainer.yaml")).write_text("max_steps: [\n")
+    for words, name in (
+        (["--config", "{a: ["], "--config"),
+        (["--config", config(settings), "--trainer", "trainer.yaml"], "trainer.yaml"),
+        (["--config", config(settings | {"trainer": "trainer.yaml"}, "below.yaml")], "trainer.yaml"),
+    ):
+        with pytest.raises(UsageError, match=rf'in "{name}", line 2, column 1'):
+            parsed("fit", *words)
+
+
 def test_the_message_names_the_layer_that_has_the_unknown_key(settings, config):
     first = config(settings)
     second = config({"model": {"init_args": {"groupsize": 4}}}, "laptop.yaml")

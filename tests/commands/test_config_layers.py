@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from chat_texts import CHATML, chat_tokenizer
 from jsonargparse import get_loader
@@ -15,7 +16,7 @@ from parsed import parsed
 
 from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_errors import value_of_text
-from lightrl.commands.config_layers import UsageError, UserSettings
+from lightrl.commands.config_layers import UsageError, UserSettings, yaml_of
 from lightrl.commands.main import main
 from lightrl.commands.serve import settings_of
 
@@ -26,7 +27,7 @@ class _BuiltError(Exception):
 
 class _BuildingOnly(LightRLCLI):
     def before_fit(self) -> None:
-        raise _BuiltError(self.model)
+        raise _BuiltError(self.model, self.trainer)
 
 
 def pipe(name: str, text: str) -> str:
@@ -114,8 +115,19 @@ def test_a_second_file_adds_callbacks_to_those_of_the_first(settings, config):
         ("a.jsonl", ["--data.train.max_rows", "8"], {"source": "a.jsonl", "max_rows": 8}),
         ("a.jsonl", ["--data.train", "b.jsonl", "--data.train.max_rows", "8"], {"source": "b.jsonl", "max_rows": 8}),
         ({"source": "a.jsonl"}, ["--data.train.source=b.jsonl"], {"source": "b.jsonl", "max_rows": None}),
+        (
+            {"source": "a.jsonl", "max_rows": 3, "shuffle": False},
+            ["--data.train", "b.jsonl", "--data.init_args.train.max_rows", "8"],
+            {"source": "b.jsonl", "max_rows": 8},
+        ),
+        (
+            {"source": "a.jsonl", "max_rows": 3},
+            ["--data.init_args.train=[b].jsonl", "--data.train.max_rows=8"],
+            {"source": "[b].jsonl", "max_rows": 8},
+        ),
+        ("a.jsonl", ["--data.train.max_rows=8", "--data.train=b.jsonl", "--data.train.name=b"], {"source": "b.jsonl"}),
     ],
-    ids=["string and setting", "string on the command line", "mapping"],
+    ids=["string and setting", "string on the command line", "mapping", "string over a mapping", "brackets", "twice"],
 )
 def test_a_string_stays_the_source_of_what_flags_add_to_it(train, flags, expected, settings, config, capsys):
     settings["data"] = {"class_path": "PromptDataModule", "init_args": {"train": train, "batch_size": 2}}
@@ -165,6 +177,82 @@ def test_a_flag_for_a_text_is_what_was_typed_and_reads_back_from_the_saved_file(
         values = yaml.safe_load(printed)["data"]["init_args"]
         assert (values["system_prompt"], values["answer_column"]) == (text, text)
         Path("saved.yaml").write_text(printed)
+
+
+ANYTHING = ["[a]", "{a}", "1e5", "null", "# x", "true", "0123", "2026-11-29", "~", "-", "", " ", "a: {b", "'a'", "0x1F"]
+
+
+def with_types(value: object) -> object:
+    """A value with the type of each part."""
+    if isinstance(value, dict):
+        return {key: with_types(item) for key, item in value.items()}
+    return [with_types(item) for item in value] if isinstance(value, list) else (type(value), value)
+
+
+def test_quoted_texts_reach_constructors_and_files_of_a_run_as_they_are(settings, config):
+    nested = [{"a": [text, {"b": text}], "c": text} for text in ANYTHING]
+    texts = {f"text {index}": text for index, text in enumerate(ANYTHING)}
+    given = {"table": {"a": nested}, "items": [*ANYTHING, *nested, None, 1], "untyped": "[a]", "anything": "null"}
+    given |= {"values": texts, "texts": texts, "command": ANYTHING}
+    others = {"other": "null", "more": nested, "number": 1.5}
+    inner = {"class_path": "tiny_task.Keeps", "init_args": {"anything": "1e5", "items": nested}, "dict_kwargs": others}
+    callback = {"class_path": "tiny_task.Keeps", "init_args": {**given, "inner": inner}, "dict_kwargs": others}
+    settings["trainer"] |= {"callbacks": [callback], "max_steps": 1}
+    settings["model"]["init_args"]["reward"] = {"path": "tiny_rewards.of_texts", "arguments": {"texts": texts}}
+    Path(config({})).write_text(yaml_of(settings))
+    saved = "lightning_logs/version_0/config.yaml"
+    assert main(["fit", "--config", "run.yaml"]) == 0
+    for path in ("run.yaml", saved):
+        with pytest.raises(_BuiltError) as built:
+            _BuildingOnly(["fit", "--config", path])
+        module, trainer = built.value.args
+        keeps = next(callback for callback in trainer.callbacks if type(callback).__name__ == "Keeps")
+        for built_with, expected in (
+            (keeps.given, given | others),
+            (keeps.given["inner"].given, {"anything": "1e5", "items": nested} | others),
+            (module.reward_source.arguments, {"texts": texts}),
+        ):
+            assert with_types({name: built_with[name] for name in expected}) == with_types(expected)
+    assert main(["fit", "--config", saved, "--ckpt_path", "last", "--trainer.max_steps", "2"]) == 0
+    for version in (0, 1):
+        folder = Path(f"lightning_logs/version_{version}")
+        for name in ("config.yaml", "hparams.yaml"):
+            read = yaml.safe_load((folder / name).read_text())
+            assert read["trainer"]["callbacks"][0]["init_args"]["items"] == given["items"]
+            assert read["model"]["init_args"]["reward"]["arguments"] == {"texts": texts}
+        torch.load(folder / "checkpoints/last.ckpt", weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            ['.command=["sh", "-c", "echo \\"a\\\\n\\" it\'s\\n"]'],
+            {"command": ["sh", "-c", 'echo "a\\n" it\'s\n']},
+        ),
+        (['.inner.command=[sh, -c, 1e5, "null"]'], {"command": ["sh", "-c", "1e5", "null"]}),
+        (
+            ['.inner.values={"a": null, "b": "null", "c": "x\\ny", "d": 1e-5}'],
+            {"values": {"a": None, "b": "null", "c": "x\ny", "d": 1e-5}},
+        ),
+        ([".inner.inner.anything=[a, null]"], {"anything": ["a", None]}),
+        (['.inner.texts.a={"b": 1}', ".inner.texts.c=[d]"], {"texts": {"a": '{"b": 1}', "c": "[d]"}}),
+        (
+            [".texts.a=[1]", ".anything=[1]", ".command=[1]", ".values.a=[1]"],
+            {"texts": {"a": "[1]"}, "anything": [1], "command": ["1"], "values": {"a": [1]}},
+        ),
+        ([".command+=[a]", ".command+=[[b]]"], {"command": ["a", "[b]"]}),
+    ],
+    ids=["quotes", "list", "mapping", "anything", "values of a mapping", "one text for several types", "items"],
+)
+def test_the_type_of_its_setting_says_how_a_flag_is_read_at_any_depth(flags, expected, settings, config):
+    depth = max(flag.count(".inner") for flag in flags)
+    words = ["+=tiny_task.Keeps", *(f"{'.inner' * level}=tiny_task.Keeps" for level in range(1, depth + 1)), *flags]
+    flags = [f"--trainer.callbacks{word}" for word in words]
+    arguments = parsed("fit", "--config", config(settings), *flags).trainer.callbacks[-1].init_args
+    for _ in range(depth):
+        arguments = arguments.inner.init_args
+    assert with_types({name: arguments[name] for name in expected}) == with_types(expected)
 
 
 def test_a_text_of_a_file_is_that_text_where_a_setting_takes_anything_and_stays_when_it_is_saved(

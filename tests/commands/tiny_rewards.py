@@ -20,3 +20,8 @@ def of_service(trajectory: Trajectory, token: str, headers: dict[str, str], max_
 def in_parts(trajectory: Trajectory) -> dict[str, float]:
     accuracy, is_long = exact(trajectory), len(trajectory.completion_ids) > 1
     return {"reward": accuracy + is_long / 2, "accuracy": accuracy, "format": is_long / 2}
+
+
+def of_texts(trajectory: Trajectory, texts: dict[str, object]) -> float:
+    assert all(type(text) is str for text in texts.values()), texts
+    return exact(trajectory)

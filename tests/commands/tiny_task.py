@@ -1,9 +1,11 @@
 """A task small enough to run through the whole command: a tokenizer and prompts, as in a user's own file."""
 
+from typing import Any
+
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from lightrl import Prompt, PromptDataModule, SingleTurn
+from lightrl import Prompt, PromptDataModule, RLCallback, SingleTurn
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -25,3 +27,22 @@ class Digits(PromptDataModule):
 
     def make_prompts(self, split: str) -> list[Prompt]:
         return [Prompt(id=f"{split}-{index}", token_ids=[2 + index]) for index in range(8)]
+
+
+class Keeps(RLCallback):
+    """Keeps its arguments, which may be anything."""
+
+    def __init__(
+        self,
+        anything: Any = None,
+        untyped=None,
+        table: dict | None = None,
+        values: dict[str, Any] | None = None,
+        items: list[Any] | None = None,
+        texts: dict[str, str] | None = None,
+        command: list[str] | None = None,
+        inner: RLCallback | None = None,
+        **others: Any,
+    ) -> None:
+        self.given = {"anything": anything, "untyped": untyped, "table": table, "values": values, "items": items}
+        self.given |= {"texts": texts, "command": command, "inner": inner, **others}

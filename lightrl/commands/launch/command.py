@@ -18,7 +18,7 @@ import yaml
 from lightrl.checks.files import host_names
 from lightrl.checks.printable import count_text
 from lightrl.commands.cli import LightRLCLI
-from lightrl.commands.config_layers import UsageError
+from lightrl.commands.config_layers import UsageError, marked, unmarked
 from lightrl.commands.console import reported
 from lightrl.commands.launch.launcher import Launcher, make_folder, write_files
 from lightrl.commands.launch.local import LocalLauncher
@@ -79,7 +79,8 @@ class LaunchedCLI(UnstartedCLI):
         values = {**self.given, "launch": {**self.given["launch"], "gpu_memory_gb": None}}
         self.launched = plan_of(values, folder="launch-N", is_shown=True)
         parser = self._subcommand_parsers[self.config.subcommand]
-        self.config[self.config.subcommand] = parser.parse_object(dict(self.launched.settings), settings)
+        planned_settings = marked(dict(self.launched.settings))
+        self.config[self.config.subcommand] = unmarked(parser.parse_object(planned_settings, marked(settings)))
 
     def fit(self, **kwargs: object) -> None:
         """Starts nothing."""
