@@ -4,13 +4,13 @@ Reading order:
     rl_callback.py      the hooks, and when each is called
     weight_sync.py      brings the trainer's weights to the engine, with a version; which ranks write them
       rounding.py       how far the engine's logprobs may be from the trainer's
-      probe.py          after a load, trainer and engine score a few sequences: do they agree within this bound?
-      lag_probe.py      how far the policy moves in one version, and in a few
+      probe.py          after a load, compares the logprobs of trainer and engine for a few sequences
+      lag_probe.py      how far the policy moves in one version, and in η versions
       answer_check.py   compares sampled tokens with the trainer under the weights that sampled them
     staleness.py        how far behind a trajectory may be
     dynamic_sampling.py which groups are dropped and replaced; which prompts are run, by past success
-    rollout_metrics.py  the numbers logged in each iteration; monitors.py: callbacks that wait for an unknown metric
-    progress.py         the two-line progress bar, and a line per iteration; which models train
+    rollout_metrics.py  the numbers logged in each iteration; monitors.py: callbacks that monitor an unknown metric
+    progress.py         the two-line progress bar and the permanent lines; which models train
     trace.py            what each process did when, and where the time went
     trajectory_log.py   trajectories as JSONL, and periodically as a table
     learning_curve.py   the run's curve as a plot
@@ -18,7 +18,7 @@ Reading order:
     loggers.py          tables, plots, models and settings for the loggers that accept them
     export.py           the policy as a Hugging Face folder
 
-May import: everything up to module and data; not loops, not trainer. To add one, subclass RLCallback and override the
+May import everything up to module and data, but not loops or trainer. To add one, subclass RLCallback and override the
 hooks that you need; a test runs it in a real Trainer with FakeEngine.
 """
 

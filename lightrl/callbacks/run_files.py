@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Pattern in the run's folder → what it is, most wanted first.
+# File pattern in the run's folder → its content, the most useful first.
 KINDS = {
     "config.yaml": "all settings except secrets, for fit --config",
     "learning_curve.png": "reward and accuracy over the iterations",
     "learning_curve.csv": "the numbers of the plot",
     "metrics.csv": "every metric, a row per iteration",
     "events.out.tfevents*": "the same for tensorboard --logdir .",
-    "trajectories": "what the policy wrote, a line each; lightrl inspect",
-    "predictions.jsonl": "trajectories of lightrl predict, a line each",
-    "checkpoints": "fit --ckpt_path checkpoints/last.ckpt continues",
+    "trajectories": "trajectories, one per line; lightrl inspect shows them",
+    "predictions.jsonl": "trajectories of lightrl predict, one per line",
+    "checkpoints": "to continue the run: fit --ckpt_path checkpoints/last.ckpt",
     "trace": "where the time went: summary.json, trace.json",
     "problems": "warnings, errors and drops, a file per rank",
-    "logs": "log lines, a file per rank; set levels by logging:",
+    "logs": "log lines, a file per rank; the setting logging: has the levels",
     "failed_rewards.jsonl": "trajectories whose reward failed; lightrl doctor replay",
     "traceback.txt": "the error that ended the run",
     "status.json": "what the run is doing; lightrl status",
-    "hparams.yaml": "the settings as Lightning's CSVLogger keeps them",
+    "hparams.yaml": "the settings as Lightning's CSVLogger writes them",
 }
 _NAME_CHARS = max(map(len, KINDS))
 
@@ -60,25 +60,25 @@ def contents(folder: Path) -> list[str]:
 
 
 def _written_folder(trainer: L.Trainer) -> Path | None:
-    """Returns the run's folder; None without a logger or with `fast_dev_run`. Collective: it comes from rank 0."""
+    """Returns the run's folder; None without a logger or with `fast_dev_run`. Collective: rank 0 broadcasts it."""
     folder = trainer.log_dir
     return Path(folder) if folder and trainer.loggers and not getattr(trainer, "fast_dev_run", False) else None
 
 
 class RunFiles(RLCallback):
-    """Writes README.txt when a stage is set up, logs the folder's path, and saves each rank's log lines.
+    """Writes README.txt when a stage is set up, logs the folder's path, and writes each rank's log lines to a file.
 
-    Writes nothing without a logger, with `fast_dev_run`, or if the disk is full.
+    It writes nothing without a logger, with `fast_dev_run`, or if the disk is full.
     """
 
     def __init__(self) -> None:
         self._log_file: logging.FileHandler | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        log_dir = trainer.log_dir  # on all ranks: it comes from rank 0
-        for saves in trainer.checkpoint_callbacks if log_dir else []:
-            if isinstance(saves, ModelCheckpoint) and saves.dirpath is None:
-                saves.dirpath = str(Path(str(log_dir)) / "checkpoints")  # even if CSVLogger is not the first logger
+        log_dir = trainer.log_dir  # read on all ranks, because rank 0 broadcasts it
+        for callback in trainer.checkpoint_callbacks if log_dir else []:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                callback.dirpath = str(Path(str(log_dir)) / "checkpoints")  # even if CSVLogger is not the first logger
         folder = _written_folder(trainer)
         if folder is None:
             return
@@ -94,7 +94,7 @@ class RunFiles(RLCallback):
         log.info("run folder: %s", folder)
         lines = [
             "A run of lightrl. `lightrl inspect .` shows it in the browser, even while it is running.",
-            "Some files exist only with their callback or logger, in asynchronous runs, or after an error:",
+            "Some of these files exist only with their callback or logger, in asynchronous runs, or after an error:",
             "",
             *(f"{name:<{_NAME_CHARS}}  {kind}" for name, kind in KINDS.items()),
         ]
@@ -111,13 +111,13 @@ class RunFiles(RLCallback):
     teardown = on_exception = _close_log
 
 
-_EVERY_S = 1.0  # within a phase
+_EVERY_S = 1.0  # between two writes within a phase
 
 
 class StatusFile(RLCallback):
     """Writes `status.json` to the run's folder at each change of phase, and every second within one.
 
-    If the disk is full, the file stays as it was: the run's next write fails with a better message.
+    If the disk is full, the file stays unchanged: the run's next write fails with a better message.
     """
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class StatusFile(RLCallback):
 
 
 MAX_LINES = 10_000  # per process
-_MAX_DROPS = 50  # per iteration; the others are counted
+_MAX_DROPS = 50  # per iteration; further drops are only counted
 _MAX_CHARS = 4_000  # per message
 
 
@@ -207,7 +207,7 @@ class ProblemLog(RLCallback):
 
         {"at": 1763851234.5, "iteration": 12, "rank": 0, "source": "server", "kind": "warning", "message": "..."}
 
-    `source` is server, reward, rollout or trainer. It stops after `MAX_LINES`, or if the disk is full; the run
+    `source` is server, reward, rollout or trainer. The log stops after `MAX_LINES`, or if the disk is full; the run
     continues.
     """
 
@@ -227,7 +227,7 @@ class ProblemLog(RLCallback):
             logging.getLogger("lightrl").addHandler(self._handler)
 
     def on_trajectory_dropped(self, trainer: RLTrainer, module: RLModule, reason: str, message: str) -> None:
-        if trainer.is_global_zero:  # it is called on every rank
+        if trainer.is_global_zero:  # the hook is called on every rank
             self._num_dropped[reason] += 1
             if self._num_dropped.total() <= _MAX_DROPS:
                 self.add("reward" if reason.startswith("reward") else "rollout", f"dropped: {reason}", message)
@@ -281,7 +281,7 @@ class _Handler(logging.Handler):
 class TimedCheckpoint(ModelCheckpoint):
     """Keeps one checkpoint, `last-timed.ckpt`, at most `every_s` plus one iteration old; writes it in the background.
 
-    The Trainer adds it to its default ModelCheckpoint, which saves after each epoch and on exceptions.
+    The Trainer adds it to its default ModelCheckpoint, which saves only after each epoch and on exceptions.
 
     Args:
         every_s: seconds between two checkpoints.
@@ -299,7 +299,7 @@ class TimedCheckpoint(ModelCheckpoint):
             super().on_train_batch_end(trainer, *args, **kwargs)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Saves nothing, unlike Lightning's: the other ModelCheckpoint saves at the end."""
+        """Saves nothing, unlike Lightning's hook: the default ModelCheckpoint saves at the end."""
 
 
 @contextlib.contextmanager
@@ -307,7 +307,7 @@ def _in_background(strategy: Any) -> Iterator[None]:
     """Makes lightrl's strategies and checkpoint plugins save in the background inside the context."""
     writer = strategy if hasattr(strategy, "save_async") else strategy.checkpoint_io
     before = getattr(writer, "save_async", None)
-    if before is None:  # a plugin of the user's
+    if before is None:  # the user's own plugin
         yield
         return
     writer.save_async = True

@@ -1,8 +1,8 @@
 """Explains settings that the parser refused: one message with path, value, file, line and the allowed values.
 
-jsonargparse stops at the first layer that refuses and quotes whole subtrees. `explain` instead walks the merged layers
-along the classes that they configure until it finds the setting at fault. It runs only after the parser has refused, or
-for empty sections; if it finds nothing, the parser's message stands.
+jsonargparse stops at the first invalid layer and quotes whole subtrees. `explain` instead walks the merged layers along
+the classes that they configure until it finds the invalid setting. It runs only after the parser has refused the
+settings, or for empty sections; if it finds nothing, the parser's message is shown.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def explain(error: ArgumentError, parser: ArgumentParser, user_settings: UserSet
     if required:
         names = [name.split(".", 1)[-1] for name in required[1].split(", ")]
         return f"{' and '.join(names)} must be set, in a --config file or as --{names[0]}."
-    # without the subtrees that the parser quotes
+    # Remove the subtrees that the parser quotes.
     return "\n".join(line for line in error.message.splitlines() if not (len(line) > 200 and "Given value" in line))
 
 
@@ -70,7 +70,7 @@ def check_empty_sections(user_settings: UserSettings, parser: ArgumentParser) ->
 
 @dataclasses.dataclass
 class Keys:
-    """The settings allowed at one place: their types, and groups of settings, by name."""
+    """The settings that are allowed in one section: types of single settings and groups of settings, by name."""
 
     types: dict[str, object]
     groups: dict[str, Keys]
@@ -112,7 +112,11 @@ _DEFAULT_CLASSES = {"model": "GRPO", "data": "PromptDataModule"}  # assumed if n
 
 
 def type_of_setting(path: str, keys: Keys, settings: object, above: str = "") -> object:
-    """Returns a setting's type, given the classes that the config names above it; raises UsageError if unknown."""
+    """Returns a setting's type, given the classes that the config names above it.
+
+    Raises:
+        UsageError: if there is no such setting.
+    """
     first, _, below = path.partition(".")
     place = f"{above}{first}"
     if first not in keys:
@@ -250,7 +254,11 @@ class _Walk:
             raise UsageError(f"{owner} needs {' and '.join(missing)}{self._from(path)}.")
 
     def _nearest(self, settings: Mapping[str, object], kinds: Sequence[type], path: str) -> type:
-        """Returns the data class with most of these settings; raises UsageError if a Role's and a ModelSpec's mix."""
+        """Returns the data class that has most of these settings.
+
+        Raises:
+            UsageError: if settings of a Role are mixed with those of a ModelSpec.
+        """
         names = {kind: [name for name in settings if name in Keys.of_class(kind)] for kind in kinds}
         if set(kinds) == {ModelSpec, Role} and all(names.values()):
             inner, outer = (", ".join(f"{name}: ..." for name in names[kind]) for kind in (ModelSpec, Role))
@@ -277,10 +285,10 @@ class _Walk:
                 close = [f"model.init_args.{name}"]
         if not prefix and difflib.get_close_matches(str(name), ["config"]):
             close = ["--config"]
-        meant = f" Did you mean {' or '.join(close)}?" if close else ""
+        hint = f" Did you mean {' or '.join(close)}?" if close else ""
         indent = "  "
         listed = textwrap.fill(", ".join(names), 80, initial_indent=indent, subsequent_indent=indent)
-        return f"{path} is not a setting of {owner}{self._from(path)}.{meant}\nIts settings are:\n{listed}"
+        return f"{path} is not a setting of {owner}{self._from(path)}.{hint}\nIts settings are:\n{listed}"
 
     def _wrong(self, path: str, value: object, expected: str) -> str:
         shown = str(value) if isinstance(value, Flag) else repr(value)
@@ -300,7 +308,7 @@ def classes_in(hint: object) -> list[type]:
 
 
 def _num_given(hint: object) -> int:
-    """Returns how many arguments lightrl passes to a class, for a setting that could also be a function of as many."""
+    """Returns the number of arguments that lightrl passes to a setting's class, or to a function set in its place."""
     inner = typing.get_args(hint)
     if typing.get_origin(hint) is Callable:
         return len(inner[0]) if isinstance(inner[0], list) else 0
@@ -322,10 +330,10 @@ def _is_union(hint: object) -> bool:
 def importable_classes(kinds: Sequence[type]) -> dict[str, type]:
     """Maps short names to these classes and all their imported subclasses, except abstract ones."""
     classes: dict[str, type] = {}
-    waiting = list(kinds)
-    while waiting:
-        kind = waiting.pop()
-        waiting.extend(kind.__subclasses__())
+    pending = list(kinds)
+    while pending:
+        kind = pending.pop()
+        pending.extend(kind.__subclasses__())
         public = not kind.__name__.startswith("_") and "<locals>" not in kind.__qualname__
         if public and not inspect.isabstract(kind) and not getattr(kind, "_is_protocol", False):
             classes.setdefault(kind.__name__, kind)
@@ -333,7 +341,7 @@ def importable_classes(kinds: Sequence[type]) -> dict[str, type]:
 
 
 def resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> type:
-    """Returns the class for a short name or dotted path; raises UsageError if there is none, or not of `kinds`."""
+    """Returns the class for a short name or dotted path; raises UsageError if it is missing or not of `kinds`."""
     classes = importable_classes(kinds)
     setting = f"{path}={class_path}{origin}"
     if "." not in class_path:
@@ -352,12 +360,13 @@ def resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> t
     except ModuleNotFoundError as error:
         if error.name and not f"{module_name}.".startswith(f"{error.name}."):
             raise UsageError(f"{setting}: {module_name} imports {error.name}, which is not installed.") from error
-        here = difflib.get_close_matches(module_name, [file.stem for file in Path.cwd().glob("*.py")], n=2, cutoff=0.6)
-        close = [_name(classes[name])] if name in classes else [f"{match}.{name}" for match in here]
-        meant = f" Did you mean {' or '.join(close)}?" if close else ""
+        files = [file.stem for file in Path.cwd().glob("*.py")]
+        similar = difflib.get_close_matches(module_name, files, n=2, cutoff=0.6)
+        close = [_name(classes[name])] if name in classes else [f"{match}.{name}" for match in similar]
+        hint = f" Did you mean {' or '.join(close)}?" if close else ""
         raise UsageError(
             f"{setting}: there is no module {error.name}, neither installed nor in the working folder "
-            f"({Path.cwd()}).{meant}"
+            f"({Path.cwd()}).{hint}"
         ) from error
     target = getattr(module, name, None)
     if target is None:
