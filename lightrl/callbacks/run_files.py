@@ -42,10 +42,10 @@ KINDS = {
     "events.out.tfevents*": "the same for tensorboard --logdir .",
     "trajectories": "trajectories, one per line; lightrl inspect shows them",
     "predictions.jsonl": "trajectories of lightrl predict, one per line",
-    "checkpoints": "to continue the run: fit --ckpt_path checkpoints/last.ckpt",
+    "checkpoints": "continue with fit --ckpt_path checkpoints/last.ckpt",
     "trace": "where the time went: summary.json, trace.json",
     "problems": "warnings, errors and drops, a file per rank",
-    "logs": "log lines, a file per rank; the setting logging: has the levels",
+    "logs": "log lines, a file per rank; logging: sets the levels",
     "failed_rewards.jsonl": "trajectories whose reward failed; lightrl doctor replay",
     "traceback.txt": "the error that ended the run",
     "status.json": "what the run is doing; lightrl status",
@@ -94,7 +94,7 @@ class RunFiles(RLCallback):
         log.info("run folder: %s", folder)
         lines = [
             "A run of lightrl. `lightrl inspect .` shows it in the browser, even while it is running.",
-            "Some of these files exist only with their callback or logger, in asynchronous runs, or after an error:",
+            "Some files exist only with their callback or logger, in asynchronous runs, or after an error:",
             "",
             *(f"{name:<{_NAME_CHARS}}  {kind}" for name, kind in KINDS.items()),
         ]
