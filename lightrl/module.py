@@ -93,8 +93,7 @@ class RLModule(TrainedModule):
         reward_model_coef: weight of that score.
         workflow: a function that makes the Workflow from the tokenizer; in YAML, a Workflow's class_path and init_args
             without the tokenizer. None is SingleTurn, one completion per prompt.
-        workflow_workers: processes on rank 0's host that run the workflow, for engines with servers; with 0 rank 0
-            runs it.
+        workflow_workers: processes on rank 0's host that run the workflow, for engines with servers; 0: rank 0 does.
         group_size: G, trajectories per prompt.
         sampling: how training rollouts are sampled. Stop tokens of model and tokenizer are added.
         validation_sampling: how validation rollouts are sampled; None is greedy with the same limits.
@@ -312,8 +311,7 @@ class RLModule(TrainedModule):
         """Returns a weight for the loss of each row, a conversation; a trajectory with subagents has several rows.
 
         None, the default, weights each row by 1: a trajectory counts once, however many rows it has, and its tokens
-        count equally. A token shared by several rows belongs to the first of them. A per-trajectory loss is never
-        weighted.
+        count equally. A token shared by several rows belongs to the first. A per-trajectory loss is never weighted.
 
         Args:
             row_tokens: int64 [R], the number of trained tokens in each row of a microbatch.

@@ -136,7 +136,7 @@ class Trainer(RLTrainer):
             )
         check_local(default_root_dir=kwargs.get("default_root_dir"))
         set_device_defaults(kwargs)
-        users = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
+        user_callbacks = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
         with warnings.catch_warnings():
             ignore_srun_advice()
             names = ("accelerator", "devices", "num_nodes")
@@ -146,7 +146,7 @@ class Trainer(RLTrainer):
                 strategy = FSDP2Strategy()
             # Lightning appends its defaults to the list that it gets; a copy keeps the user's list unchanged.
             super().__init__(
-                callbacks=list(users),
+                callbacks=list(user_callbacks),
                 strategy=named_strategy(strategy),
                 log_every_n_steps=log_every_n_steps,
                 **kwargs,
@@ -166,7 +166,7 @@ class Trainer(RLTrainer):
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = AtomicCheckpointIO()
         self._checkpoint_connector = CheckpointConnector(self, self.rollout_loop.resume)
-        self._add_default_callbacks(users)
+        self._add_default_callbacks(user_callbacks)
 
     def call_rl_hook(self, name: str, *args: object) -> None:
         """Calls an RL hook of all callbacks and of the module; a call from inside a hook waits until that hook ends.
@@ -197,10 +197,9 @@ class Trainer(RLTrainer):
     def log_dir(self) -> str | None:
         """The run's folder, to which callbacks write too. Every rank must read it: it is a collective.
 
-        Lightning's own `log_dir` is a folder per run only if the first logger is TensorBoard or CSV; with Weights &
-        Biases or MLflow a second run would write into the first one's folder. This is the folder of the first logger
-        that has one per run, or otherwise save_dir/name/version, as for ModelCheckpoint. MLflow on a server has no
-        save_dir.
+        Lightning's `log_dir` is a folder per run only if the first logger is TensorBoard or CSV; with Weights & Biases
+        or MLflow all runs share a folder. This is the folder of the first logger that has one per run, or otherwise
+        save_dir/name/version, as for ModelCheckpoint. MLflow on a server has no save_dir.
         """
         loggers: list[Any] = [*self.loggers]
         file_logger = next((logger for logger in loggers if isinstance(logger, CSVLogger | TensorBoardLogger)), None)
@@ -396,12 +395,12 @@ class Trainer(RLTrainer):
                 self.global_step,
             )
 
-    def _add_default_callbacks(self, users: list[Callback]) -> None:
+    def _add_default_callbacks(self, user_callbacks: list[Callback]) -> None:
         for kind in (StalenessControl, RolloutMetrics, WeightSync):
             if not any(isinstance(callback, kind) for callback in self.callbacks):
                 self.callbacks.insert(0, kind())
         for index, callback in enumerate(self.callbacks):
-            if callback in users:
+            if callback in user_callbacks:
                 continue
             if isinstance(callback, ProgressBar):
                 self.callbacks[index] = RolloutProgressBar()

@@ -282,10 +282,9 @@ class Trajectory:
                    behavior_logprobs=[0.0] * 5 + [-1.2, -0.3], weight_versions=[-1] * 5 + [4, 4],
                    completion_ids=[9, 1], completion="9", finish_reason="stop", reward=1.0)
 
-    A tree stores each token once, in chronological order. `gaps` counts the tokens between a token and its predecessor.
-    In this tree the policy answers prompt p with a, a subagent answers s with x, and the policy answers o with b:
-        token_ids  p a s x o b
-        gaps       0 0 2 0 2 0     two rows: s x and p a o b
+    A tree stores each token once, in chronological order. `gaps` counts the tokens between a token and its predecessor:
+        prompt p, answer a, observation o, answer b; a subagent's prompt s, answer x:    token_ids  p a s x o b
+        two rows, s x and p a o b                                                        gaps       0 0 2 0 2 0
     """
 
     prompt: Prompt
@@ -570,11 +569,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def read_records(file: Path) -> Iterator[tuple[str, JsonObject, Trajectory]]:
-    """Yields each line's location for error messages, its record and its trajectory.
-
-    Raises:
-        ValueError: for a line that is not a trajectory.
-    """
+    """Yields each line's location (for messages), record and trajectory; raises ValueError for any other line."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():

@@ -42,9 +42,8 @@ class GRPO(RLModule):
         clip_low, clip_high: the ratio stops earning below `1 - clip_low` and above `1 + clip_high`.
         dual_clip: bounds the loss of a token with a negative advantage by `dual_clip · |advantage|`.
         ratio_level: `token`, or `sequence` for GSPO's geometric mean over the trajectory.
-        advantage_mean: subtract the mean of the rewards of the `group` or the `batch`; None subtracts nothing.
-        advantage_std: divide by the standard deviation of the rewards of the `group` or the `batch`; None does not
-            divide.
+        advantage_mean: subtract the mean reward of the `group` or the `batch`; None subtracts nothing.
+        advantage_std: divide by the rewards' deviation over the `group` or the `batch`; None does not divide.
         leave_one_out: take the mean over the other trajectories only.
         decoupled: True, or ImportanceWeights for bounded weights; see above.
         reference: a KL term in the loss.

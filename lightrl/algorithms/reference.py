@@ -26,8 +26,7 @@ class ReferenceKL:
     Args:
         coef: its weight, above 0.
         model: the reference policy, usually the checkpoint that training starts from. None needs LoRA and is the
-            initial policy: the same model without its adapters, which costs no memory, or a frozen copy with
-            `lora.adapter`.
+            initial policy: the model without its adapters, which costs no memory, or with `lora.adapter` a frozen copy.
         estimator: "k2", whose gradient on-policy is that of the KL, or "k3". "k1" is for a KL subtracted from the
             reward; as a loss its gradient is 0 in expectation. None is k3 in the loss and k1 in the reward.
     """

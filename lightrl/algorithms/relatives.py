@@ -1,7 +1,6 @@
 """GRPO's relatives: each fixes a few settings of GRPO or replaces its loss, and has the name from its paper.
 
-The last three are for stale trajectories; their importance weights are at most 1.
-"""
+The last three are for stale trajectories; their importance weights are at most 1."""
 
 from __future__ import annotations
 
@@ -42,10 +41,9 @@ class DrGRPO(GRPO):
 
 
 class DAPO(GRPO):
-    """GRPO with clip-higher and a loss averaged over tokens.
+    """GRPO with clip-higher and a loss averaged over tokens. `overlong_penalty` is the paper's soft punishment.
 
-    The paper's soft overlong punishment is the setting `overlong_penalty`. Its dynamic sampling, which drops groups
-    whose rewards are all equal, is the callback `DynamicSampling()`.
+    Its dynamic sampling, which drops groups whose rewards are all equal, is the callback `DynamicSampling()`.
 
     Source: https://arxiv.org/abs/2503.14476.
     """
@@ -147,8 +145,7 @@ class SAPO(GRPO):
     Source: https://arxiv.org/abs/2511.20347, also for the temperatures.
 
     Args:
-        temperature_positive: the gate's temperature for tokens with a positive advantage.
-        temperature_negative: the gate's temperature for all other tokens.
+        temperature_positive, temperature_negative: the gate's, for tokens with a positive advantage and for others.
         kwargs: GRPO's, except its clip.
     """
 
@@ -329,8 +326,7 @@ class OAPL(GRPO):
 class TOPR(GRPO):
     """Imitates trajectories that were better than expected; the weight of worse ones falls with their likelihood.
 
-    Source: https://arxiv.org/abs/2503.14286, but with each token's ratio instead of the trajectory's, and with GRPO's
-    baseline.
+    Source: https://arxiv.org/abs/2503.14286, with each token's ratio instead of the trajectory's, and GRPO's baseline.
     """
 
     def __init__(self, policy: str | ModelSpec | Role, **kwargs: Any) -> None:

@@ -1,10 +1,9 @@
 """AnswerCheck: before the policy trains on sampled tokens, checks them against the weights that sampled them.
 
-In each iteration, the trainer recomputes the logprobs of a few trajectories: those of the tokens of their oldest and
-newest weight versions, of which it keeps copies in host memory. The engine's logprobs must equal the trainer's, up to
-rounding. In addition, the oldest tokens must be as likely as their distribution says, which detects a server that
-ignores sampling settings. The newest tokens exist only if no end token came before, so they are a biased sample and are
-left out of this second check.
+In each iteration, the trainer recomputes logprobs of a few trajectories: of the tokens from their oldest and newest
+weight versions, whose weights it copies to host memory. The engine's logprobs must equal the trainer's, up to rounding.
+The oldest tokens must also be as likely as their distribution says, which detects a server that ignores sampling
+settings. The newest tokens exist only if no end token came before: a biased sample, which this check leaves out.
 
 For a function f of a token, exp(λ f) / E[exp(λ f)] has mean 1, whatever came before, so the product over all tokens
 exceeds e^35 with probability at most e^-35. Here f is the logprob: λ > 0 accumulates evidence for too likely tokens
@@ -69,12 +68,7 @@ class AnswerCheck:
         return version > (self._first_version or -1)
 
     def check(self, trainer: RLTrainer, module: RLModule, minibatch: ShardedExperience, rounding: Rounding) -> None:
-        """Checks some rows of the minibatch; collective.
-
-        Raises:
-            WeightSyncError: on every rank, if the engine's logprobs are not those of the weights.
-            EngineError: on every rank, if the engine did not sample with the run's settings.
-        """
+        """Raises WeightSyncError for wrong logprobs, EngineError for wrong sampling, on every rank; collective."""
         ranks, current = ranks_of(trainer.strategy), trainer.weight_version
         chosen = choose_rows(len(minibatch), minibatch.num_loss_tokens, NUM_TOKENS)
         bounds = torch.stack(minibatch.version_bounds, 1).tolist()
@@ -94,11 +88,9 @@ class AnswerCheck:
             evidence += sums[3:]
             if num := int(sums[0]):
                 difference, entropy = (sums[1:3] / num).tolist()
-                weights_name = "the present weights" if version == current else f"weight version {version}"
+                name = "the present weights" if version == current else f"weight version {version}"
                 bound = mismatch_bound_nats(rounding, entropy)
-                check_mismatch(
-                    weights_name + _at_servers(trainer), num, difference, float(largest), bound, rounding.dtypes
-                )
+                check_mismatch(name + _at_servers(trainer), num, difference, float(largest), bound, rounding.dtypes)
         if _is_unselected(trainer, module, minibatch):
             self._evidence_nats = (self._evidence_nats + evidence).clamp(min=0)
         if (total := float(self._evidence_nats.max())) > LIMIT_NATS:

@@ -35,10 +35,9 @@ class DynamicSampling(RLCallback):
     the run is not reproducible bit for bit. With `max_staleness` > 0, only groups that would delay a batch are dropped;
     their prompts come again in the next epoch.
 
-    It logs the groups dropped since the last iteration as `rollout/dropped_groups` and
-    `rollout/dropped_groups_<reason>`, and with over-sampling the share of sampled groups that it dropped as
-    `rollout/given_up_fraction`. RolloutMetrics' `rollout/dropped_length_tokens` and `rollout/dropped_accuracy_fraction`
-    show what the rules prefer.
+    It logs `rollout/dropped_groups` and `rollout/dropped_groups_<reason>`, counted since the last iteration, and
+    `rollout/given_up_fraction`, the share of sampled groups that over-sampling dropped. RolloutMetrics'
+    `rollout/dropped_length_tokens` and `rollout/dropped_accuracy_fraction` show what the rules prefer.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476.
 
@@ -46,8 +45,7 @@ class DynamicSampling(RLCallback):
         drop_zero_variance: drop a group whose trajectories all have the same reward.
         min_success, max_success: drop a group whose share of correct trajectories is outside, 0 to 1. A trajectory is
             correct by its metric `accuracy`, or without one by a reward of at least 1.
-        max_group_tokens: drop a group in which the policy generated more than this many tokens for one trajectory; None
-            for no limit.
+        max_group_tokens: drop a group if the policy generated more tokens for a trajectory of it; None for no limit.
         rule: a function of a Group, or its dotted path. A group is dropped if it returns True or a word, which is the
             reason, and kept if it returns None or False. It runs on the rollout's event loop, so it must be fast.
         incomplete_groups: what happens to a group that lost a trajectory, for example because its reward raised:

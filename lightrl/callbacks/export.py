@@ -44,8 +44,7 @@ class HuggingFaceExport(RLCallback):
 
     The policy's folder omits a critic that is a head on the policy's body; `role="critic"` writes body and head as a
     separate model. Weights & Biases and MLflow get the folder as an artifact if they log models: the last export with
-    `log_model: true`, every export with `all`. Ctrl-C, an exception and `fast_dev_run` leave an earlier export
-    unchanged.
+    `log_model: true`, every one with `all`. Ctrl-C, an exception and `fast_dev_run` leave an earlier export unchanged.
 
     Args:
         to: the folder; its parents are created. An earlier export in it is replaced; other content is refused.
@@ -130,8 +129,7 @@ class HuggingFaceExport(RLCallback):
     def _gather_tensors(self, trainer: L.Trainer, module: Any, role: str) -> dict[str, Tensor] | None:
         """Returns the full tensors to write, on the CPU: all parameters, or with adapters only the trained ones.
 
-        Returns None if the model is not sharded. Collective over the ranks that hold the model; only the first of them
-        gets tensors.
+        Returns None if the model is not sharded. Collective over the ranks that hold it; only the first gets tensors.
         """
         model: PreTrainedModel = getattr(module, role)
         is_main = ranks_of(trainer.strategy).of_role(role).is_main

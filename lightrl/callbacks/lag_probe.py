@@ -1,8 +1,7 @@
 """LagProbe: how far the policy moves in one version and in η versions, from the trainer's logprobs only.
 
-For a token that version b sampled and version v trains on, log π_v - log b is the sum of the policy's lag,
-log π_v - log π_b, and the engine's mismatch. To separate the two, the trainer computes the logprobs of a few
-trajectories under versions b, b + 1 and b + η.
+For a token that version b sampled and version v trains on, log π_v - log b is the sum of the policy's lag, log π_v -
+log π_b, and the engine's mismatch. To separate them, the trainer computes logprobs under versions b, b + 1 and b + η.
 """
 
 from __future__ import annotations

@@ -62,10 +62,8 @@ class Points:
     def values(self) -> dict[float, float]:
         """Returns iteration → value, in order."""
         middle = (self.stride - 1) / 2
-        centers = ((point * self.stride + middle, point) for point in sorted(self._sums))
-        return {
-            center if middle else int(center): self._sums[point][0] / self._sums[point][1] for center, point in centers
-        }
+        points = ((point * self.stride + middle, *self._sums[point]) for point in sorted(self._sums))
+        return {center if middle else int(center): total / num for center, total, num in points}
 
     def state_dict(self) -> JsonObject:
         rows = [[point, total, num] for point, (total, num) in self._sums.items()]

@@ -1,8 +1,7 @@
 """Functions that Lightning's Logger lacks: they log tables, images, models, and settings in a form for MLflow.
 
-Weights & Biases and MLflow support all of them, TensorBoard supports tables and images, Comet tables. Call them on
-rank 0; other ranks have dummy loggers. Everything is also in the run's folder, so if a logger fails, a warning is
-logged and the run continues.
+Weights & Biases and MLflow support all of them, TensorBoard supports tables and images, Comet tables. Call them on rank
+0; other ranks have dummy loggers. A failing logger causes only a warning: the run's folder has everything too.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ def log_image(loggers: Iterable[Logger], path: Path, step: int) -> None:
 
 def loggers_of_models(loggers: Iterable[Logger], *, is_last: bool) -> list[Logger]:
     """Selects the loggers that log this model: `log_model: all` logs every export, `true` only a run's last one."""
-    values = ("all", True) if is_last else ("all",)
-    return [logger for logger in loggers if getattr(logger, "_log_model", False) in values]
+    return [item for item in loggers if getattr(item, "_log_model", False) in (("all", True) if is_last else ("all",))]
 
 
 def log_model(loggers: Iterable[Logger], name: str, folder: Path, step: int) -> None:

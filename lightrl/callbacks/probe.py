@@ -69,8 +69,7 @@ class Probe:
     def compare(self, trainer: RLTrainer, module: RLModule, logprobs: list[list[float]] | None) -> dict[str, float]:
         """Compares the logprobs after the load; returns the metrics of this sync.
 
-        Raises:
-            WeightSyncError: on every rank, if a replica has other weights or cannot compute logprobs.
+        Raises WeightSyncError on every rank if a replica has other weights or cannot compute logprobs.
         """
         ranks = ranks_of(trainer.strategy)
         result: JsonObject = {"metrics": {}, "problem": None, "rounding": None}
@@ -88,12 +87,9 @@ class Probe:
         return metrics
 
     def check_mismatch(self, metrics: dict[str, float], least_tokens: int) -> None:
-        """Checks an iteration's first minibatch, in which the engine's and the trainer's logprobs have equal weights.
+        """Checks an iteration's first minibatch, if `least_tokens` of its tokens are from the current version.
 
-        Fewer than `least_tokens` tokens are not checked.
-
-        Raises:
-            WeightSyncError: on every rank, if the logprobs differ by more than rounding.
+        Raises WeightSyncError on every rank if their logprobs differ by more than rounding.
         """
         num_tokens = int(metrics.get("sync/num_present_tokens", 0))
         if self.rounding is not None and num_tokens >= least_tokens:

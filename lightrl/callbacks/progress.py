@@ -149,9 +149,8 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
 
     def on_rollout_progress(self, trainer: RLTrainer, module: RLModule, done: int, total: int) -> None:
         self._num_trajectories = total
-        num_stragglers = trainer.rollout.progress()["stragglers"]
-        phase = f"rollout, waiting for {num_stragglers} stragglers" if num_stragglers else "rollout"
-        self._show_phase(phase, done, total)
+        num = trainer.rollout.progress()["stragglers"]
+        self._show_phase(f"rollout, waiting for {num} stragglers" if num else "rollout", done, total)
 
     def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         num = self._num_trajectories = sum(len(group.trajectories) for group in groups)

@@ -38,8 +38,7 @@ class RLCallback(Callback):
         """Called before the rollout opens in fit, validate, test and predict, but not for recorded trajectories.
 
         Callbacks are called in order, then the module; each gets the settings that the previous one returned. Every
-        rank calls it, but all ranks use rank 0's numbers and strings, and only rank 0 uses `group_filter` and
-        `curriculum`.
+        rank calls it, but all use rank 0's numbers and strings, and only rank 0 uses `group_filter` and `curriculum`.
 
         Returns:
             `settings`, or `dataclasses.replace(settings, ...)`.

@@ -42,10 +42,9 @@ THROWN_AWAY = {
 class RolloutMetrics(RLCallback):
     """Logs every iteration's rewards, lengths, staleness and times, and warns when there is nothing to learn.
 
-    If all trajectories of a group get the same reward, their advantages are 0: the group costs a rollout and an update,
-    but the policy learns nothing from it. `rollout/zero_variance_fraction` is the share of such groups. When it is 1
-    for several iterations in a row, a warning explains why, once until it recovers. Groups of one trajectory are not
-    counted.
+    If all trajectories of a group get the same reward, their advantages are 0, and the policy learns nothing from its
+    rollout and update. `rollout/zero_variance_fraction` is the share of such groups. When it is 1 for several
+    iterations in a row, a warning explains why, once until it recovers. Groups of one trajectory are not counted.
 
     | name | meaning |
     |---|---|
@@ -62,9 +61,8 @@ class RolloutMetrics(RLCallback):
     | rollout/dropped_trajectories_<reason> | the same by reason; logged once the reason has occurred. A warning quotes
       the last failure at the first one, and each time their number has doubled |
     | rollout/dropped_length_tokens, rollout/dropped_accuracy_fraction | means over the finished trajectories of dropped
-      groups, if any; comparing them with those trained on shows what a filter or over-sampling prefers |
-    | rollout/skipped_prompts | prompts that a curriculum, a row filter or a length limit skipped; logged from the first
-      one on |
+      groups, if any; compared with those trained on, they show what a filter or over-sampling prefers |
+    | rollout/skipped_prompts | prompts that a curriculum, row filter or length limit skipped; logged after the first |
     | rollout/expert_load_entropy_nats | entropy of the experts' load in sampling, mean over the mixture-of-experts
       layers: log E if all E experts get equally many tokens; only if the engine returns routes |
     | rollout/tokens_per_s | tokens generated per second of generation time (below) |
@@ -191,9 +189,8 @@ class RolloutMetrics(RLCallback):
 
         # Advantages relative to the batch's mean, for example, may be nonzero although no group has variance. A
         # teacher's top-k tokens train the policy without advantages.
-        can_learn = True
-        if local.advantages is not None and "teacher_topk_ids" not in local.extras:
-            can_learn = bool(experience.total(local.advantages[local.loss_mask].any().int(), "max"))
+        advantages = None if "teacher_topk_ids" in local.extras else local.advantages
+        can_learn = advantages is None or bool(experience.total(advantages[local.loss_mask].any().int(), "max"))
         comparable = _comparable(self._groups)
         is_flat = not can_learn and bool(comparable) and all(_is_flat(group) for group in comparable)
         self._num_flat_iterations = self._num_flat_iterations + 1 if is_flat else 0
@@ -216,10 +213,8 @@ class RolloutMetrics(RLCallback):
         generation_s = seconds.get("rollout")
         if rl_trainer.rollout.settings.max_staleness > 0:
             values["time/straggler_wait_s"] = rl_trainer.rollout.progress()["straggler_wait_s"]
-            if self._overlapped_s is not None:
+            if self._overlapped_s is not None or self._is_resumed:
                 generation_s = self._overlapped_s
-            elif self._is_resumed:
-                generation_s = None
         if generation_s and not rl_trainer.rollout.is_recorded:
             values["rollout/tokens_per_s"] = self._num_generated_tokens / generation_s
         if seconds.get("update"):

@@ -41,9 +41,8 @@ class LagWatch:
 
     It checks means over the last iterations for three problems. Few tokens have most of the weight: the effective
     sample size is below `LOW_ESS_FRACTION`. The policy is far from the one that sampled: KL(behavior ‖ policy) is above
-    `HIGH_KL_NATS`. The steps are larger than the gradients explain, as AdamW's can be: the geometric mean of
-    KL(before ‖ after) is above `LARGE_STEP_NATS` · √(mean gradient norm). The bounds come from `benchmarks.lag`; see
-    docs/algorithms.md.
+    `HIGH_KL_NATS`. Steps are larger than the gradients explain, as AdamW's can be: the geometric mean of KL(before ‖
+    after) is above `LARGE_STEP_NATS` · √(mean gradient norm). For the bounds see `benchmarks.lag`, docs/algorithms.md.
     """
 
     def __init__(self, last: Iterable[tuple[float, float, float, float]] = ()) -> None:

@@ -45,8 +45,7 @@ class Trace(RLCallback):
     skips as many iterations as needed to stay within `max_cost`.
 
     Times are measured on the host, which only launches a GPU's kernels; their time appears in the next step that waits
-    for a result. For kernels, use `profiler: pytorch`. Collectives within FSDP's layers are part of forward and
-    backward.
+    for a result (`profiler: pytorch` shows kernels). Collectives in FSDP's layers are part of forward and backward.
 
     Args:
         max_cost: maximum share of the run's time that tracing may take, 0 to 1.

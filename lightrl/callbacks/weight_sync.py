@@ -68,8 +68,7 @@ def to_trainer(trainer: RLTrainer) -> None:
         if ranks.is_main:
             engine.release_memory()
         ranks.broadcast_json(None)  # no rank allocates memory before the engine has released it
-    offloads = set(getattr(trainer.strategy, "offload_to_cpu", ()))
-    if not {"parameters", "optimizer"} & offloads:  # otherwise the state stays in host memory
+    if not {"parameters", "optimizer"} & set(getattr(trainer.strategy, "offload_to_cpu", ())):  # else it stays there
         for optimizer in trainer.optimizers:
             move_state(optimizer, trainer.strategy.root_device)
 
@@ -93,10 +92,9 @@ class WeightSync(RLCallback):
 
     The engine checks names, shapes and values, and keeps the old weights if a check fails. After each sync, trainer and
     engine compute the logprobs of a probe, a few fixed sequences of random tokens. Their mean difference,
-    `sync/probe_abs_dlogp_nats` (the largest over all replicas), must stay below a bound; see probe.py. If only some
-    replicas exceed it, they are dropped and get the weights again; otherwise the run stops. `sync/verified_fraction` is
-    the share of replicas whose digests equal the trainer's. A failed sync is retried once if the old version still
-    serves.
+    `sync/probe_abs_dlogp_nats` (the largest of all replicas), has a bound; see probe.py. If only some replicas exceed
+    it, they are dropped and get the weights again; otherwise the run stops. `sync/verified_fraction` is the share of
+    replicas whose digests equal the trainer's. A failed sync is retried once if the old version still serves.
 
     `policy/kl_behavior_nats` combines the engine's numerical error and the policy's lag. `sync/mismatch_*` measures the
     first alone: in an iteration's first minibatch it compares the trainer's logprobs with the engine's, for tokens that
@@ -254,8 +252,7 @@ class RankShares:
 def shared(buckets: Iterator[Bucket], folder: SharedFolder, holders: Ranks) -> Iterator[Bucket]:
     """Writes the shares of all ranks but rank 0, which yields its own share and then the files of the others.
 
-    Raises:
-        WeightSyncError: on rank 0, if a rank could not write its share within `folder.timeout_s`.
+    Raises WeightSyncError on rank 0 if a rank could not write its share within `folder.timeout_s`.
     """
     if not holders.is_main:
         writer = ShareWriter(folder, holders.rank)

@@ -14,6 +14,6 @@ Reading order:
     export.py         turns a checkpoint into a Hugging Face folder; pushes it to a hub, with a model card
     convert/          turns AReaL's configurations into lightrl's
 
-May import everything. To add a command, write a module or package with `run(args) -> exit code`, named like the command,
+May import everything. To add a command, write a module or package with the command's name and `run(args) -> exit code`,
 and add it to main.py.
 """

@@ -112,11 +112,7 @@ _DEFAULT_CLASSES = {"model": "GRPO", "data": "PromptDataModule"}  # assumed if n
 
 
 def type_of_setting(path: str, keys: Keys, settings: object, above: str = "") -> object:
-    """Returns a setting's type, given the classes that the config names above it.
-
-    Raises:
-        UsageError: if there is no such setting.
-    """
+    """Returns a setting's type, given the classes that the config names above it; raises UsageError if unknown."""
     first, _, below = path.partition(".")
     place = f"{above}{first}"
     if first not in keys:
@@ -254,11 +250,7 @@ class _Walk:
             raise UsageError(f"{owner} needs {' and '.join(missing)}{self._from(path)}.")
 
     def _nearest(self, settings: Mapping[str, object], kinds: Sequence[type], path: str) -> type:
-        """Returns the data class that has most of these settings.
-
-        Raises:
-            UsageError: if settings of a Role are mixed with those of a ModelSpec.
-        """
+        """Returns the data class with most of these settings; raises UsageError if they mix Role and ModelSpec."""
         names = {kind: [name for name in settings if name in Keys.of_class(kind)] for kind in kinds}
         if set(kinds) == {ModelSpec, Role} and all(names.values()):
             inner, outer = (", ".join(f"{name}: ..." for name in names[kind]) for kind in (ModelSpec, Role))
@@ -360,9 +352,8 @@ def resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> t
     except ModuleNotFoundError as error:
         if error.name and not f"{module_name}.".startswith(f"{error.name}."):
             raise UsageError(f"{setting}: {module_name} imports {error.name}, which is not installed.") from error
-        files = [file.stem for file in Path.cwd().glob("*.py")]
-        similar = difflib.get_close_matches(module_name, files, n=2, cutoff=0.6)
-        close = [_name(classes[name])] if name in classes else [f"{match}.{name}" for match in similar]
+        files = difflib.get_close_matches(module_name, [file.stem for file in Path.cwd().glob("*.py")], n=2, cutoff=0.6)
+        close = [_name(classes[name])] if name in classes else [f"{file}.{name}" for file in files]
         hint = f" Did you mean {' or '.join(close)}?" if close else ""
         raise UsageError(
             f"{setting}: there is no module {error.name}, neither installed nor in the working folder "

@@ -1,9 +1,8 @@
 """Merges the settings of config files and flags in order, and records the file and line of each.
 
-jsonargparse keeps no line numbers, and ignores duplicate keys and empty sections. So every command reads and parses its
-files here, once, and passes the settings to jsonargparse. That way a config file can be a pipe; duplicate keys,
-misspelled empty sections and endless YAML aliases are refused; and a constructor's error names the setting's file and
-line.
+jsonargparse keeps no line numbers, and ignores duplicate keys and empty sections. So every command reads its files
+here, once, and passes the settings to jsonargparse. A config file can then be a pipe; duplicate keys, misspelled empty
+sections and endless YAML aliases are refused; and a constructor's error names the setting's file and line.
 """
 
 from __future__ import annotations
@@ -123,11 +122,7 @@ class UserSettings:
         return self.origins.get(path, "")
 
     def section(self, path: str) -> JsonMapping:
-        """Returns the settings below a path, {} if it is missing or only names a class.
-
-        Raises:
-            UsageError: for any other value.
-        """
+        """Returns the settings below a path, {} if it is missing or only names a class; otherwise raises UsageError."""
         section: JsonMapping = self.settings
         so_far = []
         for name in path.split("."):

@@ -1,8 +1,6 @@
-"""lightrl plan: shows what an iteration computes and needs.
+"""lightrl plan: shows an iteration's calls, memory by rank and server, communication and batch sizes, as text.
 
-It shows the calls with their inputs and outputs, as text and as a Mermaid drawing, the memory of each rank and server,
-communication and batch sizes. It parses and builds the configuration as `fit` does, but loads no weights and starts
-nothing.
+The calls are also drawn by Mermaid. The configuration is parsed and built as by `fit`, but no weights are loaded.
 """
 
 from __future__ import annotations

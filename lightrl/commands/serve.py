@@ -88,8 +88,7 @@ def serve(
     """Starts servers and their weight receiver, prints their addresses, restarts failed ones and stops all on Ctrl-C.
 
     Args:
-        model: the model to serve: with its weights if it has a path, with random weights, until a run loads its own, if
-            it has a config or `server_args` quantize it.
+        model: with a path, serves its weights; with a config, or quantized here, random ones until a run loads others.
         engine: the kind of servers, `sglang` or `vllm`.
         servers: number of servers.
         tp: GPUs of each server.

@@ -62,13 +62,7 @@ def make_trajectory(
     versions: Sequence[int] | None = None,
     **others: Any,
 ) -> Trajectory:
-    """Makes a trajectory of one turn.
-
-    Args:
-        fields: the prompt's fields.
-        versions: weight versions of the completion's tokens; None is 0 for all.
-        others: further fields of the trajectory.
-    """
+    """Makes a trajectory of one turn; `fields` are the prompt's, `versions` those of the completion's tokens (0)."""
     num = len(completion_ids)
     return Trajectory(
         prompt=Prompt(id=f"prompt-{group_id}", token_ids=list(prompt_ids), fields=dict(fields or {})),

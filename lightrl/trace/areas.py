@@ -152,9 +152,7 @@ def summary_of(all_times: Sequence[AreaTimes], *, overlaps: bool = False) -> Sum
         "overlap_gain": None if overlaps else total / max(areas["rollout"], total - areas["rollout"], 1e-9),
         "rollout_tail_s": statistics.fmean(iteration.tail for iteration in times),
         "collectives_s": statistics.fmean(iteration.collectives for iteration in times),
-        "servers_busy_s": {
-            url: statistics.fmean(iteration.servers.get(url, 0.0) for iteration in times) for url in servers
-        },
+        "servers_busy_s": {url: statistics.fmean(item.servers.get(url, 0.0) for item in times) for url in servers},
     }
 
 

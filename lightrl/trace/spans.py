@@ -1,8 +1,7 @@
 """`span` measures a block of code, TraceFile writes the events, MemoryPeaks measures the peak memory of blocks.
 
-Without a trace a span only reads the clock twice; with a trace it also appends an event. Both take less than a
-microsecond. A span may contain an `await`. Times are `time.perf_counter_ns`, which is one clock for all processes of a
-machine.
+A span reads the clock twice, and with a trace it also appends an event: less than a microsecond. It may contain an
+`await`. Times are `time.perf_counter_ns`, which is one clock for all processes of a machine.
 
 Files are in Chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open: a JSON array with one
 event per line and no closing bracket, which the format allows. So a file can be read while the run writes it, and a

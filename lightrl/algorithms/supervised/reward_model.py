@@ -23,10 +23,9 @@ class RewardModel(SupervisedModule):
     """A causal language model with a scalar head, whose value at a trajectory's last token is the reward.
 
     The difference of two rewards is the log-odds that the first trajectory is preferred (Bradley and Terry). It trains
-    on the batches of PreferenceDataModule. It starts from a language model (then the head starts at 0) or from an
-    earlier reward model, and `AutoModelForSequenceClassification` loads its export. It logs, as `reward_model/…` per
-    step and `val/…` per validation: `loss`; `accuracy_fraction`, how often the chosen trajectory scores higher;
-    `margin`, by how much.
+    on the batches of PreferenceDataModule, from a language model (then the head starts at 0) or an earlier reward
+    model; `AutoModelForSequenceClassification` loads its export. It logs, as `reward_model/…` per step and `val/…` per
+    validation: `loss`; `accuracy_fraction`, how often the chosen trajectory scores higher; `margin`, by how much.
 
     Source: https://arxiv.org/abs/2203.02155.
 

@@ -298,8 +298,7 @@ def _completions(trial: Trial, module: RLModule) -> Iterator[Finding]:
     stops = "; ".join(f"{tokens} ({', '.join(names)})" for tokens, names in sources.items())
     trajectories = trial.trajectories
     if not trajectories:
-        fix = "See the reasons for the drops below, and the log above."
-        yield Finding("completions", "No trajectory was finished.", "fails", fix)
+        yield Finding("completions", "No trajectory was finished.", "fails", "See the drops below and the log above.")
         return
     cut = sum(trajectory.finish_reason == "length" for trajectory in trajectories) / len(trajectories)
     lengths = [sum(trajectory.loss_mask) for trajectory in trajectories]

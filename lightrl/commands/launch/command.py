@@ -97,8 +97,7 @@ def plan_of(settings: JsonMapping, *, folder: str, is_shown: bool = False, memor
 
     Args:
         memory: the fields of RunFacts with which memory is checked.
-        is_shown: the plan is for people, so hosts that a job has not been assigned yet are named `node1`, `node2`, …
-            instead of as in its scripts.
+        is_shown: for people, so hosts that a job does not have yet are named `node1` and so on; for scripts otherwise.
     """
     launch = Launch.of(settings["launch"])
     facts = replace(facts_of(settings), **(memory or {}))
