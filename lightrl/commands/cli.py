@@ -215,7 +215,7 @@ class LightRLCLI(LightningCLI):
         return trainer
 
     def after_instantiate_classes(self) -> None:
-        """Replaces `configure_optimizers` if there is an `optimizer` section; an RLModule has no parameters yet."""
+        """Lets `configure_optimizers` build the `optimizer` section; an RLModule has no parameters yet."""
         settings = self.config_init[self.config.subcommand]
         optimizer, scheduler = settings.get("optimizer"), settings.get("lr_scheduler")
         if optimizer is None:

@@ -1,4 +1,4 @@
-"""RewardModel: a network that scores trajectories, learned from pairs.
+"""RewardModel: a network that scores trajectories, trained on pairs.
 
 Shapes: B pairs, T tokens. Rows 2i and 2i + 1 of a batch are pair i, the chosen trajectory first.
 """
