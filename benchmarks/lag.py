@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.algorithms import last_reward, lightrl_seed, make_start, quiet
 from benchmarks.report import Report
 from lightrl import ImportanceWeights
-from lightrl.callbacks.lag_probe import kept_places, step_k3
+from lightrl.callbacks.lag_probe import choose_rows, step_k3
 from lightrl.callbacks.staleness import FIRST_ITERATIONS, LagWatch
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def train(loss: str, lag: int, lr: float, seed: int, options: argparse.Namespace
         values = {"reward": float(fresh.rewards.mean()), "step_k3_nats": 0.0, "ess_fraction": 1.0, **values_of(metrics)}
         if kept is not None:
             values["step_k3_nats"] = step_k3(*kept[1:], logprobs_of(module.policy, kept[0]))
-        some = experience.select(list(kept_places(len(experience), int(experience.loss_mask.sum()))))
+        some = experience.select(list(choose_rows(len(experience), int(experience.loss_mask.sum()))))
         kept = (some, some.behavior_logprobs[some.loss_mask], logprobs_of(module.policy, some))
         for name, column in columns.items():
             column.append(float(f"{values[name]:.3g}"))
@@ -273,7 +273,7 @@ def watched(run: dict[str, Any]) -> tuple[int | None, list[list[float]]]:
     steps = [0.0] * FIRST_ITERATIONS + run.get("step_k3_nats", [])[FIRST_ITERATIONS:]
     columns = (run["ess_fraction"], run["kl_behavior_nats"], steps, run.get("grad_norm", []))
     for index, numbers in enumerate(itertools.zip_longest(*columns, fillvalue=0.0)):
-        warnings += [index] if watch.begins(*numbers) else []
+        warnings += [index] if watch.new_problem(*numbers) else []
         means += [watch.means] if watch.means else []
     return min(warnings, default=None), [list(values) for values in zip(*means, strict=True)]
 

@@ -1,4 +1,4 @@
-"""ModelCalls and their graph: which model computes which keys from which others. Checked before anything runs.
+"""ModelCalls and the graph that they form: which model computes which keys from which inputs. Checked before a run.
 
     generate ─┬─► reward ─────┐
               ├─► reference ──┤
@@ -31,9 +31,9 @@ ADVANTAGES = "advantages"
 class ModelCall:
     """One use of one model, or of a function, on the whole iteration's Experience.
 
-    `run` is a function of (experience, trajectories), both with the same rows, that returns a tensor for its only
-    output, or a dict with one for each output; [B], [B, T] or [B, T, ...], rows in order, without gradient. Without
-    `run` the call is a forward of the role's model, and the output is its logprobs, values or scores.
+    `run(experience, trajectories)` gets the same rows in both arguments. It returns a tensor for a single output, or a
+    dict with a tensor for each output: [B], [B, T] or [B, T, ...], in row order, without gradient. Without `run` the
+    call is a forward of the role's model, and the output is its logprobs, values or scores.
 
     Example:
         ModelCall("reference_logprobs", role="reference", kind="infer",
@@ -46,11 +46,11 @@ class ModelCall:
     kind: Kind = "infer"
     inputs: tuple[str, ...] = ()  # keys that it needs
     outputs: tuple[str, ...] = ()  # keys that it produces; a new name becomes an extra
-    microbatch_tokens: int | None = None  # None is the module's
+    microbatch_tokens: int | None = None  # None: as set in the module
     run: Callable[..., Any] | None = field(default=None, compare=False)
-    after: tuple[str, ...] = ()  # names of calls that must finish first, without a key that connects them
+    after: tuple[str, ...] = ()  # names of calls that must finish first although this call reads no output of theirs
     timeout_s: float = 1800.0  # deadline of a call without a role
-    base_only: bool = False  # run the base of the role's model, without the weights that training adds
+    base_only: bool = False  # run the role's base model, without the weights that training adds
     on_all_ranks: bool = False  # every rank runs the function, in the trainer's thread
     url: str | None = None  # a server that computes with the role's model instead of the trainer
     topk: int = 0  # also return the top-k tokens, as teacher_topk_ids and teacher_topk_logprobs
@@ -69,14 +69,14 @@ class ModelCall:
             self._check_outputs_of_a_forward()
 
     def _check_outputs_of_a_forward(self) -> None:
-        further = ("teacher_topk_ids", "teacher_topk_logprobs") if self.topk else ()
+        topk_keys = ("teacher_topk_ids", "teacher_topk_logprobs") if self.topk else ()
         outputs = tuple(self.outputs)
-        if outputs and outputs in ((outputs[0], *further), ("values", "bootstrap_values")):
+        if outputs and outputs in ((outputs[0], *topk_keys), ("values", "bootstrap_values")):
             return
         raise ValueError(
             f"Model call {self.name!r} is a forward of {self.role!r}, which returns one tensor, so its outputs must be "
-            f"one key{''.join(f', then {key}' for key in further)}, got {list(outputs)}. Make a call for each, or set "
-            "run= to a function."
+            f"one key{''.join(f', then {key}' for key in topk_keys)}, got {list(outputs)}. Make a call for each, or "
+            "set run= to a function."
         )
 
 
@@ -91,7 +91,7 @@ class ModelSource(Protocol):
 
 
 class DataFlowGraph:
-    """Calls in an order in which they can run. Edges come from the keys and from `after`.
+    """Model calls, sorted into an order in which they can run. Edges come from the keys and from `after`.
 
     Args:
         calls: in any order.
@@ -99,8 +99,8 @@ class DataFlowGraph:
         given: keys that exist before any call, for example those of a trajectory file.
 
     Raises:
-        ValueError: for a duplicate name, an unknown role, a key that two calls or none produce, an unknown name in
-            `after`, or a cycle.
+        ValueError: for a duplicate name, an unknown role, a key that no call or several calls produce, an unknown name
+            in `after`, or a cycle.
     """
 
     def __init__(self, calls: Iterable[ModelCall], *, roles: Iterable[str], given: Iterable[str] = ()) -> None:
@@ -183,13 +183,13 @@ class DataFlowGraph:
         by_name = {call.name: call for call in calls}
         waits_for_thread: dict[str, bool] = {}
         ordered: list[ModelCall] = []
-        left = list(calls)
-        while left:
-            ready = [call for call in left if all(name in waits_for_thread for name in self.edges[call.name])]
+        pending = list(calls)
+        while pending:
+            ready = [call for call in pending if all(name in waits_for_thread for name in self.edges[call.name])]
             if not ready:
                 raise ValueError(
-                    f"Model calls wait for each other: {' -> '.join(self._circle(left))}. Remove one of the keys from "
-                    "inputs, or one name from after."
+                    f"Model calls wait for each other: {' -> '.join(self._find_cycle(pending))}. Remove one of the "
+                    "keys from inputs, or one name from after."
                 )
             for call in ready:
                 waits_for_thread[call.name] = any(
@@ -197,13 +197,13 @@ class DataFlowGraph:
                 )
             ready.sort(key=lambda call: waits_for_thread[call.name])  # stable: otherwise in declared order
             for call in ready:
-                left.remove(call)
+                pending.remove(call)
             ordered += ready
         return sorted(ordered, key=lambda call: waits_for_thread[call.name])
 
-    def _circle(self, left: list[ModelCall]) -> list[str]:
-        names = {call.name for call in left}
-        path = [left[0].name]
+    def _find_cycle(self, pending: list[ModelCall]) -> list[str]:
+        names = {call.name for call in pending}
+        path = [pending[0].name]
         while path[-1] not in path[:-1]:
             path.append(next(name for name in self.edges[path[-1]] if name in names))
         return path[path.index(path[-1]) :][::-1]
@@ -280,7 +280,7 @@ def _served(call: ModelCall, source: ModelSource | None, sampling: Sampling) -> 
 
 
 def runs_in_thread(call: ModelCall) -> bool:
-    """Whether the call uses none of the trainer's devices, so that it can run while they work."""
+    """Whether the call uses none of the trainer's devices and so can run while they are busy."""
     return (call.role is None or call.url is not None) and call.kind == "infer" and not call.on_all_ranks
 
 

@@ -2,14 +2,14 @@
 
 LightRLError
 ├── EngineError               the rollout engine failed
-│   ├── EngineUnreachable     nothing answers
-│   ├── EngineTimeout         an answer is overdue
-│   └── WeightSyncError       the engine did not load the new weights
+│   ├── EngineUnreachable     no server answers at its address
+│   ├── EngineTimeout         it did not answer before its deadline
+│   └── WeightSyncError       it did not load the new weights
 │       └── WeightSyncUndone  and still serves the previous ones
 ├── RolloutError              a workflow or an environment failed, or no batch came in time
 ├── RewardError               a reward function raised, returned no finite number, hung or was killed
 ├── OtherRankFailed           another process of the run failed first, so this one had to stop
-└── TrainingError             the update cannot continue (non-finite gradients, again and again)
+└── TrainingError             the update cannot continue (repeated non-finite gradients)
 """
 
 import functools
@@ -44,11 +44,11 @@ class RolloutError(LightRLError):
 
 
 class RewardError(LightRLError):
-    """A reward function gave no finite number; `reason` is one word for counting.
+    """A reward function returned no finite number.
 
     Args:
         message: what happened, what was expected, how to fix it.
-        reason: `raised`, `invalid`, `not_finite`, `timeout` or `killed`.
+        reason: `raised`, `invalid`, `not_finite`, `timeout` or `killed`; failures are counted by reason.
     """
 
     def __init__(self, message: str, *, reason: str = "raised") -> None:
@@ -60,7 +60,7 @@ class RewardError(LightRLError):
 
 
 class OtherRankFailed(LightRLError):
-    """Another process of the run failed first; the cause is the error that this process got because of it."""
+    """Another process of the run failed first; `__cause__` is the error that its failure caused in this process."""
 
 
 class TrainingError(LightRLError):

@@ -1,4 +1,4 @@
-"""Experience: the trajectories of one iteration as tensors, ready for scoring, advantages and the loss.
+"""Experience: the trajectories of one iteration as tensors, ready for model calls, advantages and the loss.
 
 Shapes: B trajectories, T tokens of the longest one (shorter rows are padded on the right). Every [B, T] tensor is
 aligned to the token it describes; logprobs are 0 at position 0. Logprobs are in nats.
@@ -36,7 +36,7 @@ class Experience:
     stored once and shared by all selections; `image_rows` lists the images of each row.
     """
 
-    token_ids: Tensor  # int64 [B, T], 0 on the padding
+    token_ids: Tensor  # int64 [B, T], 0 in padding
     loss_mask: Tensor  # bool [B, T], True where a token trains
     behavior_logprobs: Tensor  # float32 [B, T], from the policy that sampled the token
     weight_versions: Tensor  # int64 [B, T], -1 where the policy did not generate
@@ -48,21 +48,21 @@ class Experience:
     reference_logprobs: Tensor | None = None  # float32 [B, T], from the reference policy
     teacher_logprobs: Tensor | None = None  # float32 [B, T], from the teacher in distillation
     values: Tensor | None = None  # float32 [B, T], the critic's value of the state before the token was sampled
-    bootstrap_values: Tensor | None = None  # float32 [B], its value of the state after a truncated end; 0 if stopped
+    bootstrap_values: Tensor | None = None  # float32 [B], its value of a truncated trajectory's end; 0 after a stop
     returns: Tensor | None = None  # float32 [B, T]
     advantages: Tensor | None = None  # float32 [B, T]
     pixel_values: Tensor | None = None  # float32 [P, ...], the entries of all images (models/images.py)
-    image_grids: Tensor | None = None  # int64 [M, 3], grid of each image; its product is the number of entries
+    image_grids: Tensor | None = None  # int64 [M, 3], grid of each image; the grid's product is its number of entries
     image_rows: Tensor | None = None  # int64 [B, I], indices of each row's images in order; -1 for none
-    # The fields of columns (lightrl/columns) for which a trajectory has values: [B, T, ...], or codes in host memory.
+    # Columns (lightrl/columns) that at least one trajectory has: [B, T, ...], or codes in host memory.
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    extras: Mapping[str, Tensor] = field(default_factory=dict)  # [B], [B, T] or [B, T, ...], outputs of a user's calls
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # [B], [B, T] or [B, T, ...], from a user's model calls
 
     def __post_init__(self) -> None:
         num, width = self.token_ids.shape
-        taken = sorted(name for name in self.extras if name in FIELDS or column_of(name) is not None)
-        if taken:
-            raise ValueError(f"extras has the key {taken[0]!r}, which is a field of Experience. Choose another key.")
+        reserved = sorted(name for name in self.extras if name in FIELDS or column_of(name) is not None)
+        if reserved:
+            raise ValueError(f"extras has the key {reserved[0]!r}, which is a field of Experience. Choose another key.")
         if len({value is None for value in (self.pixel_values, self.image_grids, self.image_rows)}) > 1:
             raise ValueError("pixel_values, image_grids and image_rows must be set together, got only some of them.")
         for name, tensor in self.tensors().items():
@@ -127,11 +127,11 @@ class Experience:
 
     @property
     def forward_tokens(self) -> Tensor:
-        """Number of tokens a model reads per trajectory, int64 [B]; shared ones count once per conversation."""
+        """Number of tokens that a model reads, int64 [B]; tokens that conversations share count once for each."""
         return to_device(torch.tensor([*map(sum, self.row_lengths())], dtype=torch.int64), self.lengths.device)
 
     def row_lengths(self) -> list[list[int]]:
-        """Returns the lengths of the rows that a model reads, by trajectory; each conversation is a row."""
+        """Returns, for each trajectory, the lengths of the rows that a model reads; each conversation is a row."""
         lengths = on_host(self.lengths).tolist()
         if self.gaps is None:
             return [[length] for length in lengths]
@@ -160,7 +160,7 @@ class Experience:
         return torch.arange(len(self))
 
     def total(self, values: Tensor, operation: Reduction = "sum") -> Tensor:
-        """Reduces values that each rank computed from its `local` over all ranks, by sum or maximum."""
+        """Reduces, over all ranks, the values that each computed from its `local`, by sum or maximum."""
         return values
 
     def tensors(self) -> dict[str, Tensor]:
@@ -207,15 +207,15 @@ class Experience:
 
     def to(self, device: torch.device | str) -> Self:
         """Copies to this device without waiting; `on_host` of a field still returns the original."""
-        place = torch.device(device)
-        moved = {name: to_device(value, place) for name, value in self.tensors().items() if not is_on_host(name)}
+        target = torch.device(device)
+        moved = {name: to_device(value, target) for name, value in self.tensors().items() if not is_on_host(name)}
         return self.with_tensors(moved)
 
     def minibatches(self, num: int, *, epochs: int = 1, seed: int = 0, unit: LossUnit = "trajectory") -> Iterator[Self]:
         """Yields `num` minibatches in each of `epochs` passes; later passes yield the same ones in another order.
 
-        There are at most as many minibatches as units, so none is empty. A single minibatch keeps the order of the
-        rows, since a shuffle would only change the rounding.
+        There are at most as many minibatches as units, so none is empty. A single minibatch keeps the row order, since
+        a shuffle would only change the rounding.
         """
         cuts = cut_minibatches(self.units(unit), num, seed)
         for index in minibatch_order(len(cuts), epochs, seed):
@@ -224,13 +224,13 @@ class Experience:
     def microbatch_rows(self, max_tokens: int, *, unit: LossUnit = "trajectory") -> tuple[list[list[int]], list[Self]]:
         """Returns the rows of each microbatch, and the microbatches: at most `max_tokens` unpadded tokens, or one unit.
 
-        Units of similar length go together, longest first, so that there is little padding.
+        Units of similar length share a microbatch, longest first, to reduce padding.
         """
         rows = microbatch_bins(self.forward_tokens.tolist(), self.units(unit), max_tokens)
         return rows, [self if len(part) == len(self) else self.select(part) for part in rows]
 
     def units(self, unit: LossUnit) -> list[list[int]]:
-        """Returns the rows of each unit that the loss reads as a whole, ordered by their first rows.
+        """Returns the rows of each unit that the loss needs complete, ordered by their first rows.
 
         A group is all rows with the same group id; a pair is two consecutive rows of a group.
 
@@ -240,7 +240,7 @@ class Experience:
         return units_of(self.group_ids.tolist(), unit)
 
     def to_tensordict(self) -> Any:
-        """Returns a `tensordict.TensorDict`, batch size [B], of all fields that are set but images and coded columns.
+        """Returns a `tensordict.TensorDict`, batch size [B], of all set fields except images and coded columns.
 
         Raises:
             ImportError: if tensordict is not installed.
@@ -255,17 +255,17 @@ class Experience:
 
 _FIELD_ORDER = tuple(item.name for item in fields(Experience) if item.name not in ("columns", "extras"))
 FIELDS = frozenset(_FIELD_ORDER)  # without columns and extras
-reserve((FIELDS | {"extras"}) - {"rewards"})  # one number each here, one per token in a trajectory
-_OF_ROLLOUT = _FIELD_ORDER[: _FIELD_ORDER.index("proximal_logprobs")]
+reserve((FIELDS | {"extras"}) - {"rewards"})  # a trajectory's column `rewards` becomes the field `token_rewards`
+_ROLLOUT_FIELDS = _FIELD_ORDER[: _FIELD_ORDER.index("proximal_logprobs")]
 
 
 def rollout_fields() -> frozenset[str]:
     """Returns the fields that the rollout fills in, which model calls may read."""
-    return frozenset(_OF_ROLLOUT).union(*(column.fields for column in registered() if not column.is_hidden))
+    return frozenset(_ROLLOUT_FIELDS).union(*(column.fields for column in registered() if not column.is_hidden))
 
 
 def is_table(name: str) -> bool:
-    """Whether the field is stored once for all rows; another field says which part belongs to a row."""
+    """Whether the field is one table for all rows; another field maps rows to entries of the table."""
     return name in ("pixel_values", "image_grids") or (is_on_host(name) and not name.endswith(("_starts", "_sizes")))
 
 

@@ -1,4 +1,4 @@
-"""RLModule: the hooks that a user writes, a reward and a loss, with defaults for all others.
+"""RLModule: the hooks of a run. The user writes a reward and a loss; all other hooks have defaults.
 
 One iteration calls, in this order: the workflow and `reward` for each trajectory, `model_calls`, `advantages` once for
 the whole iteration, and `loss` for each microbatch of each minibatch.
@@ -60,8 +60,8 @@ class TrainedModule(L.LightningModule):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.fixed_settings and self._is_fitted():
             raise ValueError(
-                f"{type(self).__name__}.{name} cannot be set during a run, which has already read it: its parts would "
-                "use different values. Resume its checkpoint with the new value, or set the optimizer's learning rate."
+                f"{type(self).__name__}.{name} cannot be set during a run, because parts of the run have already read "
+                "it. Resume from a checkpoint with the new value, or set the optimizer's learning rate."
             )
         super().__setattr__(name, value)
 
@@ -72,7 +72,7 @@ class TrainedModule(L.LightningModule):
             return False
 
     def add_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Returns the result of `configure_optimizers` for an optimizer, with the settings' warm-up and decay."""
+        """Adds the module's warm-up and decay to an optimizer; returns what `configure_optimizers` may return."""
         raise NotImplementedError(f"{type(self).__name__} must define add_schedule.")
 
 
@@ -91,10 +91,9 @@ class RLModule(TrainedModule):
             tokenizer. Its score is added to the reward before advantages, and may be the whole reward. It may be on an
             SGLang server: `{url: ...}`.
         reward_model_coef: weight of that score.
-        workflow: makes the Workflow from the tokenizer; one completion per prompt if None. In YAML a Workflow's
-            class_path and init_args, without its tokenizer.
-        workflow_workers: processes on rank 0's host that run the workflow, for engines with servers; 0 runs it in
-            rank 0.
+        workflow: a function that makes the Workflow from the tokenizer; in YAML, a Workflow's class_path and init_args
+            without the tokenizer. None is SingleTurn, one completion per prompt.
+        workflow_workers: processes on rank 0's host that run the workflow, for engines with servers; 0: rank 0 does.
         group_size: G, trajectories per prompt.
         sampling: how training rollouts are sampled. Stop tokens of model and tokenizer are added.
         validation_sampling: how validation rollouts are sampled; None is greedy with the same limits.
@@ -102,7 +101,8 @@ class RLModule(TrainedModule):
         num_minibatches: updates in one pass over the iteration.
         update_epochs: passes over the iteration, with the same minibatches in a different order.
         microbatch_tokens: maximum number of tokens in one forward and backward.
-        loss_reduction: `token` Σ/N, `sequence` Σᵢ(Σₜ/nᵢ)/B, `fixed` Σ/(B·max_new_tokens); N and B of the minibatch.
+        loss_reduction: `token` Σ/N, `sequence` Σᵢ(Σₜ/nᵢ)/B, `fixed` Σ/(B·max_new_tokens); N is the number of trained
+            tokens in the minibatch, B that of its trajectories.
         lr: learning rate of the default AdamW.
         betas: of the default AdamW.
         eps: of the default AdamW.
@@ -111,7 +111,7 @@ class RLModule(TrainedModule):
         lr_decay: `constant`, or `linear` or `cosine` to the end of the run.
         min_lr_ratio: fraction of `lr` that remains at the end of a decay.
         reward_workers: processes that compute rewards, for a reward given by dotted path.
-        reward_timeout_s: deadline of one call of the reward; below StalenessControl's rollout_timeout_s.
+        reward_timeout_s: deadline of one call of the reward; must be below StalenessControl's rollout_timeout_s.
         reward_memory_mib: memory limit of each reward process; None for no limit.
         reward_recycle_after: number of calls after which a reward process is replaced; None for never.
         max_failed_fraction: the run stops if a larger fraction of an iteration's trajectories fails.
@@ -124,8 +124,8 @@ class RLModule(TrainedModule):
         "weight_decay", "warmup_iterations", "lr_decay", "min_lr_ratio", "reward_workers", "reward_timeout_s",
         "reward_memory_mib", "reward_recycle_after", "max_failed_fraction", "loss_unit", "needs_entropy_gradient",
     })  # fmt: skip
-    # Whether `loss` reads `experience.proximal_logprobs`, or backpropagates through `outputs.entropy`. False saves the
-    # computation.
+    # Whether `loss` reads `experience.proximal_logprobs`, and whether it backpropagates through `outputs.entropy`.
+    # False saves the computation.
     needs_proximal_logprobs: bool = True
     needs_entropy_gradient: bool = True
     # Whether `advantages` compares the trajectories of a group, which must then have at least two.
@@ -137,8 +137,8 @@ class RLModule(TrainedModule):
     value_coef: float = 0.5
     # The keys that `advantages` returns.
     advantage_keys: tuple[str, ...] = ("advantages",)
-    # The per-token keys that `advantages` reads for all trajectories, even those on other ranks: each rank gathers
-    # them. Otherwise `advantages` reads the [B] fields of all and the per-token fields of `experience.local`.
+    # The per-token keys that `advantages` reads for all trajectories; each rank gathers them from the other ranks. Of
+    # all other per-token keys `advantages` gets the rows in `experience.local` only; [B] fields cover all trajectories.
     advantage_inputs: tuple[str, ...] = ()
 
     def __init__(
@@ -196,9 +196,9 @@ class RLModule(TrainedModule):
         if reward_model is None:
             check_effect("without reward_model", reward_model_coef=(reward_model_coef, 1.0))
         if isinstance(workflow, functools.partial):  # from YAML
-            kind = next((item for item in (workflow.func, *workflow.args) if isinstance(item, type)), None)
-            if kind is not None and issubclass(kind, Workflow):
-                kind.check_settings(**workflow.keywords)
+            workflow_class = next((item for item in (workflow.func, *workflow.args) if isinstance(item, type)), None)
+            if workflow_class is not None and issubclass(workflow_class, Workflow):
+                workflow_class.check_settings(**workflow.keywords)
         has_reward = reward is not None or type(self).reward is not RLModule.reward
         if not has_reward and reward_model is None:
             raise TypeError(
@@ -258,8 +258,8 @@ class RLModule(TrainedModule):
         self.validation_metrics: dict[str, Metric] = {}
         self._data_flows: dict[bool, tuple[object, DataFlowGraph]] = {}  # `from_file` → its sources, the graph
         self._evaluation = Evaluation(validation_group_size)
-        self._log_batch_size = 1  # 1 in training, where an iteration counts as one
-        self._set_name: str | None = None  # of the current validation batch, if there are several sets
+        self._log_batch_size = 1  # stays 1 in training: each iteration has the same weight
+        self._set_name: str | None = None  # name of the current batch's validation set, if there are several
 
     def models(self) -> dict[str, Role]:
         """Returns the roles by name; each role's model becomes the attribute `self.<name>`."""
@@ -291,9 +291,9 @@ class RLModule(TrainedModule):
     def loss(self, experience: Experience, outputs: Outputs) -> Mapping[str, LossMetric]:
         """Returns the loss of each token [B, T] or trajectory [B] under `loss`, and metrics of either shape by name.
 
-        A metric is averaged; as a pair `(values, weights)` its mean is Σ w·v / Σ w. `ess_weights` [B, T] are the
-        factors by which the loss multiplies each token's policy gradient, 0 for tokens without one; `ess_fraction` is
-        logged for them, or for policy ÷ behavior if the loss returns none.
+        Metrics are averaged; a pair `(values, weights)` gives the weighted mean Σ w·v / Σ w. `ess_weights` [B, T] are
+        the factors by which the loss multiplies each token's policy gradient, 0 for tokens without one. The metric
+        `ess_fraction` is computed from them, or from policy ÷ behavior if the loss returns none.
 
         Must be a pure function of its arguments. Masked positions are 0 in every float [B, T] input.
         """
@@ -309,14 +309,14 @@ class RLModule(TrainedModule):
         raise NotImplementedError(f"{type(self).__name__} has a critic, so it must define value_loss.")
 
     def row_weights(self, row_tokens: Tensor, trees: Tensor) -> Tensor | None:
-        """Returns weights for the losses of rows, the conversations of a trajectory, which has several with subagents.
+        """Returns a weight for the loss of each row, a conversation; a trajectory with subagents has several rows.
 
         None, the default, weights each row by 1: a trajectory counts once, however many rows it has, and its tokens
-        count equally. A token shared by rows belongs to the first of them. A per-trajectory loss has no weights.
+        count equally. A token shared by several rows belongs to the first. A per-trajectory loss is never weighted.
 
         Args:
             row_tokens: int64 [R], the number of trained tokens in each row of a microbatch.
-            trees: int64 [R], the index in the microbatch of each row's trajectory; ascending.
+            trees: int64 [R], the index of each row's trajectory in the microbatch, ascending.
 
         Returns:
             [R], or None.
@@ -340,7 +340,7 @@ class RLModule(TrainedModule):
         return calls
 
     def train_calls(self) -> list[ModelCall]:
-        """Returns calls of the models that each minibatch updates, in order, all with one step of the optimizer."""
+        """Returns the update of each trained model, in order; one optimizer step per minibatch makes them all."""
         scores = [key for call in self.model_calls() for key in call.outputs if key not in CRITIC_KEYS]
         calls = [ModelCall("policy_update", "policy", "train", ("behavior_logprobs", *scores, "advantages"))]
         if "critic" in self.trained_roles():
@@ -437,7 +437,7 @@ class RLModule(TrainedModule):
         return stop_token_ids(cast("PreTrainedModel", self.policy), self.tokenizer, self.sampling)
 
     def complete_template(self, template: ChatTemplate) -> None:
-        """Sets in a workflow's template how the policy reads images, and which tokens end its turns."""
+        """Gives a workflow's template the policy's image reader and the tokens that end the policy's turns."""
         template.image_reader = self.image_reader
         for source, token_ids in self.stop_token_ids().items():
             template.end_token_ids.update(token_ids if source != "sampling" else ())
@@ -454,7 +454,7 @@ class RLModule(TrainedModule):
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """The tokens that the context leaves for a prompt; None if the model states no context length."""
+        """Maximum length of a prompt, given `context_tokens`; None if the model states no context length."""
         context = self.context_tokens
         longest = max(self.sampling.max_new_tokens, self.validation_sampling.max_new_tokens)
         if context is not None and context <= longest:
@@ -501,9 +501,9 @@ class RLModule(TrainedModule):
     ) -> None:
         """Clips each role separately, for any optimizer groups: a critic's gradients must not shrink the policy's."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for part in by_role(self, self.trained_roles(), parameters).values():
-            one: Any = SimpleNamespace(param_groups=[{"params": part}])
-            super().configure_gradient_clipping(one, gradient_clip_val, gradient_clip_algorithm)
+        for role_parameters in by_role(self, self.trained_roles(), parameters).values():
+            role_optimizer: Any = SimpleNamespace(param_groups=[{"params": role_parameters}])
+            super().configure_gradient_clipping(role_optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def transfer_batch_to_device(self, batch: object, device: torch.device, dataloader_idx: int) -> object:
         return batch  # prompts are plain Python
@@ -520,9 +520,9 @@ class RLModule(TrainedModule):
         return groups
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Logs as Lightning does, but plain numbers of the current iteration in a tenth of the time.
+        """Logs as Lightning does, but takes a tenth of the time for plain numbers of the current iteration.
 
-        The default `batch_size` is the number of trajectories; Lightning would infer it from tensors.
+        The default `batch_size` is the number of trajectories; Lightning would infer one from tensors.
 
         Raises:
             RewardError: if `reward` calls it.
@@ -553,8 +553,8 @@ class RLModule(TrainedModule):
 
     def _log_evaluation(self, stage: str, groups: list[Group], dataloader_idx: int) -> None:
         # Lightning requires an attribute name for each Metric that is not a submodule.
-        for part in ("",) if self._set_name is None else ("", f"/{self._set_name}"):
-            updated = self._evaluation.update(groups, self.validation_metrics, part=f"{dataloader_idx}{part}")
+        for suffix in ("",) if self._set_name is None else ("", f"/{self._set_name}"):
+            updated = self._evaluation.update(groups, self.validation_metrics, part=f"{dataloader_idx}{suffix}")
             for name, metric in updated.items():
-                key = f"{stage}/{name}{part}"
+                key = f"{stage}/{name}{suffix}"
                 self.log(key, metric, on_step=False, on_epoch=True, metric_attribute="validation_metrics")

@@ -74,7 +74,7 @@ torch.serialization.add_safe_globals([
     RewardShaping,
 ])  # fmt: skip
 
-# Lightning's warnings about what lightrl's modules do on purpose.
+# Lightning's warnings about behavior that lightrl intends.
 INTENDED: tuple[tuple[str, type[Warning]], ...] = (
     # Models stay in evaluation mode: dropout would make trainer and engine disagree.
     (r"Found \d+ module\(s\) in eval mode", UserWarning),
@@ -82,9 +82,9 @@ INTENDED: tuple[tuple[str, type[Warning]], ...] = (
     (r"You have overridden `(transfer_batch_to_device|on_after_batch_transfer)`", UserWarning),
     # The loader only counts iterations: prompts are read by position.
     (r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not", UserWarning),
-    # For the same reason a batch has no rows of a data set, which a prediction writer may ask for.
+    # For the same reason batches have no dataset indices, which a prediction writer may ask for.
     (r"Couldn't infer the batch indices", UserWarning),
-    # An RLModule can validate, but need not.
+    # Validation is optional for an RLModule.
     (r"You defined a `validation_step` but have no `val_dataloader`", UserWarning),
 )
 
@@ -96,21 +96,21 @@ def ignore_srun_advice() -> None:
 
 
 def set_device_defaults(flags: dict[str, Any]) -> None:
-    """Sets precision bf16-mixed on a CUDA GPU unless the user sets another; does not choose MPS, which is untested."""
+    """Sets precision to bf16-mixed on a CUDA GPU unless the user set it; never chooses MPS, which is untested."""
     accelerator = flags.get("accelerator") or "auto"
     if not torch.cuda.is_available():
         flags["accelerator"] = "cpu" if accelerator == "auto" and torch.backends.mps.is_available() else accelerator
     elif accelerator in ("auto", "gpu", "cuda") and flags.get("precision") is None and not flags.get("plugins"):
         flags["precision"] = "bf16-mixed"
         torch.set_float32_matmul_precision("high")
-        log.info("precision is bf16-mixed on a GPU, with TF32 for products in float32; trainer.precision changes it.")
+        log.info("precision is bf16-mixed on a GPU, with TF32 for float32 products; trainer.precision changes it.")
 
 
 class Trainer(RLTrainer):
     """Lightning's Trainer for RLModules: every flag keeps its meaning, one training batch is one iteration.
 
-    Adds `WeightSync()`, `StalenessControl(0)`, `RolloutMetrics()` and a progress bar of two lines unless you pass your
-    own. Unless you pass a ModelCheckpoint or turn checkpoints off, it saves after each epoch and on Ctrl-C and SIGTERM
+    Adds `WeightSync()`, `StalenessControl(0)`, `RolloutMetrics()` and a two-line progress bar unless you pass your own.
+    Unless you pass a ModelCheckpoint or turn checkpoints off, it saves after each epoch and on Ctrl-C and SIGTERM
     (`last.ckpt`), and every 10 minutes in the background (`last-timed.ckpt`).
 
     Args:
@@ -138,7 +138,7 @@ class Trainer(RLTrainer):
             )
         check_local(default_root_dir=kwargs.get("default_root_dir"))
         set_device_defaults(kwargs)
-        own = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
+        user_callbacks = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
         with warnings.catch_warnings():
             ignore_srun_advice()
             names = ("accelerator", "devices", "num_nodes")
@@ -148,7 +148,7 @@ class Trainer(RLTrainer):
                 strategy = FSDP2Strategy()
             # Lightning appends its defaults to the list that it gets; a copy keeps the user's list unchanged.
             super().__init__(
-                callbacks=list(own),
+                callbacks=list(user_callbacks),
                 strategy=named_strategy(strategy),
                 log_every_n_steps=log_every_n_steps,
                 **kwargs,
@@ -162,14 +162,14 @@ class Trainer(RLTrainer):
         self.rollout_loop = RolloutLoop(self)
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
         self._stage = RolloutStage(self, self.rollout_loop.resume)
-        self._restoring: object = None  # a fit's checkpoint, until the fit runs
+        self._restoring: object = None  # the checkpoint that a fit restores, until the fit runs
         self._num_saved = 0  # iterations up to the latest checkpoint, or to the start of this fit
         self._muted: list[Any] = []  # checkpoint callbacks that must not save on exceptions until a stage runs
         self._hook_calls: deque[tuple[str, tuple[object, ...]]] = deque()
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = AtomicCheckpointIO()
         self._checkpoint_connector = CheckpointConnector(self, self.rollout_loop.resume)
-        self._add_default_callbacks(own)
+        self._add_default_callbacks(user_callbacks)
 
     def rl_hooks(self, name: str) -> Iterator[Callable[..., Any]]:
         module = self.lightning_module
@@ -184,7 +184,7 @@ class Trainer(RLTrainer):
     def call_rl_hook(self, name: str, *args: object) -> None:
         """Calls an RL hook of all callbacks and of the module; a call from inside a hook waits until that hook ends.
 
-        So all of them get `on_policy_updated` before the `on_weights_synced` that WeightSync calls in it.
+        So all of them get `on_policy_updated` before `on_weights_synced`, which WeightSync's `on_policy_updated` calls.
         """
         self._hook_calls.append((name, args))
         if len(self._hook_calls) > 1:
@@ -205,17 +205,17 @@ class Trainer(RLTrainer):
 
     @property
     def log_dir(self) -> str | None:
-        """The run's folder, where everything besides the loggers writes too; a collective.
+        """The run's folder, to which callbacks write too. Every rank must read it: it is a collective.
 
-        If the first logger is neither TensorBoard's nor CSV, Lightning's is the folder of all runs: with Weights and
-        Biases or MLflow a second run would write into the first one's. So it is the folder of the first logger that has
-        one per run, or otherwise save_dir/name/version, as for ModelCheckpoint; MLflow on a server has no save_dir.
+        Lightning's `log_dir` is a folder per run only if the first logger is TensorBoard or CSV; with Weights & Biases
+        or MLflow all runs share a folder. This is the folder of the first logger that has one per run, or otherwise
+        save_dir/name/version, as for ModelCheckpoint. MLflow on a server has no save_dir.
         """
         loggers: list[Any] = [*self.loggers]
-        own = next((one for one in loggers if isinstance(one, CSVLogger | TensorBoardLogger)), None)
+        file_logger = next((logger for logger in loggers if isinstance(logger, CSVLogger | TensorBoardLogger)), None)
         folder = None
-        if own is not None:
-            folder = own.log_dir
+        if file_logger is not None:
+            folder = file_logger.log_dir
         elif loggers and self.is_global_zero:
             _ = loggers[0].experiment  # sets the version
             name, version = str(loggers[0].name), loggers[0].version
@@ -258,16 +258,16 @@ class Trainer(RLTrainer):
     def _checked(
         self, model: L.LightningModule | None, *, needs_rewards: bool = True, is_fit: bool = False
     ) -> Iterator[None]:
-        """Checks, before any model is built, that the trainer fits the module; inside, hides irrelevant warnings."""
+        """Checks, before any model is built, that the trainer fits the module; hides irrelevant warnings inside."""
         module = self.lightning_module if model is None else getattr(model, "_orig_mod", model)  # of torch.compile
-        self._mute_checkpoints()  # until the stage runs: a half restored state must not be saved
+        self._mute_checkpoints()  # until the stage runs: a half-restored state must not be saved
         with warnings.catch_warnings():
             ignore_srun_advice()
             if isinstance(module, RLModule):
                 self._stage.check(module, is_fit=is_fit)
                 self._check_callbacks()
                 warn_of_monitors(self)
-                # Lightning's sampler would shuffle and divide prompts; here all ranks count the same iterations.
+                # Lightning's sampler would shuffle and shard prompts, but all ranks must count the same iterations.
                 self._accelerator_connector.use_distributed_sampler = False
             if isinstance(module, TrainedModule):
                 check_strategy(self.strategy, module)
@@ -286,26 +286,26 @@ class Trainer(RLTrainer):
                 if isinstance(module, RLModule) and str(error).startswith("Training with multiple optimizers"):
                     raise ValueError(
                         f"{type(module).__name__}.configure_optimizers must return one optimizer, with a parameter "
-                        "group for each learning rate; `parameter_groups` gives one for each trained model."
+                        "group for each learning rate; `parameter_groups` returns one for each trained model."
                     ) from error
                 raise
             finally:
                 self._stage.close()  # if the stage did not start, or a second Ctrl-C interrupted its close
-                self._checkpoint_connector._loaded_checkpoint = {}  # the next stage would read a refused one
+                self._checkpoint_connector._loaded_checkpoint = {}  # the next stage would read a refused checkpoint
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._restoring = None
         if self.state.fn == TrainerFn.FITTING:
             self._restoring = kwargs.get("ckpt_path")
-            self.strategy.optimizers = []  # of an earlier fit; until this one has its own, settings may change
+            self.strategy.optimizers = []  # drops an earlier fit's, so that settings may change until this fit has some
         try:
             if self.is_global_zero and (self._restoring or self.state.fn != TrainerFn.FITTING):
-                keep_rows(self.loggers)  # a new run has its own; Lightning would warn and remove others
+                keep_rows(self.loggers)  # Lightning would delete them, as it should only for a new run
             return super()._run(*args, **kwargs)
-        except Exception as error:  # any error may be a consequence of another rank's
+        except Exception as error:  # another rank's failure can cause any error here
             ranks = ranks_of(self.strategy)
             ranks.fail(error)  # waits until it is clear whether another rank is the cause
-            if ranks.failed_before is None or str(error) in ranks.failed_before:  # all ranks raise the same
+            if ranks.failed_before is None or str(error) in ranks.failed_before:  # all ranks raised this same error
                 raise
             raise OtherRankFailed(
                 f"Rank {self.global_rank} could not continue because another rank failed first. Fix that; its "
@@ -330,7 +330,7 @@ class Trainer(RLTrainer):
             return self._run_rl_stage(module)
 
     def _note_failure(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        """Notes the error that ended a stage, if any, and warns about iterations without a checkpoint."""
+        """Records the error that ended a stage, if any, and warns about iterations without a checkpoint."""
         if error is None:
             return
         resume = self.rollout_loop.resume
@@ -338,7 +338,7 @@ class Trainer(RLTrainer):
         failed_before = self.rollout_loop.ranks.failed_before
         if resume.why_no_checkpoint is not None:  # for example, closing failed to read the state
             for callback in self._mute_checkpoints():
-                # otherwise the failed rank warns, or there was nothing to save
+                # Otherwise the failed rank warns, or there was nothing to save.
                 if failed_before is None and self.global_step:
                     self._warn_of_no_checkpoint(getattr(callback, "dirpath", None))
         elif self.state.fn == TrainerFn.FITTING and self.is_global_zero and not self.fast_dev_run:
@@ -352,7 +352,7 @@ class Trainer(RLTrainer):
             loop.gate.begin()
             loop.resume.begin()
             for inner in (self.fit_loop.epoch_loop.val_loop, self.validate_loop, self.test_loop, self.predict_loop):
-                inner.inference_mode = False  # inference tensors could not be overwritten by a later weight load
+                inner.inference_mode = False  # a later weight load could not overwrite inference tensors
             if self._logs_every_iteration:
                 self.log_every_n_steps = 1
             self._stage.open(module)
@@ -365,9 +365,9 @@ class Trainer(RLTrainer):
         return results
 
     def _mute_checkpoints(self) -> list[Any]:
-        """Stops callbacks from saving on exceptions until the next stage runs; returns those that would.
+        """Stops callbacks from saving on exceptions until the next stage runs; returns the callbacks it stopped.
 
-        A callback would point its links to a checkpoint that `save_checkpoint` refuses to write.
+        Otherwise a callback would link to a checkpoint that `save_checkpoint` refuses to write.
         """
         saving: list[Any] = [item for item in self.checkpoint_callbacks if getattr(item, "save_on_exception", False)]
         for callback in saving:
@@ -395,9 +395,9 @@ class Trainer(RLTrainer):
         )
 
     def _warn_of_unsaved_iterations(self) -> None:
-        """Warns if iterations are lost; only a ModelCheckpoint of the user may not save on exceptions."""
-        own = [callback for callback in self.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-        if own and self._num_saved < self.global_step and not any(callback.save_on_exception for callback in own):
+        """Warns if iterations are lost because the user's ModelCheckpoint does not save on exceptions."""
+        saving = [callback for callback in self.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+        if saving and self._num_saved < self.global_step and not any(item.save_on_exception for item in saving):
             log.warning(
                 "No checkpoint was saved after iteration %d of %d. With save_on_exception=True your ModelCheckpoint "
                 "saves on Ctrl-C, SIGTERM and errors.",
@@ -405,12 +405,12 @@ class Trainer(RLTrainer):
                 self.global_step,
             )
 
-    def _add_default_callbacks(self, own: list[Callback]) -> None:
+    def _add_default_callbacks(self, user_callbacks: list[Callback]) -> None:
         for kind in (StalenessControl, RolloutMetrics, WeightSync):
             if not any(isinstance(callback, kind) for callback in self.callbacks):
                 self.callbacks.insert(0, kind())
         for index, callback in enumerate(self.callbacks):
-            if callback in own:
+            if callback in user_callbacks:
                 continue
             if isinstance(callback, ProgressBar):
                 self.callbacks[index] = RolloutProgressBar()
@@ -418,23 +418,23 @@ class Trainer(RLTrainer):
                 self.callbacks[index] = ModelLines()
             elif type(callback) is ModelCheckpoint:
                 # Lightning 2.6.6 writes `last.ckpt` into the working directory even under fast_dev_run.
-                keeps = not self.fast_dev_run
-                self.callbacks[index] = ModelCheckpoint(save_last=keeps, save_on_exception=keeps)
-                if keeps:
+                should_save = not self.fast_dev_run
+                self.callbacks[index] = ModelCheckpoint(save_last=should_save, save_on_exception=should_save)
+                if should_save:
                     self.callbacks.append(TimedCheckpoint())
 
     def _check_folders(self) -> None:
         """Raises ValueError if this run cannot write to a folder, before it computes anything that would be lost."""
-        folders: list[Any] = [getattr(one, "save_dir", None) or self.default_root_dir for one in self.loggers]
+        folders: list[Any] = [getattr(logger, "save_dir", None) or self.default_root_dir for logger in self.loggers]
         for folder in folders:  # callbacks write there too
             check_local(save_dir=folder)
-        for saves in self.checkpoint_callbacks:  # they save next to the first logger's files by default
-            folders.append(getattr(saves, "dirpath", None) or (folders or [self.default_root_dir])[0])
+        for callback in self.checkpoint_callbacks:  # by default they save next to the first logger's files
+            folders.append(getattr(callback, "dirpath", None) or (folders or [self.default_root_dir])[0])
         for folder in folders:
-            present = nearest_folder(Path(folder))
-            if "://" not in str(folder) and not os.access(present, os.W_OK):
+            existing = nearest_folder(Path(folder))
+            if "://" not in str(folder) and not os.access(existing, os.W_OK):
                 raise ValueError(
-                    f"The run would write to {folder}, but {present} is read-only, or not writable by this user. Set "
+                    f"The run would write to {folder}, but {existing} is read-only, or not writable by this user. Set "
                     "trainer.default_root_dir, the logger's save_dir or ModelCheckpoint's dirpath to another folder."
                 )
 

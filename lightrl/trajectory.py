@@ -28,12 +28,12 @@ from lightrl.columns import TOKENS, TokenArray, as_columns, registered, reserve
 FinishReason = Literal["stop", "length", "abort"]
 
 JsonObject: TypeAlias = dict[str, Any]  # a chat message, the columns of a row, a schema, a state
-JsonMapping: TypeAlias = Mapping[str, Any]  # the same, only read
+JsonMapping: TypeAlias = Mapping[str, Any]  # the same, read-only
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A task given to the policy, with what the reward needs.
+    """A task for the policy, with the data that the reward needs.
 
     `token_ids` or `messages` must be set; the data module computes `token_ids` from `messages` with the policy's chat
     template. `images` are in the order of the messages' `{"type": "image"}` parts, and `token_ids` contains the image
@@ -56,7 +56,7 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, 0 if the prompt is not rendered; a subclass with completions adds its longest one."""
+        """Number of tokens, 0 before the prompt is rendered; a subclass with completions adds the longest of them."""
         return len(self.token_ids or [])
 
     @property
@@ -65,7 +65,7 @@ class Prompt:
         return tuple(self.token_ids or ()), self.images
 
     def text(self, decode: Callable[[list[int]], str] | None = None) -> str:
-        """Returns the last message or the token ids as text; without `decode`, the ids as numbers."""
+        """Returns the last message, or the decoded token ids; without `decode`, the ids as numbers."""
         if self.messages or not self.token_ids:
             return plain_text((self.messages or [])[-1:])
         return " ".join(map(str, self.token_ids)) if decode is None else decode(self.token_ids)
@@ -114,7 +114,7 @@ LEADING_THOUGHTS = re.compile(rf"\A(?:\s*(?:{_THOUGHT}))+", re.DOTALL)
 _PARTS = re.compile(
     # thinking that the prompt opened
     rf"\A(?:(?!{THINKING_OPENS}).)*?(?!(?<={_QUOTE})(?:{THINKING_CLOSES}){_QUOTE})(?:{THINKING_CLOSES})"
-    r"|(?P<kept><tool_call>.*?</tool_call>|(?:^|(?<=[>\]]))[ \t>]*(?P<fence>`{3,}|~{3,}).*?(?:^[ \t>]*(?P=fence)|\Z))"
+    r"|(?P<code><tool_call>.*?</tool_call>|(?:^|(?<=[>\]]))[ \t>]*(?P<fence>`{3,}|~{3,}).*?(?:^[ \t>]*(?P=fence)|\Z))"
     rf"|{_THOUGHT}"
     # markers that gpt-oss and others write around an answer
     r"|(?P<mark><\|start\|>assistant|<\|channel\|>final(?: <\|constrain\|>\w+)?<\|message\|>"
@@ -126,14 +126,14 @@ _UNCLOSED = re.compile(rf"(?:{THINKING_OPENS})(?:(?!{THINKING_CLOSES}).)*\Z", re
 
 
 def split_thinking(completion: str, *, has_opening: bool = False) -> tuple[str, str]:
-    """Splits a completion into its thinking, without tags, and the answer; thinking that never ends is all thinking.
+    """Splits a completion into its thinking, without tags, and the answer; thinking that is never closed has no answer.
 
     Tags inside a tool call, a fenced block or quotes belong to the answer.
 
     Args:
         completion: the policy's text.
-        has_opening: the completion includes a tag that the prompt opened, so only thinking at its start counts, and
-            later tags are quotations. Otherwise thinking may begin before the completion, and again within it.
+        has_opening: the completion includes an opening tag that the prompt wrote, so only thinking at the start counts,
+            and later tags are quotations. Otherwise thinking may begin before the completion, and again within it.
     """
     if has_opening:
         part = LEADING_THOUGHTS.match(completion)
@@ -143,15 +143,15 @@ def split_thinking(completion: str, *, has_opening: bool = False) -> tuple[str, 
         return "\n".join(filter(None, thoughts)), completion[part.end() :].strip()
     thoughts = []
 
-    def take(part: re.Match[str]) -> str:
-        if part["kept"]:
+    def remove_thinking(part: re.Match[str]) -> str:
+        if part["code"]:
             return part[0]
         if not part["mark"]:
             thoughts.append(_TAG.sub("", part[0]).strip())
         return ""
 
-    rest = _PARTS.sub(take, completion)
-    return "\n".join(thoughts), completion if rest == completion else rest.strip()
+    answer = _PARTS.sub(remove_thinking, completion)
+    return "\n".join(thoughts), completion if answer == completion else answer.strip()
 
 
 def unclosed_thinking(text: str) -> str:
@@ -168,7 +168,7 @@ def names_thinking(pattern: str) -> bool:
     )
 
 
-# Most tokens that a truncated distribution keeps: SGLang returns 4,096 ids, and ties may use some of them.
+# Maximum number of tokens in a truncated distribution: SGLang returns 4,096 ids, and ties may use some of them.
 MAX_SUPPORT = 4000
 
 
@@ -227,7 +227,7 @@ class Sampling:
 
     @property
     def max_support(self) -> int:
-        """The largest number of tokens to sample from; -1 for all."""
+        """Maximum number of tokens to sample from; -1 for the whole vocabulary."""
         return self.top_k if self.top_k != -1 or not self.is_truncated else MAX_SUPPORT
 
 
@@ -250,22 +250,22 @@ def rows_of(num_tokens: int, branches: Iterable[tuple[int, int]]) -> list[list[S
         num_tokens: T.
         branches: the tokens with a nonzero gap, in order, and their gaps.
     """
-    starts, before = [0], [-1]  # first token of each part, and the token before it
+    starts, predecessors = [0], [-1]  # first token of each part, and the token before it in its conversation
     for start, gap in branches:
         starts.append(start)
-        before.append(start - 1 - gap)
+        predecessors.append(start - 1 - gap)
     ends = [*starts[1:], num_tokens]
 
     def spans_to(end: int) -> list[Span]:
-        """Returns all tokens up to `end` that precede it in its conversation."""
+        """Returns the conversation up to `end`, as spans."""
         spans: list[Span] = []
         while end > 0:
             part = bisect_right(starts, end - 1) - 1
             spans.append((starts[part], end))
-            end = before[part] + 1
+            end = predecessors[part] + 1
         return spans[::-1]
 
-    continued = {last + 1 for last in before}
+    continued = {token + 1 for token in predecessors}
     return [spans_to(end) for start, end in zip(starts, ends, strict=True) if start < end and end not in continued]
 
 
@@ -273,8 +273,8 @@ def rows_of(num_tokens: int, branches: Iterable[tuple[int, int]]) -> list[list[S
 class Trajectory:
     """One finished interaction: a completion, a conversation of several turns, or a tree of conversations.
 
-    The constructor turns lists of per-token numbers into TokenArrays, which use 8 bytes per token in total, and up to 8
-    more for rewards that differ from token to token.
+    The constructor converts lists of per-token numbers to TokenArrays, which use 8 bytes per token in total, and up to
+    8 more for rewards that differ from token to token.
 
     Example (prompt of 5 tokens, completion of 2, sampled by weight version 4):
         Trajectory(prompt=..., group_id=12, sample=0,
@@ -282,9 +282,9 @@ class Trajectory:
                    behavior_logprobs=[0.0] * 5 + [-1.2, -0.3], weight_versions=[-1] * 5 + [4, 4],
                    completion_ids=[9, 1], completion="9", finish_reason="stop", reward=1.0)
 
-    A tree stores each token once, in chronological order. Its `gaps` tell which token precedes a token:
-        prompt p, completion a; a subagent's s, x; then o, b after a:    token_ids  p a s x o b
-        two rows, s x and p a o b                                        gaps       0 0 2 0 2 0
+    A tree stores each token once, in chronological order. `gaps` counts the tokens between a token and its predecessor:
+        prompt p, answer a, observation o, answer b; a subagent's prompt s, answer x:    token_ids  p a s x o b
+        two rows, s x and p a o b                                                        gaps       0 0 2 0 2 0
     """
 
     prompt: Prompt
@@ -304,8 +304,8 @@ class Trajectory:
     images: list[str] = field(default_factory=list)  # images of observations, as data: URLs
     turns: list[Turn] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)  # name → number, logged for the reward or the workflow
-    workspace: str | None = None  # folder that an agent left for the reward, which is then deleted
-    agent_output: str = ""  # the end of the output of the agent's program
+    workspace: str | None = None  # folder that an agent left for the reward; deleted afterwards
+    agent_output: str = ""  # the last part of the agent program's output
     # Outputs of LLM judges and teachers, by key: a number, or a numpy array [T, ...].
     call_outputs: JsonObject = field(default_factory=dict)
 
@@ -313,7 +313,7 @@ class Trajectory:
         self.pack()
 
     def pack(self) -> None:
-        """Turns assigned lists into TokenArrays; raises ValueError if a number does not fit its dtype."""
+        """Converts assigned lists to TokenArrays; raises ValueError if a number does not fit its dtype."""
         for name, column in TOKENS.items():
             setattr(self, name, column.array(getattr(self, name)))
         self.columns = as_columns(self.columns)
@@ -324,7 +324,7 @@ class Trajectory:
 
     @property
     def rewards(self) -> Sequence[float] | None:
-        """Rewards per token, float64 [T], which sum to `reward`; None if there is only one reward for the whole."""
+        """Rewards per token, float64 [T], which sum to `reward`; None if only the whole trajectory has a reward."""
         return self.columns.get("rewards")
 
     @rewards.setter
@@ -342,7 +342,7 @@ class Trajectory:
 
     @classmethod
     def of_text(cls, prompt: Prompt, completion: str, **fields: Any) -> Trajectory:
-        """Makes a trajectory without tokens, for rewards that only read text; `fields` are further fields."""
+        """Makes a trajectory without tokens, for rewards that only read text; `fields` sets its other fields."""
         tokens: dict[str, Any] = {"token_ids": (), "loss_mask": (), "behavior_logprobs": (), "weight_versions": ()}
         return cls(prompt, -1, -1, **tokens, completion_ids=(), completion=completion, **fields)
 
@@ -360,7 +360,7 @@ class Trajectory:
 
     @property
     def rows(self) -> list[list[Span]]:
-        """The tree's conversations, each the path to its last token, as spans of `token_ids`; just one without gaps.
+        """The tree's conversations, each as the spans of `token_ids` up to its last token; without gaps there is one.
 
         A token that several rows share trains in the first of them.
         """
@@ -392,7 +392,7 @@ class Trajectory:
         return self.metrics.get("accuracy", float((self.reward or 0.0) >= 1.0))
 
     def with_lists(self) -> Trajectory:
-        """Returns a copy for user code: its per-token fields are lists, made when first read; no hidden columns."""
+        """Returns a copy for user code, without hidden columns; its per-token fields become lists when first read."""
         arrays = {name: column.array(getattr(self, name)) for name, column in _ARRAYS.items()}
         shown = {name: values for name, values in as_columns(self.columns).items() if not _is_hidden(name)}
         copy = object.__new__(_WithLists)
@@ -401,12 +401,12 @@ class Trajectory:
         return copy
 
     def to_bytes(self, prompt: bytes | None = None, *, for_training: bool = True) -> bytes:
-        """Encodes for other processes and checkpoints, without an object for each token.
+        """Encodes for other processes and checkpoints, without an object for each token. The layout:
 
-            length of the prompt's JSON, of the other JSON (8 bytes each) | both | the per-token fields as stored
+            length of the prompt's JSON, length of the other JSON (8 bytes each) | both | per-token fields as stored
 
         Args:
-            prompt: the prompt encoded by `encode_json`, once per group; b"" if the reader has the prompt.
+            prompt: the prompt encoded by `encode_json`, so that a group encodes it once; b"" if the reader has it.
             for_training: False leaves out hidden columns.
 
         Raises:
@@ -418,9 +418,9 @@ class Trajectory:
         columns = as_columns(self.columns)
         arrays |= {name: values for name, values in columns.items() if for_training or not _is_hidden(name)}
         parts = [part for values in arrays.values() for part in values.stored]
-        kinds = [[name, values.code] for name, values in arrays.items()]
+        array_codes = [[name, values.code] for name, values in arrays.items()]
         prompt = encode_json(self.prompt) if prompt is None else prompt
-        other_json = encode_json({**others, "arrays": kinds, "lengths": [*map(len, parts)]})
+        other_json = encode_json({**others, "arrays": array_codes, "lengths": [*map(len, parts)]})
         return b"".join([_LENGTHS.pack(len(prompt), len(other_json)), prompt, other_json, *parts])
 
     @classmethod
@@ -433,8 +433,8 @@ class Trajectory:
         values = json.loads(data[start : start + num_others])
         start += num_others
         columns: dict[str, TokenArray[Any]] = {}
-        kinds, lengths = values.pop("arrays"), iter(values.pop("lengths"))
-        for (name, code), num_numbers, num_ends in zip(kinds, lengths, lengths, strict=True):
+        array_codes, lengths = values.pop("arrays"), iter(values.pop("lengths"))
+        for (name, code), num_numbers, num_ends in zip(array_codes, lengths, lengths, strict=True):
             middle, end = start + num_numbers, start + num_numbers + num_ends
             array: TokenArray[Any] = TokenArray.of_stored(data[start:middle], data[middle:end], code)
             (values if name in _ARRAYS else columns)[name] = array
@@ -447,7 +447,7 @@ class Trajectory:
         return trajectory
 
     def to_text(self, prompt: bytes | None = None) -> str:
-        """Encodes `to_bytes` as text, for JSON that nobody reads."""
+        """Returns `to_bytes` in base64, for JSON that only programs read."""
         return base64.b64encode(self.to_bytes(prompt)).decode()
 
     @classmethod
@@ -455,7 +455,7 @@ class Trajectory:
         return cls.from_bytes(base64.b64decode(text), prompt)
 
     def to_json(self) -> JsonObject:
-        """Returns a line of the user's JSONL, with a list for each per-token field."""
+        """Returns the trajectory as a JSONL record, with a list for each per-token field."""
         return cast(JsonObject, json.loads(encode_json(self)))
 
     @classmethod
@@ -487,16 +487,16 @@ class _WithLists(Trajectory):
     """A trajectory for user code, whose per-token fields become lists when they are first read."""
 
 
-def _made_when_read(name: str) -> functools.cached_property[Any]:
+def _lists_when_read(name: str) -> functools.cached_property[Any]:
     def lists(trajectory: Any) -> Any:
         arrays = trajectory._arrays[name]
-        return {key: it.tolist() for key, it in arrays.items()} if name == "columns" else arrays.tolist()
+        return {key: array.tolist() for key, array in arrays.items()} if name == "columns" else arrays.tolist()
 
     return functools.cached_property(lists)
 
 
 for _name in (*_ARRAYS, "columns"):
-    _property = _made_when_read(_name)
+    _property = _lists_when_read(_name)
     _property.__set_name__(_WithLists, _name)
     setattr(_WithLists, _name, _property)
 
@@ -507,7 +507,7 @@ def _is_hidden(name: str) -> bool:
 
 @dataclass
 class Group:
-    """The trajectories of one prompt, in sample order, without those that were dropped."""
+    """The trajectories of one prompt, in sample order; dropped ones are not included."""
 
     id: int  # position in the prompt stream
     prompt: Prompt
@@ -520,7 +520,7 @@ class Group:
         return min((version for version in versions if version >= 0), default=-1)
 
     def state_dict(self) -> JsonObject:
-        """Encodes as JSON for checkpoints: the trajectories' bytes as text, and a shared prompt only once."""
+        """Encodes as JSON for checkpoints: trajectories as base64, and the prompt that they share only once."""
         texts = []
         for trajectory in self.trajectories:
             shares_prompt = trajectory.prompt is self.prompt or trajectory.prompt == self.prompt
@@ -568,7 +568,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def read_records(file: Path) -> Iterator[tuple[str, JsonObject, Trajectory]]:
-    """Yields each line's name for messages, its record and its trajectory; raises ValueError for any other line."""
+    """Yields each line's location (for messages), record and trajectory; raises ValueError for any other line."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -594,7 +594,7 @@ _LENGTHS = struct.Struct("<qq")
 
 
 def sampling_seed(run_seed: int, prompt_id: str, sample: int, turn: int = 0) -> int:
-    """Computes the seed of one generation, [0, 2^63); it depends on neither machine nor order of arrival."""
+    """Computes the seed of one generation, in [0, 2^63); it is the same on any machine and in any order of arrival."""
     text = f"{run_seed}/{prompt_id}/{sample}/{turn}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 

@@ -4,12 +4,12 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from lightrl import Prompt
 
-# One client for all trajectories, which share its connections. The endpoint is plain HTTP: no TLS context is made.
+# All trajectories share one client and its connections. The endpoint is plain HTTP, so the client needs no TLS context.
 CLIENT = AsyncOpenAI(api_key="set by run", http_client=DefaultAsyncHttpxClient(verify=False))
 
 
 async def run(prompt: Prompt, base_url: str, api_key: str) -> float:
-    """Half a point for each right answer; the questions for a prompt `3719=` are `3719=` and then `=`."""
+    """Returns half a point for each right answer; for a prompt `3719=` the questions are `3719=`, then `=`."""
     policy = CLIENT.with_options(base_url=base_url, api_key=api_key)
     digits, messages, reward = prompt.id[:4], [], 0.0
     for question, expected in ((f"{digits}=", max(digits)), ("=", min(digits))):

@@ -1,4 +1,4 @@
-"""countdown_rows: generated rows of the numbers game: reach a target with each number once.
+"""countdown_rows generates rows of a game: reach a target number, using each given number once.
 
     data:
       class_path: PromptDataModule
@@ -23,7 +23,7 @@ from typing import Any
 from examples.countdown.reward import value_of
 from lightrl.checks.bounds import check_bounds
 
-_MAX_MISSES = 5000  # in a row: hardly any new games are left
+_MAX_MISSES = 5000  # after this many misses in a row, hardly any new games are left
 
 
 def countdown_rows(
@@ -36,14 +36,14 @@ def countdown_rows(
     operators: str = "+-*/",
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Different rows, each with a solution; the train split shares none with the other splits.
+    """Generates different rows, each with a solution; the train split shares no game with the other splits.
 
-    The hash of a game (numbers in any order, target) decides whether it is in the held-out tenth, so no seed mixes the
-    two.
+    The hash of a game (target, and numbers in any order) decides whether it is in the held-out tenth, so no seed mixes
+    the splits.
 
     Returns:
         `numbers`, text such as `3 5 2`; `target`, an integer >= 1; `answer`, an expression without parentheses that
-        solves it.
+        reaches the target.
 
     Raises:
         ValueError: if a setting is out of range, or there are too few different games.

@@ -1,7 +1,7 @@
-r"""countdown: whether an expression reaches the target with each number once.
+r"""countdown rewards an expression that reaches the target and uses each number once.
 
-The expression is in the last `<answer>...</answer>`, else after `####` or in `\boxed{}`, else the last line of the
-completion. An `=` and the text after it are ignored: models like to write `2*3+4 = 10`.
+The expression is in the last `<answer>...</answer>`, otherwise after `####` or in `\boxed{}`, otherwise in the last
+line of the completion. An `=` and the text after it are ignored, since models like to write `2*3+4 = 10`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _SIGNS = {r"\times": "*", r"\cdot": "*", r"\div": "/", "×": "*", "·": "*", "÷
 
 
 def countdown(trajectory: Trajectory, *, format_reward: float = 0.1) -> dict[str, float | str]:
-    """1 for an expression with each number once that equals the target.
+    """Rewards an expression that uses each number once and equals the target.
 
     Args:
-        trajectory: its prompt has the fields `numbers` (text such as `3 5 2`, or a list) and `target`.
+        trajectory: with the prompt's fields `numbers` (text such as `3 5 2`, or a list) and `target`.
         format_reward: the reward of an expression that uses each number once but misses the target.
 
     Returns:
@@ -48,7 +48,7 @@ def countdown(trajectory: Trajectory, *, format_reward: float = 0.1) -> dict[str
 
 
 def extracted_expression(completion: str) -> str:
-    """The final expression of the completion, see above."""
+    """Returns the final expression of the completion; see the top of the file."""
     tagged = _ANSWER_TAG.findall(completion)
     marked = final_answer(completion)
     lines = completion.strip().splitlines() or [""]
@@ -59,7 +59,7 @@ def extracted_expression(completion: str) -> str:
 
 
 def value_of(expression: str) -> Fraction | None:
-    """The exact value of integers, + - * / and parentheses; None for anything else and for a division by 0."""
+    """Evaluates integers, + - * / and parentheses exactly; returns None for anything else, or a division by 0."""
     if len(expression) > _MAX_CHARS or not _EXPRESSION.fullmatch(expression) or "**" in expression:
         return None
     try:
@@ -71,7 +71,7 @@ def value_of(expression: str) -> Fraction | None:
 def _value(node: ast.expr) -> Fraction | None:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value)
-    if not isinstance(node, ast.BinOp):  # no unary sign: it would make another number
+    if not isinstance(node, ast.BinOp):  # a unary sign would make a different number
         return None
     left, right = _value(node.left), _value(node.right)
     if left is None or right is None:

@@ -1,6 +1,6 @@
-"""A server of openenv 0.10 whose environment is a tool that knows prices. For OpenEnvTools; started as its neighbor.
+"""A server of openenv 0.10 for OpenEnvTools, whose environment has a tool that returns prices.
 
-The chat template must show tools, so it needs a policy that has learned to call them.
+It is started like openenv_server.py. The chat template must show tools, and the policy must know how to call them.
 """
 
 import sys
@@ -38,17 +38,17 @@ class Shop(MCPEnvironment):  # type: ignore[misc]
         return Observation(metadata={"task": "What does tea cost?"})
 
     def step(self, action: Any, timeout_s: float | None = None, **others: Any) -> Observation:
-        seen = super().step(action, timeout_s=timeout_s, **others)
-        return self._with_reward(action, seen)
+        observation = super().step(action, timeout_s=timeout_s, **others)
+        return self._with_reward(action, observation)
 
     async def step_async(self, action: Any, timeout_s: float | None = None, **others: Any) -> Observation:
-        seen = await super().step_async(action, timeout_s=timeout_s, **others)
-        return self._with_reward(action, seen)
+        observation = await super().step_async(action, timeout_s=timeout_s, **others)
+        return self._with_reward(action, observation)
 
-    def _with_reward(self, action: Any, seen: Observation) -> Observation:
+    def _with_reward(self, action: Any, observation: Observation) -> Observation:
         if isinstance(action, CallToolAction):
-            seen.reward = float(seen.error is None and action.arguments.get("item") == "tea")
-        return seen
+            observation.reward = float(observation.error is None and action.arguments.get("item") == "tea")
+        return observation
 
     def _step_impl(self, action: Any, timeout_s: float | None = None, **_: Any) -> Observation:
         raise ValueError(f"There is no action {type(action).__name__}.")

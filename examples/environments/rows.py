@@ -1,10 +1,10 @@
-"""Rows of the examples here."""
+"""Rows for the examples in this folder."""
 
 from typing import Any
 
 
 def digits(split: str, *, copies: int = 8) -> list[dict[str, Any]]:
-    """A row for each secret digit, with the same prompt; `copies` of each in training."""
+    """Returns a row for each secret digit, all with the same prompt; in training `copies` of each."""
     return [
         {"question": ":", "secret": secret} for _ in range(copies if split == "train" else 1) for secret in range(10)
     ]

@@ -1,9 +1,9 @@
-"""Makes a small model from scratch: a tokenizer trained on the questions and answers, random weights, one folder.
+"""Makes a small model with random weights, and a tokenizer trained on the questions and answers.
 
     python -m examples.gsm8k.make_model --questions openai/gsm8k --to runs/gsm8k/base
 
-The folder is an ordinary Hugging Face one: `AutoModelForCausalLM.from_pretrained` and `lightrl` load it like a model
-from the hub. Its weights are random: fine-tune it (sft.yaml) before reinforcement learning (grpo.yaml).
+`AutoModelForCausalLM.from_pretrained` and `lightrl` load the folder like a model from the hub. Fine-tune it (sft.yaml)
+before reinforcement learning (grpo.yaml).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from lightrl.data.rows import read_rows
 
 PAD, TURN_START, TURN_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
-CALCULATOR_NOTES = r"<<.*?>>"  # GSM8K's answers contain `<<48/2=24>>`; sft.yaml removes them too
+CALCULATOR_NOTES = r"<<.*?>>"  # GSM8K's answers contain notes such as `<<48/2=24>>`; sft.yaml removes them too
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with a ChatML template; each digit is one token, which helps arithmetic."""
+    """Trains a byte-level BPE tokenizer with a ChatML template; each digit is one token, which helps arithmetic."""
     tokenizer = Tokenizer(models.BPE())
     words = Regex(r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -57,7 +57,7 @@ def make_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokeni
 def make_model(
     tokenizer: PreTrainedTokenizerFast, *, hidden_size: int, num_layers: int, context_tokens: int, seed: int
 ) -> Qwen3ForCausalLM:
-    """A Qwen3 with random weights and tied embeddings."""
+    """Makes a Qwen3 with random weights and tied embeddings."""
     num_heads = max(1, hidden_size // 32)
     config = Qwen3Config(
         vocab_size=len(tokenizer),

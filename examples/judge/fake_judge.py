@@ -1,4 +1,4 @@
-"""A stand-in for an LLM judge, for a dry run: answers chat completions and scores the number of digits.
+"""A stand-in for an LLM judge, for a dry run: its score is the number of digits in the answer.
 
 python -m examples.judge.fake_judge 8123
 """
@@ -10,7 +10,7 @@ from aiohttp import web
 
 async def answer(request: web.Request) -> web.Response:
     completion = (await request.json())["messages"][-1]["content"].rpartition("Answer:")[2]
-    score = min(10, sum(letter.isdigit() for letter in completion))
+    score = min(10, sum(char.isdigit() for char in completion))
     return web.json_response({"choices": [{"message": {"content": f"Well.\nScore: {score}"}}]})
 
 

@@ -1,4 +1,4 @@
-"""Products: calls of the calculator, prompts, and demonstrations, 1 in 4 of which calls it."""
+"""Products of two numbers: prompts, the calculator tool, and demonstrations, 1 in 4 of which calls it."""
 
 import random
 
@@ -30,14 +30,16 @@ class Products(PromptDataModule):
 
 class Demonstrations(SFTDataModule):
     def make_prompts(self, split: str) -> list[Prompt]:
-        """The answer to `17*6=` is a guess, 3 times, or a call, `:17*6`; then its result, `102`."""
-        made = []
+        """Makes demonstrations for each product, such as `17*6=`: three guesses, the call `:17*6`, and its result."""
+        demonstrations = []
         for product in Products(batch_size=1).make_prompts(split):
             text, answer = product.id, product.fields["answer"]
             guesses = [str(random.Random(f"{text} {n}").randint(100, 299)) for n in range(3)]
-            made += [demonstration(f"{text} {n}", f"{text}=", turn) for n, turn in enumerate([*guesses, f":{text}"])]
-            made += [demonstration(f"{text} copy {n}", f"{text}=:{text}<eos>{answer}", answer) for n in range(4)]
-        return made
+            turns = [*guesses, f":{text}"]
+            demonstrations += [demonstration(f"{text} {n}", f"{text}=", turn) for n, turn in enumerate(turns)]
+            result = f"{text}=:{text}<eos>{answer}"
+            demonstrations += [demonstration(f"{text} copy {n}", result, answer) for n in range(4)]
+        return demonstrations
 
 
 def demonstration(name: str, text: str, answer: str) -> Prompt:

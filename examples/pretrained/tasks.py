@@ -1,4 +1,4 @@
-"""Two tasks that a pretrained model of 135 M parameters solves now and then: rows and rewards.
+"""Rows and rewards for two tasks that a pretrained model with 135 M parameters sometimes solves.
 
 A reward is 1 only for a completion that ends by itself, so the model must also learn to be brief.
 """
@@ -18,18 +18,18 @@ _NOUNS = (Path(__file__).parent / "nouns.txt").read_text().split()
 
 
 def sums(split: str = "train", *, max_number: int = 20) -> list[dict[str, str]]:
-    """Questions for the sum of two numbers from 1 to `max_number`, each pair once; a fifth of them is held out."""
+    """Asks for the sum of two numbers from 1 to `max_number`, once for each pair; a fifth of the pairs is held out."""
     pairs = [(a, b) for a in range(1, max_number + 1) for b in range(1, max_number + 1)]
     return [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in _split(pairs, split)]
 
 
 def questions(split: str = "train") -> list[dict[str, str]]:
-    """Requests for one question about a thing; the answer is the thing. A fifth of the things is held out."""
+    """Asks for one question about each noun, which is also the answer; a fifth of the nouns is held out."""
     return [{"question": f"Ask one question about a {noun}.", "answer": noun} for noun in _split(_NOUNS, split)]
 
 
 def last_number(trajectory: Trajectory) -> dict[str, float]:
-    """1 if the last number that the completion writes is the answer. An expression is not evaluated."""
+    """Returns 1 if the last number in the completion is the answer; expressions are not evaluated."""
     is_right = trajectory.finish_reason == "stop" and ends_in(trajectory.answer, trajectory.prompt.fields["answer"])
     return {"reward": float(is_right), "accuracy": float(is_right)}
 
@@ -40,7 +40,7 @@ def ends_in(completion: str, answer: str) -> bool:
 
 
 def one_question(trajectory: Trajectory) -> dict[str, float]:
-    """1 if the completion is a single sentence that ends in a question mark and names the thing."""
+    """Returns 1 if the completion is a single sentence that ends in a question mark and contains the noun."""
     text = trajectory.answer.strip()
     is_one = re.fullmatch(r"[A-Z][\w ,'’-]+\?", text) is not None
     has_noun = re.search(rf"\b{trajectory.prompt.fields['answer']}", text, re.IGNORECASE) is not None

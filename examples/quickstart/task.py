@@ -1,6 +1,6 @@
 """The quickstart's task: name the largest of four digits. Tokenizer and prompts are generated.
 
-A prompt is `3719=`; the only right completion is `9` and the end token. A hash of the prompt holds out 1,980 of the
+For a prompt `3719=` the only right completion is `9` and the end token. A hash of the prompt holds out 1,980 of the
 10,000, so no seed can mix them with the training prompts. Always answering `9` is right for 33 % of them.
 """
 
@@ -16,7 +16,7 @@ VOCABULARY = ["<pad>", "<eos>", "<unk>", *"0123456789="]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character."""
+    """Makes a tokenizer with one token per character."""
     model = models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token="<unk>")
     backend = Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")

@@ -8,12 +8,12 @@ from lightrl import PreferenceDataModule, Prompt
 
 
 class DigitPairs(PreferenceDataModule):
-    """`3719=` with `9` chosen and another digit of the prompt rejected.
+    """Makes pairs such as `3719=` with `9` chosen and another digit of the prompt rejected.
 
     Args:
         batch_size: pairs per step.
         num_validation: maximum number of held-out prompts to validate on.
-        kwargs: of PreferenceDataModule.
+        kwargs: those of PreferenceDataModule.
     """
 
     def __init__(self, batch_size: int, num_validation: int = 2000, **kwargs: Any) -> None:
@@ -28,7 +28,7 @@ class DigitPairs(PreferenceDataModule):
 
 
 def wrong_digit(prompt: str) -> str:
-    """A random digit of the prompt that is not its largest; if there is none, the digit below."""
+    """Returns a random digit of the prompt below its largest; if all are equal, the digit before it."""
     largest = max(prompt[:4])
     others = [digit for digit in prompt[:4] if digit != largest]
     return others[int(chance(prompt + "?") * len(others))] if others else str((int(largest) + 9) % 10)

@@ -1,4 +1,4 @@
-"""The quickstart's prompts with an answer to imitate; a given fraction of the answers is hasty."""
+"""The quickstart's prompts with an answer to imitate; a given fraction of the answers is hasty and often wrong."""
 
 import hashlib
 from typing import Any
@@ -8,13 +8,13 @@ from lightrl import Prompt, SFTDataModule
 
 
 class Demonstrations(SFTDataModule):
-    """`3719=` and `9`; a hasty demonstration names the first digit instead, `3`.
+    """Makes demonstrations such as `3719=` and `9`; a hasty one names the first digit, `3`.
 
     Args:
         batch_size: demonstrations per step.
-        hasty_fraction: of the train split; the validation split is always right.
+        hasty_fraction: fraction of hasty answers in the train split; the validation split has none.
         num_validation: maximum number of held-out prompts to validate on.
-        kwargs: of SFTDataModule.
+        kwargs: those of SFTDataModule.
     """
 
     def __init__(self, batch_size: int, hasty_fraction: float = 0.0, num_validation: int = 2000, **kwargs: Any) -> None:
@@ -31,5 +31,5 @@ class Demonstrations(SFTDataModule):
 
 
 def chance(text: str) -> float:
-    """A number in [0, 1), determined by the text."""
+    """Returns a number in [0, 1) that depends only on the text."""
     return int(hashlib.sha256(f"chance {text}".encode()).hexdigest()[:8], 16) / 2**32

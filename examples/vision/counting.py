@@ -1,4 +1,4 @@
-"""Counting in the style of CLEVR: generated images of red and blue shapes; the answer is the number of one color."""
+"""Counting in the style of CLEVR: images of red and blue shapes are generated; the answer counts one color."""
 
 import random
 import re
@@ -19,20 +19,20 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def rows(split: str = "train", num_rows: int = 2000) -> list[dict[str, str]]:
-    draw = random.Random(split)
-    made: list[dict[str, str]] = []
-    while len(made) < num_rows:
-        pen = ImageDraw.Draw(image := Image.new("RGB", (32, 32), "gray"))
-        counts = {"red": draw.randint(1, 3), "blue": draw.randint(1, 3)}
-        cells = draw.sample(range(16), sum(counts.values()))
+    generator = random.Random(split)
+    rows: list[dict[str, str]] = []
+    while len(rows) < num_rows:
+        drawing = ImageDraw.Draw(image := Image.new("RGB", (32, 32), "gray"))
+        counts = {"red": generator.randint(1, 3), "blue": generator.randint(1, 3)}
+        cells = generator.sample(range(16), sum(counts.values()))
         for color in [name for name, count in counts.items() for _ in range(count)]:
-            x, y = (8 * part + draw.randint(0, 2) for part in divmod(cells.pop(), 4))
-            draw.choice([pen.ellipse, pen.rectangle])((x, y, x + 5, y + 5), fill=color)
-        color, count = draw.choice(list(counts.items()))
-        made.append({"image": data_url(image), "color": color, "answer": str(count)})
-    return made
+            x, y = (8 * part + generator.randint(0, 2) for part in divmod(cells.pop(), 4))
+            generator.choice([drawing.ellipse, drawing.rectangle])((x, y, x + 5, y + 5), fill=color)
+        color, count = generator.choice(list(counts.items()))
+        rows.append({"image": data_url(image), "color": color, "answer": str(count)})
+    return rows
 
 
 def reward(trajectory: Trajectory) -> float:
-    """Whether the last number of the completion is the answer, which CLEVR has in brackets."""
+    """Returns 1 if the last number in the completion is the answer; CLEVR's answers are in brackets."""
     return float(re.findall(r"\d+", trajectory.answer)[-1:] == [trajectory.prompt.fields["answer"].strip("[] ")])

@@ -6,11 +6,11 @@ Reading order:
     relatives.py  DrGRPO, DAPO, RLOO, GSPO, CISPO, SAPO, REINFORCE++, M2PO and more: GRPO with some settings fixed;
                   OAPL, TOPR, DPPO for stale trajectories
     ppo.py        PPO: a critic instead of groups
-    distillation.py  a teacher's distribution at each token that the policy generates
+    distillation.py  learning from a teacher's distribution at each token that the policy generates
     supervised/   SFT, DPO, IPO, RewardModel: plain LightningModules that train on given data
 
-May import: everything up to module and data. To add an algorithm, subclass RLModule, write `loss` with equations of
-functional/, name its paper as Source, and add it to the parametrized invariances in tests/algorithms/.
+May import everything up to module and data. To add an algorithm, subclass RLModule, write `loss` with equations from
+functional/, name its paper as Source, and add it to the parametrized invariance tests in tests/algorithms/.
 """
 
 from lightrl.algorithms.distillation import Distillation

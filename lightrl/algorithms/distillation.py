@@ -1,6 +1,6 @@
 """Distillation: the policy generates, and learns from a teacher's distribution at every token.
 
-Shapes: B trajectories, T tokens, K of the teacher's top-k tokens at each position.
+Shapes: B trajectories, T tokens, the teacher's K most likely tokens at each position.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Distillation(GRPO):
     the teacher's logprob minus the behavior policy's. Every token gets a signal, and no reward is needed.
 
     With `teacher_topk=K` the loss of a token is a divergence between both distributions at its position, over the
-    teacher's top-k tokens and one outcome for all others (`functional.topk_divergence`): far less noise, for
-    12 · K bytes per token and K more logprobs. Its gradient does not depend on how the trajectory was sampled, so stale
-    trajectories get no importance weights there.
+    teacher's top-k tokens and one outcome for all others (`functional.topk_divergence`). This is far less noisy and
+    costs 12 · K bytes and K more logprobs per token. Its gradient does not depend on how the trajectory was sampled, so
+    stale trajectories need no importance weights.
 
-    Both models see the tokens at the same sampling temperature; the teacher must have the policy's tokenizer.
+    Both models compute logprobs at the same sampling temperature; the teacher must have the policy's tokenizer.
 
-    Logs `policy/kl_teacher_nats`, the reverse KL per token estimated from the sampled tokens; with `teacher_topk` also
-    `policy/teacher_divergence_nats`, the loss, and `policy/teacher_rest_fraction`, the teacher's probability of all
-    tokens but its top-k: if it is large, increase K.
+    It logs `policy/kl_teacher_nats`, the reverse KL per token estimated from the sampled tokens. With `teacher_topk` it
+    also logs `policy/teacher_divergence_nats`, the loss, and `policy/teacher_rest_fraction`, the teacher's probability
+    of all tokens outside its top-k; if that is large, increase K.
 
     Source: https://thinkingmachines.ai/blog/on-policy-distillation; MiniLLM, https://arxiv.org/abs/2306.08543; with
     `teacher_topk`: GKD, https://arxiv.org/abs/2306.13649.
@@ -43,12 +43,12 @@ class Distillation(GRPO):
     Args:
         policy: the student.
         teacher: the model to imitate; frozen.
-        teacher_topk: K; None uses the teacher's logprobs of the sampled tokens only.
+        teacher_topk: K; None uses only the teacher's logprobs of the sampled tokens.
         divergence: `reverse_kl`, `forward_kl` or `jsd`, with `teacher_topk`.
-        jsd_beta: the teacher's share of the mixture that `jsd` compares both with, between 0 and 1.
-        reward: measured and logged; trained on only with `reward_coef`.
+        jsd_beta: the teacher's share, between 0 and 1, of the mixture with which `jsd` compares both models.
+        reward: computed and logged; trained on only with `reward_coef`.
         reward_coef: weight of GRPO's group advantages, added to the teacher's.
-        group_size: completions of each prompt; 1 is enough without `reward_coef`.
+        group_size: completions per prompt; 1 is enough without `reward_coef`.
         kwargs: those of GRPO.
     """
 
@@ -79,9 +79,9 @@ class Distillation(GRPO):
         if divergence != "jsd":
             check_effect("unless divergence is 'jsd'", jsd_beta=(jsd_beta, 0.5))
         if not reward_coef:
-            of_reward = {"advantage_mean": advantage_mean, "advantage_std": advantage_std, **kwargs}
-            names = of_reward.keys() & {"advantage_mean", "advantage_std", "reward_shaping", "overlong_penalty"}
-            check_effect("with reward_coef=0", **{name: (of_reward[name], None) for name in sorted(names)})
+            settings = {"advantage_mean": advantage_mean, "advantage_std": advantage_std, **kwargs}
+            names = settings.keys() & {"advantage_mean", "advantage_std", "reward_shaping", "overlong_penalty"}
+            check_effect("with reward_coef=0", **{name: (settings[name], None) for name in sorted(names)})
         if reward_coef and advantage_mean is None:
             advantage_mean = advantage_std = "group"
         super().__init__(
@@ -111,7 +111,7 @@ class Distillation(GRPO):
                 )
 
     def reward(self, trajectory: Trajectory) -> object:
-        """0 unless `reward=` is given."""
+        """Returns 0; replaced by `reward=` if it is given."""
         return 0.0
 
     def models(self) -> dict[str, Role]:
@@ -151,7 +151,7 @@ class Distillation(GRPO):
         }
 
     def _check_ids(self, ids: Tensor) -> None:
-        """Raises ValueError if the policy lacks a teacher's top-k id: a server does not limit them to the policy's."""
+        """Raises ValueError if a top-k id is not in the policy's vocabulary, to which a server does not limit them."""
         num_ids, largest = self.policy_config.get_text_config().vocab_size, int(ids.max()) if ids.numel() else 0
         if largest >= num_ids:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""GRPO: group relative policy optimization, with the settings that its relatives differ in."""
+"""GRPO: group relative policy optimization, with the settings in which its relatives differ."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class GRPO(RLModule):
     """A clipped policy gradient whose baseline is the mean reward of the other completions of the same prompt.
 
     The clip is centered on the behavior policy, as in PPO. With `decoupled` it is centered on the proximal policy, the
-    policy at the start of the update, and the loss is weighted by proximal ÷ behavior, which corrects for stale
-    trajectories and for numerical differences between engine and trainer instead of clipping them away. Bounded, these
-    weights are truncated (TIS) or masked (MIS, IcePop) importance sampling: see docs/algorithms.md.
+    policy at the start of the update, and the loss is weighted by proximal ÷ behavior. These weights correct for stale
+    trajectories and for numerical differences between engine and trainer, which the plain clip would cut off. With a
+    bound, they are truncated (TIS) or masked (MIS, IcePop) importance sampling: see docs/algorithms.md.
 
     Source: GRPO, https://arxiv.org/abs/2402.03300; decoupled loss, https://arxiv.org/abs/2505.24298.
 
@@ -42,14 +42,14 @@ class GRPO(RLModule):
         clip_low, clip_high: the ratio stops earning below `1 - clip_low` and above `1 + clip_high`.
         dual_clip: bounds the loss of a token with a negative advantage by `dual_clip · |advantage|`.
         ratio_level: `token`, or `sequence` for GSPO's geometric mean over the trajectory.
-        advantage_mean, advantage_std: subtract the mean of the rewards, and divide by their deviation, over the `group`
-            or the `batch`; None does neither.
-        leave_one_out: the mean is over the other trajectories.
-        decoupled: see above; True, or ImportanceWeights for bounded weights.
+        advantage_mean: subtract the mean reward of the `group` or the `batch`; None subtracts nothing.
+        advantage_std: divide by the rewards' deviation over the `group` or the `batch`; None does not divide.
+        leave_one_out: take the mean over the other trajectories only.
+        decoupled: True, or ImportanceWeights for bounded weights; see above.
         reference: a KL term in the loss.
-        entropy_coef: weight of an entropy bonus; below 0, of a penalty on entropy.
+        entropy_coef: weight of an entropy bonus; a negative weight penalizes entropy.
         overlong_penalty: added to the reward of completions near the length limit.
-        reward_shaping: bias, scaling and clip of the rewards; None leaves them as they are.
+        reward_shaping: bias, scaling and clip of the rewards; None leaves them unchanged.
         kwargs: those of RLModule.
     """
 
@@ -101,13 +101,13 @@ class GRPO(RLModule):
         weights = ImportanceWeights() if decoupled is True else decoupled or None
         self.importance_weights = weights  # None: the loss is not decoupled
         self.reference_kl = reference
-        self.kl_coef = 0.0 if reference is None else reference.coef  # PPO's adapts
+        self.kl_coef = 0.0 if reference is None else reference.coef  # PPO may adapt it
         self.entropy_coef = entropy_coef
         self.overlong_penalty = overlong_penalty
         self.reward_shaping = reward_shaping
         self.needs_proximal_logprobs = weights is not None and not weights.approximate_proximal
         self.needs_entropy_gradient = entropy_coef != 0
-        # Evaluated on one token, the equations reject invalid settings before anything is loaded.
+        # Evaluate the equations on one token, so that they reject invalid settings before anything is loaded.
         one = torch.ones(1, 1)
         clipped_ratio_loss(one, one, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
         self._group_advantages(one[0], one[0])
@@ -123,13 +123,13 @@ class GRPO(RLModule):
         return [*super().model_calls(), *([] if kl_term is None else [kl_term.score_call(policy)])]
 
     def shaped_rewards(self, experience: Experience) -> Tensor:
-        """The rewards with the penalty on overlong completions, then `reward_shaping`, [B]."""
+        """Returns the rewards after the penalty on overlong completions and then `reward_shaping`, [B]."""
         rewards = self.penalized_rewards(experience)[:, None]
         shaping = self.reward_shaping
         return (rewards if shaping is None else shaping(rewards, torch.ones_like(rewards, dtype=torch.bool)))[:, 0]
 
     def penalized_rewards(self, experience: Experience) -> Tensor:
-        """The rewards with the penalty on overlong completions, [B]."""
+        """Returns the rewards after the penalty on overlong completions, [B]."""
         if self.overlong_penalty is None:
             return experience.rewards
         return experience.rewards + self.overlong_penalty(experience.loss_token_counts, self.sampling.max_new_tokens)
@@ -166,7 +166,7 @@ class GRPO(RLModule):
         return {"loss": loss, ESS_WEIGHTS: gradient_weights, **metrics}
 
     def center(self, experience: Experience, outputs: Outputs) -> Tensor:
-        """The logprobs that the clip is centered on, [B, T], without gradient."""
+        """Returns the logprobs that the clip is centered on, [B, T], without gradient."""
         if self.importance_weights is None:
             return experience.behavior_logprobs
         if self.importance_weights.approximate_proximal:
@@ -176,21 +176,21 @@ class GRPO(RLModule):
         return experience["proximal_logprobs"]
 
     def ratio(self, logprobs: Tensor, center: Tensor, loss_mask: Tensor) -> Tensor:
-        """Policy ÷ center of the clip, [B, T]: of each token, or of the whole trajectory."""
+        """Returns policy ÷ center of the clip, [B, T], for each token or for its whole trajectory."""
         if self.ratio_level == "sequence":
             return sequence_ratio(logprobs, center, loss_mask)
         return policy_ratio(logprobs, center)
 
     def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
-        """The factor of each token's policy gradient in `policy_loss`, [B, T], detached; 0 where it learns nothing."""
+        """Returns the factor of each token's policy gradient in `policy_loss`, [B, T], detached; 0 without gradient."""
         return ratio.detach() * (1 - self.is_clipped(ratio, experience, outputs))
 
     def is_clipped(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
-        """1 where the clip of `policy_loss` acts, 0 elsewhere, [B, T]."""
+        """Returns 1 where the clip of `policy_loss` acts, 0 elsewhere, [B, T]."""
         return is_clipped(ratio, experience["advantages"], clip_low=self.clip_low, clip_high=self.clip_high)
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
-        """The policy-gradient part of the loss, [B, T]."""
+        """Returns the policy-gradient part of the loss, [B, T]."""
         return clipped_ratio_loss(
             ratio, experience["advantages"], clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip
         )

@@ -1,4 +1,4 @@
-"""PPO: proximal policy optimization with a critic, GRPO's clipped loss with advantages per token."""
+"""PPO: proximal policy optimization with a critic; GRPO's clipped loss with advantages per token."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EarlyStop:
-    """Skips the rest of an iteration's updates once the policy has moved too far.
+    """Skips an iteration's remaining updates once the policy has moved too far.
 
-    The distance is measured from the policy that the clip is centered on: with `decoupled` the policy at the start of
-    the iteration, so that stale tokens cannot trigger a stop; otherwise the behavior policy.
+    The distance is measured from the center of the clip. With `decoupled` that is the policy at the start of the
+    iteration, so stale tokens cannot trigger a stop; otherwise it is the behavior policy.
 
     Args:
-        kl_nats: bound on the KL (k3) from that policy; None for no bound.
-        ratio: bound on the mean ratio to it, and on its inverse; None for no bound.
+        kl_nats: bound on the KL (k3) from the center; None for no bound.
+        ratio: bound on the mean ratio to the center, and on its inverse; None for no bound.
     """
 
     kl_nats: float | None = None
@@ -55,7 +55,7 @@ class EarlyStop:
             raise ValueError(f"ratio of early_stop must be above 1 or None, got {self.ratio}.")
 
     def __call__(self, metrics: Mapping[str, float]) -> bool:
-        """Whether to stop, from the metrics of the last update."""
+        """Whether to stop, given the metrics of the last update."""
         kl_nats = metrics.get("kl_update_nats", metrics.get("kl_behavior_nats", 0.0))
         if self.kl_nats is not None and kl_nats > self.kl_nats:
             return True
@@ -63,7 +63,7 @@ class EarlyStop:
 
 
 class PPO(GRPO):
-    """A clipped policy gradient whose baseline is a critic: a network that predicts the reward to come at each token.
+    """A clipped policy gradient whose baseline is a critic, a network that predicts the future reward at each token.
 
     One completion per prompt is enough. Policy and critic are updated in the same optimizer step, each in its own
     parameter group. The decoupled and dual-clipped variants are settings of GRPO's loss.
@@ -72,18 +72,18 @@ class PPO(GRPO):
 
     Args:
         policy: the model to train.
-        critic: the checkpoint that the critic starts from, of a language model or a reward model; the policy's if None.
-            `shared` is a head on the policy's body instead: one backward pass, no second model. The head starts at 0
-            and is saved only in checkpoints.
+        critic: the checkpoint that the critic starts from, a language model or a reward model; None is the policy's.
+            `shared` makes the critic a head on the policy's body: one backward pass, no second model. The head starts
+            at 0 and is saved only in checkpoints.
         gamma: discount per loss token.
-        lam: 0 trusts the critic for everything that follows, 1 the rewards.
-        bootstrap_truncated: after a truncated end, the critic's value replaces the missing rest. Set False if the
-            reward already accounts for it, for example if a completion that reaches the length limit is wrong.
+        lam: λ of generalized advantage estimation; 0 relies on the critic's values, 1 on the rewards.
+        bootstrap_truncated: estimate the rewards after a truncated end by the critic's value. Set False if the reward
+            already accounts for truncation, for example if a completion that reaches the length limit is wrong.
         value_clip: bound on the change of a value in an iteration, in the critic's units; None for no bound.
         huber_delta: distance beyond which the critic's loss grows linearly; None for never.
         value_normalization: the critic predicts (return - mean) / deviation, with `running` statistics of all
-            returns so far or `exponential` ones of recent returns; None predicts the returns themselves.
-        value_decay: of the `exponential` statistics, per iteration.
+            returns so far or `exponential` statistics of recent returns; None predicts the returns themselves.
+        value_decay: decay of the `exponential` statistics per iteration.
         value_coef: weight of the critic's loss if it shares the policy's body.
         critic_warmup_iterations: number of iterations at the start that train only the critic, or only its head if it
             shares the policy's body.
@@ -148,7 +148,7 @@ class PPO(GRPO):
         self.critic_warmup_iterations = critic_warmup_iterations
         self.whiten_advantages = whiten_advantages
         self.early_stop = early_stop
-        # Evaluated on one token, the equations reject invalid settings before anything is loaded.
+        # Evaluate the equations on one token, so that they reject invalid settings before anything is loaded.
         one = torch.ones(1, 1)
         gae(one, one, one.bool(), gamma, lam)
         value_loss(one, one, one, value_clip=value_clip, huber_delta=huber_delta)
@@ -163,9 +163,9 @@ class PPO(GRPO):
             keep_float32(self.reference)
         if self.shares_body and self.value_head is None:
             weight = self.policy.get_output_embeddings().weight
-            home = "cpu" if weight.is_meta else weight.device  # its weights come from no checkpoint
-            # No bias, as in Hugging Face's scalar heads: head and body can be exported as such a model.
-            self.value_head = torch.nn.Linear(weight.shape[1], 1, bias=False, device=home)
+            device = "cpu" if weight.is_meta else weight.device  # no checkpoint fills in a meta head
+            # No bias, as in Hugging Face's scalar heads, so that head and body can be exported as such a model.
+            self.value_head = torch.nn.Linear(weight.shape[1], 1, bias=False, device=device)
             torch.nn.init.zeros_(self.value_head.weight)
             keep_float32(self.value_head)
 
@@ -182,7 +182,7 @@ class PPO(GRPO):
         return [dataclasses.replace(calls[0], inputs=inputs)]
 
     def resting_parameters(self) -> Iterable[torch.nn.Parameter]:
-        """The policy's body while a critic's head on it warms up."""
+        """Returns the policy's parameters while a critic's head on the policy warms up."""
         return self.policy.parameters() if self.is_warming_up and self.shares_body else ()
 
     def saved_roles(self) -> list[str]:
@@ -218,7 +218,7 @@ class PPO(GRPO):
         return {"advantages": advantages, "returns": returns}
 
     def token_rewards(self, experience: Experience) -> Tensor:
-        """Shaped rewards on the tokens that earned them, [B, T]; an outcome's on the last loss token."""
+        """Returns shaped rewards on the tokens that earned them, [B, T]; outcome rewards are on the last loss token."""
         mask = experience.loss_mask
         if experience.token_rewards is None:
             rewards = on_last_loss_token(self.penalized_rewards(experience), mask)
@@ -228,7 +228,7 @@ class PPO(GRPO):
         return rewards if self.reward_shaping is None else self.reward_shaping(rewards, mask)
 
     def _adapt_kl_coef(self, kl_nats: float, num_trajectories: int) -> None:
-        """Adapts the weight of the KL term, from the next iteration's rewards on."""
+        """Adapts the weight of the KL term for the next iteration."""
         assert self.kl_controller is not None
         self._log_if_attached("policy/kl_coef", self.kl_coef)
         self._log_if_attached("policy/kl_behavior_reference_nats", kl_nats)
@@ -243,15 +243,15 @@ class PPO(GRPO):
     def value_loss(self, experience: Experience, values: Tensor) -> dict[str, Tensor]:
         old = experience["values"]
         loss = value_loss(values, experience["returns"], old, value_clip=self.value_clip, huber_delta=self.huber_delta)
-        moved = (values - old).detach().abs()
-        metrics = {"loss": loss, "value": values.detach(), "max_move": moved}
-        return (
-            metrics if self.value_clip is None else {**metrics, "clipped_fraction": (moved > self.value_clip).float()}
-        )
+        moves = (values - old).detach().abs()
+        metrics = {"loss": loss, "value": values.detach(), "max_move": moves}
+        if self.value_clip is not None:
+            metrics["clipped_fraction"] = (moves > self.value_clip).float()
+        return metrics
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether this iteration trains the critic alone; False outside a run, so that a plan shows all calls."""
+        """Whether this iteration trains only the critic; False outside a run, so that a plan shows all calls."""
         return self.is_attached and self.weight_version < self.critic_warmup_iterations
 
     def is_update_the_last(self, metrics: dict[str, float]) -> bool:
@@ -270,19 +270,19 @@ class PPO(GRPO):
         checkpoint["ppo"] = {"kl_coef": self.kl_coef, "value_normalizer": normalizer}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        had = checkpoint.get("models", {}).get("critic")
-        if had is not None and (had.get("body") is not None) != self.shares_body:
+        saved = checkpoint.get("models", {}).get("critic")
+        if saved is not None and (saved.get("body") is not None) != self.shares_body:
             raise ValueError(
-                f"The checkpoint's critic is {'a model of its own' if self.shares_body else 'a head on the policy'}, "
-                "this run's is not. Set critic as in that run, or start a new run from exports of the checkpoint's "
+                f"The checkpoint's critic is {'a separate model' if self.shares_body else 'a head on the policy'}, "
+                "but this run's is not. Set critic as in that run, or start a new run from exports of the checkpoint's "
                 "policy and critic."
             )
         super().on_load_checkpoint(checkpoint)
         state = checkpoint.get("ppo")
-        if state is None:  # another algorithm's checkpoint: only its policy continues
+        if state is None:  # another algorithm's checkpoint: only its policy is restored
             return
         controller = self.kl_controller
-        if controller is not None and controller.target_nats is not None and state["kl_coef"] > 0:  # else configured
-            self.kl_coef = controller.coef = state["kl_coef"]
+        if controller is not None and controller.target_nats is not None and state["kl_coef"] > 0:
+            self.kl_coef = controller.coef = state["kl_coef"]  # otherwise the configured weight applies
         if self.normalizer is not None and state["value_normalizer"] is not None:
             self.normalizer.load_state_dict(state["value_normalizer"])

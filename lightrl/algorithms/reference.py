@@ -25,10 +25,10 @@ class ReferenceKL:
 
     Args:
         coef: its weight, above 0.
-        model: the reference policy, usually the checkpoint that training starts from. None with LoRA is the initial
-            policy: the same model without its adapters, at no cost of memory, or a frozen copy with `lora.adapter`.
-        estimator: "k2", whose gradient is that of the KL on-policy, or "k3"; "k1" if the KL is subtracted from the
-            reward, since as a loss its gradient is 0 in expectation. None means k3 in the loss and k1 in the reward.
+        model: the reference policy, usually the checkpoint that training starts from. None needs LoRA and is the
+            initial policy: the model without its adapters, which costs no memory, or with `lora.adapter` a frozen copy.
+        estimator: "k2", whose gradient on-policy is that of the KL, or "k3". "k1" is for a KL subtracted from the
+            reward; as a loss its gradient is 0 in expectation. None is k3 in the loss and k1 in the reward.
     """
 
     coef: float
@@ -41,7 +41,7 @@ class ReferenceKL:
         check_choice((*get_args(KLEstimator), None), estimator=self.estimator)
 
     def check(self, policy: Role, *, in_reward: bool) -> None:
-        """Raises ValueError if there is nothing to compare the policy with, or the term would have no effect."""
+        """Raises ValueError if there is no reference policy, or the term would have no effect."""
         if self.model is None and not policy.tuning.keeps_base:
             raise ValueError(
                 "reference needs a model: the policy has no LoRA adapters to turn off. Set reference.model, usually to "
@@ -54,17 +54,17 @@ class ReferenceKL:
             )
 
     def role(self, policy: Role) -> Role | None:
-        """The role that the term adds; None if the policy without its adapters is the reference."""
+        """Returns the reference's role; None if the reference is the policy without its adapters."""
         return policy.initial if self.model is None else Role.of(self.model)
 
     def score_call(self, policy: Role) -> ModelCall:
-        """The forward that gives `reference_logprobs`."""
+        """Returns the model call that computes `reference_logprobs`."""
         role = "policy" if self.role(policy) is None else "reference"
         outputs = ("reference_logprobs",)
         return ModelCall(outputs[0], role, "infer", ("token_ids",), outputs, base_only=role == "policy")
 
     def per_token(self, logprobs: Tensor, reference_logprobs: Tensor | None, *, in_reward: bool = False) -> Tensor:
-        """The estimate of KL(policy ‖ reference) for each token, [B, T], nats; not yet weighted by `coef`."""
+        """Estimates KL(policy ‖ reference) for each token, [B, T], in nats, without the weight `coef`."""
         assert reference_logprobs is not None
         return kl(logprobs, reference_logprobs, estimator=self.estimator or ("k1" if in_reward else "k3"))
 
@@ -76,10 +76,10 @@ class AdaptiveKL(ReferenceKL):
     Args:
         coef, model, estimator: as in ReferenceKL; `coef` is the weight at the start.
         in_reward: subtract the KL from each token's reward; False adds it to the loss.
-        target_nats: adapt the weight to keep the KL per token there; None keeps the weight fixed.
-        horizon: trajectories over which the weight adapts; see KLController.
-        decay: after each iteration the reference becomes decay · itself + (1 - decay) · policy, in float32; None keeps
-            it fixed.
+        target_nats: adapt the weight to keep the KL per token at this target; None keeps the weight fixed.
+        horizon: number of trajectories over which the weight adapts; see KLController.
+        decay: after each iteration, set the reference to decay · reference + (1 - decay) · policy, in float32; None
+            keeps it fixed.
     """
 
     in_reward: bool = True
@@ -93,7 +93,7 @@ class AdaptiveKL(ReferenceKL):
         self.controller()
 
     def controller(self) -> KLController:
-        """The weight of the term over a run."""
+        """Makes the controller of the term's weight."""
         return KLController(self.coef, self.target_nats, self.horizon)
 
     def role(self, policy: Role) -> Role | None:
@@ -109,8 +109,8 @@ class AdaptiveKL(ReferenceKL):
         reference = self.role(policy)
         if reference is None or reference.spec.url is not None:
             raise ValueError(
-                f"reference.decay={self.decay} moves the reference policy, but that is behind a server, or the policy "
-                "without its adapters. Set reference.model to the checkpoint that training starts from."
+                f"reference.decay={self.decay} moves the reference policy, but the reference is behind a server, or is "
+                "the policy without its adapters. Set reference.model to the checkpoint that training starts from."
             )
         if reference.mesh != policy.mesh:
             raise ValueError(
@@ -138,7 +138,7 @@ class AdaptiveKL(ReferenceKL):
 
     @torch.no_grad()
     def move(self, reference: torch.nn.Module, policy: torch.nn.Module) -> None:
-        """Moves the reference towards the policy; both are sharded alike, so each process moves its part."""
+        """Moves the reference towards the policy; both are sharded alike, so each process moves its own shard."""
         assert self.decay is not None
         for old, new in zip(reference.parameters(), policy.parameters(), strict=True):
             local(old).lerp_(local(new).to(local(old)), 1 - self.decay)

@@ -1,6 +1,6 @@
-"""GRPO's relatives: each fixes a few settings of GRPO, or replaces its loss, under the name of its paper.
+"""GRPO's relatives: each fixes a few settings of GRPO or replaces its loss, and has the name from its paper.
 
-The last three are for stale trajectories, and none of their importance weights exceeds 1."""
+The last three are for stale trajectories; their importance weights are at most 1."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightrl.models import ModelSpec, Outputs, Role
 
 
 class DrGRPO(GRPO):
-    """GRPO without its two biases: no division by the group's deviation, none by the trajectory's length.
+    """GRPO without its two biases: it divides neither by the group's standard deviation nor by a trajectory's length.
 
     Source: https://arxiv.org/abs/2503.20783.
     """
@@ -41,7 +41,7 @@ class DrGRPO(GRPO):
 
 
 class DAPO(GRPO):
-    """Clip-higher and a loss over tokens; its soft overlong punishment is the setting `overlong_penalty`.
+    """GRPO with clip-higher and a loss averaged over tokens. `overlong_penalty` is the paper's soft punishment.
 
     Its dynamic sampling, which drops groups whose rewards are all equal, is the callback `DynamicSampling()`.
 
@@ -60,10 +60,10 @@ class DAPO(GRPO):
 
 
 class RLOO(GRPO):
-    """REINFORCE whose baseline is the mean reward of the group's other trajectories.
+    """REINFORCE with the mean reward of the group's other trajectories as its baseline.
 
     The loss of a trajectory is the sum over its tokens, since the whole completion is one action; `fixed` divides it by
-    a constant. The ratio is clipped token by token, which makes no difference on-policy.
+    a constant. The ratio of each token is clipped, which makes no difference on-policy.
 
     Source: https://arxiv.org/abs/2402.14740.
     """
@@ -92,9 +92,9 @@ class ReinforceBaseline(GRPO):
 
 
 class GSPO(GRPO):
-    """The ratio and its clip belong to the trajectory, not to the token.
+    """GRPO with a ratio, and a clip, of the whole trajectory instead of each token.
 
-    Source: https://arxiv.org/abs/2507.18071, which also gives the clip bounds.
+    Source: https://arxiv.org/abs/2507.18071, also for the clip bounds.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class GSPO(GRPO):
 
 
 class CISPO(GRPO):
-    """The clipped ratio weights the policy gradient, so a clipped token still learns.
+    """Weights the policy gradient by the clipped ratio, so that clipped tokens still have a gradient.
 
-    Source: https://arxiv.org/abs/2506.13585. The paper tunes `clip_high` and gives no number.
+    Source: https://arxiv.org/abs/2506.13585. The paper tunes `clip_high` and reports no value.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class CISPO(GRPO):
         super().__init__(policy, clip_low=clip_low, clip_high=clip_high, dual_clip=None, ratio_level="token", **kwargs)
 
     def is_clipped(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
-        """1 where the weight is clipped, whatever the advantage's sign; the token still learns."""
+        """Returns 1 where the weight is clipped, whatever the advantage's sign; the token still has a gradient."""
         return ((ratio < 1 - self.clip_low) | (ratio > 1 + self.clip_high)).to(ratio.dtype)
 
     def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
@@ -140,12 +140,12 @@ class CISPO(GRPO):
 
 
 class SAPO(GRPO):
-    """A smooth gate instead of the clip: off-policy a token's gradient fades, faster if its advantage is negative.
+    """GRPO with a smooth gate instead of the clip: off-policy a token's gradient decays, faster for advantages below 0.
 
-    Source: https://arxiv.org/abs/2511.20347, which also gives the temperatures.
+    Source: https://arxiv.org/abs/2511.20347, also for the temperatures.
 
     Args:
-        temperature_positive, temperature_negative: of the gate, where the advantage is positive and elsewhere.
+        temperature_positive, temperature_negative: the gate's, for tokens with a positive advantage and for others.
         kwargs: GRPO's, except its clip.
     """
 
@@ -169,9 +169,9 @@ class SAPO(GRPO):
 
 
 class LitePPO(GRPO):
-    """The group's mean, the batch's standard deviation, and a loss averaged over tokens: two tricks and nothing else.
+    """Advantages by the group's mean and the batch's standard deviation, and a loss averaged over tokens.
 
-    The deviation is that of all rewards in the batch; AReaL's is around the group means.
+    The standard deviation is around the mean of all rewards in the batch; AReaL's is around the group means.
 
     Source: https://arxiv.org/abs/2508.08221.
     """
@@ -183,15 +183,15 @@ class LitePPO(GRPO):
 
 
 class ReinforcePlusPlus(GRPO):
-    """No group and no critic: a token's return is the reward minus the KL to come, normalized over the batch.
+    """Needs no group and no critic: a token's advantage is its return, normalized over the batch.
 
-    With `reference` the KL of each token (behavior policy against reference) is subtracted from its reward, as in PPO.
+    With `reference`, the KL of each token (behavior ‖ reference) is subtracted from its reward, as in PPO.
 
     Source: https://arxiv.org/abs/2501.03262.
 
     Args:
-        advantage_mean: `group` is the paper's variant with a baseline: the group's mean reward is subtracted first.
-        group_size: completions of each prompt; 1 is enough without that baseline.
+        advantage_mean: with `group`, the paper's variant with a baseline, the group's mean reward is subtracted first.
+        group_size: completions per prompt; 1 is enough without that baseline.
         kwargs: GRPO's, except its other statistics.
     """
 
@@ -222,26 +222,26 @@ class ReinforcePlusPlus(GRPO):
         returns = rewards[experience.local_rows, None].expand(mask.shape)
         if self.reference_kl is not None:
             penalty = self.reference_kl.per_token(local.behavior_logprobs, local.reference_logprobs, in_reward=True)
-            to_come = torch.where(mask, penalty, 0.0).flip(1).cumsum(1).flip(1)
-            returns = returns - self.kl_coef * to_come
+            future_penalty = torch.where(mask, penalty, 0.0).flip(1).cumsum(1).flip(1)
+            returns = returns - self.kl_coef * future_penalty
         return batch_normalized(returns, mask, total=experience.total)
 
 
 class M2PO(GRPO):
-    """No clip: drops the tokens with the largest squared log-ratio until the mean over the others is small enough.
+    """Masks the tokens with the largest squared log-ratios, instead of clipping, until the others' mean is in bounds.
 
-    For very stale trajectories, where a clip removes the gradient of many informative tokens. The mask compares the
-    proximal with the behavior policy, once for the whole iteration, so it costs a forward pass; a dropped token still
-    counts in the loss's denominator.
+    It is for very stale trajectories, where a clip removes the gradient of many informative tokens. The mask compares
+    the proximal with the behavior policy, once for the whole iteration, which costs a forward pass. A masked token
+    still counts in the loss's denominator.
 
-    Source: https://arxiv.org/abs/2510.01161, which also gives the threshold.
+    Source: https://arxiv.org/abs/2510.01161, also for the threshold.
 
     Args:
         second_moment_threshold: bound on the mean of log_ratio², nats².
         kwargs: GRPO's, except its clip.
     """
 
-    advantage_inputs = ("proximal_logprobs", "behavior_logprobs", "loss_mask")  # it sorts all tokens of the iteration
+    advantage_inputs = ("proximal_logprobs", "behavior_logprobs", "loss_mask")  # to sort all tokens of the iteration
 
     def __init__(self, policy: str | ModelSpec | Role, *, second_moment_threshold: float = 0.04, **kwargs: Any) -> None:
         super().__init__(policy, clip_low=1.0, clip_high=math.inf, dual_clip=None, **kwargs)
@@ -256,7 +256,7 @@ class M2PO(GRPO):
 
     def model_calls(self) -> list[ModelCall]:
         calls = super().model_calls()
-        if not any("proximal_logprobs" in call.outputs for call in calls):  # even with one update: the mask reads them
+        if not any("proximal_logprobs" in call.outputs for call in calls):  # the mask needs them even with one update
             calls.insert(0, ModelCall("proximal_logprobs", "policy", "infer", ("token_ids",), ("proximal_logprobs",)))
         return calls
 
@@ -276,11 +276,11 @@ class OAPL(GRPO):
     A trajectory's loss is the sum over its tokens; `fixed` divides it by a constant. The sum also accumulates the
     engine's rounding of every token: before using long completions, check `policy/kl_behavior_nats` on-policy.
 
-    Source: https://arxiv.org/abs/2602.19362, with its two temperatures as one.
+    Source: https://arxiv.org/abs/2602.19362, with one temperature instead of two.
 
     Args:
-        beta: how far a trajectory may move the policy: log-ratios of up to (reward - V) / β nats. In units of the
-            reward; 0.25 for rewards of 0 and 1.
+        beta: β, in units of the reward: a trajectory may move the policy to a log-ratio of (reward - V) / β nats. The
+            default is for rewards of 0 and 1.
         kwargs: GRPO's, except its clip, advantages and importance weights.
     """
 
@@ -305,7 +305,7 @@ class OAPL(GRPO):
             **kwargs,
         )
         self.beta = beta
-        optimal_advantages(torch.ones(1), torch.ones(1), beta)  # it refuses the setting before anything is loaded
+        optimal_advantages(torch.ones(1), torch.ones(1), beta)  # rejects an invalid setting before anything is loaded
 
     def advantages(self, experience: Experience) -> Tensor:
         return optimal_advantages(self.shaped_rewards(experience), experience.group_ids, self.beta)
@@ -320,11 +320,11 @@ class OAPL(GRPO):
         )
 
     def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
-        return torch.ones_like(ratio)  # it regresses the log-ratio instead of multiplying by a ratio
+        return torch.ones_like(ratio)  # the regression does not multiply by a ratio
 
 
 class TOPR(GRPO):
-    """Imitates trajectories that were better than expected; worse ones lose weight as the policy moves away from them.
+    """Imitates trajectories that were better than expected; the weight of worse ones falls with their likelihood.
 
     Source: https://arxiv.org/abs/2503.14286, with each token's ratio instead of the trajectory's, and GRPO's baseline.
     """
@@ -342,12 +342,12 @@ class TOPR(GRPO):
 
 
 class DPPO(GRPO):
-    """A token stops learning once the policy's divergence from the behavior policy, not their ratio, passes a bound.
+    """Removes a token's gradient once the divergence from the behavior policy, instead of the ratio, exceeds a bound.
 
-    Source: https://arxiv.org/abs/2602.04879, its binary KL.
+    Source: https://arxiv.org/abs/2602.04879, with its binary KL.
 
     Args:
-        max_nats: bound on the divergence of one token, over two outcomes: this token, or any other.
+        max_nats: bound on the divergence between two outcomes: the sampled token, or any other.
         kwargs: GRPO's, except its clip.
     """
 
@@ -357,7 +357,7 @@ class DPPO(GRPO):
         )
         self.max_nats = max_nats
         one = torch.ones(1)
-        leaves_trust_region(one, one, one, max_nats=max_nats)  # it refuses the setting before anything is loaded
+        leaves_trust_region(one, one, one, max_nats=max_nats)  # rejects an invalid setting before anything is loaded
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         loss = super().policy_loss(ratio, experience, outputs)

@@ -8,8 +8,8 @@ Reading order:
       answer_check.py   compares sampled tokens with the trainer under the weights that sampled them
     staleness.py        how far behind a trajectory may be
     dynamic_sampling.py which groups are dropped and replaced; which prompts are run, by past success
-    rollout_metrics.py  the numbers logged in each iteration; monitors.py: callbacks that wait for an unknown metric
-    progress.py         the two-line progress bar, and a line per iteration; which models train
+    rollout_metrics.py  the numbers logged in each iteration; monitors.py: callbacks that monitor an unknown metric
+    progress.py         the two-line progress bar and the permanent lines; which models train
     trace.py            what each process did when, and where the time went
     trajectory_log.py   trajectories as JSONL, and periodically as a table
     learning_curve.py   the run's curve as a plot
@@ -17,7 +17,7 @@ Reading order:
     loggers.py          tables, plots, models and settings for the loggers that accept them
     export.py           the policy as a Hugging Face folder
 
-May import: everything up to module and data; not loops, not trainer. To add one, subclass RLCallback and override the
+May import everything up to module and data, but not loops or trainer. To add one, subclass RLCallback and override the
 hooks that you need; a test runs it in a real Trainer with FakeEngine.
 """
 

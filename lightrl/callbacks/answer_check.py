@@ -1,13 +1,12 @@
-"""AnswerCheck: compares sampled tokens with the trainer under the weights that sampled them, before they are trained
-on.
+"""AnswerCheck: before the policy trains on sampled tokens, checks them against the weights that sampled them.
 
-In each iteration, a few trajectories are scored again: the tokens of their oldest and newest weight versions, which the
-trainer keeps in host memory while they may be stale. The engine's logprobs must equal the trainer's, up to rounding. In
-addition, the oldest tokens must be as likely as their distribution says, which detects a server that ignores sampling
-settings. The newest ones exist only if no end token came before: a biased sample, which does not count.
+In each iteration, the trainer recomputes logprobs of a few trajectories: of the tokens from their oldest and newest
+weight versions, whose weights it copies to host memory. The engine's logprobs must equal the trainer's, up to rounding.
+The oldest tokens must also be as likely as their distribution says, which detects a server that ignores sampling
+settings. The newest tokens exist only if no end token came before: a biased sample, which this check leaves out.
 
 For a function f of a token, exp(λ f) / E[exp(λ f)] has mean 1, whatever came before, so the product over all tokens
-exceeds e^35 with probability at most e^-35. f is the logprob: λ > 0 accumulates evidence for too likely tokens
+exceeds e^35 with probability at most e^-35. Here f is the logprob: λ > 0 accumulates evidence for too likely tokens
 (temperature 0, a smaller top-k), λ < 0 for too unlikely ones. The sum of the logarithms is reset to 0 when it is
 negative. Shapes: N tokens, their K most likely alternatives.
 
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrl.callbacks.lag_probe import kept_places
+from lightrl.callbacks.lag_probe import choose_rows
 from lightrl.callbacks.probe import Rounding, check_mismatch, mismatch_bound_nats
 from lightrl.columns import SUPPORTS
 from lightrl.errors import EngineError
@@ -37,99 +36,100 @@ from lightrl.trajectory import Sampling
 
 TOP = 64  # K
 LIMIT_NATS = 35.0
-OUTSIDE_CHANCES = 0.01, 0.05  # of a token beyond top-p or top-k: by rounding; in a faulty server
-NUM_TOKENS = 256  # trained tokens that are scored again
+OUTSIDE_CHANCES = 0.01, 0.05  # chance of a token beyond top-p or top-k: by rounding, in a faulty server
+NUM_TOKENS = 256  # trained tokens to check
 
 
 class AnswerCheck:
-    """Checks an iteration's first minibatch, except for tokens of versions up to this run's first load.
+    """Checks an iteration's first minibatch, except for tokens of the first version that this run loads, or older ones.
 
-    After a failure within an iteration, other weights may have sampled tokens that carry the first load's version.
+    After a failure within an iteration, other weights may have sampled tokens that carry that first version.
     """
 
     def __init__(self) -> None:
-        self._evidence_nats = torch.zeros(2)  # that tokens are too likely, too unlikely
+        self._evidence_nats = torch.zeros(2)  # for too likely tokens, for too unlikely ones
         self._weights: dict[int, list[Tensor]] = {}  # version → the policy's trained parameters on this rank
         self._first_version: int | None = None  # the first version that this run has loaded
 
     def keep(self, trainer: RLTrainer, module: RLModule, weight_version: int, rounding: Rounding) -> None:
-        """Copies the present weights under this version; forgets versions whose tokens are too old to train on."""
+        """Copies the current weights as this version; deletes versions whose tokens are too old to train on."""
         staleness = trainer.rollout.settings.max_staleness
         self._first_version = weight_version if self._first_version is None else self._first_version
-        self._weights = {old: kept for old, kept in self._weights.items() if old >= weight_version - staleness}
+        self._weights = {old: weights for old, weights in self._weights.items() if old >= weight_version - staleness}
         if staleness > 0:
-            is_coarse = rounding.engine_eps >= torch.finfo(torch.bfloat16).eps  # the engine has rounded weights too
+            is_coarse = rounding.engine_eps >= torch.finfo(torch.bfloat16).eps  # the engine rounds its weights too
             values = _trained(module) if ranks_of(trainer.strategy).of_role("policy").is_here else []
             dtypes = [torch.bfloat16 if is_coarse else value.dtype for value in values]
             copies = (value.to("cpu", dtype, copy=True) for value, dtype in zip(values, dtypes, strict=True))
             self._weights[weight_version] = list(copies)
 
     def has_sampled(self, version: int) -> bool:
-        """Whether all tokens of this version were sampled by weights that this run has loaded."""
+        """Whether weights that this run loaded sampled all tokens of this version."""
         return version > (self._first_version or -1)
 
     def check(self, trainer: RLTrainer, module: RLModule, minibatch: ShardedExperience, rounding: Rounding) -> None:
-        """Raises WeightSyncError or EngineError, the same on every rank; collective."""
-        ranks, present = ranks_of(trainer.strategy), trainer.weight_version
-        places = kept_places(len(minibatch), minibatch.num_loss_tokens, NUM_TOKENS)
+        """Raises WeightSyncError for wrong logprobs, EngineError for wrong sampling, on every rank; collective."""
+        ranks, current = ranks_of(trainer.strategy), trainer.weight_version
+        chosen = choose_rows(len(minibatch), minibatch.num_loss_tokens, NUM_TOKENS)
         bounds = torch.stack(minibatch.version_bounds, 1).tolist()
-        rows_of: dict[int, list[int]] = {}
-        for row in sorted((place + present) % len(minibatch) for place in places):
+        version_to_rows: dict[int, list[int]] = {}
+        for row in sorted((index + current) % len(minibatch) for index in chosen):
             for version in {*bounds[row]}:
-                if self.has_sampled(version) and (version == present or version in self._weights):
-                    rows_of.setdefault(version, []).append(row)
+                if self.has_sampled(version) and (version == current or version in self._weights):
+                    version_to_rows.setdefault(version, []).append(row)
         evidence = torch.zeros(2)
-        for version, rows in rows_of.items():
+        for version, rows in version_to_rows.items():
             sums, largest = torch.zeros(5), torch.zeros(1)
             if ranks.of_role("policy").is_here:
-                weights = [] if version == present else self._weights[version]
-                with torch.no_grad(), _under(weights, _trained(module)):
+                weights = [] if version == current else self._weights[version]
+                with torch.no_grad(), _set_weights(weights, _trained(module)):
                     sums, largest = _measure(trainer, module, minibatch.select(rows), version, rounding)
             sums, largest = ranks.total(sums), ranks.total(largest, "max")
             evidence += sums[3:]
             if num := int(sums[0]):
                 difference, entropy = (sums[1:3] / num).tolist()
-                which = "the present weights" if version == present else f"weight version {version}"
+                name = "the present weights" if version == current else f"weight version {version}"
                 bound = mismatch_bound_nats(rounding, entropy)
-                check_mismatch(which + _by(trainer), num, difference, float(largest), bound, rounding.dtypes)
-        if _has_all_that_was_sampled(trainer, module, minibatch):
+                check_mismatch(name + _at_servers(trainer), num, difference, float(largest), bound, rounding.dtypes)
+        if _is_unselected(trainer, module, minibatch):
             self._evidence_nats = (self._evidence_nats + evidence).clamp(min=0)
         if (total := float(self._evidence_nats.max())) > LIMIT_NATS:
-            what, sampling = ("likely", "unlikely")[int(self._evidence_nats.argmax())], module.sampling
+            problem, sampling = ("likely", "unlikely")[int(self._evidence_nats.argmax())], module.sampling
             raise EngineError(
-                f"The tokens that the engine sampled{_by(trainer)} are too {what} for temperature="
+                f"The tokens that the engine sampled{_at_servers(trainer)} are too {problem} for temperature="
                 f"{sampling.temperature:g}, top_p={sampling.top_p:g} and top_k={sampling.top_k}: the probability is "
                 f"e^-{total:.0f}. Look for a proxy or a server argument that changes these settings, or set "
                 "WeightSync.verify to false."
             )
 
 
-def _has_all_that_was_sampled(trainer: RLTrainer, module: RLModule, minibatch: ShardedExperience) -> bool:
-    """Whether no sampled token was left out, which would bias the likelihood of the rest."""
+def _is_unselected(trainer: RLTrainer, module: RLModule, minibatch: ShardedExperience) -> bool:
+    """Whether the minibatch has every token that was sampled for it; a selection would bias the likelihood."""
     settings = trainer.rollout.settings
     num_rows = settings.groups_per_iteration * settings.group_size // module.num_minibatches
-    is_whole = (len(minibatch), minibatch.num_loss_tokens) == (num_rows, int(minibatch.generated_token_counts.sum()))
+    is_complete = (len(minibatch), minibatch.num_loss_tokens) == (num_rows, int(minibatch.generated_token_counts.sum()))
     selects = settings.num_oversampled or settings.group_filter or settings.incomplete_groups != "train"
-    return is_whole and not selects and module.sampling.temperature > 0
+    return is_complete and not selects and module.sampling.temperature > 0
 
 
 def _measure(
     trainer: RLTrainer, module: RLModule, part: ShardedExperience, version: int, rounding: Rounding
 ) -> tuple[Tensor, Tensor]:
     """Returns sums over this rank's tokens (number, difference, entropy, evidence) and the largest difference."""
-    rated, own = part.rollout_part(), set(part.local_rows.tolist())
+    rollout, own_rows = part.rollout_part(), set(part.local_rows.tolist())
     oldest = part.version_bounds[0].to(module.device)
-    rows = microbatch_rows(rated, ranks_of(trainer.strategy).of_role("policy"), module.microbatch_tokens)
+    rows = microbatch_rows(rollout, ranks_of(trainer.strategy).of_role("policy"), module.microbatch_tokens)
     topk = min(TOP, module.policy_config.get_text_config().vocab_size)
-    whole = replace(rated, tokens={name: it for name, it in rated.tokens.items() if name != SUPPORTS.name})
-    is_truncated = SUPPORTS.name in rated.tokens  # then the alternatives are those before truncation
+    without_supports = {name: values for name, values in rollout.tokens.items() if name != SUPPORTS.name}
+    untruncated = replace(rollout, tokens=without_supports)
+    is_truncated = SUPPORTS.name in rollout.tokens  # the top-k alternatives come from the untruncated distribution
     sums, largest = torch.zeros(5), torch.zeros(1)
-    for experience, num in [(rated, 0), (whole, topk)] if is_truncated else [(rated, topk)]:
+    for experience, num in [(rollout, 0), (untruncated, topk)] if is_truncated else [(rollout, topk)]:
         batches = list(Microbatches(experience, rows, module.device))
         with trainer.precision_plugin.forward_context():
             results: Any = list(module.parallel_models["policy"].forward(batches, topk=num))
         for index, batch, outputs in zip(rows, batches, results, strict=True):
-            is_own = torch.tensor([row in own for row in index] or [False], device=module.device)
+            is_own = torch.tensor([row in own_rows for row in index] or [False], device=module.device)
             mask = batch.loss_mask & (batch.weight_versions == version) & is_own[:, None]
             if not mask.any():
                 continue
@@ -151,9 +151,9 @@ def evidence_nats(top: Tensor, is_sampled: Tensor, sampling: Sampling, margin_na
     """Returns log(exp(λ f) / E[exp(λ f)]) of each token, for a λ > 0 and for -λ, [N, 2].
 
     Args:
-        top: [N, K], logprobs of the most likely tokens before truncation, in order; all others count as one outcome.
-        is_sampled: bool [N, K], which of them was sampled, if any.
-        margin_nats: the most by which rounding may change a logprob.
+        top: [N, K], descending logprobs of the K most likely tokens before truncation; all others count as one outcome.
+        is_sampled: bool [N, K], True for the sampled token, if it is among them.
+        margin_nats: maximum error of a logprob by rounding.
     """
     chances = top.exp()
     is_kept = chances.cumsum(1) - chances < sampling.top_p
@@ -173,11 +173,11 @@ def evidence_nats(top: Tensor, is_sampled: Tensor, sampling: Sampling, margin_na
     tilts = torch.tensor([0.5, -0.5], device=top.device) / spread
     expected = (chances.log()[:, :, None] + tilts[:, None] * values[:, :, None]).logsumexp(1)
     evidence = tilts * values[is_outcome][:, None] - expected
-    if sampling.is_truncated:  # tokens beyond the border are stronger evidence
+    if sampling.is_truncated:  # a token beyond the border is stronger evidence
         sampled = torch.where(is_sampled.any(1), torch.where(is_sampled, top, 0.0).sum(1), top[:, -1])
         is_beyond = sampled < border[:, 0] - margin_nats
         evidence[:, 1] = torch.where(is_beyond, suspect / chance, (1 - suspect) / (1 - chance)).log()
-    is_known = ~is_kept[:, -1:] | (not sampling.is_truncated)  # otherwise tokens beyond K are kept too
+    is_known = ~is_kept[:, -1:] | (not sampling.is_truncated)  # otherwise the truncation keeps tokens beyond K
     return torch.where(is_known, evidence, 0.0)
 
 
@@ -187,21 +187,21 @@ def _trained(module: RLModule) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _under(weights: Sequence[Tensor], parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Sets the parameters to these weights inside the context; leaves them unchanged if there are none."""
+def _set_weights(weights: Sequence[Tensor], parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Sets the parameters to these weights inside the context; without weights, leaves them unchanged."""
     changed = parameters[: len(weights)]
-    present = [parameter.to("cpu", copy=True) for parameter in changed]
+    originals = [parameter.to("cpu", copy=True) for parameter in changed]
     try:
         for parameter, value in zip(changed, weights, strict=True):
             parameter.copy_(value)
         yield
     finally:
-        for parameter, value in zip(changed, present, strict=True):
+        for parameter, value in zip(changed, originals, strict=True):
             parameter.copy_(value)
 
 
-def _by(trainer: RLTrainer) -> str:
-    """Returns the servers that may have sampled, as text; empty on ranks other than 0."""
+def _at_servers(trainer: RLTrainer) -> str:
+    """Returns ` at <servers>` for an error message; empty without servers, and on ranks other than 0."""
     engine = trainer.rollout.engine
     servers = {} if engine is None else engine.verified_by()
     return f" at {', '.join(servers)}" if servers else ""

@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 class DynamicSampling(RLCallback):
     """Drops groups by rules and rolls out new prompts in their place, so that every iteration has its P groups.
 
-    `on_trajectory_dropped` gets each dropped trajectory with the reason: `filtered_zero_variance`, `filtered_too_hard`,
-    `filtered_too_easy`, `filtered_too_long`, `filtered_<word of the rule>`, `incomplete`, `oversampled`. On-policy, the
-    replacements start together once all groups before them are done, so a run stays repeatable. An iteration then costs
-    more rollouts, and an epoch of the data lasts fewer iterations.
+    `on_trajectory_dropped` is called for each dropped trajectory, with the reason: `filtered_zero_variance`,
+    `filtered_too_hard`, `filtered_too_easy`, `filtered_too_long`, `filtered_<word of the rule>`, `incomplete` or
+    `oversampled`. On-policy, the replacements start together once all groups before them are done, so a run stays
+    reproducible. An iteration then costs more rollouts, and an epoch of the data lasts fewer iterations.
 
     Over-sampling starts `oversample_fraction`·P more groups than needed, so that an iteration waits for the fastest P
     groups and not for the slowest. It is biased: long completions are left out more often, which alone can teach the
-    policy to be short; watch `rollout/length_tokens`. On-policy, the groups in flight when P are done are given up:
-    such a run is not repeatable to the bit. With `max_staleness` > 0, only groups that would hold a batch back are
-    given up; their prompts come again in the next epoch.
+    policy to be short; watch `rollout/length_tokens`. On-policy, the groups in flight when P are done are dropped, so
+    the run is not reproducible bit for bit. With `max_staleness` > 0, only groups that would delay a batch are dropped;
+    their prompts come again in the next epoch.
 
-    It logs `rollout/dropped_groups` and `rollout/dropped_groups_<reason>`, since the last iteration, and with
-    over-sampling also `rollout/given_up_fraction`, as a share of the sampled groups. RolloutMetrics'
+    It logs `rollout/dropped_groups` and `rollout/dropped_groups_<reason>`, counted since the last iteration, and
+    `rollout/given_up_fraction`, the share of sampled groups that over-sampling dropped. RolloutMetrics'
     `rollout/dropped_length_tokens` and `rollout/dropped_accuracy_fraction` show what the rules prefer.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476.
@@ -45,14 +45,14 @@ class DynamicSampling(RLCallback):
         drop_zero_variance: drop a group whose trajectories all have the same reward.
         min_success, max_success: drop a group whose share of correct trajectories is outside, 0 to 1. A trajectory is
             correct by its metric `accuracy`, or without one by a reward of at least 1.
-        max_group_tokens: drop a group in which the policy wrote a trajectory longer than this; None for no limit.
-        rule: a function of a Group, or its dotted path; if it returns a word (the reason) or True, the group is
-            dropped; None or False keeps it. It runs on the rollout's event loop, so it must be fast.
-        incomplete_groups: what happens to a group that lost a trajectory (for example, its reward raised): `train` on
-            the others, `resample` it with new seeds, at most three times, or `drop` it.
+        max_group_tokens: drop a group if the policy generated more tokens for a trajectory of it; None for no limit.
+        rule: a function of a Group, or its dotted path. A group is dropped if it returns True or a word, which is the
+            reason, and kept if it returns None or False. It runs on the rollout's event loop, so it must be fast.
+        incomplete_groups: what happens to a group that lost a trajectory, for example because its reward raised:
+            `train` on the others, `resample` it with new seeds, at most three times, or `drop` it.
         oversample_fraction: extra groups to start, as a fraction of P; see above.
-        max_dropped_groups_per_iteration: the run ends with an error that lists the reasons if more groups are dropped
-            for one iteration; 10·P if None.
+        max_dropped_groups_per_iteration: if more groups are dropped in one iteration, the run ends with an error that
+            lists the reasons; None is 10·P.
     """
 
     def __init__(
@@ -122,12 +122,12 @@ class DynamicSampling(RLCallback):
 class PromptCurriculum(RLCallback):
     """Skips prompts by their past success, so that iterations consist of prompts from which the policy can learn.
 
-    When a prompt's turn comes in an epoch, it is run with the probability that the curriculum gives it: prompts keep
-    the stream's order, and an epoch lasts fewer iterations than the loader says. The curriculum's state is part of the
+    In each epoch, a prompt runs with the probability that the curriculum assigns it. Prompts keep the order of the
+    stream, and an epoch lasts fewer iterations than the loader reports. The curriculum's state is part of the
     checkpoint, so a resumed run chooses the same prompts.
 
     RolloutMetrics logs the number of skipped prompts as `rollout/skipped_prompts`. If the curriculum has a method
-    `success_rate`, like SuccessRateCurriculum, the mean past success of prompts that ran again is logged as
+    `success_rate`, as SuccessRateCurriculum has, the mean past success of prompts that ran again is logged as
     `rollout/played_success_fraction`, and that of skipped prompts as `rollout/skipped_success_fraction`.
 
     Args:

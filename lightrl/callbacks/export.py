@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lightrl.callbacks.loggers import log_model, takers_of_models
+from lightrl.callbacks.loggers import log_model, loggers_of_models
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.files import check_local
@@ -47,13 +47,13 @@ class HuggingFaceExport(RLCallback):
     `log_model: true`, every one with `all`. Ctrl-C, an exception and `fast_dev_run` leave an earlier export unchanged.
 
     Args:
-        to: the folder; its parents are created. An earlier export in it is replaced; anything else is refused.
+        to: the folder; its parents are created. An earlier export in it is replaced; other content is refused.
         every_n_iterations: also export after every n-th iteration; None exports only at the end.
-        role: whose model; None is the module's `trained_role` (a RewardModel has one), otherwise the policy.
+        role: the role to export; None is the module's `trained_role` (a RewardModel has one), otherwise the policy.
         merged: with LoRA, merge the adapters into the weights; always done for critics and reward models.
 
     Raises:
-        ValueError: when `fit` starts, if `to` contains anything but an export, or the model that the run starts from.
+        ValueError: when `fit` starts, if `to` contains files that are no export, or the model that the run starts from.
     """
 
     def __init__(
@@ -97,18 +97,18 @@ class HuggingFaceExport(RLCallback):
             return
         ranks = ranks_of(trainer.strategy)
         self._write(trainer, module, ranks)
-        takers = takers_of_models(trainer.loggers, is_last=is_last)
-        if takers:
+        loggers = loggers_of_models(trainer.loggers, is_last=is_last)
+        if loggers:
             ranks.max_each([0])  # a barrier: a rank other than 0 may have written the export
             if trainer.is_global_zero:
-                log_model(takers, self._role_of(module), self.to, trainer.global_step)
+                log_model(loggers, self._role_of(module), self.to, trainer.global_step)
 
     def _write(self, trainer: L.Trainer, module: Any, ranks: Ranks) -> None:
         role, body = self._role_of(module), self._body_of(module)
         holders = ranks.of_role(body)
         model: PreTrainedModel = getattr(module, body)
-        tensors = self._gathered(trainer, module, body)
-        head = self._whole_head(module, holders) if self._is_head(module) and holders.is_here else None
+        tensors = self._gather_tensors(trainer, module, body)
+        head = self._gather_head(module, holders) if self._is_head(module) and holders.is_here else None
         if not holders.is_main:
             return
         with replaced_folder(self.to) as folder:
@@ -119,24 +119,24 @@ class HuggingFaceExport(RLCallback):
             elif tensors is None:
                 save_model(model, folder)
             else:
-                described = module.models()[role] if hasattr(module, "models") else module.policy_role
-                ModelDescription.of(model, described).save(tensors, folder, merged=self.merged)
+                role_settings = module.models()[role] if hasattr(module, "models") else module.policy_role
+                ModelDescription.of(model, role_settings).save(tensors, folder, merged=self.merged)
             if module.tokenizer is not None:
                 save_tokenizer(module.tokenizer, folder)
             save_processor(model.config, folder)
         log.info("Exported the %s after iteration %d to %s.", role, trainer.global_step, self.to)
 
-    def _gathered(self, trainer: L.Trainer, module: Any, role: str) -> dict[str, Tensor] | None:
-        """Returns the full tensors to write, on the CPU: all parameters, or a model with adapters' trained ones.
+    def _gather_tensors(self, trainer: L.Trainer, module: Any, role: str) -> dict[str, Tensor] | None:
+        """Returns the full tensors to write, on the CPU: all parameters, or with adapters only the trained ones.
 
-        Returns None if the model itself has them. Collective over the ranks that hold the model; the first keeps it.
+        Returns None if the model is not sharded. Collective over the ranks that hold it; only the first gets tensors.
         """
         model: PreTrainedModel = getattr(module, role)
-        keeps = ranks_of(trainer.strategy).of_role(role).is_main
+        is_main = ranks_of(trainer.strategy).of_role(role).is_main
         if tuning_of(model).keeps_base:
             trained = ((name, value) for name, value in model.named_parameters() if value.requires_grad)
             gathered = ((name, whole(value)) for name, value in trained)
-            return {name: value.cpu() for name, value in gathered if keeps}
+            return {name: value.cpu() for name, value in gathered if is_main}
         if not isinstance(trainer.strategy, FSDP2Strategy):
             return None
         parallel = module.parallel_models.get(role)
@@ -144,13 +144,13 @@ class HuggingFaceExport(RLCallback):
             parallel = parallel_model(trainer.strategy, model, LogprobSettings())
         tensors: dict[str, Tensor] = {}
         for bucket in parallel.full_parameters(_BUCKET_BYTES):
-            if keeps:
+            if is_main:
                 tensors.update({name: tensor.cpu().clone() for name, tensor in bucket.tensors.items()})
         return tensors
 
-    def _whole_head(self, module: Any, holders: Ranks) -> Tensor:
+    def _gather_head(self, module: Any, holders: Ranks) -> Tensor:
         """Returns the critic's head on the policy's body, on each of the policy's ranks; collective over them."""
-        weight = module.value_head.weight  # the last rank of a pipeline has it, the first may have none
+        weight = module.value_head.weight  # None on the earlier stages of a pipeline
         head = {} if weight is None else {"head": whole(weight)}
         return holders.broadcast_tensors(head, source=holders.size - 1)["head"].cpu()
 
@@ -159,8 +159,8 @@ class HuggingFaceExport(RLCallback):
 
     def _is_head(self, module: Any) -> bool:
         """Whether the role is a critic that is a head on the policy's body."""
-        is_own = hasattr(module, "critic")
-        return self.role == "critic" and not is_own and getattr(module, "value_head", None) is not None
+        has_model = hasattr(module, "critic")
+        return self.role == "critic" and not has_model and getattr(module, "value_head", None) is not None
 
     def _body_of(self, module: Any) -> str:
         """Returns the role whose model holds the weights."""

@@ -1,7 +1,7 @@
 """LagProbe: how far the policy moves in one version and in η versions, from the trainer's logprobs only.
 
-For a token that version b sampled and version v trains on, log π_v - log b is the policy's lag, log π_v - log π_b, plus
-the engine's mismatch. To separate them, the trainer scores a few trajectories under versions b, b + 1 and b + η.
+For a token that version b sampled and version v trains on, log π_v - log b is the sum of the policy's lag, log π_v -
+log π_b, and the engine's mismatch. To separate them, the trainer computes logprobs under versions b, b + 1 and b + η.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrl.callbacks.probe import trainer_scores
+from lightrl.callbacks.probe import trainer_logprobs
 from lightrl.functional import kl
 from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer
@@ -22,24 +22,24 @@ from lightrl.strategies import ranks_of
 from lightrl.trajectory import Group
 
 STEP = "policy/step_k3_nats"
-EVERY = 10  # versions between two that are also scored η versions later
-MIN_ROWS, NUM_TOKENS = 4, 128  # trained rows and tokens; more rows if completions are short
+EVERY = 10  # the lag over η versions is measured from every tenth version on
+MIN_ROWS, NUM_TOKENS = 4, 128  # rows and trained tokens to measure; short completions take more rows
 MAX_FRACTION = 1 / 4  # at most this share of the trajectories
-MAX_TOKENS = 1024  # of each trajectory, from the start
+MAX_TOKENS = 1024  # only this many tokens from the start of each trajectory
 
 _Row = tuple[list[int], list[bool], list[float]]  # token ids, loss mask, the engine's logprobs
 
 
 @dataclass
-class _Kept:
-    """Trajectories of one iteration, with the logprobs of the version after it."""
+class _Snapshot:
+    """Trajectories of one iteration, with their logprobs under the version after it."""
 
     weight_version: int
     rows: list[_Row]
     logprobs: list[list[float]]
 
     def flat(self, now: list[list[float]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the trained tokens' logprobs: the engine's, the trainer's then, and the trainer's now."""
+        """Returns three logprobs of the trained tokens: the engine's, the snapshot's, and those of `now`."""
         mask = torch.tensor([value for _, row, _ in self.rows for value in row])
         behavior, before, after = (
             torch.tensor([value for row in rows for value in row])[mask]
@@ -49,51 +49,51 @@ class _Kept:
 
 
 class LagProbe:
-    """`policy/step_k3_nats`, over one version, and `policy/lag_*`, over η = `max_staleness` versions: nats per token.
+    """Measures `policy/step_k3_nats`, over one version, and `policy/lag_*`, over η = `max_staleness`; nats per token.
 
-    In windowed order, nearly every group is η versions old when it is trained on. Both are measured on loss tokens of
-    the last iteration, at the training temperature: the step in each iteration, the lag in about every tenth. On-policy
-    there is no lag, and nothing is scored. A resumed run starts without kept trajectories.
+    In windowed order, nearly every group is η versions old when it is trained on. Both are measured on loss tokens, at
+    the training temperature: the step in each iteration, the lag in about every tenth. On-policy there is no lag, and
+    nothing is computed. A resumed run starts without snapshots.
     """
 
     def __init__(self) -> None:
         self._offered: list[_Row] = []
-        self._last: _Kept | None = None
-        self._kept: deque[_Kept] = deque()
+        self._last: _Snapshot | None = None
+        self._waiting: deque[_Snapshot] = deque()  # until they are η versions old
 
     def offer(self, trainer: RLTrainer, groups: list[Group]) -> None:
         """Keeps some trajectories of this iteration's groups, on rank 0, which has their tokens."""
         if trainer.is_global_zero:
             trajectories = [item for group in groups for item in group.trajectories]
-            indices = kept_places(len(trajectories), sum(len(item.completion_ids) for item in trajectories))
+            indices = choose_rows(len(trajectories), sum(len(item.completion_ids) for item in trajectories))
             sampled = (trajectories[index] for index in indices)
-            chosen = [item for item in sampled if not (item.prompt.images or item.images)]
-            cut = [
+            text_only = [item for item in sampled if not (item.prompt.images or item.images)]
+            rows = [
                 (list(item.token_ids[:end]), list(item.loss_mask[:end]), list(item.behavior_logprobs[:end]))
-                for item in chosen
+                for item in text_only
                 for end in [min(MAX_TOKENS, item.first_branch)]
             ]
-            self._offered = [row for row in cut if any(row[1])]
+            self._offered = [row for row in rows if any(row[1])]
 
     def measure(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> dict[str, float]:
         """Returns the metrics of this version; collective, called right after the update that made it."""
         staleness = trainer.rollout.settings.max_staleness
         offered: list[_Row] = ranks_of(trainer.strategy).broadcast_json(self._offered)
-        is_due = bool(self._kept) and self._kept[0].weight_version + staleness <= weight_version
-        last, due = self._last, self._kept.popleft() if is_due else None
-        parts = [[] if then is None else then.rows for then in (last, due)] + [offered]
+        is_due = bool(self._waiting) and self._waiting[0].weight_version + staleness <= weight_version
+        last, due = self._last, self._waiting.popleft() if is_due else None
+        parts = [[] if snapshot is None else snapshot.rows for snapshot in (last, due)] + [offered]
         token_ids = [row[0] for part in parts for row in part]
-        scores = iter(trainer_scores(trainer, module, token_ids, is_scaled=True) if token_ids else [])
-        of_last, of_due, of_offered = (list(itertools.islice(scores, len(part))) for part in parts)
-        self._last = _Kept(weight_version, offered, of_offered) if offered else None
+        logprobs = iter(trainer_logprobs(trainer, module, token_ids, is_scaled=True) if token_ids else [])
+        of_last, of_due, of_offered = (list(itertools.islice(logprobs, len(part))) for part in parts)
+        self._last = _Snapshot(weight_version, offered, of_offered) if offered else None
         if self._last is not None and weight_version % EVERY == 1:
-            self._kept.append(self._last)
+            self._waiting.append(self._last)
         metrics = {} if last is None else {STEP: step_k3(*last.flat(of_last))}
         return metrics if due is None else metrics | _lag(*due.flat(of_due)[1:])
 
 
-def kept_places(num_trajectories: int, num_tokens: int, least_tokens: int = NUM_TOKENS) -> range:
-    """Chooses which trajectories of an iteration to keep, evenly over its groups; `num_tokens` counts completions."""
+def choose_rows(num_trajectories: int, num_tokens: int, least_tokens: int = NUM_TOKENS) -> range:
+    """Chooses trajectories of an iteration to measure, evenly over its groups; `num_tokens` counts all completions."""
     num = max(MIN_ROWS, math.ceil(least_tokens * num_trajectories / max(1, num_tokens)))
     num = max(1, min(num, round(MAX_FRACTION * num_trajectories)))
     return range(0, num_trajectories, max(1, num_trajectories // num))[:num]
@@ -102,7 +102,7 @@ def kept_places(num_trajectories: int, num_tokens: int, least_tokens: int = NUM_
 def step_k3(behavior: Tensor, before: Tensor, after: Tensor) -> float:
     """Returns KL(before ‖ after) in nats per token, by k3 on tokens that an older policy sampled; logprobs [N].
 
-    A token that the policy before the step would rarely write counts less: its weight is before ÷ behavior, at most 1.
+    A token that the policy before the step would rarely sample counts less: its weight is before ÷ behavior, at most 1.
     """
     weights = (before - behavior).exp().clamp(max=1.0)
     return float((weights * kl(before, after, estimator="k3")).sum() / weights.sum().clamp(min=1e-9))

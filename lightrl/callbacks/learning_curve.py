@@ -1,4 +1,4 @@
-"""LearningCurve: draws the run as one image, and at its end lists the files in the run's folder."""
+"""LearningCurve: draws the run's progress as one image, and lists the files in the run's folder at the end."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ log = logging.getLogger(__name__)
 REWARD = "rollout/reward"
 SAMPLED_ACCURACY = "rollout/accuracy_fraction"
 HELD_OUT_ACCURACY = "val/accuracy_fraction"
-HELD_OUT_REWARD = "val/reward"  # if there is no held-out accuracy
+HELD_OUT_REWARD = "val/reward"  # drawn if there is no held-out accuracy
 
-_BLUE, _ORANGE, _GRAY = "#2f6db3", "#d9541e", "#6b6b6b"  # distinct for any color vision, and in gray
+_BLUE, _ORANGE, _GRAY = "#2f6db3", "#d9541e", "#6b6b6b"  # distinct for any color vision, and in grayscale
 
-MAX_POINTS = 1000  # of a curve, in the image and in a checkpoint, however long the run
+MAX_POINTS = 1000  # per curve, in the image and in a checkpoint
 
 Curve = Mapping[float, float]  # iteration → value
 
 
 class Points:
-    """A curve of at most `MAX_POINTS`: when it is full, each pair of neighbors becomes one point, their mean.
+    """A curve of at most `MAX_POINTS`: when it is full, each pair of neighbors is replaced by its mean.
 
     So after n iterations each point is the mean over the same number of iterations, n / 1000 to n / 500. It is
     drawn at the middle of its iterations.
@@ -49,7 +49,7 @@ class Points:
 
     def __init__(self) -> None:
         self.stride = 1  # iterations per point
-        self._sums: dict[int, tuple[float, int]] = {}  # point → sum and number of its values
+        self._sums: dict[int, tuple[float, int]] = {}  # index of a point → sum and number of its values
 
     def add(self, iteration: int, value: float) -> None:
         self._put(iteration // self.stride, value, 1)
@@ -62,8 +62,8 @@ class Points:
     def values(self) -> dict[float, float]:
         """Returns iteration → value, in order."""
         middle = (self.stride - 1) / 2
-        centers = ((point * self.stride + middle, point) for point in sorted(self._sums))
-        return {at if middle else int(at): self._sums[point][0] / self._sums[point][1] for at, point in centers}
+        points = ((point * self.stride + middle, *self._sums[point]) for point in sorted(self._sums))
+        return {center if middle else int(center): total / num for center, total, num in points}
 
     def state_dict(self) -> JsonObject:
         rows = [[point, total, num] for point, (total, num) in self._sums.items()]
@@ -81,18 +81,19 @@ class Points:
 class LearningCurve(RLCallback):
     """Draws reward, sampled and held-out accuracy over the iterations, and prints where the run's files are.
 
-    If the reward gives no `accuracy`, it draws the held-out reward.
+    If the reward reports no `accuracy`, it draws the held-out reward.
 
     When `fit` ends, normally or by Ctrl-C, it writes `learning_curve.png` to the run's folder and, if no CSVLogger
-    keeps the metrics, the plotted numbers to `learning_curve.csv`. Weights & Biases, MLflow and TensorBoard get the
-    image. Then it prints the folder and its contents. The numbers are part of the checkpoint, so a resumed run draws
-    the whole curve. After 1,000 iterations it draws means over 2, 4, 8, … iterations, so that checkpoints stop growing.
+    writes the metrics, the plotted numbers to `learning_curve.csv`. It sends the image to Weights & Biases, MLflow and
+    TensorBoard. Then it prints the folder and its contents. The numbers are part of the checkpoint, so a resumed run
+    draws the whole curve. After 1,000 iterations it draws means over 2, 4, 8, … iterations, so that checkpoints stop
+    growing.
 
-    Values at iteration i were sampled by the weights after i iterations. `num_sanity_val_steps=-1` gives a held-out
+    Values at iteration i were sampled by the weights after i iterations. `num_sanity_val_steps=-1` adds the held-out
     accuracy at iteration 0. A run without the metrics of `RolloutMetrics` and validation has no image.
 
     Args:
-        constant_baseline: accuracy of the best constant answer, drawn as a dashed line; None draws none.
+        constant_baseline: accuracy of the best constant answer, drawn as a dashed line; None for no line.
         held_out: the validation metric to draw; SFT's is `val/token_accuracy_fraction`.
     """
 
@@ -104,7 +105,7 @@ class LearningCurve(RLCallback):
         self._run_folder: Path | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._run_folder = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: it is a collective
+        self._run_folder = Path(trainer.log_dir or trainer.default_root_dir)  # log_dir is a collective
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
@@ -115,9 +116,9 @@ class LearningCurve(RLCallback):
                 self._curves[name].add(trainer.global_step - 1, float(metrics[name]))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        is_whole = not trainer.sanity_checking or trainer.num_sanity_val_steps == float("inf")
+        is_complete = not trainer.sanity_checking or trainer.num_sanity_val_steps == float("inf")
         for metric, curve in {self.held_out: HELD_OUT_ACCURACY, HELD_OUT_REWARD: HELD_OUT_REWARD}.items():
-            if is_whole and metric in trainer.callback_metrics:
+            if is_complete and metric in trainer.callback_metrics:
                 self._curves[curve].add(trainer.global_step, float(trainer.callback_metrics[metric]))
                 break
 
@@ -136,7 +137,7 @@ class LearningCurve(RLCallback):
             self._curves[name].load_state_dict(curve)
 
     def _held_out_label(self, trainer: L.Trainer) -> str:
-        """Returns the legend's name for the held-out metric; accuracy is named only by its rows."""
+        """Returns the held-out metric's name in the legend, such as `held-out prompts` for accuracy."""
         data = getattr(trainer, "datamodule", None)
         rows = f"held-out {getattr(data, 'row_name', 'prompt')}s"
         if self.held_out == HELD_OUT_ACCURACY:
@@ -173,7 +174,7 @@ class LearningCurve(RLCallback):
 
 
 def write_curves(curves: Mapping[str, Curve], path: Path) -> None:
-    """Writes one row per iteration and one column per metric, empty if a metric has no value."""
+    """Writes one row per iteration and one column per metric; a missing value leaves its cell empty."""
     iterations = sorted({iteration for curve in curves.values() for iteration in curve})
     text = io.StringIO()
     rows = csv.writer(text)
@@ -190,7 +191,7 @@ def draw_learning_curve(
     constant_baseline: float | None = None,
     held_out_label: str = "held-out prompts",
 ) -> None:
-    """Draws accuracy over iterations as PNG, with the reward above it if that differs, or only the reward.
+    """Draws accuracy over the iterations as PNG, with the reward in a panel above if it differs, or only the reward.
 
     Sampled values are noisy, so they are drawn pale under their running mean.
     """
@@ -239,7 +240,7 @@ def draw_learning_curve(
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Returns the centered mean at each value, over at most `window` values, fewer at both ends."""
+    """Returns the centered mean at each value, over at most `window` values and fewer at both ends."""
     half = window // 2
     return [statistics.fmean(values[max(0, index - half) : index + half + 1]) for index in range(len(values))]
 

@@ -1,7 +1,7 @@
-"""Calls that Lightning's Logger lacks: tables, images, models, and settings in a form that MLflow accepts.
+"""Functions that Lightning's Logger lacks: they log tables, images, models, and settings in a form for MLflow.
 
-Weights & Biases and MLflow support all of them, TensorBoard tables and images, Comet tables. Call them on rank 0, whose
-loggers are real. Everything is also in the run's folder, so a failing logger causes a warning and the run continues.
+Weights & Biases and MLflow support all of them, TensorBoard supports tables and images, Comet tables. Call them on rank
+0; other ranks have dummy loggers. A failing logger causes only a warning: the run's folder has everything too.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from lightning.pytorch.loggers.logger import DummyLogger
 log = logging.getLogger(__name__)
 
 _MLFLOW_NAME_CHARS = 250  # the longest parameter name allowed
-_without_tables: set[type[Logger]] = set()  # kinds of loggers that a warning has named
+_warned_about_tables: set[type[Logger]] = set()
 
 
 def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, object]], step: int) -> None:
     """Logs rows as a table with every column that occurs; MLflow appends them to the run's table of that name.
 
-    Warns once of a kind of logger without tables, except CSVLogger, whose folder has the rows anyway.
+    Warns once about each class of logger without tables, except CSVLogger, whose folder has the rows anyway.
     """
     columns = list(dict.fromkeys(column for row in rows for column in row))
     for logger in loggers:
@@ -40,14 +40,14 @@ def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, 
             elif isinstance(logger, CometLogger):
                 cells = [[row.get(column) for column in columns] for row in rows]
                 logger.experiment.log_table(f"{name}-{step:06d}.csv", tabular_data=cells, headers=columns)
-            elif not isinstance(logger, CSVLogger | DummyLogger) and type(logger) not in _without_tables:
-                _without_tables.add(type(logger))
-                kind = type(logger).__name__
-                log.warning("%s has no tables, so the table %s is only in the run's folder.", kind, name)
+            elif not isinstance(logger, CSVLogger | DummyLogger) and type(logger) not in _warned_about_tables:
+                _warned_about_tables.add(type(logger))
+                logger_class = type(logger).__name__
+                log.warning("%s has no tables, so the table %s is only in the run's folder.", logger_class, name)
 
 
 def log_image(loggers: Iterable[Logger], path: Path, step: int) -> None:
-    """Logs a PNG file under its name."""
+    """Logs a PNG file under its file name."""
     for logger in loggers:
         with _warn_of_errors(logger, path.name):
             if isinstance(logger, WandbLogger):
@@ -60,9 +60,9 @@ def log_image(loggers: Iterable[Logger], path: Path, step: int) -> None:
                 logger.experiment.add_image(path.stem, imread(path), step, dataformats="HWC")
 
 
-def takers_of_models(loggers: Iterable[Logger], *, is_last: bool) -> list[Logger]:
-    """Selects the loggers that log this model: with `log_model: all` every one, with `true` only a run's last."""
-    return [one for one in loggers if getattr(one, "_log_model", False) in (("all", True) if is_last else ("all",))]
+def loggers_of_models(loggers: Iterable[Logger], *, is_last: bool) -> list[Logger]:
+    """Selects the loggers that log this model: `log_model: all` logs every export, `true` only a run's last one."""
+    return [item for item in loggers if getattr(item, "_log_model", False) in (("all", True) if is_last else ("all",))]
 
 
 def log_model(loggers: Iterable[Logger], name: str, folder: Path, step: int) -> None:
@@ -80,21 +80,21 @@ def log_model(loggers: Iterable[Logger], name: str, folder: Path, step: int) -> 
 
 
 def log_settings(loggers: Iterable[Logger], settings: Mapping[str, object], as_yaml: str) -> None:
-    """Logs settings as hyperparameters; MLflow gets one for each number and text, and the YAML as `config.yaml`.
+    """Logs settings as hyperparameters; MLflow gets one per number or string, and the YAML as `config.yaml`.
 
-    MLflow's parameters cannot change, so a run that is continued by its `run_id` keeps the first ones.
+    MLflow's parameters cannot change, so a run that is continued by its `run_id` keeps its first values.
     """
     for logger in loggers:
         if not isinstance(logger, MLFlowLogger):
             logger.log_hyperparams(dict(settings))
             continue
-        before = logger.experiment.get_run(logger.run_id).data.params
-        logger.log_hyperparams({name: value for name, value in _leaves(settings) if name not in before})
+        logged = logger.experiment.get_run(logger.run_id).data.params
+        logger.log_hyperparams({name: value for name, value in _leaves(settings) if name not in logged})
         logger.experiment.log_text(logger.run_id, as_yaml, "config.yaml")
 
 
 def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Yields settings under names that MLflow accepts; a list of numbers is one setting."""
+    """Yields settings by names that MLflow accepts; a list of numbers is one setting."""
     if isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
         value = dict(enumerate(value))
     if not isinstance(value, Mapping) or not value:
@@ -106,7 +106,7 @@ def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _html_table(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> str:
-    """Formats a table for TensorBoard, which shows HTML and would read a completion as Markdown."""
+    """Formats a table as HTML for TensorBoard, which would render plain completions as Markdown."""
     cells = [columns, *([_text(row.get(column)) for column in columns] for row in rows)]
     lines = ["".join(f"<td><pre>{html.escape(cell)}</pre></td>" for cell in row) for row in cells]
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
@@ -120,9 +120,9 @@ def _text(value: object) -> str:
 def _warn_of_errors(logger: Logger, what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # noqa: BLE001  # loggers raise anything, and none should end a run
+    except Exception as error:  # noqa: BLE001  # loggers raise any exception, and none should end a run
         log.warning(
-            "%s could not log %s: %s: %s. The run continues; its folder has it.",
+            "%s could not log %s: %s: %s. The run continues, and its folder has the data.",
             type(logger).__name__,
             what,
             type(error).__name__,

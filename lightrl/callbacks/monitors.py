@@ -1,7 +1,7 @@
-"""Finds mistyped metric names in callbacks and schedulers early, before the run loses anything by them.
+"""Finds mistyped metric names in callbacks and schedulers before they cost a run its checkpoints.
 
-A name similar to one that every run logs causes a warning before anything starts. The error comes once all names are
-known: after the sanity check, or one iteration.
+A name that resembles one that every run logs causes a warning before the run starts. The error follows once all names
+are known: after the sanity check, or after one iteration.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Logged by every run that validates, whatever its reward and loss.
+# Every run that validates logs these, whatever its reward and loss.
 ALWAYS_LOGGED = frozenset(
     f"{prefix}/{name}"
     for prefix, names in {
@@ -29,11 +29,11 @@ ALWAYS_LOGGED = frozenset(
     }.items()
     for name in names.split()
 )
-_NEAR = 0.85  # difflib's ratio; 1 is equal
+_NEAR = 0.85  # difflib's ratio; 1 for equal names
 
 
 def warn_of_monitors(trainer: L.Trainer) -> None:
-    """Warns of a monitor that looks mistyped, before models are loaded."""
+    """Warns about monitored names that look mistyped, before models are loaded."""
     for name, monitor in _monitors(trainer):
         hint = did_you_mean(monitor, ALWAYS_LOGGED, num=1, cutoff=_NEAR)
         if hint and monitor not in ALWAYS_LOGGED:
@@ -57,24 +57,24 @@ def check_monitors(trainer: L.Trainer, *prefixes: str, coming: Collection[str] =
 
 
 def names_of_validation(groups: Iterable[Group], group_size: int) -> set[str]:
-    """Returns the metrics that a validation will log, from rewarded training groups; needs no tokens."""
-    own = {name for group in groups for item in group.trajectories for name in item.metrics}
-    own = {"accuracy_fraction" if name == "accuracy" else name for name in own}
-    own |= {f"pass_at_{group_size}_fraction"} if group_size > 1 else set()
-    return {*ALWAYS_LOGGED, *(f"val/{name}" for name in own)}
+    """Returns the metrics that a validation will log, judging by the metrics of rewarded training groups."""
+    names = {name for group in groups for item in group.trajectories for name in item.metrics}
+    names = {"accuracy_fraction" if name == "accuracy" else name for name in names}
+    names |= {f"pass_at_{group_size}_fraction"} if group_size > 1 else set()
+    return {*ALWAYS_LOGGED, *(f"val/{name}" for name in names)}
 
 
 def is_ours(trainer: Any, module: Any) -> bool:
-    """Whether only the reward can add validation metrics, because no user code can log others: all names are known."""
-    kinds = [type(module), *map(type, trainer.callbacks)]
-    own = any(not kind.__module__.startswith(("lightrl.", "lightning.")) for kind in kinds)
-    return not own and not module.validation_metrics
+    """Whether no user code but the reward can log validation metrics, so that all their names are known."""
+    classes = [type(module), *map(type, trainer.callbacks)]
+    has_user_code = any(not cls.__module__.startswith(("lightrl.", "lightning.")) for cls in classes)
+    return not has_user_code and not module.validation_metrics
 
 
 def _monitors(trainer: Any) -> Iterator[tuple[str, str]]:
     """Yields the name of each callback or scheduler that needs a metric, and the metric."""
     plateaus = (config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau)
-    for one in (*trainer.callbacks, *plateaus):
-        monitor = getattr(one, "monitor", None)
-        if isinstance(monitor, str) and getattr(one, "strict", True):
-            yield type(getattr(one, "scheduler", one)).__name__, monitor
+    for item in (*trainer.callbacks, *plateaus):
+        monitor = getattr(item, "monitor", None)
+        if isinstance(monitor, str) and getattr(item, "strict", True):
+            yield type(getattr(item, "scheduler", item)).__name__, monitor

@@ -1,4 +1,4 @@
-"""Probe: a few fixed sequences that trainer and engine both score, to show that the engine has the trainer's weights.
+"""Probe: trainer and engine compute the logprobs of a few fixed sequences, which agree if both have the same weights.
 
 The bounds are how far rounding may move logprobs, by the dtypes of both. Shapes: B sequences, T tokens.
 """
@@ -119,11 +119,11 @@ def skips_autocast(trainer: RLTrainer, module: RLModule) -> bool:
 class Probe:
     """Compares trainer and engine after a sync. `trainer_side`, `compare` and `check_mismatch` are collective.
 
-    If several replicas serve and one is wrong, it is dropped, if the engine can do that, and gets the weights again. If
-    it is then wrong again, or no other replica is right, the run ends.
+    If the engine can drop replicas, a replica that differs is dropped and gets the weights again. If it still differs
+    after that, or no other replica is right, the run ends.
 
     Args:
-        num: number of sequences; 0 compares nothing.
+        num: number of sequences; with 0 nothing is compared.
     """
 
     def __init__(self, num: int) -> None:
@@ -136,24 +136,24 @@ class Probe:
         self.rounding: Rounding | None = None  # set on every rank once an engine has computed logprobs
 
     def trainer_side(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> list[list[float]] | None:
-        """Returns the trainer's scores, [B, T]; None on every rank if the engine cannot score or no probe is due."""
+        """Returns the trainer's logprobs, [B, T]; None on every rank if the engine computes none or no probe is due."""
         engine = trainer.rollout.engine
         interval = 0 if engine is None or not self.num else engine.probe_every_n_loads
         self.interval = interval = ranks_of(trainer.strategy).broadcast_json(interval)
         if interval == 0 or (self.rounding is not None and weight_version % interval):
             return None
-        return trainer_scores(trainer, module, self._sequences(module))
+        return trainer_logprobs(trainer, module, self._sequences(module))
 
-    def compare(self, trainer: RLTrainer, module: RLModule, scores: list[list[float]] | None) -> dict[str, float]:
+    def compare(self, trainer: RLTrainer, module: RLModule, logprobs: list[list[float]] | None) -> dict[str, float]:
         """Compares the logprobs after the load; returns the metrics of this sync.
 
-        Raises WeightSyncError on every rank if a replica has other weights, or cannot score.
+        Raises WeightSyncError on every rank if a replica has other weights or cannot compute logprobs.
         """
         ranks = ranks_of(trainer.strategy)
         result: JsonObject = {"metrics": {}, "problem": None, "rounding": None}
         if ranks.is_main and not trainer.rollout.is_recorded:
             try:
-                result["metrics"] = self._compare(trainer, module, scores)
+                result["metrics"] = self._compare(trainer, module, logprobs)
             except LightRLError as error:
                 result["problem"] = str(error)
             result["rounding"] = vars(self.rounding) if self.rounding is not None else None
@@ -165,9 +165,9 @@ class Probe:
         return metrics
 
     def check_mismatch(self, metrics: dict[str, float], least_tokens: int) -> None:
-        """Checks the sampled tokens of an iteration's first minibatch, whose two logprobs have the same weights.
+        """Checks an iteration's first minibatch, if `least_tokens` of its tokens are from the current version.
 
-        Raises WeightSyncError on every rank if they differ by more than rounding; skips fewer than `least_tokens`.
+        Raises WeightSyncError on every rank if their logprobs differ by more than rounding.
         """
         num_tokens = int(metrics.get("sync/num_present_tokens", 0))
         if self.rounding is not None and num_tokens >= least_tokens:
@@ -180,14 +180,14 @@ class Probe:
         vocab_size = module.policy_config.get_text_config().vocab_size
         return probe_sequences(vocab_size, num=self.num, num_tokens=min(PROBE_TOKENS, longest))
 
-    def _compare(self, trainer: RLTrainer, module: RLModule, scores: list[list[float]] | None) -> dict[str, float]:
+    def _compare(self, trainer: RLTrainer, module: RLModule, logprobs: list[list[float]] | None) -> dict[str, float]:
         """Does rank 0's part of `compare`."""
         engine = trainer.rollout.engine
         assert engine is not None
         checks = engine.verified_by()
         verified = {name for name, check in checks.items() if check == "digests"}
         serving, scored = set(checks), {}
-        if scores is not None:
+        if logprobs is not None:
             try:
                 answers = engine.score(self._sequences(module))
             except LightRLError as error:
@@ -195,9 +195,9 @@ class Probe:
             serving |= set(answers)
             scored = {name: rows for name, rows in answers.items() if all(rows)}
         metrics = {}
-        if scored and scores is not None:
+        if scored and logprobs is not None:
             self.rounding = self.rounding or rounding(trainer, module)
-            trainer_rows, engine_rows = as_rows(scores), {name: as_rows(rows) for name, rows in scored.items()}
+            trainer_rows, engine_rows = as_rows(logprobs), {name: as_rows(rows) for name, rows in scored.items()}
             differences = {name: float((rows - trainer_rows).abs().mean()) for name, rows in engine_rows.items()}
             eps = max(self.rounding.trainer_eps, self.rounding.engine_eps)
             bound = bound_nats(eps, float(trainer_rows.abs().mean()))
@@ -222,12 +222,12 @@ class Probe:
 
     def _drop(self, engine: RolloutEngine, wrong: dict[str, str], serving: set[str]) -> None:
         """Drops the wrong replicas if others remain; raises otherwise."""
-        text = "; ".join(f"{name}: {problem}" for name, problem in wrong.items())
+        problems = "; ".join(f"{name}: {problem}" for name, problem in wrong.items())
         can_drop = engine.can_drop_replicas and serving - set(wrong) and not self._dropped & set(wrong)
         if not can_drop:
             raise WeightSyncError(
-                f"After the weight sync the engine has other weights than the trainer. {text}. The engine ignored the "
-                "update or a part of it, or computes in another precision: check its log and dtype, or set "
+                f"After the weight sync the engine has other weights than the trainer. {problems}. The engine ignored "
+                "the update or a part of it, or computes in another precision: check its log and dtype, or set "
                 "WeightSync.verify to false if it rounds its scores more."
             )
         self._dropped |= set(wrong)
@@ -237,9 +237,9 @@ class Probe:
 
 
 def probe_sequences(vocab_size: int, *, num: int, num_tokens: int) -> list[list[int]]:
-    """Returns the same random token ids in every run: they need no data and exercise every part of the model."""
-    draw = random.Random(vocab_size)
-    return [[draw.randrange(vocab_size) for _ in range(num_tokens)] for _ in range(num)]
+    """Returns random token ids, the same in every run; they need no data and exercise every part of the model."""
+    generator = random.Random(vocab_size)
+    return [[generator.randrange(vocab_size) for _ in range(num_tokens)] for _ in range(num)]
 
 
 def as_rows(rows: list[list[float]]) -> Tensor:
@@ -247,10 +247,10 @@ def as_rows(rows: list[list[float]]) -> Tensor:
     return torch.tensor([row[1:] for row in rows], dtype=torch.float64)
 
 
-def trainer_scores(
+def trainer_logprobs(
     trainer: RLTrainer, module: RLModule, sequences: list[list[int]], *, is_scaled: bool = False
 ) -> list[list[float]]:
-    """Returns the logprobs of each token given those before, 0 for the first; collective.
+    """Returns the trainer's logprobs of each sequence's tokens, 0 for the first; collective.
 
     With `is_scaled`, they are at the training temperature instead of 1.
     """
@@ -282,7 +282,7 @@ def trainer_scores(
 
 @contextlib.contextmanager
 def _unscaled(model: Any) -> Iterator[None]:
-    """Sets temperature 1 inside the context: servers score at 1, whatever the request says (SGLang 0.5.23)."""
+    """Sets temperature 1 inside the context, at which servers compute logprobs whatever the request (SGLang 0.5.23)."""
     before = model.settings
     model.settings = replace(before, temperature=1.0)
     try:

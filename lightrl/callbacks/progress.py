@@ -1,4 +1,4 @@
-"""RolloutProgressBar: a bar for the run, one for its phase, and permanent lines; ModelLines: which models train."""
+"""RolloutProgressBar: a bar for the run, a bar for its phase, and permanent lines. ModelLines: which models train."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightrl.rollout.rl_trainer import RLTrainer
     from lightrl.trajectory import Group
 
-# Metric name → its short name in a line. The first line is about learning, the second about speed.
+# Metric name → its short name in the bar. The first line is about learning, the second about speed.
 _LEARNING = {"rollout/reward": "reward", "rollout/accuracy_fraction": "accuracy", "val/accuracy_fraction": "held-out"}
 _SPEED = {
     "rollout/tokens_per_s": "tokens/s",
@@ -41,31 +41,31 @@ _RUN_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}
 _PHASE_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
 _UNCOUNTED_FORMAT = "{desc}{postfix}"
 _LINE_CHARS = 100
-_SILENT_S = 10.0  # an iteration that ends this long after the last line gets a line
-_SILENT_PHASE_S = 60.0  # without bars, a phase gets a line this long after the last one
-_REPAINT_S = 0.1  # within a phase
+_SILENT_S = 10.0  # an iteration that ends this long after the last printed line gets a line
+_SILENT_PHASE_S = 60.0  # without bars, a phase gets a line this long after the last printed line
+_REPAINT_S = 0.1  # between two repaints within a phase
 _DIM, _BOLD, _PLAIN = "\033[2m", "\033[1m", "\033[0m"
 
 
 class RolloutProgressBar(TQDMProgressBar, RLCallback):
-    """Shows the run on one line (iterations, time left, reward, held-out accuracy), its current phase on a second.
+    """Shows the run on one line (iterations, time left, reward, held-out accuracy) and its current phase on a second.
 
         iteration 80/200  reward=0.531  accuracy=0.410  held-out=0.430  tokens/s=12.3k  sync_s=0.004
         Training:  40%|████      | 80/200 [00:09<00:14, reward=0.531, accuracy=0.410, held-out=0.430]
           rollout:  58%|█████▊    | 300/512, tokens/s=12.3k, sync_s=0.004
 
     The second line says what the run waits for. Above the two, permanent lines of at most 100 characters are printed:
-    one for every `print_every_n_iterations`, for each iteration that ends at least ten seconds after the last line, and
-    for each validation. The accuracy is omitted if it equals the reward or the reward gives none; `held-out` is then
-    the reward. If standard output is no terminal (a log file, a pipe), only these lines are printed, with the time
-    left, and in a long iteration its current phase once a minute. Terminals get color, unless NO_COLOR is set.
+    one every `print_every_n_iterations`, one for each iteration that ends at least ten seconds after the last line, and
+    one for each validation. The accuracy is omitted if it equals the reward or the reward reports none; then `held-out`
+    shows the reward. If standard output is not a terminal (a log file, a pipe), only these lines are printed, with the
+    time left, and in a long iteration the current phase once a minute. Terminals get color, unless NO_COLOR is set.
 
     The first line counts the run's batches over all epochs; an RL run has one batch per iteration. A plain
     LightningModule has only the first line, with the values that it logs with `prog_bar=True`.
 
     Args:
-        refresh_rate: batches between two updates of the first line; 0 shows nothing.
-        process_position: free lines above.
+        refresh_rate: batches between two updates of the first line; with 0 nothing is shown.
+        process_position: number of lines to leave free above the bar.
         leave: as in TQDMProgressBar.
         print_every_n_iterations: iterations between two permanent lines.
     """
@@ -79,8 +79,8 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         self._is_training = False  # whether there is a first line
         self._phase_bar: Tqdm | None = None
         self._phase = ""
-        self._num_trajectories: int | None = None  # in an iteration, after the first
-        self._speed = ""  # the last iteration's, for the second line
+        self._num_trajectories: int | None = None  # per iteration; unknown during the first
+        self._speed = ""  # the last iteration's speed, for the second line
         self._painted_s = -math.inf  # monotonic clock
         self._printed_s = 0.0  # monotonic clock at the last permanent line
         self._begun: tuple[float, int] = 0.0, 0  # monotonic clock and finished iterations at the start
@@ -88,7 +88,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     @property
     def has_bars(self) -> bool:
         """Whether bars are drawn in addition to permanent lines."""
-        # A notebook draws bars although it is no terminal.
+        # A notebook draws bars although it is not a terminal.
         return self.is_enabled and (sys.stdout.isatty() or "ipykernel" in sys.modules)
 
     @property
@@ -104,7 +104,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         self._printed_s = time.monotonic()
         self._begun = self._printed_s, _num_batches_done(trainer)
         self.train_progress_bar.total = num_batches_of_run(trainer)
-        # `initial` keeps the batches before a resume out of the rate.
+        # `initial` excludes the batches before a resume from the rate.
         self.train_progress_bar.initial = self.train_progress_bar.n = _num_batches_done(trainer)
         self._repaint()
 
@@ -125,7 +125,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             self._printed_s = time.monotonic()
             of_total = "" if total is None else f"/{total}"
             start_s, num_before = self._begun
-            if total is not None and num_before < done < total and not self.has_bars:  # a bar shows it
+            if total is not None and num_before < done < total and not self.has_bars:  # a bar shows the time left
                 left_s = (time.monotonic() - start_s) / (done - num_before) * (total - done)
                 of_total += f", {duration_text(left_s)} left"
             self._print_line(f"iteration {done}{of_total}", _drop_redundant(self.get_metrics(trainer, pl_module)))
@@ -149,8 +149,8 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
 
     def on_rollout_progress(self, trainer: RLTrainer, module: RLModule, done: int, total: int) -> None:
         self._num_trajectories = total
-        num_stragglers = trainer.rollout.progress()["stragglers"]
-        self._show_phase(f"rollout, waits for {num_stragglers} slow" if num_stragglers else "rollout", done, total)
+        num = trainer.rollout.progress()["stragglers"]
+        self._show_phase(f"rollout, waiting for {num} stragglers" if num else "rollout", done, total)
 
     def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         num = self._num_trajectories = sum(len(group.trajectories) for group in groups)
@@ -191,23 +191,23 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         if self.is_enabled and values:
             first = ("val/accuracy_fraction", "val/reward")
             names = sorted(values, key=lambda name: (name not in first, name))
-            shown = {name.removeprefix("val/"): values[name] for name in names}
-            self._print_line(f"validation after iteration {_num_batches_done(trainer)}", _drop_redundant(shown))
+            metrics = {name.removeprefix("val/"): values[name] for name in names}
+            self._print_line(f"validation after iteration {_num_batches_done(trainer)}", _drop_redundant(metrics))
 
     def get_metrics(
         self, trainer: L.Trainer, pl_module: L.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """Returns Lightning's metrics with short names, no version, and the last held-out accuracy or reward."""
+        """Returns Lightning's metrics by short name, without `v_num`, and the last held-out accuracy or reward."""
         values = dict(super().get_metrics(trainer, pl_module))
         values.pop("v_num", None)
         metrics = trainer.callback_metrics
         held_out = metrics.get("val/accuracy_fraction", metrics.get("val/reward"))
         if held_out is not None:
             values["val/accuracy_fraction"] = float(held_out)
-        first = {short: values.pop(name) for name, short in SHORT_NAMES.items() if name in values}
-        if "staleness" in first:
-            first["staleness"] = f"{first['staleness']:g}"  # a whole number of versions
-        return {**first, **values}
+        main = {short: values.pop(name) for name, short in SHORT_NAMES.items() if name in values}
+        if "staleness" in main:
+            main["staleness"] = f"{main['staleness']:g}"  # a whole number of versions
+        return {**main, **values}
 
     def print(self, *args: object, sep: str = " ", **kwargs: Any) -> None:
         """Prints above the bars; without bars, like `print`."""
@@ -215,12 +215,12 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
 
     def _print_line(self, start: str, values: Mapping[str, object]) -> None:
         """Prints `start  name=value  name=value`, with as many values as fit."""
-        most = min(_LINE_CHARS, shutil.get_terminal_size().columns) if self.has_bars else _LINE_CHARS
+        max_chars = min(_LINE_CHARS, shutil.get_terminal_size().columns) if self.has_bars else _LINE_CHARS
         num_chars, parts = len(start), [_style(start, _BOLD)]
         for name, value in values.items():
             text = _short_number(value)
             num_chars += len(f"  {name}={text}")
-            if num_chars > most:
+            if num_chars > max_chars:
                 break
             parts.append(f"{_style(f'{name}=', _DIM)}{text}")
         self.print("  ".join(parts))
@@ -233,7 +233,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         self.train_progress_bar.set_postfix(postfix, refresh=False)
 
     def _show_phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
-        """Shows a phase, immediately if it is new because it may take long; without `done`, shows no numbers."""
+        """Shows a phase, without numbers if `done` is None; a new phase is shown at once, because it may take long."""
         if not self._is_training or not self.is_enabled:
             return
         if not self.has_bars:
@@ -245,8 +245,8 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         if self._phase_bar is None:
             self._phase = ""
             settings = {"leave": False, "dynamic_ncols": True, "file": sys.stdout, "bar_format": _PHASE_FORMAT}
-            place = 2 * self.process_position + 1
-            self._phase_bar = Tqdm(total=total, position=place, colour=_bar_color("cyan"), **settings)
+            position = 2 * self.process_position + 1
+            self._phase_bar = Tqdm(total=total, position=position, colour=_bar_color("cyan"), **settings)
         phase = name.partition(",")[0]
         is_new_phase, self._phase = phase != self._phase, phase
         self._phase_bar.desc = f"  {name}" if done is None else f"  {name}: "
@@ -274,7 +274,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
 
 
 def num_batches_of_run(trainer: L.Trainer) -> int | None:
-    """Returns the training batches of the whole run, over all epochs; None if only time or a callback ends it."""
+    """Returns the number of training batches over all epochs; None if only time or a callback ends the run."""
     bounds: list[float] = []
     if trainer.max_steps is not None and trainer.max_steps >= 0:
         bounds.append(trainer.max_steps * trainer.accumulate_grad_batches)
@@ -286,11 +286,11 @@ def num_batches_of_run(trainer: L.Trainer) -> int | None:
 
 def _drop_redundant(values: Mapping[str, object]) -> dict[str, object]:
     """Drops expected zeros, and one of reward and accuracy if they are equal."""
-    telling = {name: value for name, value in values.items() if name not in _OFTEN_ZERO or float(str(value))}
+    remaining = {name: value for name, value in values.items() if name not in _OFTEN_ZERO or float(str(value))}
     for name, other in (("accuracy", "reward"), ("reward", "accuracy_fraction")):
-        if other in telling and telling.get(name) == telling[other]:
-            del telling[name]
-    return telling
+        if other in remaining and remaining.get(name) == remaining[other]:
+            del remaining[name]
+    return remaining
 
 
 def _num_batches_done(trainer: L.Trainer) -> int:
@@ -298,7 +298,7 @@ def _num_batches_done(trainer: L.Trainer) -> int:
 
 
 def _short_number(value: object) -> str:
-    """Formats a number with its significant digits and a nearly constant width, so that the line does not jump."""
+    """Formats a number to a nearly constant width, so that the line does not jump."""
     if not isinstance(value, float) or not math.isfinite(value):
         return str(value)
     if abs(value) >= 1e6:
@@ -321,7 +321,7 @@ def _bar_color(name: str) -> str | None:
 
 
 class ModelLines(ModelSummary):
-    """Replaces Lightning's default summary, whose FLOPs would be 0 and whose train modes say nothing.
+    """Replaces Lightning's default summary, whose FLOPs would be 0 and whose train modes would mean nothing.
 
     policy: Qwen3ForCausalLM, 789 K parameters
     789 K of 789 K parameters are trained, 3.2 MB
@@ -344,7 +344,7 @@ class ModelLines(ModelSummary):
     ) -> None:
         columns = dict(summary_data)
         rows = zip(columns["Name"], columns["Type"], columns["Params"], strict=True)
-        # FSDP2 gives a model a class with this prefix
+        # FSDP2 replaces a model's class by one with this prefix.
         lines = [f"{name}: {kind.removeprefix('FSDP')}, {num.strip()} parameters{of}" for name, kind, num in rows]
         trained, total = (
             " ".join(get_human_readable_count(num).split()) for num in (trainable_parameters, total_parameters)

@@ -5,12 +5,12 @@
     on_train_batch_start                                        (Lightning's)
       on_rollout_start → on_rollout_progress … → on_rollout_end
       on_rewards_progress … → on_rewards_ready
-      on_experience_ready                                       scored, advantages set
+      on_experience_ready                                       logprobs and advantages are set
       on_minibatch_start → on_minibatch_end …                   once per update
       on_policy_updated → on_weights_synced
     on_train_batch_end                                          (Lightning's)
 
-All are called on the main thread; `module.log` works inside, except in `configure_rollout`.
+All are called on the main thread. `module.log` works in all of them except `configure_rollout`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class RLCallback(Callback):
     """Adds the RL hooks to Lightning's; each does nothing until it is overridden.
 
     The trainer calls an RL hook on every callback that defines it, and on the module (without `trainer` and `module`),
-    so inheriting from this class is optional: it gives the names and signatures.
+    so inheriting from this class is optional; it documents the names and signatures.
     """
 
     def configure_rollout(self, trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
-        """Called before the rollout opens, in fit, validate, test and predict; not with recorded trajectories.
+        """Called before the rollout opens in fit, validate, test and predict, but not for recorded trajectories.
 
         Callbacks are called in order, then the module; each gets the settings that the previous one returned. Every
-        rank calls it, but all use rank 0's numbers and texts, and only rank 0 uses `group_filter` and `curriculum`.
+        rank calls it, but all use rank 0's numbers and strings, and only rank 0 uses `group_filter` and `curriculum`.
 
         Returns:
             `settings`, or `dataclasses.replace(settings, ...)`.
@@ -46,25 +46,25 @@ class RLCallback(Callback):
         return settings
 
     def on_rollout_start(self, trainer: RLTrainer, module: RLModule) -> None:
-        """Called when an iteration begins to wait for its groups."""
+        """Called when an iteration starts to wait for its groups."""
 
     def on_rollout_progress(self, trainer: RLTrainer, module: RLModule, done: int, total: int) -> None:
         """Called a few times a second while waiting: `done` of this iteration's `total` trajectories are finished."""
 
     def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
-        """Called when the iteration's groups are taken; some rewards may still be None and come later."""
+        """Called when the iteration has its groups; some rewards may still be None."""
 
     def on_rewards_progress(self, trainer: RLTrainer, module: RLModule, done: int, total: int) -> None:
-        """Called a few times a second while waiting for rewards: `done` of the `total` trajectories have theirs."""
+        """Called a few times a second while waiting for rewards: `done` of the `total` trajectories have one."""
 
     def on_rewards_ready(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
-        """Called when the rewards of the iteration's groups are set; trajectories whose reward failed are removed.
+        """Called when the iteration's rewards are set and trajectories whose reward failed are removed.
 
-        On-policy, that may be after the models have scored the trajectories; otherwise right after `on_rollout_end`.
+        On-policy, the model calls may already be done by then; otherwise it is called right after `on_rollout_end`.
         """
 
     def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> Experience | None:
-        """Called when the trajectories are scored and their advantages set, before the update.
+        """Called before the update, when model calls are done and advantages are set.
 
         Returns:
             None to leave it unchanged, or `dataclasses.replace(experience.local, ...)` with a smaller loss mask or
@@ -80,13 +80,13 @@ class RLCallback(Callback):
     def on_minibatch_end(
         self, trainer: RLTrainer, module: RLModule, metrics: dict[str, float], index: int, total: int
     ) -> None:
-        """Called after the optimizer step on minibatch `index`; `metrics` are the loss's, averaged over its tokens."""
+        """Called after the optimizer step on minibatch `index`; `metrics` are means over the minibatch."""
 
     def on_policy_updated(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
         """Called after all minibatches: the policy is now at `weight_version`, which the engine may not have yet."""
 
     def on_weights_synced(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
-        """Called when all routable engines have acknowledged `weight_version`."""
+        """Called when every replica that serves has acknowledged `weight_version`."""
 
     def on_trajectory_dropped(self, trainer: RLTrainer, module: RLModule, reason: str, message: str) -> None:
-        """Called for each trajectory that will not be trained on; `reason` is one word for counting."""
+        """Called for each trajectory that will not be trained on; metrics count drops by `reason`, one word."""

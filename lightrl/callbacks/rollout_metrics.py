@@ -1,6 +1,6 @@
-"""RolloutMetrics: numbers per iteration that show whether and how fast a run learns.
+"""RolloutMetrics: metrics of each iteration that show whether and how fast a run learns.
 
-Shapes: B trajectories, T tokens. Every name ends in its unit; `_fraction` is 0 to 1, of trajectories unless stated
+Shapes: B trajectories, T tokens. Every name ends in its unit; a `_fraction`, 0 to 1, is of trajectories unless stated
 otherwise. The metrics come from one iteration's groups, which every rank has, so nothing is reduced.
 """
 
@@ -42,8 +42,8 @@ THROWN_AWAY = {
 class RolloutMetrics(RLCallback):
     """Logs every iteration's rewards, lengths, staleness and times, and warns when there is nothing to learn.
 
-    A group whose trajectories all got the same reward has no advantages: it costs a rollout and an update, but the
-    policy learns nothing. `rollout/zero_variance_fraction` is the share of such groups. When it is 1 for several
+    If all trajectories of a group get the same reward, their advantages are 0, and the policy learns nothing from its
+    rollout and update. `rollout/zero_variance_fraction` is the share of such groups. When it is 1 for several
     iterations in a row, a warning explains why, once until it recovers. Groups of one trajectory are not counted.
 
     | name | meaning |
@@ -51,34 +51,34 @@ class RolloutMetrics(RLCallback):
     | rollout/reward, rollout/reward_std | mean and standard deviation over the iteration's trajectories, without a
       reward model's scores, which are added in training |
     | rollout/reward_model | mean of the reward model's scores, before `reward_model_coef` |
-    | rollout/accuracy_fraction | mean of the metric `accuracy`, if the reward or workflow gives one |
-    | rollout/<name> | mean of each further number that a reward or workflow put in `Trajectory.metrics` |
-    | rollout/zero_variance_fraction | of groups of two or more; absent without such groups, as in PPO |
-    | rollout/length_tokens | mean number of tokens that the policy wrote |
-    | rollout/truncated_fraction | ended by a length limit |
-    | rollout/mixed_version_fraction | written by two or more weight versions |
-    | rollout/dropped_trajectories | since the last iteration |
-    | rollout/dropped_trajectories_<reason> | by reason; logged from the first one on. A warning quotes the last failure
-      at the first one, and whenever their number has doubled |
-    | rollout/dropped_length_tokens, rollout/dropped_accuracy_fraction | of the finished trajectories of dropped groups,
-      if any; comparing them with those trained on shows what a filter or over-sampling prefers |
-    | rollout/skipped_prompts | by a curriculum, a row filter or their length; logged from the first one on |
-    | rollout/expert_load_entropy_nats | of the experts used in sampling, mean over the mixture-of-experts layers: log E
-      if all E experts get equally many tokens; only if the engine returns routes |
-    | rollout/tokens_per_s | tokens written, over the time available to write them (below) |
+    | rollout/accuracy_fraction | mean of the metric `accuracy`, if the reward or workflow reports it |
+    | rollout/<name> | mean of each other number that a reward or workflow put in `Trajectory.metrics` |
+    | rollout/zero_variance_fraction | share of the groups of two or more; absent without such groups, as in PPO |
+    | rollout/length_tokens | mean number of tokens that the policy generated |
+    | rollout/truncated_fraction | trajectories that a length limit ended |
+    | rollout/mixed_version_fraction | trajectories that two or more weight versions generated |
+    | rollout/dropped_trajectories | number since the last iteration |
+    | rollout/dropped_trajectories_<reason> | the same by reason; logged once the reason has occurred. A warning quotes
+      the last failure at the first one, and each time their number has doubled |
+    | rollout/dropped_length_tokens, rollout/dropped_accuracy_fraction | means over the finished trajectories of dropped
+      groups, if any; compared with those trained on, they show what a filter or over-sampling prefers |
+    | rollout/skipped_prompts | prompts that a curriculum, row filter or length limit skipped; logged after the first |
+    | rollout/expert_load_entropy_nats | entropy of the experts' load in sampling, mean over the mixture-of-experts
+      layers: log E if all E experts get equally many tokens; only if the engine returns routes |
+    | rollout/tokens_per_s | tokens generated per second of generation time (below) |
     | time/straggler_wait_s | with `max_staleness` above 0: the part of `time/rollout_s` in which enough groups were
-      finished, but the next ones in order were not |
+      finished, but not the next ones in order |
     | staleness/mean_versions, staleness/max_versions | weight version at use minus oldest version in a trajectory |
-    | update/tokens_per_s | loss tokens, over `time/update_s` |
+    | update/tokens_per_s | loss tokens per second of `time/update_s` |
     | time/<phase>_s | rollout (waiting for groups), score, update, sync; on-policy possibly rewards (waiting for
-      rewards that were missing after the models had scored) |
+      rewards that were missing after the model calls) |
 
-    The time to write is `time/rollout_s` on-policy, and the whole iteration when rollouts overlap the update. The loop
-    logs the loss and its metrics as `policy/<name>`.
+    The generation time is `time/rollout_s` on-policy, and the whole iteration when rollouts overlap the update. The
+    loop logs the loss and its metrics as `policy/<name>`.
 
     Args:
         zero_variance_patience: iterations in a row without any reward variance before the warning.
-        metrics: your metrics, by the name to log: `update` gets the iteration's groups, `compute` returns a number.
+        metrics: your own metrics, by name: `update` gets the iteration's groups, `compute` returns the number to log.
             Each is reset after every iteration.
     """
 
@@ -88,20 +88,20 @@ class RolloutMetrics(RLCallback):
         self.metrics = dict(metrics or {})
         for metric in self.metrics.values():
             metric.distributed_available_fn = lambda: False  # no reduction: each rank updates it with all groups
-        self._num_flat_iterations = 0  # in a row, without variance in any group
+        self._num_flat_iterations = 0  # iterations in a row without variance in any group
         self._groups: list[Group] = []  # this iteration's
         self._num_dropped: Counter[str] = Counter()  # reason → number; a reason that has occurred stays, with 0
-        self._num_failed = 0  # trajectories of this fit
-        self._warns_at = 1  # dropped trajectories
+        self._num_failed = 0  # failed trajectories in this fit
+        self._warns_at = 1  # number of failed trajectories at which the next warning is due
         self._last_failure = ""
-        self._num_skipped = 0.0  # prompts of this fit, until the last iteration
+        self._num_skipped = 0.0  # prompts skipped in this fit up to the last iteration
         self._thrown_away = MeansSince()
         self._route_layout: RouteLayout | None = None  # experts of this fit's policy
         self._num_generated_tokens = 0
         self._num_loss_tokens = 0
         self._rollout_ended_s: float | None = None  # monotonic clock
-        self._is_resumed = False  # the first groups were written before this fit
-        self._overlapped_s: float | None = None  # from the last rollout's end to this one's
+        self._is_resumed = False  # the first groups were generated before this fit
+        self._overlapped_s: float | None = None  # from the end of the last rollout to the end of this one
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._num_failed, self._warns_at = 0, 1
@@ -186,12 +186,12 @@ class RolloutMetrics(RLCallback):
                     values["rollout/expert_load_entropy_nats"] = load_entropy(load)
         _log(module, values)
 
-        # Other advantages, for example against the batch's mean, may be nonzero although no group has variance. A
-        # teacher's most likely tokens train without advantages.
-        teaches = local.advantages is None or "teacher_topk_ids" in local.extras
-        teaches = teaches or bool(experience.total(local.advantages[local.loss_mask].any().int(), "max"))  # type: ignore[index]
+        # Advantages relative to the batch's mean, for example, may be nonzero although no group has variance. A
+        # teacher's top-k tokens train the policy without advantages.
+        advantages = None if "teacher_topk_ids" in local.extras else local.advantages
+        can_learn = advantages is None or bool(experience.total(advantages[local.loss_mask].any().int(), "max"))
         comparable = _comparable(self._groups)
-        is_flat = not teaches and bool(comparable) and all(_is_flat(group) for group in comparable)
+        is_flat = not can_learn and bool(comparable) and all(_is_flat(group) for group in comparable)
         self._num_flat_iterations = self._num_flat_iterations + 1 if is_flat else 0
         if self._num_flat_iterations == self.zero_variance_patience and trainer.is_global_zero:
             log.warning(explain_zero_variance(self._groups, self._num_flat_iterations))
@@ -209,13 +209,13 @@ class RolloutMetrics(RLCallback):
         rl_trainer = cast("RLTrainer", trainer)
         seconds = rl_trainer.phase_seconds
         values = {f"time/{phase}_s": phase_s for phase, phase_s in seconds.items()}
-        writing_s = seconds.get("rollout")
+        generation_s = seconds.get("rollout")
         if rl_trainer.rollout.settings.max_staleness > 0:
             values["time/straggler_wait_s"] = rl_trainer.rollout.progress()["straggler_wait_s"]
-            own_s = None if self._is_resumed else writing_s
-            writing_s = own_s if self._overlapped_s is None else self._overlapped_s
-        if writing_s and not rl_trainer.rollout.is_recorded:
-            values["rollout/tokens_per_s"] = self._num_generated_tokens / writing_s
+            if self._overlapped_s is not None or self._is_resumed:
+                generation_s = self._overlapped_s
+        if generation_s and not rl_trainer.rollout.is_recorded:
+            values["rollout/tokens_per_s"] = self._num_generated_tokens / generation_s
         if seconds.get("update"):
             values["update/tokens_per_s"] = self._num_loss_tokens / seconds["update"]
         _log(pl_module, values)
@@ -228,16 +228,16 @@ class RolloutMetrics(RLCallback):
 
 
 class MeansSince:
-    """Means of the increments of running sums since the last call."""
+    """Computes means from running sums, over what was added since the last call."""
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
 
     def means(self, sums: Mapping[str, float], count: str, names: Mapping[str, str]) -> dict[str, float]:
-        """Returns new name → mean increment; empty if the count has not changed; `names` maps sums to new names."""
+        """Returns metric → mean, where `names` maps sums to metrics; empty if `count` has not changed."""
         added = {name: sums.get(name, 0) - self._before.get(name, 0) for name in (count, *names)}
         self._before |= {name: sums.get(name, 0) for name in added}
-        return {new: added[name] / added[count] for name, new in names.items()} if added[count] else {}
+        return {metric: added[name] / added[count] for name, metric in names.items()} if added[count] else {}
 
 
 def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
@@ -262,7 +262,7 @@ def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
 
 
 def experience_metrics(experience: Experience, weight_version: int) -> dict[str, float]:
-    """Returns lengths, truncation, mixed versions and staleness, by metric name; the policy is at `weight_version`."""
+    """Returns metrics of length, truncation, mixed versions and staleness; the policy is at `weight_version`."""
     num_generated = experience.generated_token_counts
     oldest, newest = experience.version_bounds
     is_mixed = (num_generated > 0) & (oldest < newest)
@@ -286,31 +286,31 @@ def explain_zero_variance(groups: Iterable[Group], num_iterations: int) -> str:
     rewards = [_reward(group.trajectories[0]) for group in groups]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     correct_fraction = statistics.fmean(trajectory.accuracy for trajectory in trajectories)
-    what = (
+    problem = (
         f"No group has had any reward variance for {count_text(num_iterations, 'iteration')} ({len(groups)} groups of "
         "two or more): within a group every trajectory got the same reward"
     )
     effect = "All advantages are 0, so without a KL term the gradient is 0 and the policy learns nothing. "
     if all(len({tuple(item.completion_ids) for item in group.trajectories}) == 1 for group in groups):
-        what += " because all completions are the same"
+        problem += " because all completions are the same"
         advice = (
             "Sampling does not explore: increase the temperature, check policy/entropy_nats, or lower the learning "
             "rate."
         )
     elif min(rewards) != max(rewards):
-        what += f" (between {min(rewards):g} and {max(rewards):g})"
+        problem += f" (between {min(rewards):g} and {max(rewards):g})"
         advice = "Each prompt is always or never solved: use prompts of medium difficulty, or increase group_size."
     elif correct_fraction < 0.5:
-        what += f" ({rewards[0]:g} everywhere)"
+        problem += f" ({rewards[0]:g} everywhere)"
         advice = (
             "All fail: the task is too hard for this policy, or the reward or the answer's format is broken. Read some "
             "completions in the trajectory log, try the reward function on a correct answer, start with easier "
             "prompts, give partial reward, or train with SFT first."
         )
     else:
-        what += f" ({rewards[0]:g} everywhere)"
+        problem += f" ({rewards[0]:g} everywhere)"
         advice = "All succeed: the task is too easy or already learned. Stop here, or use harder prompts."
-    return f"{what}. {effect}{advice}"
+    return f"{problem}. {effect}{advice}"
 
 
 def _log(module: L.LightningModule, values: Mapping[str, float]) -> None:

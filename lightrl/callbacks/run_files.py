@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Pattern in the run's folder → what it is, most wanted first.
+# File pattern in the run's folder → its content, the most useful first.
 KINDS = {
     "config.yaml": "all settings except secrets, for fit --config",
     "learning_curve.png": "reward and accuracy over the iterations",
     "learning_curve.csv": "the numbers of the plot",
     "metrics.csv": "every metric, a row per iteration",
     "events.out.tfevents*": "the same for tensorboard --logdir .",
-    "trajectories": "what the policy wrote, a line each; lightrl inspect",
-    "predictions.jsonl": "trajectories of lightrl predict, a line each",
-    "checkpoints": "fit --ckpt_path checkpoints/last.ckpt continues",
+    "trajectories": "trajectories, one per line; lightrl inspect shows them",
+    "predictions.jsonl": "trajectories of lightrl predict, one per line",
+    "checkpoints": "continue with fit --ckpt_path checkpoints/last.ckpt",
     "trace": "where the time went: summary.json, trace.json",
     "problems": "warnings, errors and drops, a file per rank",
-    "logs": "log lines, a file per rank; set levels by logging:",
+    "logs": "log lines, a file per rank; logging: sets the levels",
     "failed_rewards.jsonl": "trajectories whose reward failed; lightrl doctor replay",
     "traceback.txt": "the error that ended the run",
     "status.json": "what the run is doing; lightrl status",
-    "hparams.yaml": "the settings as Lightning's CSVLogger keeps them",
+    "hparams.yaml": "the settings as Lightning's CSVLogger writes them",
 }
 _NAME_CHARS = max(map(len, KINDS))
 
@@ -65,25 +65,25 @@ def write_whole(place: Path, text: str) -> None:
 
 
 def _written_folder(trainer: L.Trainer) -> Path | None:
-    """Returns the run's folder; None without a logger or with `fast_dev_run`. Collective: it comes from rank 0."""
+    """Returns the run's folder; None without a logger or with `fast_dev_run`. Collective: rank 0 broadcasts it."""
     folder = trainer.log_dir
     return Path(folder) if folder and trainer.loggers and not getattr(trainer, "fast_dev_run", False) else None
 
 
 class RunFiles(RLCallback):
-    """Writes README.txt when a stage is set up, logs the folder's path, and saves each rank's log lines.
+    """Writes README.txt when a stage is set up, logs the folder's path, and writes each rank's log lines to a file.
 
-    Writes nothing without a logger, with `fast_dev_run`, or if the disk is full.
+    It writes nothing without a logger, with `fast_dev_run`, or if the disk is full.
     """
 
     def __init__(self) -> None:
         self._log_file: logging.FileHandler | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        log_dir = trainer.log_dir  # on all ranks: it comes from rank 0
-        for saves in trainer.checkpoint_callbacks if log_dir else []:
-            if isinstance(saves, ModelCheckpoint) and saves.dirpath is None:
-                saves.dirpath = str(Path(str(log_dir)) / "checkpoints")  # even if CSVLogger is not the first logger
+        log_dir = trainer.log_dir  # read on all ranks, because rank 0 broadcasts it
+        for callback in trainer.checkpoint_callbacks if log_dir else []:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                callback.dirpath = str(Path(str(log_dir)) / "checkpoints")  # even if CSVLogger is not the first logger
         folder = _written_folder(trainer)
         if folder is None:
             return
@@ -116,13 +116,13 @@ class RunFiles(RLCallback):
     teardown = on_exception = _close_log
 
 
-_EVERY_S = 1.0  # within a phase
+_EVERY_S = 1.0  # between two writes within a phase
 
 
 class StatusFile(RLCallback):
     """Writes `status.json` to the run's folder at each change of phase, and every second within one.
 
-    If the disk is full, the file stays as it was: the run's next write fails with a better message.
+    If the disk is full, the file stays unchanged: the run's next write fails with a better message.
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class StatusFile(RLCallback):
 
 
 MAX_LINES = 10_000  # per process
-_MAX_DROPS = 50  # per iteration; the others are counted
+_MAX_DROPS = 50  # per iteration; further drops are only counted
 _MAX_CHARS = 4_000  # per message
 
 
@@ -212,7 +212,7 @@ class ProblemLog(RLCallback):
 
         {"at": 1763851234.5, "iteration": 12, "rank": 0, "source": "server", "kind": "warning", "message": "..."}
 
-    `source` is server, reward, rollout or trainer. It stops after `MAX_LINES`, or if the disk is full; the run
+    `source` is server, reward, rollout or trainer. The log stops after `MAX_LINES`, or if the disk is full; the run
     continues.
     """
 
@@ -232,7 +232,7 @@ class ProblemLog(RLCallback):
             logging.getLogger("lightrl").addHandler(self._handler)
 
     def on_trajectory_dropped(self, trainer: RLTrainer, module: RLModule, reason: str, message: str) -> None:
-        if trainer.is_global_zero:  # it is called on every rank
+        if trainer.is_global_zero:  # the hook is called on every rank
             self._num_dropped[reason] += 1
             if self._num_dropped.total() <= _MAX_DROPS:
                 self.add("reward" if reason.startswith("reward") else "rollout", f"dropped: {reason}", message)
@@ -286,7 +286,7 @@ class _Handler(logging.Handler):
 class TimedCheckpoint(ModelCheckpoint):
     """Keeps one checkpoint, `last-timed.ckpt`, at most `every_s` plus one iteration old; writes it in the background.
 
-    The Trainer adds it to its default ModelCheckpoint, which saves after each epoch and on exceptions.
+    The Trainer adds it to its default ModelCheckpoint, which saves only after each epoch and on exceptions.
 
     Args:
         every_s: seconds between two checkpoints.

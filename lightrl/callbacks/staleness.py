@@ -37,32 +37,32 @@ FIRST_ITERATIONS = 20  # even healthy runs take large steps here
 
 
 class LagWatch:
-    """Reports when the policy is too far from its trajectories, or soon will be, by means over the last iterations.
+    """Reports when the policy is, or soon will be, too far from the trajectories that it learns from.
 
-    It reports three problems. A few tokens have most of the weight: the effective sample size is below
-    `LOW_ESS_FRACTION`. The policy is far from the one that sampled: KL(behavior ‖ policy) is above `HIGH_KL_NATS`. The
-    steps are larger than the gradients explain, as AdamW's can be: the geometric mean of KL(before ‖ after) is above
-    `LARGE_STEP_NATS` · √(mean gradient norm). The bounds come from `benchmarks.lag`; see docs/algorithms.md.
+    It checks means over the last iterations for three problems. Few tokens have most of the weight: the effective
+    sample size is below `LOW_ESS_FRACTION`. The policy is far from the one that sampled: KL(behavior ‖ policy) is above
+    `HIGH_KL_NATS`. Steps are larger than the gradients explain, as AdamW's can be: the geometric mean of KL(before ‖
+    after) is above `LARGE_STEP_NATS` · √(mean gradient norm). For the bounds see `benchmarks.lag`, docs/algorithms.md.
     """
 
     def __init__(self, last: Iterable[tuple[float, float, float, float]] = ()) -> None:
         self.last = collections.deque(last, maxlen=STEP_ITERATIONS)
         self.means: list[float] = []  # sample size, KL, step ÷ √gradient; empty before iteration `LAG_ITERATIONS`
-        self._problem = self._find()
+        self._problem = self._find_problem()
 
-    def begins(self, ess_fraction: float, kl_nats: float, step_nats: float, grad_norm: float) -> str | None:
-        """Adds an iteration's values; returns the problem that begins with it, or None if there is none or an old one.
+    def new_problem(self, ess_fraction: float, kl_nats: float, step_nats: float, grad_norm: float) -> str | None:
+        """Adds an iteration's values; returns the problem that they reveal, or None if there is none or it is known.
 
         Args:
             step_nats: 0 if unknown, and in the `FIRST_ITERATIONS`.
             grad_norm: before clipping.
         """
-        before = self._problem
+        had_problem = self._problem is not None
         self.last.append((ess_fraction, kl_nats, step_nats, grad_norm))
-        self._problem = self._find()
-        return None if before else self._problem
+        self._problem = self._find_problem()
+        return None if had_problem else self._problem
 
-    def _find(self) -> str | None:
+    def _find_problem(self) -> str | None:
         if len(self.last) < LAG_ITERATIONS:
             return None
         ess_fractions, kls_nats, steps_nats, grad_norms = zip(*self.last, strict=True)
@@ -84,23 +84,23 @@ class LagWatch:
 
 
 class StalenessControl(RLCallback):
-    """Bounds the staleness of every trained token: weight version now − version that sampled it, in versions.
+    """Bounds the staleness of every trained token: current weight version − version that sampled it, in versions.
 
     With 0 the loop is on-policy: it collects an iteration, learns, syncs, and collects the next. With η > 0 rollouts
     continue while the policy is updated, up to (η + 1)·P groups ahead; a generation that a weight sync interrupts
     continues under the new weights.
 
-    Groups are trained on in the order of the prompt stream, and none is thrown away. If the next group is slow, the
+    Groups are trained on in the order of the prompt stream, and none is discarded. If the next group is slow, the
     trainer waits for it (`time/straggler_wait_s`). So trained lengths have the same distribution as sampled ones; see
     docs/async.md.
 
-    It warns if a few tokens have most of the weight (`policy/ess_fraction`, see loops/metrics.py), if the policy is far
-    from the one that sampled (`policy/kl_behavior_nats`), or if it takes larger steps (`policy/step_k3_nats`, see
-    lag_probe.py) than its gradients explain (`policy/grad_norm`), often long before the reward falls.
+    It warns if few tokens have most of the weight (`policy/ess_fraction`, see loops/metrics.py), if the policy is far
+    from the one that sampled (`policy/kl_behavior_nats`), or if its steps (`policy/step_k3_nats`, see lag_probe.py) are
+    larger than its gradients explain (`policy/grad_norm`). These warnings often come long before the reward falls.
 
     Args:
         max_staleness: η, in versions.
-        max_concurrent: the most groups in flight; None leaves it to the staleness bound.
+        max_concurrent: maximum number of groups in flight; None sets no limit beyond the staleness bound.
         rollout_timeout_s: the run ends if the trainer waits for a batch and no trajectory finishes for this long.
     """
 
@@ -131,9 +131,9 @@ class StalenessControl(RLCallback):
         )
 
     def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> None:
-        """Checks the bound on the tokens to be trained on."""
+        """Checks the staleness of the tokens to be trained on."""
         if trainer.rollout.is_recorded:
-            return  # their versions come from the run that wrote them
+            return  # recorded versions are those of another run
         local = experience.local
         newest = trainer.weight_version
         oldest = max(0, newest - trainer.rollout.settings.max_staleness)
@@ -153,7 +153,7 @@ class StalenessControl(RLCallback):
         metrics = trainer.callback_metrics
         step_nats = metrics.get(STEP, 0.0) if trainer.global_step > FIRST_ITERATIONS else 0.0
         values = (metrics.get(ESS, 1.0), metrics.get(KL, 0.0), step_nats, metrics.get(GRAD_NORM, 1.0))
-        problem = self._lag.begins(*map(float, values))
+        problem = self._lag.new_problem(*map(float, values))
         if problem and trainer.is_global_zero:
             log.warning(
                 "%s: the trajectories are too far from the policy to learn from, or soon will be. Lower lr or "

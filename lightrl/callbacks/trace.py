@@ -1,4 +1,4 @@
-"""Trace: records what each process did when, as a file for Perfetto, and summarizes where the time went."""
+"""Trace: records what each process did and when, as a file for Perfetto, and summarizes where the time went."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_BARRIERS = 8  # to measure the offset of a rank's clock
-_TIMEOUT_S = 60.0  # for the slowest rank, at the end
+_BARRIERS = 8  # number of barriers that measure the offset of a rank's clock
+_TIMEOUT_S = 60.0  # wait for the slowest rank at the end
 _LEAST_NS = 1_000_000  # shorter callbacks and hooks of Lightning are left out
-_EVENT_S = 2e-6  # cost of a span and its append
+_EVENT_S = 2e-6  # cost of recording one event
 _MIB = 2**20
 
 
@@ -40,16 +40,16 @@ class Trace(RLCallback):
     """Writes `<run folder>/trace/`: one file per process, and at the end `trace.json`, which joins them on one clock.
 
     Open it at https://ui.perfetto.dev, which uploads nothing, or in `lightrl inspect`, even while a fit runs. At the
-    end, `summary.json` is written and printed: the mean time by area, the area to look at first, the time that an
-    iteration without it would save, each phase's peak memory, and the memory of each role's model. The callback skips
-    as many iterations as needed to stay within `max_cost`.
+    end, a summary is printed and written to `summary.json`: the mean time of each area, the area to look at first, the
+    speed-up of an iteration without it, each phase's peak memory, and the memory of each role's model. The callback
+    skips as many iterations as needed to stay within `max_cost`.
 
-    Times are measured on the host, which only launches a GPU's forward; its time appears in the next step that needs a
-    number. For kernels, use `profiler: pytorch`. Collectives within FSDP's layers are part of forward and backward.
+    Times are measured on the host, which only launches a GPU's kernels; their time appears in the next step that waits
+    for a result (`profiler: pytorch` shows kernels). Collectives in FSDP's layers are part of forward and backward.
 
     Args:
-        max_cost: the most of the run's time that tracing may take, 0 to 1.
-        max_mib: size of one process's files; the last iterations are kept.
+        max_cost: maximum share of the run's time that tracing may take, 0 to 1.
+        max_mib: maximum size of one process's files; the oldest iterations are deleted.
     """
 
     def __init__(self, max_cost: float = 0.005, max_mib: int = 256) -> None:
@@ -58,11 +58,11 @@ class Trace(RLCallback):
         check_bounds(1, max_mib=max_mib)
         self.max_cost = max_cost
         self.max_mib = max_mib
-        self._tape: Tape | None = None  # None: no fit is traced
+        self._tape: Tape | None = None  # None while no fit is traced
         self._undo: list[Callable[[], None]] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        folder = trainer.log_dir or trainer.default_root_dir  # on all ranks: it is a collective
+        folder = trainer.log_dir or trainer.default_root_dir  # log_dir is a collective, so all ranks read it
         if getattr(trainer, "fast_dev_run", False) or not hasattr(trainer, "phase_seconds"):
             return
         ranks = ranks_of(trainer.strategy)
@@ -157,7 +157,7 @@ class Trace(RLCallback):
         )
 
     def _watch_profiler(self, trainer: Any) -> None:
-        """Wraps the profiler, to which Lightning and the loop report their steps, in order to record them."""
+        """Wraps the profiler, to which Lightning and the loop report their steps, to record these steps."""
         profiler = trainer.profiler
         started: dict[str, int] = {}
         self._last_peaks: dict[str, dict[str, int]] = {}
@@ -196,7 +196,7 @@ _PHASES = {f"rl/{name}": name for name in ("rollout", "rewards", "score", "updat
 
 
 class _WatchedProfiler:
-    """Lightning's profiler, which calls two functions before `start` and `stop`."""
+    """Wraps Lightning's profiler; calls `on_start` and `on_stop` before its `start` and `stop`."""
 
     def __init__(self, profiler: Any, on_start: Callable[[str], None], on_stop: Callable[[str], None]) -> None:
         self._profiler = profiler
@@ -231,7 +231,7 @@ def _offset_ns(ranks: Ranks) -> int:
 
 
 def role_bytes(module: RLModule, optimizers: Iterable[Optimizer]) -> dict[str, dict[str, int]]:
-    """Returns role → bytes of its model on this rank, by kind; shared parameters count only for the first role."""
+    """Returns role → kind → bytes of the role's model on this rank; the first role counts shared parameters."""
     states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
     counted_ids: set[int] = set()
     result: dict[str, dict[str, int]] = {}
@@ -253,7 +253,7 @@ def _num_bytes(tensor: Tensor | None) -> int:
 
 
 def memory_text(summary: SummaryJson) -> str:
-    """Formats this process's memory by phase, its models' by role, and that of the processes it started."""
+    """Formats the memory of this process by phase, of its models by role, and of its child processes."""
     peaks = [f"{phase} {_joined(kinds)}" for phase, kinds in summary["memory_peak_mib"].items()]
     roles = [f"{role} {_joined(sizes)}" for role, sizes in summary["memory_of_roles_mib"].items()]
     lines = ["Memory of rank 0 in MiB", f"  peak of each phase: {'; '.join(peaks)}"]

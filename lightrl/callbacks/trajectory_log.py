@@ -1,4 +1,4 @@
-"""TrajectoryLog: what the policy wrote, as JSONL to read and replay, and periodically as a table."""
+"""TrajectoryLog: writes trajectories as JSONL, to read and replay, and periodically prints some as a table."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 _WIDTH_WITHOUT_TERMINAL = 120  # characters
 _SEARCHED = 2000  # characters of a text that `lightrl inspect` searches; the middle of longer texts is cut
-_SEARCHED_OF_TURN = 100  # at least, however many turns there are
+_SEARCHED_OF_TURN = 100  # minimum for each turn
 _CELL = 4000  # characters of a prompt or completion in a logger's table
 _ROWS_AT_ONCE = 256  # rows of a per-token field in one collective
 
@@ -47,26 +47,26 @@ class _Tokenizer(Protocol):
 
 
 class TrajectoryLog(RLCallback):
-    """Writes trajectories of every n-th iteration to `<run folder>/trajectories/iteration-000012.jsonl`.
+    """Writes the trajectories of every n-th iteration to `<run folder>/trajectories/iteration-000012.jsonl`.
 
     Each line is one complete trajectory, so an iteration can be read, filtered with `jq`, replayed and trained on
     (`lightrl.trajectory.read_trajectories`):
 
         {"iteration": 12, "weight_version": 12, "advantage": 0.87, "reward": 1.0, ..., "trajectory": {"prompt": ...}}
 
-    `advantage` is the mean over the trajectory's loss tokens; `advantages` has one per token if they differ, and
-    `trainer_logprobs` are the trainer's before the update. `tokens.jsonl` has the text of each token id that occurred.
-    A file is moved into place when it is complete, and a resumed run replaces the iterations that it repeats. If the
-    disk is full or read-only, a warning is logged, the log stops and the run continues.
+    `advantage` is the mean over the trajectory's loss tokens. If the tokens' advantages differ, `advantages` has one
+    per token. `trainer_logprobs` are the trainer's logprobs before the update. `tokens.jsonl` maps each token id that
+    occurred to its text. A file is moved into place when it is complete, and a resumed run replaces the iterations that
+    it repeats. If the disk is full or read-only, a warning is logged, the log stops and the run continues.
 
     Args:
-        every_n_iterations: 1 keeps everything that a run trained on.
-        max_per_iteration: at most this many trajectories of an iteration; None keeps all, which a replay needs.
-        table_every_n_iterations: how often a table is printed and logged to Weights & Biases, MLflow, TensorBoard and
-            Comet as `samples`, with each part of the reward; None for never.
+        every_n_iterations: 1 logs everything that a run trains on.
+        max_per_iteration: maximum number of trajectories per iteration; None writes all, which a replay needs.
+        table_every_n_iterations: how often a table is printed, and logged as `samples`, with each part of the reward,
+            to Weights & Biases, MLflow, TensorBoard and Comet; None for never.
         table_rows: trajectories in the table, from the highest advantage to the lowest.
-        score_per_iteration: how many of an iteration's first trajectories get the trainer's logprobs, by an extra
-            forward on every rank. Logprobs that the update needs anyway are written without it.
+        score_per_iteration: compute the trainer's logprobs of this many trajectories per iteration, by an extra forward
+            on every rank. Logprobs that the update needs anyway are always written.
     """
 
     def __init__(
@@ -87,15 +87,15 @@ class TrajectoryLog(RLCallback):
         self.table_every_n_iterations = table_every_n_iterations
         self.table_rows = table_rows
         self.score_per_iteration = score_per_iteration
-        self._known_ids: set[int] = set()  # token ids in tokens.jsonl
-        self._folder: Path | None = None  # None writes nothing
+        self._written_ids: set[int] = set()  # token ids in tokens.jsonl
+        self._folder: Path | None = None  # None: nothing is written
         self._trajectories: list[Trajectory] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        run_folder = trainer.log_dir or trainer.default_root_dir  # on all ranks: it is a collective
-        writes = trainer.is_global_zero and not cast("RLTrainer", trainer).fast_dev_run
-        self._folder = Path(run_folder) / "trajectories" if writes else None
-        self._known_ids = set()
+        run_folder = trainer.log_dir or trainer.default_root_dir  # log_dir is a collective, so all ranks read it
+        should_write = trainer.is_global_zero and not cast("RLTrainer", trainer).fast_dev_run
+        self._folder = Path(run_folder) / "trajectories" if should_write else None
+        self._written_ids = set()
 
     def on_rewards_ready(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         self._trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -103,29 +103,29 @@ class TrajectoryLog(RLCallback):
     def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> None:
         trajectories, self._trajectories = self._trajectories, []
         iteration = trainer.global_step
-        is_due = iteration % self.every_n_iterations == 0
-        prints = self.table_every_n_iterations is not None and iteration % self.table_every_n_iterations == 0
-        if not prints and not is_due:
+        should_write = iteration % self.every_n_iterations == 0
+        should_print = self.table_every_n_iterations is not None and iteration % self.table_every_n_iterations == 0
+        if not should_print and not should_write:
             return
-        # On all ranks, because these are collectives.
+        # The following calls are collectives, so all ranks make them.
         advantages = _mean_advantages(experience, len(trajectories))
         num = len(trajectories) if self.max_per_iteration is None else min(len(trajectories), self.max_per_iteration)
-        per_token: list[list[float]] = []
-        scores: list[list[float]] = []
-        if is_due:
-            keep_answers(module, experience, trajectories)
-            scores = self._trainer_logprobs(trainer, module, experience, trajectories[:num])
+        token_advantages: list[list[float]] = []
+        logprobs: list[list[float]] = []
+        if should_write:
+            store_call_outputs(module, experience, trajectories)
+            logprobs = self._trainer_logprobs(trainer, module, experience, trajectories[:num])
             if len(experience) == len(trajectories) and _varies(experience):
-                per_token = [row.tolist() for row in _rows_of_all(experience, "advantages", num)]
+                token_advantages = [row.tolist() for row in _rows_of_all(experience, "advantages", num)]
         if not trainer.is_global_zero:
             return
         tokenizer = getattr(module, "tokenizer", None)
-        if is_due and self._folder is not None:
+        if should_write and self._folder is not None:
             stamp = {"iteration": iteration, "weight_version": trainer.weight_version}
             version = trainer.weight_version
-            records = _records(trajectories[:num], advantages[:num], per_token, scores, version, tokenizer)
+            records = _records(trajectories[:num], advantages[:num], token_advantages, logprobs, version, tokenizer)
             self._write(iteration, [{**stamp, **record} for record in records], tokenizer)
-        if prints:
+        if should_print:
             rows = pick_rows(trajectories, advantages, self.table_rows)
             width = shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 0)).columns
             module.print(printable_on_stdout(f"iteration {iteration}\n{format_table(rows, tokenizer, width)}"))
@@ -135,7 +135,7 @@ class TrajectoryLog(RLCallback):
     def _trainer_logprobs(
         self, trainer: RLTrainer, module: RLModule, experience: Experience, trajectories: Sequence[Trajectory]
     ) -> list[list[float]]:
-        """Returns [b][T] of the first trajectories, before the update; empty if none are due. Collective."""
+        """Returns the trainer's logprobs before the update, [b][T]; empty if none are due. Collective."""
         if proximal := _rows_of_all(experience, "proximal_logprobs", len(trajectories)):
             return [row.tolist() for row in proximal]
         num = min(self.score_per_iteration, len(trajectories))
@@ -153,9 +153,9 @@ class TrajectoryLog(RLCallback):
             order, parts = experience.microbatch_rows(module.microbatch_tokens)
             with torch.no_grad(), trainer.precision_plugin.forward_context():
                 outputs = module.parallel_models["policy"].forward([part.to(module.device) for part in parts])
-                for numbers, output in zip(order, outputs, strict=True):  # a generator: computes one after the other
-                    for row, logprobs in zip(numbers, output.logprobs.float().cpu().tolist(), strict=True):
-                        rows[row] = logprobs
+                for indices, output in zip(order, outputs, strict=True):  # `outputs` is lazy
+                    for index, logprobs in zip(indices, output.logprobs.float().cpu().tolist(), strict=True):
+                        rows[index] = logprobs
         return cast("list[list[float]]", ranks.broadcast_json(rows)) if holders.size < ranks.size else rows
 
     def _write(self, iteration: int, records: Sequence[JsonMapping], tokenizer: _Tokenizer | None) -> None:
@@ -184,27 +184,25 @@ class TrajectoryLog(RLCallback):
         """Appends the texts of new token ids, one `[id, text]` per line."""
         if tokenizer is None or self._folder is None:
             return
-        new = {id_ for trajectory in trajectories for id_ in trajectory.token_ids} - self._known_ids
-        self._known_ids |= new
-        lines = [json.dumps([id_, tokenizer.decode([id_])]) + "\n" for id_ in sorted(new)]
+        new_ids = {id_ for trajectory in trajectories for id_ in trajectory.token_ids} - self._written_ids
+        self._written_ids |= new_ids
+        lines = [json.dumps([id_, tokenizer.decode([id_])]) + "\n" for id_ in sorted(new_ids)]
         with (self._folder / "tokens.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(lines)
 
 
 def _rows_of_all(experience: Experience, name: str, num: int) -> list[Tensor]:
     """Gathers a per-token field of the first `num` trajectories from all ranks, [T, ...] each. Collective."""
-    part = experience.local
-    local = part[name] if name in part.tensors() else None
-    if local is None:
+    if name not in experience.local.tensors():
         return []
-    held = experience.local_rows
+    local, local_rows = experience.local[name], experience.local_rows
     rows: list[Tensor] = []
     for start in range(0, num, _ROWS_AT_ONCE):
         end = min(start + _ROWS_AT_ONCE, num)
         values = local.new_zeros(end - start, int(experience.lengths[start:end].max()), *local.shape[2:], device="cpu")
-        here = (held >= start) & (held < end)
+        is_here = (local_rows >= start) & (local_rows < end)
         width = min(local.shape[1], values.shape[1])
-        values[held[here] - start, :width] = local[here.to(local.device)][:, :width].cpu()
+        values[local_rows[is_here] - start, :width] = local[is_here.to(local.device)][:, :width].cpu()
         rows += experience.total(values)
     return rows
 
@@ -214,20 +212,20 @@ def _varies(experience: Experience) -> bool:
     local = experience.local
     if local.advantages is None:
         return False
-    most = local.advantages.where(local.loss_mask, -torch.inf).amax(1)
-    least = local.advantages.where(local.loss_mask, torch.inf).amin(1)
-    return bool(experience.total((most > least).sum().float().cpu()))
+    highest = local.advantages.where(local.loss_mask, -torch.inf).amax(1)
+    lowest = local.advantages.where(local.loss_mask, torch.inf).amin(1)
+    return bool(experience.total((highest > lowest).sum().float().cpu()))
 
 
 def _records(
     trajectories: Sequence[Trajectory],
     advantages: Sequence[float | None],
-    per_token: Sequence[Sequence[float]],
+    token_advantages: Sequence[Sequence[float]],
     trainer_logprobs: Sequence[Sequence[float]],
     weight_version: int,
     tokenizer: _Tokenizer | None,
 ) -> Iterator[JsonObject]:
-    """Yields a record for each trajectory: the columns of a table first, the trajectory, and per-token numbers."""
+    """Yields a record for each trajectory: first a table's columns, then the trajectory and per-token numbers."""
     prompt_texts: dict[str, str] = {}  # prompt id → text
     for row, (trajectory, advantage) in enumerate(zip(trajectories, advantages, strict=True)):
         prompt = trajectory.prompt
@@ -244,10 +242,10 @@ def _records(
             "trajectory": trajectory,
         }
         num = len(trajectory.token_ids)
-        if per_token:
-            own = [round(value, 6) for value in per_token[row][:num]]
-            if len({value for value, trains in zip(own, trajectory.loss_mask, strict=True) if trains}) > 1:
-                record["advantages"] = own
+        if token_advantages:
+            rounded = [round(value, 6) for value in token_advantages[row][:num]]
+            if len({value for value, trains in zip(rounded, trajectory.loss_mask, strict=True) if trains}) > 1:
+                record["advantages"] = rounded
         if row < len(trainer_logprobs):
             record["trainer_logprobs"] = [round(value, 6) for value in trainer_logprobs[row][:num]]
         yield record
@@ -277,7 +275,7 @@ def _sample(
     return {**printable, "reward": numbers["reward"], **trajectory.metrics, **numbers}
 
 
-def keep_answers(module: RLModule, experience: Experience, trajectories: Sequence[Trajectory]) -> None:
+def store_call_outputs(module: RLModule, experience: Experience, trajectories: Sequence[Trajectory]) -> None:
     """Stores the outputs of calls outside the trainer in `Trajectory.call_outputs`, for a replay. Collective."""
     calls = module.data_flow(from_file=True).of_kind("infer")  # without the reward, which trajectories already have
     for key in [key for call in calls if follows_from_trajectories(call) for key in call.outputs]:
@@ -293,7 +291,10 @@ def keep_answers(module: RLModule, experience: Experience, trajectories: Sequenc
 def pick_rows(
     trajectories: Sequence[Trajectory], advantages: Sequence[float | None], num: int
 ) -> list[tuple[Trajectory, float | None]]:
-    """Selects at most `num` trajectories, evenly spaced from the highest advantage to the lowest; ties by reward."""
+    """Selects at most `num` trajectories, evenly spaced from the highest advantage to the lowest.
+
+    Equal advantages are sorted by reward.
+    """
     rows = sorted(
         zip(trajectories, advantages, strict=True),
         key=lambda row: (row[1] if row[1] is not None else 0.0, row[0].reward or 0.0),
@@ -307,10 +308,10 @@ def pick_rows(
 def format_table(
     rows: Iterable[tuple[Trajectory, float | None]], tokenizer: _Tokenizer | None = None, width: int = 120
 ) -> str:
-    """Formats prompt, completion, reward and advantage of each trajectory, one line each, at most `width` columns wide.
+    """Formats prompt, completion, reward and advantage of each trajectory on a line of at most `width` columns.
 
-    A prompt that is too long loses its beginning, a completion its middle; unprintable characters are escaped. Special
-    tokens are shown if the tokenizer decodes them, since a strict reward sees them.
+    The beginning of a long prompt and the middle of a long completion are cut; unprintable characters are escaped.
+    Special tokens are shown if the tokenizer decodes them, since a strict reward sees them.
     """
     cells = [
         (
@@ -336,7 +337,7 @@ def format_table(
 
 
 def _mean_advantages(experience: Experience, num: int) -> list[float | None]:
-    """Returns one per trajectory; None if the experience has no advantages, or other rows than the rollout."""
+    """Returns one number per trajectory; None if there are no advantages, or rows other than the rollout's."""
     local = experience.local
     if local.advantages is None or len(experience) != num:
         return [None] * num
@@ -347,7 +348,7 @@ def _mean_advantages(experience: Experience, num: int) -> list[float | None]:
 
 
 def _text_of_turns(trajectory: Trajectory, tokenizer: _Tokenizer | None) -> str:
-    """Returns what the policy generated and what its environment answered, one line each."""
+    """Returns the texts of the policy and of its environment, one line each."""
     if tokenizer is None or len(trajectory.turns) < 2:
         return _without_middle(trajectory.completion)
     bounds = [bound for turn in trajectory.turns for bound in (turn.start, turn.end)]
@@ -367,16 +368,14 @@ def _completion_text(trajectory: Trajectory, tokenizer: _Tokenizer | None) -> st
 
 
 def num_columns(text: str) -> int:
-    """Returns the text's terminal columns: East Asian wide letters take two, combining marks none."""
+    """Returns the width of a text in terminal columns: East Asian wide characters take two, combining marks none."""
     if text.isascii():
         return len(text)
-    return sum(
-        0 if unicodedata.combining(letter) else 1 + (unicodedata.east_asian_width(letter) in "WF") for letter in text
-    )
+    return sum(0 if unicodedata.combining(char) else 1 + (unicodedata.east_asian_width(char) in "WF") for char in text)
 
 
 def shorten(text: str, width: int, *, keep_start: float) -> str:
-    """Cuts text to `width` columns, with … for the omitted part; `keep_start` is the start's share of the columns."""
+    """Cuts text to `width` columns, with … for the omitted part; `keep_start` is the share kept from the start."""
     if num_columns(text) <= width:
         return text
     text = text[: 2 * width] + text[-2 * width :] if len(text) > 4 * width else text
@@ -386,10 +385,10 @@ def shorten(text: str, width: int, *, keep_start: float) -> str:
 
 
 def _cut(text: str, width: int) -> str:
-    """Returns the longest beginning that fits."""
+    """Returns the longest prefix that fits into `width` columns."""
     used = 0
-    for index, letter in enumerate(text):
-        used += num_columns(letter)
+    for index, char in enumerate(text):
+        used += num_columns(char)
         if used > width:
             return text[:index]
     return text

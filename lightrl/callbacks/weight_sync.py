@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BUCKET_BYTES = 2**28  # size of the parts in which parameters are sent
+BUCKET_BYTES = 2**28  # parameters are sent in buckets of this size
 
 # Engine and trainer on the same devices: during the update, the engine holds no device memory and the optimizer's state
 # is on the device; otherwise it is in host memory.
 
 
 def colocated_engine(trainer: RLTrainer) -> RolloutEngine | None:
-    """Returns the engine if it is in use and on the trainer's devices; every rank has its settings."""
+    """Returns the engine if it is in use and shares the trainer's devices; every rank gets the same answer."""
     engine = trainer.engine
     return None if trainer.rollout.is_recorded or engine is None or not engine.is_colocated else engine
 
 
 def check_no_overlap(max_staleness: int) -> None:
-    """Raises ValueError if rollouts would continue during an update, in which a colocated engine has no memory."""
+    """Raises ValueError if rollouts would continue during an update, when a colocated engine has no memory."""
     if max_staleness > 0:
         raise ValueError(
             f"max_staleness must be 0 with a colocated engine, got {max_staleness}: the engine has no memory for "
@@ -65,7 +65,7 @@ def to_trainer(trainer: RLTrainer, engine: RolloutEngine) -> None:
         if ranks.is_main:
             engine.release_memory()
         ranks.broadcast_json(None)  # no rank allocates memory before the engine has released it
-    if not {"parameters", "optimizer"} & set(getattr(trainer.strategy, "offload_to_cpu", ())):  # or it stays there
+    if not {"parameters", "optimizer"} & set(getattr(trainer.strategy, "offload_to_cpu", ())):  # else it stays there
         for optimizer in trainer.optimizers:
             move_state(optimizer, trainer.strategy.root_device)
 
@@ -81,21 +81,21 @@ def to_engine(trainer: RLTrainer) -> None:
 class WeightSync(RLCallback):
     """Exports the policy after an iteration and loads it into the engine, under the next weight version.
 
-    The engine samples and the trainer learns, each with its own weights. A weight version numbers the engine's weights:
-    version k is the policy after k iterations, and every token carries the version that sampled it. The present version
-    is loaded before the first request, also after a resume and before sanity check, validate, test and predict.
+    Trainer and engine each have their own copy of the weights. A weight version numbers the engine's copy: version k is
+    the policy after k iterations, and every token carries the version that sampled it. The current version is loaded
+    before the first request, including after a resume and before sanity check, validate, test and predict.
 
-    The engine checks names, shapes and values, and keeps the old weights if something is wrong. After each sync,
-    trainer and engine compute the logprobs of a probe, a few fixed sequences of random tokens. Their mean difference,
-    `sync/probe_abs_dlogp_nats` (the largest of all replicas), has a bound; see probe.py. If only some replicas are
-    wrong, they are dropped and get the weights again; otherwise the run stops. `sync/verified_fraction` is the share of
+    The engine checks names, shapes and values, and keeps the old weights if a check fails. After each sync, trainer and
+    engine compute the logprobs of a probe, a few fixed sequences of random tokens. Their mean difference,
+    `sync/probe_abs_dlogp_nats` (the largest of all replicas), has a bound; see probe.py. If only some replicas exceed
+    it, they are dropped and get the weights again; otherwise the run stops. `sync/verified_fraction` is the share of
     replicas whose digests equal the trainer's. A failed sync is retried once if the old version still serves.
 
-    `policy/kl_behavior_nats` measures two things together: the engine's numerics and the policy's lag.
-    `sync/mismatch_*` shows the first: it compares the tokens that the present version sampled with the trainer's
-    logprobs, in an iteration's first minibatch. The bounds of `sync/mismatch_present_abs_dlogp_nats` and of the largest
-    difference reveal stale caches and restarts between syncs. `policy/lag_*` shows the second, from the trainer's
-    logprobs only; see lag_probe.py.
+    `policy/kl_behavior_nats` combines the engine's numerical error and the policy's lag. `sync/mismatch_*` measures the
+    first alone: in an iteration's first minibatch it compares the trainer's logprobs with the engine's, for tokens that
+    the current version sampled. Bounds on `sync/mismatch_present_abs_dlogp_nats` and on the largest difference detect
+    stale caches and restarts between syncs. `policy/lag_*` measures the lag alone, from the trainer's logprobs; see
+    lag_probe.py.
 
     An engine with `placement: colocated` releases its memory before each update, and the optimizer's state is in host
     memory while the engine generates.
@@ -118,7 +118,7 @@ class WeightSync(RLCallback):
         self.every_n_iterations = every_n_iterations
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._answers = AnswerCheck()  # a failed run has not called `teardown`
+        self._answers = AnswerCheck()  # a failed run does not call `teardown`
         engine: RolloutEngine | None = getattr(trainer, "engine", None)
         if engine is not None:
             engine.should_verify = self.verify
@@ -169,7 +169,7 @@ class WeightSync(RLCallback):
         self._lag, self._answers = LagProbe(), AnswerCheck()  # frees the copies of weights
 
     def _ensure(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Loads the present version unless the engine has it, so that validation measures the present policy."""
+        """Loads the current version unless the engine has it, so that validation measures the current policy."""
         if not isinstance(module, RLModule):
             return
         rl_trainer = cast("RLTrainer", trainer)
@@ -188,7 +188,7 @@ class WeightSync(RLCallback):
         with ranks.own_deadline():  # the engine enforces it
             try:
                 load()
-            except WeightSyncUndone as error:  # the version before still serves: one lost answer should not end a run
+            except WeightSyncUndone as error:  # the previous version still serves
                 log.warning("Retrying the weight sync: %s", error)
                 load()
             self._metrics = self._probe.compare(trainer, module, logprobs)
@@ -198,7 +198,7 @@ class WeightSync(RLCallback):
 
 
 def _gathered(buckets: Iterable[Bucket], ranks: Ranks) -> Iterator[Bucket]:
-    """Yields the buckets; the ranks watch each other while they gather one, not while the engine loads it."""
+    """Yields the buckets. The ranks watch each other while they gather a bucket, but not while the engine loads it."""
     iterator = iter(buckets)
     while True:
         with ranks.own_deadline(False):
@@ -208,35 +208,35 @@ def _gathered(buckets: Iterable[Bucket], ranks: Ranks) -> Iterator[Bucket]:
         yield bucket
 
 
-# If the engine loads files from a folder that every rank sees, each rank writes its share there; otherwise rank 0
+# If the engine loads files from a folder that every rank can access, each rank writes its share there; otherwise rank 0
 # gathers all shares and passes them to the engine.
 
 
 class RankShares:
-    """Makes the buckets of each sync; the first sync decides which ranks write, the same on every rank."""
+    """Makes the buckets of each sync. The first sync decides which ranks write; all ranks decide alike."""
 
     def __init__(self) -> None:
         self._folder: SharedFolder | None = None
-        self._rollout: object = None  # the rollout for which `_folder` was decided
+        self._rollout: object = None  # the rollout for which `_folder` was chosen
 
     def buckets(self, trainer: RLTrainer, module: RLModule, bucket_bytes: int) -> Iterator[Bucket]:
-        """Yields buckets for `rollout.load_weights`; collective, each rank must read them to the end.
+        """Yields buckets of the parts that the engine loads, part by part, for `rollout.load_weights`.
 
-        They contain the parts that the engine loads, one after another.
+        Collective; each rank must read all buckets.
         """
         model = module.parallel_models["policy"]
         holders = ranks_of(trainer.strategy).of_role("policy")
         if not holders.is_here:
             return model.full_parameters(bucket_bytes)
         engine = trainer.rollout.engine
-        taken: list[Part] = ["whole"] if engine is None else engine.parts_to_load()
-        parts: list[Part] = holders.broadcast_json(taken)
-        return itertools.chain(*(self._of_part(trainer, model, bucket_bytes, part, holders) for part in parts))
+        engine_parts: list[Part] = ["whole"] if engine is None else engine.parts_to_load()
+        parts: list[Part] = holders.broadcast_json(engine_parts)
+        return itertools.chain(*(self._part_buckets(trainer, model, bucket_bytes, part, holders) for part in parts))
 
-    def _of_part(
+    def _part_buckets(
         self, trainer: RLTrainer, model: ParallelModel, bucket_bytes: int, part: Part, holders: Ranks
     ) -> Iterator[Bucket]:
-        """Returns buckets of all parameters, from every rank or rank 0; small added parts always come from rank 0."""
+        """Returns buckets of the part's parameters, from every rank or rank 0; `added`, which is small, from rank 0."""
         names = "module" if trainer.engine is None else trainer.engine.parameter_names  # every rank has the settings
         make = functools.partial(model.full_parameters, part=part, names=names)
         if holders.size == 1 or part == "added":
@@ -249,7 +249,7 @@ class RankShares:
 
 
 def shared(buckets: Iterator[Bucket], folder: SharedFolder, holders: Ranks) -> Iterator[Bucket]:
-    """Yields, on rank 0, its share and then the files of the other ranks, which write their shares meanwhile.
+    """Writes the shares of all ranks but rank 0, which yields its own share and then the files of the others.
 
     Raises WeightSyncError on rank 0 if a rank could not write its share within `folder.timeout_s`.
     """
@@ -279,7 +279,7 @@ def _gather_records(record: dict[str, object], folder: SharedFolder, holders: Ra
 
 
 def _shared_folder(engine: RolloutEngine | None, holders: Ranks) -> SharedFolder | None:
-    """Returns rank 0's folder if every rank can see it and write there; otherwise logs why and returns None."""
+    """Returns rank 0's folder if every rank can write to it; otherwise logs the reason and returns None."""
     folder = None if engine is None else engine.shared_folder()
     fields = holders.broadcast_json(None if folder is None else vars(folder))
     if fields is None:

@@ -2,8 +2,8 @@
 
 Reading order:
     main.py           `lightrl <command>`: help, version, and the table of commands
-    cli.py            fit, validate, test, predict: LightningCLI with our defaults; help of a setting
-    config_layers.py  settings and their origins; config_errors.py: explains a wrong one, with path, file and line
+    cli.py            fit, validate, test, predict: LightningCLI with lightrl's defaults; help for a setting
+    config_layers.py  settings and their origins; config_errors.py: explains an invalid one, with path, file and line
     console.py        log lines and errors on stderr, exit codes
     plan.py           shows the calls of an iteration, batch sizes and memory, and what to change if it does not fit
     doctor/           checks a run before it starts, its data and its reward
@@ -12,8 +12,8 @@ Reading order:
     status.py         shows what a run and its launch are doing
     inspect/          shows runs in the browser, or exports them as one file
     export.py         turns a checkpoint into a Hugging Face folder; pushes it to a hub, with a model card
-    convert/          turns AReaL's configurations into ours
+    convert/          turns AReaL's configurations into lightrl's
 
-May import: everything. To add a command: write a module or package with `run(args) -> exit code`, named as the command,
+May import everything. To add a command, write a module or package with the command's name and `run(args) -> exit code`,
 and add it to main.py.
 """

@@ -1,7 +1,7 @@
 """lightrl fit | validate | test | predict: LightningCLI with lightrl's Trainer, short class names and short errors.
 
-`model` and `data` accept any LightningModule and LightningDataModule as a `class_path`: a short name for classes of
-lightrl and Lightning, and a dotted path for a user's classes, which may be in the working folder.
+`model` and `data` accept any LightningModule and LightningDataModule as a `class_path`: a short name for the classes of
+lightrl and Lightning, a dotted path for a user's classes, which may be in the working folder.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ from lightrl.trajectory import Group, encode_json
 log = logging.getLogger(__name__)
 
 _Level = Literal["debug", "info", "warning", "error"]
-# Settings that identify an experiment: a run must not continue from one that differs in them.
+# Settings that identify an experiment: a run must not continue from a run that differs in one of them.
 _SAME = ("seed_everything", "model.class_path", "model.policy", "data.class_path", "data.train")
 FROM_START = "The run starts from the beginning."
 
@@ -159,7 +159,7 @@ class LightRLCLI(LightningCLI):
         parser.add_argument("--launch", type=section, default=None, help="where `lightrl launch` starts the run")
 
     def config_text(self) -> str:
-        """All settings as YAML; the command does the same with it as its only config file."""
+        """Returns all settings as YAML; with only this config file the command does the same."""
         settings = self.config[self.config.subcommand].clone()
         settings.pop("config", None)
         return str(self._subcommand_parsers[self.config.subcommand].dump(settings, skip_none=False))
@@ -190,7 +190,7 @@ class LightRLCLI(LightningCLI):
             raise UsageError(f"seed_everything must be between 0 and {2**32 - 1}, got {seed}{origin}.")
 
     def _parse_ckpt_path(self) -> None:
-        """Does nothing: Lightning's would set `model` to any class that a checkpoint's hyper-parameters name."""
+        """Does nothing. Lightning's method would set `model` to any class that a checkpoint's hyperparameters name."""
 
     def before_instantiate_classes(self) -> None:
         for name, level in self.config[self.config.subcommand].logging.items():
@@ -211,14 +211,14 @@ class LightRLCLI(LightningCLI):
             raise UsageError(f"model must name a class{self._user_settings.origin('model')}, such as class_path: GRPO.")
         if self.datamodule is None and not is_overridden("train_dataloader", self.model):
             raise UsageError(
-                "data must be set, in a --config file or as --data: a class such as PromptDataModule, which says what "
-                "to train on."
+                "data must be set, in a --config file or as --data, to a class such as PromptDataModule, which says "
+                "what to train on."
             )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer = cast(Trainer, super().instantiate_trainer(**kwargs))
         pipes = [name for name in self._user_settings.files if not Path(name).expanduser().is_file()]
-        if pipes and trainer.strategy.launcher is not None:  # it repeats the command line in other processes
+        if pipes and trainer.strategy.launcher is not None:  # the launcher repeats the command line in other processes
             raise UsageError(
                 f"--config {pipes[0]} can be read only once, but {trainer.num_devices} processes need it. Write it to "
                 "a file."
@@ -231,7 +231,7 @@ class LightRLCLI(LightningCLI):
         return trainer
 
     def after_instantiate_classes(self) -> None:
-        """Defers the sections `optimizer` and `lr_scheduler` until the model has parameters, late for an RLModule."""
+        """Lets `configure_optimizers` build the `optimizer` section; an RLModule has no parameters yet."""
         settings = self.config_init[self.config.subcommand]
         self._name_unused_validation()
         optimizer, scheduler = settings.get("optimizer"), settings.get("lr_scheduler")
@@ -240,8 +240,8 @@ class LightRLCLI(LightningCLI):
                 raise UsageError("lr_scheduler needs an optimizer. Add an `optimizer:` section.")
             return
         self._check_replaced(optimizer, scheduler)
-        own, kept = type(self.model).__name__, "" if scheduler else ", with its warm-up and lr_decay"
-        log.info("Using optimizer %s instead of %s's own%s.", optimizer["class_path"], own, kept)
+        model_name, schedule = type(self.model).__name__, "" if scheduler else ", with its warm-up and lr_decay"
+        log.info("Using optimizer %s instead of %s's own%s.", optimizer["class_path"], model_name, schedule)
         self.model.configure_optimizers = partial(_configured_optimizers, self.model, optimizer, scheduler)
 
     def _name_unused_validation(self) -> None:
@@ -263,17 +263,17 @@ class LightRLCLI(LightningCLI):
     def _check_replaced(self, optimizer: Any, scheduler: Any) -> None:
         """Raises UsageError for a setting of the model's own optimizer or schedule that a section replaces."""
         defaults, given = _defaults(type(self.model)), self._user_settings.values.get("model")
-        of_schedule = ("warmup_iterations", "warmup_steps", "lr_decay", "min_lr_ratio") if scheduler else ()
-        for name in ("lr", "betas", "eps", "weight_decay", *of_schedule):
+        schedule_names = ("warmup_iterations", "warmup_steps", "lr_decay", "min_lr_ratio") if scheduler else ()
+        for name in ("lr", "betas", "eps", "weight_decay", *schedule_names):
             is_given, value = isinstance(given, Mapping) and name in given, getattr(self.model, name, None)
             others = [_plain(defaults.get(name)), _plain(optimizer.get("init_args", {}).get(name))]
             if name in defaults and is_given and _plain(value) not in others:  # a saved config has the defaults too
                 setting = f"model.{name}={value}{self._user_settings.origin(f'model.init_args.{name}')}"
-                section = "lr_scheduler" if name in of_schedule else "optimizer"
+                section = "lr_scheduler" if name in schedule_names else "optimizer"
                 raise UsageError(f"{setting} has no effect with {section}. Remove it, or set it there.")
 
     def before_fit(self) -> None:
-        """Resolves `ckpt_path: last` to this experiment's newest checkpoint: each run has its own folder."""
+        """Resolves `ckpt_path: last` to this experiment's newest checkpoint, since each run has its own folder."""
         settings = self.config_init[self.config.subcommand]
         ckpt_path = settings.get("ckpt_path")
         if ckpt_path is None:
@@ -293,7 +293,7 @@ class LightRLCLI(LightningCLI):
                 log.info("ckpt_path=last is %s. This run writes to its own folder.", newest)
                 settings["ckpt_path"] = str(newest)
             elif self.config.subcommand == "fit":
-                settings["ckpt_path"] = None if folder is not None else "last"  # without a folder Lightning looks
+                settings["ckpt_path"] = None if folder is not None else "last"  # without a folder, Lightning searches
             else:
                 raise UsageError(
                     "ckpt_path=last: no earlier run of this experiment has a last.ckpt. Pass the path of a checkpoint."
@@ -307,7 +307,7 @@ class LightRLCLI(LightningCLI):
     before_validate = before_test = before_predict = before_fit
 
     def fit(self, **kwargs: Any) -> None:
-        """Trains; on a GPU, first chooses the settings that its memory decides."""
+        """Trains. On a GPU, first chooses the settings that depend on its memory."""
         if (device := self.trainer.strategy.root_device).type == "cuda":
             memory = torch.cuda.get_device_properties(device).total_memory
             use_estimate = entry_point("memory estimate")
@@ -333,22 +333,22 @@ class LightRLCLI(LightningCLI):
 
 
 class SaveRunConfig(SaveConfigCallback):
-    """Saves the configuration as config.yaml in the run's folder, but never overwrites a file it was read from.
+    """Saves the configuration as config.yaml in the run's folder, but never overwrites a file from which it was read.
 
-    Every logger gets it as hyper-parameters; CSVLogger writes hparams.yaml.
+    Every logger gets it as hyperparameters; CSVLogger writes hparams.yaml.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         public = without_secrets(self.config)
         for name, value in self.config.items():
             if public.get(name) != value:
-                log.info("Secrets in %s are not saved in config.yaml. Pass them again to whatever reads it.", name)
+                log.info("Secrets in %s are not saved in config.yaml. Pass them again with that file.", name)
         cast(Trainer, trainer).settings = settings = _plain(public.as_dict())
         if not trainer.loggers or (folder := trainer.log_dir) is None or not trainer.is_global_zero:
             return
-        text = self.parser.dump(self.config, skip_none=False)  # invalid without its secrets
-        head = "".join(re.findall(r"^#.*\n", text, re.MULTILINE))
-        text = head + yaml_of(without_secrets(yaml.safe_load(text)))
+        text = self.parser.dump(self.config, skip_none=False)  # with secrets: the parser refuses settings without them
+        header = "".join(re.findall(r"^#.*\n", text, re.MULTILINE))
+        text = header + yaml_of(without_secrets(yaml.safe_load(text)))
         target = (Path(folder) / self.config_filename).absolute()
         if target not in [Path(str(source)).absolute() for source in self.config.get("config") or []]:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -377,11 +377,11 @@ def _dropped(given: Mapping[str, Any], settings: Namespace, above: str = "") -> 
 
 
 def _plain(value: Any) -> Any:
-    """Returns a setting as JSON types; a path or another object becomes its text, as loggers write it."""
+    """Converts a setting to JSON types; a path or another object becomes a string, as loggers write it."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
+        return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float) else str(value)
 
 
@@ -406,23 +406,23 @@ class _PredictionFile(L.Callback):
 
 
 def _configured_optimizers(module: L.LightningModule, optimizer: Any, scheduler: Any) -> Any:
-    """Builds what `configure_optimizers` returns for the sections `optimizer:` and `lr_scheduler:`."""
+    """Builds what `configure_optimizers` returns, from the sections `optimizer:` and `lr_scheduler:`."""
     trained: list[Any] = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if isinstance(module, RLModule):
         roles = module.models()
         trained = parameter_groups(module, {name: roles[name] for name in module.trained_roles()})
-    made = instantiate_class((trained,), optimizer)
+    built = instantiate_class((trained,), optimizer)
     if scheduler is None:
-        return module.add_schedule(made) if isinstance(module, TrainedModule) else made
-    rates = [group["lr"] for group in made.param_groups]
-    made_scheduler = instantiate_class(made, scheduler)
-    if len(set(rates)) > 1 and rates != [group.get("initial_lr", group["lr"]) for group in made.param_groups]:
+        return module.add_schedule(built) if isinstance(module, TrainedModule) else built
+    rates = [group["lr"] for group in built.param_groups]
+    built_scheduler = instantiate_class(built, scheduler)
+    if len(set(rates)) > 1 and rates != [group.get("initial_lr", group["lr"]) for group in built.param_groups]:
         name = scheduler["class_path"]
         raise ValueError(f"lr_scheduler {name} sets one learning rate, but roles have {rates}. Use another scheduler.")
-    if isinstance(module, RLModule) and not hasattr(made_scheduler, "monitor"):
-        # an iteration is the unit of an RL run; Lightning's default is the epoch
-        return {"optimizer": made, "lr_scheduler": {"scheduler": made_scheduler, "interval": "step"}}
-    return LightningCLI.configure_optimizers(module, made, made_scheduler)
+    if isinstance(module, RLModule) and not hasattr(built_scheduler, "monitor"):
+        # an RL run's schedule is per iteration; Lightning's default is per epoch
+        return {"optimizer": built, "lr_scheduler": {"scheduler": built_scheduler, "interval": "step"}}
+    return LightningCLI.configure_optimizers(module, built, built_scheduler)
 
 
 def run(args: Sequence[str], descriptions: Mapping[str, str] | None = None) -> int:
@@ -431,10 +431,10 @@ def run(args: Sequence[str], descriptions: Mapping[str, str] | None = None) -> i
 
 
 def last_checkpoint(folder: Path | None, settings: Mapping[str, object], *, is_fit: bool = True) -> Path | None:
-    """Returns the newest last.ckpt of the same experiment, in this run folder or its neighbors; logs why there is none.
+    """Returns the newest last.ckpt of the same experiment, in this run's folder or a sibling; logs why there is none.
 
     Args:
-        settings: this run's, as in a config.yaml.
+        settings: this run's settings, as in a config.yaml.
         is_fit: whether seed and data must match too; validation may use another split or file.
     """
     if folder is None:
@@ -450,18 +450,18 @@ def last_checkpoint(folder: Path | None, settings: Mapping[str, object], *, is_f
         else:
             others.append(f"{checkpoint} ({difference})")
     check_links(same)
-    why = f"{folder.parent} has no checkpoint of an earlier run."
+    reason = f"{folder.parent} has no checkpoint of an earlier run."
     if others:
-        why = (
+        reason = (
             f"{folder.parent} has checkpoints of other experiments only. The newest is {others[0]}. To continue from "
             "it, pass its path as ckpt_path."
         )
-    log.warning("ckpt_path=last: %s %s", why, FROM_START if is_fit else "")
+    log.warning("ckpt_path=last: %s %s", reason, FROM_START if is_fit else "")
     return None
 
 
 def check_links(checkpoints: Sequence[Path]) -> None:
-    """Raises UsageError if there are last checkpoints, but all of them are links to missing files."""
+    """Raises UsageError if all last checkpoints, at least one, are links to missing files."""
     if checkpoints and not any(path.exists() for path in checkpoints):
         raise UsageError(
             f"ckpt_path=last: {checkpoints[0]} is a link to {checkpoints[0].readlink()}, which does not exist. Pass "
@@ -470,7 +470,7 @@ def check_links(checkpoints: Sequence[Path]) -> None:
 
 
 def _difference(config: Path, settings: Mapping[str, object], *, is_fit: bool) -> str | None:
-    """Describes the first setting that makes a saved run another experiment; None if none does or it has no config."""
+    """Describes the first setting in which a saved run's experiment differs; None without a difference or a config."""
     try:
         saved = yaml.safe_load(config.read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -519,7 +519,7 @@ def asked_help(parser: ArgumentParser, command: str, args: Sequence[str], user_s
 
 
 def _classes(path: str, name: str | None, keys: Keys, settings: object) -> list[type]:
-    """Returns the classes that a setting accepts, or the one called `name`; `settings` says what is above it."""
+    """Returns the classes that a setting accepts, or only the one called `name`; `settings` are the user's."""
     kinds = classes_in(type_of_setting(path, keys, settings))
     if name is not None:
         return [resolve(name, kinds, path, "")]
@@ -553,7 +553,7 @@ def flags_for_strings(parser: ArgumentParser, user_settings: UserSettings) -> li
                     user_settings.set(path, text)
                 if not isinstance(inner, Mapping):
                     break
-                kinds, added = classes_in(Keys.of_class(kind).types[first]), dict(inner)  # a role's model
+                kinds, added = classes_in(Keys.of_class(kind).types[first]), dict(inner)  # such as the model in a role
     return flags
 
 
@@ -571,7 +571,7 @@ def _class_help(kind: type, path: str, command: str) -> str:
 
 
 def _text(parser: ArgumentParser) -> str:
-    """Returns the parser's help without Sphinx roles and `<class '...'>`."""
+    """Formats the parser's help, without Sphinx roles and `<class '...'>`."""
     for action in parser._actions:
         action.help = re.sub(r":[a-z]+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", action.help or "").replace("``", "`") or None
     for group in parser._action_groups:

@@ -1,8 +1,8 @@
 """Explains settings that the parser refused: one message with path, value, file, line and the allowed values.
 
-jsonargparse stops at the first layer that refuses and quotes whole subtrees. `explain` instead walks the merged layers
-along the classes that they configure until it finds the setting at fault. It runs only after the parser has refused, or
-for empty sections; if it finds nothing, the parser's message stands.
+jsonargparse stops at the first invalid layer and quotes whole subtrees. `explain` instead walks the merged layers along
+the classes that they configure until it finds the invalid setting. It runs only after the parser has refused the
+settings, or for empty sections; if it finds nothing, the parser's message is shown.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def check_empty_sections(user_settings: UserSettings, parser: ArgumentParser) ->
 
 @dataclasses.dataclass
 class Keys:
-    """The settings allowed at one place: their types, and groups of settings, by name."""
+    """The settings that are allowed in one section: types of single settings and groups of settings, by name."""
 
     types: dict[str, object]
     groups: dict[str, Keys]
@@ -299,7 +299,7 @@ class _Walk:
             raise UsageError(f"{owner} needs {' and '.join(missing)}{self._from(path)}.")
 
     def _nearest(self, settings: Mapping[str, object], kinds: Sequence[type], path: str) -> type:
-        """Returns the data class with most of these settings; raises UsageError if a Role's and a ModelSpec's mix."""
+        """Returns the data class with most of these settings; raises UsageError if they mix Role and ModelSpec."""
         names = {kind: [name for name in settings if name in Keys.of_class(kind)] for kind in kinds}
         if set(kinds) == {ModelSpec, Role} and all(names.values()):
             inner, outer = (", ".join(f"{name}: ..." for name in names[kind]) for kind in (ModelSpec, Role))
@@ -348,7 +348,7 @@ def classes_in(hint: object) -> list[type]:
 
 
 def _num_given(hint: object) -> int:
-    """Returns how many arguments lightrl passes to a class, for a setting that could also be a function of as many."""
+    """Returns the number of arguments that lightrl passes to a setting's class, or to a function set in its place."""
     inner = typing.get_args(hint)
     if typing.get_origin(hint) is Callable:
         return len(inner[0]) if isinstance(inner[0], list) else 0
@@ -377,10 +377,10 @@ def _is_union(hint: object) -> bool:
 def importable_classes(kinds: Sequence[type]) -> dict[str, type]:
     """Maps short names to these classes and all their imported subclasses, except abstract ones."""
     classes: dict[str, type] = {}
-    waiting = list(kinds)
-    while waiting:
-        kind = waiting.pop()
-        waiting.extend(kind.__subclasses__())
+    pending = list(kinds)
+    while pending:
+        kind = pending.pop()
+        pending.extend(kind.__subclasses__())
         public = not kind.__name__.startswith("_") and "<locals>" not in kind.__qualname__
         if public and not inspect.isabstract(kind) and not getattr(kind, "_is_protocol", False):
             classes.setdefault(kind.__name__, kind)
@@ -388,7 +388,7 @@ def importable_classes(kinds: Sequence[type]) -> dict[str, type]:
 
 
 def resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> type:
-    """Returns the class for a short name or dotted path; raises UsageError if there is none, or not of `kinds`."""
+    """Returns the class for a short name or dotted path; raises UsageError if it is missing or not of `kinds`."""
     classes = importable_classes(kinds)
     setting = f"{path}={class_path}{origin}"
     if "." not in class_path:

@@ -1,8 +1,8 @@
 """Merges the settings of config files and flags in order, and records the file and line of each.
 
-The parser keeps no line numbers and drops what it skips. So every command reads and parses its files here, once, and
-the parser gets the settings from here. That way a pipe can be a config file; duplicate keys, misspelled empty sections
-and endless YAML aliases are refused; and an error of a constructor names the setting's file and line.
+jsonargparse keeps no line numbers, and ignores duplicate keys and empty sections. So every command reads its files
+here, once, and passes the settings to jsonargparse. A config file can then be a pipe; duplicate keys, misspelled empty
+sections and endless YAML aliases are refused; and a constructor's error names the setting's file and line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jsonargparse.typing import register_type
 from lightrl.checks.files import nearest_files
 from lightrl.trajectory import JsonMapping, JsonObject
 
-_MAX_NODES = 20_000  # with aliases expanded: ten lines of YAML can make a billion nodes, one an endless depth
+_MAX_NODES = 20_000  # with aliases expanded: ten lines of YAML can make a billion nodes, one line infinite depth
 _MAX_DEPTH = 50
 CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 
@@ -38,7 +38,7 @@ class Flag(str):
 
 
 class ClassOrText(str):
-    """A string to which a later layer added settings: a class's name, or the first field of a data class."""
+    """A string, the name of a class or the first field of a data class, to which a later layer added settings."""
 
 
 class SettingText(str):
@@ -58,7 +58,7 @@ class _Unread(str):
 
 
 class ConfigText(str):
-    """The text of a config file, with its settings and their places."""
+    """The text of a config file, with its settings and their line numbers."""
 
     settings: JsonObject
     origins: dict[str, str]  # path, e.g. `trainer.callbacks[0].init_args` → ` (run.yaml:22)`
@@ -122,7 +122,7 @@ class UserSettings:
         return self.origins.get(path, "")
 
     def section(self, path: str) -> JsonMapping:
-        """Returns the settings below a path, {} if it is missing or a class's name; otherwise raises UsageError."""
+        """Returns the settings below a path, {} if it is missing or only names a class; otherwise raises UsageError."""
         section: JsonMapping = self.settings
         so_far = []
         for name in path.split("."):
@@ -143,26 +143,26 @@ class UserSettings:
     def place_of(self, error: BaseException) -> str:
         """Returns the setting that a constructor refused, `model.init_args.lr (run.yaml:7)`; empty if it is unknown.
 
-        It is the first setting in the message that belongs to a class whose constructor was running.
+        This is the first setting in the message that belongs to a class whose constructor was running.
         """
         words = re.findall(r"[A-Za-z_]\w*", str(error))
         for owner in _constructed(error):
             section = "trainer" if owner.__name__ == "Trainer" else self._section(owner)
             fields = {item.name for item in dataclasses.fields(owner)} if dataclasses.is_dataclass(owner) else set()
-            own = [
+            candidates = [
                 path
                 for path in self.origins
                 if (section and path.startswith(f"{section}.")) or path.rpartition(".")[2] in fields
             ]
-            own.sort(key=lambda path: "command line" not in self.origins[path])  # flags win
-            names = {path.rpartition(".")[2]: path for path in reversed(own)}
-            path = next((names[word] for word in words if word in names), section)
+            candidates.sort(key=lambda path: "command line" not in self.origins[path])  # flags win
+            name_to_path = {path.rpartition(".")[2]: path for path in reversed(candidates)}
+            path = next((name_to_path[word] for word in words if word in name_to_path), section)
             if path:
                 return f"{path}{self.origin(path)}"
         return ""
 
     def _section(self, owner: type) -> str:
-        """Returns the section that configures this class; empty if several do, or none."""
+        """Returns the section that configures this class; empty unless there is exactly one."""
         key = ".class_path"
         paths = [path.removesuffix(key) for path in self.origins if path.endswith(key)]
         paths += [path for path in ("model", "data") if path in self.origins]
@@ -284,7 +284,7 @@ def _with_texts(value: Any, kind: Callable[[str], str]) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Quotes a string such as 1e5, which would be read as a number."""
+    """Quotes strings such as 1e5, which would be read as numbers."""
 
 
 _Dumper.add_representer(SettingText, yaml.SafeDumper.represent_str)
@@ -305,8 +305,8 @@ def _read_config(path: str) -> ConfigText:
     """Reads and parses one file, which may be a pipe; raises UsageError if it is missing or no YAML mapping."""
     file = Path(path).expanduser()
     if file.is_dir() or not file.exists():
-        what = "is a folder; it must be a file" if file.is_dir() else "does not exist"
-        raise UsageError(f"--config {path} {what}. {nearest_files(file, '.yaml', '.yml')}")
+        problem = "is a folder; it must be a file" if file.is_dir() else "does not exist"
+        raise UsageError(f"--config {path} {problem}. {nearest_files(file, '.yaml', '.yml')}")
     try:
         text = ConfigText(file.read_text(encoding="utf-8"))
         loader = _Loader(text)
@@ -376,7 +376,7 @@ def _merge(settings: JsonObject, layer: JsonMapping) -> None:
             old = settings[key] = {"class_path": ClassOrText(old)}  # --model GRPO --model.lr 1e-3
         if isinstance(value, Mapping):
             if isinstance(old, list):
-                continue  # --trainer.callbacks.max_staleness 1 is for the list's last item: left to the parser
+                continue  # the parser applies --trainer.callbacks.max_staleness 1 to the list's last item
             if not isinstance(old, dict):
                 settings[key] = {}
             _merge(settings[key], value)

@@ -1,4 +1,4 @@
-"""A command's output on stderr: log lines above the progress bar, and an error as one message with an exit code."""
+"""Writes a command's output to stderr: log lines above the progress bar, and an error as one short message."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
 from lightrl.errors import EngineUnreachable, LightRLError, OtherRankFailed
 from lightrl.strategies import is_on_all_ranks
 
-# Errors that a user can fix; during the run only if lightrl itself raised them.
+# Errors that a user can fix; once the run has started, only those that lightrl itself raises.
 FIXABLE = (ValueError, TypeError, OSError, ImportError, MisconfigurationException)
 
 
@@ -55,9 +55,9 @@ def run_folder(trainer: L.Trainer) -> Path | None:
 
 
 def reported(command: Callable[[Sequence[L.Callback]], int]) -> int:
-    """Runs a command with the callbacks that its trainer needs; returns its exit code; prints an error in brief."""
+    """Runs a command with the callbacks that its trainer needs; prints an error in brief; returns the exit code."""
     folder = str(Path.cwd())
-    if folder not in sys.path[:1]:  # the console script's import path lacks it; a user's `my_rewards.py` is there
+    if folder not in sys.path[:1]:  # users' modules are there, but a console script's import path lacks it
         sys.path.insert(0, folder)
     configure_logging()
     silence_irrelevant()
@@ -72,9 +72,9 @@ def reported(command: Callable[[Sequence[L.Callback]], int]) -> int:
     except OtherRankFailed as error:
         if debug:
             raise
-        # not in the run's folder, where the failed rank may write its own; the cause comes last
-        here = error.__cause__
-        return _fail(f"{type(here).__name__}: {here}\n{keep_traceback(None)}\n{error}", code=1)
+        # The failed rank may write its traceback to the run's folder, so this one goes elsewhere. The cause comes last.
+        consequence = error.__cause__
+        return _fail(f"{type(consequence).__name__}: {consequence}\n{keep_traceback(None)}\n{error}", code=1)
     except (LightRLError, *FIXABLE) as error:
         cause = unwrapped(error)
         is_ours = isinstance(error, LightRLError) or _raised_in(cause, lightrl)
@@ -93,7 +93,7 @@ def _fail(message: str, *, code: int) -> int:
 
 
 def chain(error: BaseException) -> str:
-    """Joins the messages of an error and its causes without repeats; errors from outside lightrl get type and place."""
+    """Joins the messages of an error and its causes without repeats, with type and line of errors of other packages."""
     lines: list[str] = []
     link: BaseException | None = error
     while link is not None:
@@ -110,14 +110,14 @@ def chain(error: BaseException) -> str:
 
 
 def unwrapped(error: BaseException) -> BaseException:
-    """Returns the error of a constructor, without the errors that jsonargparse raised when it tried other types."""
+    """Returns the error that a constructor raised, without the errors that jsonargparse raised for other types."""
     if not _raised_in(error, jsonargparse):
         return error
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     cause = error.__cause__ or error.__context__  # jsonargparse chains only the first error of a union
-    of_types: list[BaseException] = frame.f_locals.get("exceptions") or ([] if cause is None else [cause])
-    errors = [unwrapped(one) for one in of_types]
-    return next((one for one in errors if not _raised_in(one, jsonargparse)), errors[0] if errors else error)
+    causes: list[BaseException] = frame.f_locals.get("exceptions") or ([] if cause is None else [cause])
+    errors = [unwrapped(item) for item in causes]
+    return next((item for item in errors if not _raised_in(item, jsonargparse)), errors[0] if errors else error)
 
 
 def _raised_in(error: BaseException, package: ModuleType) -> bool:
@@ -131,7 +131,7 @@ def _place(error: BaseException) -> tuple[str, int]:
 
 
 def keep_traceback(folder: Path | None) -> str:
-    """Writes the current traceback to the run's folder, or else to a temporary one; returns a line with the path."""
+    """Writes the current traceback to a folder, or if it cannot, to a temporary one; returns a line with the path."""
     text = traceback.format_exc()
     for place in (folder, None):
         with contextlib.suppress(OSError):
@@ -140,7 +140,7 @@ def keep_traceback(folder: Path | None) -> str:
             path = place / "traceback.txt"
             path.write_text(text, encoding="utf-8", errors="backslashreplace")
             return f"Full traceback: {path}"
-    return text  # it cannot be written to any disk
+    return text  # no disk can be written to
 
 
 class _AboveProgressBar:
@@ -156,7 +156,7 @@ class _AboveProgressBar:
 
 
 class _MarkedFormatter(logging.Formatter):
-    """Plain lines; warnings and errors start with their level, in color on a terminal."""
+    """Formats plain lines; warnings and errors start with their level, in color on a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = one_period(super().format(record))
@@ -183,7 +183,7 @@ def configure_logging() -> None:
                 lightning_handler.setStream(_AboveProgressBar())
 
 
-# Lightning 2.6.6 advertises its cloud at every start, and lists devices, which lightrl prints with the engine's.
+# Lightning 2.6.6 advertises its cloud at every start, and lists devices, which lightrl prints together with the engine.
 _NOTICES = ("Tip: For seamless cloud", "GPU available: ", "TPU available: ", "HPU available: ")
 
 
@@ -200,7 +200,7 @@ def _is_of_interest(record: logging.LogRecord) -> bool:
 def silence_irrelevant() -> None:
     """Silences warnings that a user cannot act on."""
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_of_interest)
-    # lightrl adapts to announced changes of libraries; a user cannot
+    # lightrl must adapt to announced changes of libraries; users cannot
     libraries = r"(lightning|torch|transformers|datasets|huggingface_hub|jsonargparse|peft)(\.|$)"
     for kind in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=kind, module=libraries)
@@ -210,9 +210,9 @@ def silence_irrelevant() -> None:
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     # MLflow shows a progress bar for each table that it appends to
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    # retries of an unreachable hub: the final error says it in one line
+    # huggingface_hub logs each retry of an unreachable hub; the final error says it in one line
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
-    # a progress bar for each load of weights, even if it takes milliseconds
+    # transformers shows a progress bar for each load of weights, even if it takes milliseconds
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

@@ -53,24 +53,24 @@ def export_checkpoint(
     run_code_of_checkpoint: bool = False,
     push: str | None = None,
 ) -> None:
-    """Writes a role's model as a Hugging Face folder that `from_pretrained` loads bit-equal.
+    """Writes a role's model as a Hugging Face folder that `from_pretrained` loads bit for bit.
 
-    A LoRA model becomes a folder with only adapters, in peft's format, or with `merged` the whole model. A critic that
-    is a head on the policy's body is written with the body, as a separate model.
+    A LoRA model becomes a folder with only the adapters, in peft's format, or with `merged` the whole model. A critic
+    that is a head on the policy's body is written with the body, as a separate model.
 
     Args:
         checkpoint: a file, or the folder of a sharded checkpoint, saved by any number of processes.
-        to: the folder; an earlier export there is replaced, anything else is refused.
+        to: the folder; an earlier export there is replaced, other content is refused.
         role: the model to export.
         tokenizer: a hub name, a folder, or the dotted path of a function; None uses the checkpoint's.
         merged: load the base model and merge the LoRA adapters into it.
         run_code_of_checkpoint: import and run code that the checkpoint names, other than transformers' own classes: a
             model class, a tokenizer function, a base model's remote code.
-        push: a repository on the hub to upload the folder to, with a model card of the run.
+        push: a repository on the hub to which to upload the folder, with a model card of the run.
 
     Raises:
         ValueError: if the checkpoint is not lightrl's, lacks the role or names code to run; if `to` has other files; or
-            if the hub refuses.
+            if the hub refuses the upload.
     """
     check_model_folder(to, asked_by="lightrl export")
     meta, state = _read(checkpoint)
@@ -113,7 +113,7 @@ def export_checkpoint(
 
 
 def _read(checkpoint: Path) -> tuple[JsonObject, Callable[[str], dict[str, Tensor]]]:
-    """Returns all but the weights, and a function that returns the weights below a prefix, named without the prefix."""
+    """Returns the checkpoint without weights, and a function that returns the weights below a prefix, without it."""
     if not checkpoint.exists():
         raise ValueError(f"Checkpoint {str(checkpoint)!r} does not exist.")
     if checkpoint.is_dir():
@@ -126,10 +126,10 @@ def _read(checkpoint: Path) -> tuple[JsonObject, Callable[[str], dict[str, Tenso
 
 
 class Hub:
-    """A model repository on the hub; the constructor creates it, private, if it does not exist.
+    """A model repository on the hub; the constructor creates it as a private one if it does not exist.
 
     Raises:
-        ValueError: if the hub does not answer or refuses; the export makes a Hub before it writes anything.
+        ValueError: if the hub does not answer, or refuses.
     """
 
     def __init__(self, repo: str) -> None:
@@ -193,7 +193,7 @@ def write_card(folder: Path, *, repo: str, checkpoint: Path, role: str, base: st
 
 
 def _curve_lines(run: Path, folder: Path) -> list[str]:
-    """Returns lines with the curve's first, best and last values, and with its image, which is copied."""
+    """Returns Markdown with the first, best and last value of each curve; copies and shows the curves' image."""
     curves: dict[str, list[tuple[int, float]]] = {name: [] for name in _CURVE}
     if (run / "metrics.csv").is_file():
         with (run / "metrics.csv").open(encoding="utf-8", newline="") as file:

@@ -1,4 +1,4 @@
-"""The `lightrl` command. It answers `--help` and `--version` itself, without torch, and imports the rest for a run."""
+"""The `lightrl` command. It answers `--help` and `--version` without torch, and imports a command only to run it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMMANDS = {
     "predict": "write the policy's trajectories on the test prompts, with rewards, to a file",
     "export": "turn a checkpoint into a Hugging Face folder",
     "plan": "show what an iteration of a config computes and needs: models, calls, memory, batch sizes",
-    "convert": "turn an AReaL configuration into one of lightrl, and list what has no counterpart",
+    "convert": "turn an AReaL configuration into a lightrl one, and list what has no counterpart",
     "doctor": "check a run before it starts, or its failed rewards: doctor run, data, reward or replay",
     "launch": "plan a run on one machine or many, and start its ranks and servers there",
     "status": "show what a run and its launch are doing: phase, iteration, servers, last error",
@@ -62,12 +62,12 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"lightrl {__version__}\n")
         return 0
     if first not in COMMANDS:
-        sys.stderr.write(f"lightrl: {_not_a_command(first)}\n")
+        sys.stderr.write(f"lightrl: {_unknown_command(first)}\n")
         return 2
     try:
         module = _imported(f"lightrl.commands.{first if first in _OWN else 'cli'}")
     except KeyboardInterrupt:
-        sys.stderr.write("lightrl: interrupted before anything was started\n")
+        sys.stderr.write("lightrl: interrupted before anything started\n")
         return 130
     code: int = module.run(args[1:]) if first in _OWN else module.run(args, COMMANDS)
     return code
@@ -83,7 +83,7 @@ def _imported(name: str) -> Any:
     return sys.modules[name]
 
 
-def _not_a_command(word: str) -> str:
+def _unknown_command(word: str) -> str:
     names = ", ".join(COMMANDS)
     if word.startswith("-"):
         return f"The command must come first: lightrl fit {word} ... Commands: {names}."

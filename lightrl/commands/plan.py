@@ -1,7 +1,6 @@
-"""lightrl plan: shows the calls of an iteration with their inputs and outputs, as text and as a Mermaid drawing, and
-what it needs: the memory of each rank and server, communication, batch sizes.
+"""lightrl plan: shows an iteration's calls, memory by rank and server, communication and batch sizes, as text.
 
-It parses and builds the configuration as `fit` does, but loads no weights and starts nothing.
+The calls are also drawn by Mermaid. The configuration is parsed and built as by `fit`, but no weights are loaded.
 """
 
 from __future__ import annotations
@@ -89,11 +88,11 @@ class PlanCLI(LaunchedCLI):
         sys.stdout.write("\n\n".join([text, *mermaid, where, costs]) + "\n")
 
     def _device_bytes(self) -> float | None:
-        """Returns the memory of each GPU in bytes; None if no setting gives it and there is no GPU."""
+        """Returns the memory of each GPU in bytes; None if it is not set and there is no GPU."""
         settings = self.config_init[self.config.subcommand]
-        given = settings.get("gpu_memory_gb") or getattr(settings.get("launch"), "gpu_memory_gb", None)
-        if given is not None:
-            return float(given) * 1e9
+        memory_gb = settings.get("gpu_memory_gb") or getattr(settings.get("launch"), "gpu_memory_gb", None)
+        if memory_gb is not None:
+            return float(memory_gb) * 1e9
         is_here = self.trainer.strategy.root_device.type == "cuda" and torch.cuda.is_available()
         return float(torch.cuda.get_device_properties(0).total_memory) if is_here else None
 
@@ -125,7 +124,7 @@ def role_lines(roles: Mapping[str, Role], trained: Mapping[str, float], saved: C
 
 
 def plan_mermaid(graph: DataFlowGraph) -> str:
-    """Draws the graph as a Mermaid flowchart, for a README or https://mermaid.live; edges are labeled with keys."""
+    """Draws the graph as a Mermaid flowchart with keys on its edges, for a README or https://mermaid.live."""
     lines = ["flowchart LR"]
     for call in graph.calls:
         lines.append(f'  {call.name}["{call.name}<br/>{call.role or "no model"} on {where(call)}"]')
@@ -143,11 +142,12 @@ def _mesh_text(mesh: RoleMesh) -> str:
 
 
 def where(call: ModelCall) -> str:
-    own = {"reward": "reward processes", "advantages": "trainer, on the whole iteration"}
+    """Names the place where a call runs."""
     if call.url is not None:
         return "server"
     if call.role is None:
-        return own.get(call.name, "its own thread")
+        places = {"reward": "reward processes", "advantages": "trainer, on the whole iteration"}
+        return places.get(call.name, "its own thread")
     return _WHERE.get(call.kind, "trainer")
 
 
@@ -159,7 +159,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def costs_text(run: PlannedRun, device_bytes: float | None) -> str:
-    """Renders all tables, then what does not fit."""
+    """Formats all tables, and says whether the run fits into the devices' memory."""
     batches = _titled("batch sizes", (batch_rows if run.batches_per_update is None else data_rows)(run), right=(1,))
     parts = [batches, _roles_text(run), _memory_text(run), _engine_text(run), _fit_text(run, device_bytes)]
     return "\n\n".join(part for part in parts if part)
@@ -186,7 +186,7 @@ def _memory_text(run: PlannedRun) -> str:
         rows += [(cause, *(bytes_text(parts.get(cause, 0.0)) for parts in used)) for cause in causes]
         rows.append(("total", *(bytes_text(sum(parts.values())) for parts in used)))
         columns = range(1, len(memories) + 1)
-        if len(memories) > _MAX_COLUMNS:  # leaves out the last ranks
+        if len(memories) > _MAX_COLUMNS:  # leave out the last ranks
             rows = [(*row[:_MAX_COLUMNS], "" if index else "…") for index, row in enumerate(rows)]
         blocks.append(_titled(f"{name}, on paper", rows, right=columns))
     return "\n\n".join(blocks)
@@ -222,7 +222,7 @@ def _fit_text(run: PlannedRun, device_bytes: float | None) -> str:
 
 
 def _titled(title: str, rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> str:
-    """Formats rows as columns; the last column is wrapped at the line's end."""
+    """Formats rows as aligned columns; the text in the last column is wrapped."""
     last = len(rows[0]) - 1
     widths = [max(len(row[column]) for row in rows) for column in range(last + 1)]
     lines = [title]
@@ -238,7 +238,7 @@ def _titled(title: str, rows: Sequence[Sequence[str]], *, right: Sequence[int]) 
 
 
 def data_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
-    """Returns rows like those of `batch_rows`, for a run that trains on data."""
+    """Returns the rows of `batch_rows` for a run that trains on given data."""
     rows, dp = run.trajectories, run.roles[0].dp
     name = "pairs" if run.group_size == 2 else "chats"
     numbers = [
@@ -252,7 +252,7 @@ def data_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
 
 
 def batch_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
-    """Returns name, number and origin of each batch size; per-rank sizes are for ranks of the policy."""
+    """Returns name, number and origin of each batch size; per-rank sizes are for the policy's ranks."""
     prompts, total = run.prompts or 1, run.trajectories
     dp = run.roles[0].dp if run.roles else run.world
     update = math.ceil(total / run.num_minibatches)

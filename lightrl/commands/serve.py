@@ -1,4 +1,4 @@
-"""lightrl serve: runs servers in the foreground, for runs that start elsewhere or one after another."""
+"""lightrl serve: runs servers in the foreground, for a run on another machine or for several runs in succession."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ examples:
   lightrl serve --model Qwen/Qwen3-0.6B --port 30000 --server_args.mem_fraction_static 0.7
   lightrl serve --model Qwen/Qwen3-0.6B --engine vllm
 
-Start the run with LIGHTRL_SERVER_ADDRS, LIGHTRL_SERVER_TOKEN and `--trainer.engine` as printed. It loads its weights
-into the servers before its first request.
+Start the run with LIGHTRL_SERVER_ADDRS, LIGHTRL_SERVER_TOKEN and `--trainer.engine` as printed. The run loads its
+weights into the servers before its first request.
 """
 
 
@@ -85,15 +85,15 @@ def serve(
     until: threading.Event | None = None,
     write: Callable[[str], object] = sys.stdout.write,
 ) -> None:
-    """Starts servers and their weight receiver, prints their addresses, restarts failed ones and ends all on Ctrl-C.
+    """Starts servers and their weight receiver, prints their addresses, restarts failed ones and stops all on Ctrl-C.
 
     Args:
-        model: with a path, serves its weights; with a config, or quantized here, random ones until a run loads its own.
+        model: with a path, serves its weights; with a config, or quantized here, random ones until a run loads others.
         engine: the kind of servers, `sglang` or `vllm`.
         servers: number of servers.
         tp: GPUs of each server.
         devices: GPUs to use, such as `0,1,2,3`; each server gets the next `tp` of them.
-        host: address to listen on; the default only lets this machine connect.
+        host: address to listen on; with the default only this machine can connect.
         port: port of the first server; the others follow, the weight receiver last. Free ports if not set.
         token: the token that requests must carry; if not set, LIGHTRL_SERVER_TOKEN, or a random one, which is printed.
         sglang_python: the python of an environment with SGLang.
@@ -104,8 +104,8 @@ def serve(
         log_folder: folder for the servers' logs; if not set, a temporary one, which is printed.
         register: a folder in which the servers announce themselves; a run whose only server address is `file://FOLDER`
             finds them there.
-        leave_s: seconds that such a run has to move its requests elsewhere before the servers end.
-        until: an event that ends the servers; if None, only Ctrl-C and SIGTERM do.
+        leave_s: seconds that such runs have to move their requests elsewhere before the servers stop.
+        until: an event that stops the servers; if None, only Ctrl-C and SIGTERM do.
         write: called with the printed text.
 
     Raises:
@@ -138,7 +138,7 @@ def serve(
                 asyncio.run(_keep_all(processes, receiver, until or threading.Event()))
             finally:
                 if announcement is not None and not announcement.leave(leave_s):
-                    log.warning("The runs did not release these servers in time; they end anyway.")
+                    log.warning("Runs did not release these servers in time; stopping them anyway.")
         finally:
             call_all(lambda: end_all(processes), receivers.stop)
 
@@ -168,7 +168,7 @@ def usage(
     addresses = ",".join(url.removeprefix("http://") for url in urls)
     if register is not None:
         addresses = f"file://{register.absolute()}"
-    engine = next(name for name, one in _ENGINES.items() if one == kind)
+    engine = next(name for name, engine_kind in _ENGINES.items() if engine_kind == kind)
     lines = [
         *("Ready:", *(f"  {url}  log {server.log_file}" for url, server in zip(urls, servers, strict=True))),
         *("For runs on these servers:", f"  export LIGHTRL_SERVER_ADDRS={addresses}"),
@@ -176,14 +176,14 @@ def usage(
         *(f"  export LIGHTRL_SERVER_TOKEN={token}", f"  lightrl fit --config run.yaml --trainer.engine {engine}"),
     ]
     if host not in _LOOPBACK:
-        lines.append("They listen beyond this machine, without TLS: let only the run's machines reach these ports.")
+        lines.append("Other machines can connect, without TLS: let only the run's machines reach these ports.")
         if kind == "vllm":
-            lines.append("vLLM's routes that load weights ask for no token.")
-    return "\n".join([*lines, "Ctrl-C ends them.\n"])
+            lines.append("vLLM's routes that load weights require no token.")
+    return "\n".join([*lines, "Ctrl-C stops the servers.\n"])
 
 
 def served_folder(model: ModelSpec, config: PretrainedConfig, folder: Path) -> Path:
-    """Makes a model folder for servers: without end tokens in its config, and with weights if `model` has a path."""
+    """Makes a model folder for servers, without end tokens in its config; it has weights if `model` has a path."""
     if model.path is None:
         return write_model_folder(config, folder)
     source = Path(model.path)
@@ -237,7 +237,7 @@ def settings_of(configs: Sequence[str], engine_flag: str | None = None) -> tuple
 
 
 def model_of(policy: Any) -> ModelSpec:
-    """Makes a spec from a path, or from a config's mapping."""
+    """Makes a spec from a path, or from the mapping in a config."""
     if not isinstance(policy, dict):
         return ModelSpec.of(policy)
     values = policy.get("init_args", policy) if "class_path" in policy else policy
@@ -290,7 +290,7 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
 
 
 def _with_value(arg: str, following: str) -> str:
-    """Turns `--server_args.enable_metrics` without a value into true."""
+    """Adds `=true` to a flag such as `--server_args.enable_metrics` that has no value."""
     is_bare = arg.startswith(_SERVER_ARG) and "=" not in arg and following.startswith("--")
     return f"{arg}=true" if is_bare else arg
 

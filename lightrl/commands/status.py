@@ -1,4 +1,4 @@
-"""lightrl status: shows what a run and its launch are doing, from the files in their folders; it asks no process.
+"""lightrl status: shows what a run and its launch are doing, from the files in their folders.
 
 Imports neither torch nor Lightning, so that it answers quickly.
 """
@@ -63,7 +63,7 @@ def _run_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _freshness(status: JsonMapping, now: float) -> str:
-    """Says how old the status is, and whether its process still runs if it is on this host."""
+    """Says how old the status is, and if its process was on this host, whether it still runs."""
     age = f"written {duration_text(now - status['at'])} ago"
     is_here = status["host"] == socket.gethostname()
     if is_here and not Path(f"/proc/{status['pid']}").exists() and Path("/proc/self").exists():

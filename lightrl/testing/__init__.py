@@ -1,8 +1,8 @@
 """Helpers for tests of your own code: a policy of a few thousand parameters, and made-up trajectories and groups.
 
 `tiny_policy` has one token per character (`char_tokenizer`); `QUIET` has the settings of a silent trainer.
-`lightrl.FakeEngine` is the engine for such tests; docs/test-your-code.md shows how to use these. May import: everything
-up to engines. Nothing in lightrl imports this package.
+`lightrl.FakeEngine` is the engine for such tests; docs/test-your-code.md shows how to use them. This package may import
+everything up to engines; nothing in lightrl imports it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["QUIET", "char_tokenizer", "make_groups", "make_trajectory", "tiny_po
 
 LETTERS = ["<pad>", "<eos>", "<unk>", *"0123456789=+- "]  # token id → text
 
-# For `lightrl.Trainer(max_steps=2, **QUIET)`: writes nothing.
+# A trainer with these settings writes nothing: `lightrl.Trainer(max_steps=2, **QUIET)`.
 QUIET: JsonObject = {
     "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
     "enable_model_summary": False,
@@ -62,7 +62,7 @@ def make_trajectory(
     versions: Sequence[int] | None = None,
     **others: Any,
 ) -> Trajectory:
-    """Makes a trajectory of one turn; `fields` are the prompt's, `versions` the completion tokens' (0 if None)."""
+    """Makes a trajectory of one turn; `fields` are the prompt's, `versions` those of the completion's tokens (0)."""
     num = len(completion_ids)
     return Trajectory(
         prompt=Prompt(id=f"prompt-{group_id}", token_ids=list(prompt_ids), fields=dict(fields or {})),

@@ -1,10 +1,10 @@
-"""Trace: what each process did when, as Chrome events, and where the time of an iteration went.
+"""Trace: what each process did and when, as Chrome events, and where the time of an iteration went.
 
 Reading order:
-    spans.py    `span` measures a block, and records it while a trace is open; files of spans; peak memory of a block
+    spans.py    `span` measures a block, and records it while a trace is open; trace files; peak memory of a block
     areas.py    the time of an iteration by area: rollout, reward, score, update, sync, data
 
-May import: neither lightrl nor torch (spans.py uses torch only if it is already imported). `callbacks/trace.py` opens
+May import neither lightrl nor torch (spans.py uses torch only if it is already imported). `callbacks/trace.py` opens
 the trace and prints the summary; `lightrl inspect` shows the files. To trace a block, put `with span(...)` around it.
 """
 

@@ -1,11 +1,11 @@
-"""The time of an iteration by area, and the possible gain: computed from the events of rank 0's process.
+"""Computes the time of an iteration by area, and the possible gain, from the events of rank 0's process.
 
-An iteration lasts until the next one starts. Its areas are what the trainer's thread did or waited for:
+An iteration lasts until the next one starts. An area is what the trainer's thread did or waited for:
 
-    rollout   waited while at least one generation ran       score     models read the trajectories; advantages
-    reward    waited while only rewards were missing         update    minibatches
-    data      waited for a batch of the loader, or while     sync      weights to the engine
-              only prompts were made                         other     loggers, callbacks, checkpoints, validation
+    rollout   waited while at least one generation ran       score     ran model calls, computed advantages
+    reward    waited only for rewards                        update    trained on minibatches
+    data      waited for a batch of the loader, or only      sync      sent weights to the engine
+              for prompts                                    other     loggers, callbacks, checkpoints, validation
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ Intervals = list[tuple[int, int]]  # disjoint, in order
 
 _ADVICE = {
     "reward": "Give the reward more processes (reward_workers) or make it faster; an LLM judge may need replicas.",
-    "score": "Raise microbatch_tokens while memory lasts, or drop a model that nothing needs.",
-    "update": "Raise microbatch_tokens while memory lasts, use more devices, or update_epochs=1.",
-    "sync": "Fewer, larger iterations sync less often, and so does WeightSync.every_n_iterations.",
-    "data": "The prompts are made too slowly: prepare them once, or read them from local files.",
+    "score": "Increase microbatch_tokens as far as memory allows, or remove a model that nothing needs.",
+    "update": "Increase microbatch_tokens as far as memory allows, use more devices, or set update_epochs=1.",
+    "sync": "Sync less often: make iterations larger, or set WeightSync.every_n_iterations.",
+    "data": "Prompts are prepared too slowly: prepare them once, or read them from local files.",
 }
 
 
 @dataclass
 class AreaTimes:
-    """One iteration, in seconds."""
+    """The times of one iteration, in seconds."""
 
     total: float
     areas: dict[str, float]  # area → seconds
-    tail: float = 0.0  # the rollout's tail, in which less than half of its peak number of generations ran
+    tail: float = 0.0  # part of the rollout in which fewer than half of its peak number of generations ran
     collectives: float = 0.0  # time in which the trainer's thread waited for other ranks
     servers: dict[str, float] = field(default_factory=dict)  # address → time in which at least one of its requests ran
 
 
 def area_times(events: Iterable[Event], start_ns: int, end_ns: int) -> AreaTimes:
-    """The areas of the iteration from `start_ns` to `end_ns`."""
+    """Computes the times of the iteration from `start_ns` to `end_ns`."""
     by_category: dict[str, list[Event]] = {}
     for event in events:
         if event.end_ns > start_ns and event.start_ns < end_ns:
@@ -57,13 +57,13 @@ def area_times(events: Iterable[Event], start_ns: int, end_ns: int) -> AreaTimes
             waiting.append((phase.start_ns, phase.end_ns))
         else:
             areas[_PHASES[phase.name]] += phase.end_ns - phase.start_ns
-    generating, rewarding, making = (
+    generating, rewarding, preparing_data = (
         union((event.start_ns, event.end_ns) for event in by_category.get(category, ()))
         for category in ("generate", "reward", "data")
     )
     areas["reward"] += length(only_rewards := without(common(waiting, rewarding), generating))
-    areas["data"] += length(only_data := without(common(waiting, making), generating + rewarding))
-    areas["data"] += sum(one.end_ns - one.start_ns for one in by_category.get("loader", ()))
+    areas["data"] += length(only_data := without(common(waiting, preparing_data), generating + rewarding))
+    areas["data"] += sum(event.end_ns - event.start_ns for event in by_category.get("loader", ()))
     areas["rollout"] += length(waiting) - length(only_rewards) - length(only_data)
     servers: dict[str, list[tuple[int, int]]] = {}
     for event in by_category.get("server", ()):
@@ -73,13 +73,13 @@ def area_times(events: Iterable[Event], start_ns: int, end_ns: int) -> AreaTimes
         total=(end_ns - start_ns) / 1e9,
         areas={name: value / 1e9 for name, value in areas.items()},
         tail=_tail_ns(by_category.get("generate", []), waiting) / 1e9,
-        collectives=sum(one.end_ns - one.start_ns for one in by_category.get("collective", ())) / 1e9,
+        collectives=sum(event.end_ns - event.start_ns for event in by_category.get("collective", ())) / 1e9,
         servers={url: length(common(union(busy), iteration)) / 1e9 for url, busy in servers.items()},
     )
 
 
 def union(intervals: Iterable[tuple[int, int]]) -> Intervals:
-    """Their union, disjoint and in order."""
+    """Returns the union of intervals, disjoint and in order."""
     result: Intervals = []
     for start, end in sorted(intervals):
         if result and start <= result[-1][1]:
@@ -116,50 +116,50 @@ def length(intervals: Intervals) -> int:
 
 
 def _tail_ns(generations: Sequence[Event], waiting: Intervals) -> int:
-    """How long, while the trainer waited, generations ran, but less than half of their peak number."""
-    edges = sorted([(one.start_ns, 1) for one in generations] + [(one.end_ns, -1) for one in generations])
-    most = num = 0
+    """Returns the waiting time in which fewer than half of the peak number of generations ran, but at least one."""
+    edges = sorted([(event.start_ns, 1) for event in generations] + [(event.end_ns, -1) for event in generations])
+    peak = num = 0
     for _, change in edges:
         num += change
-        most = max(most, num)
-    num, few = 0, []
+        peak = max(peak, num)
+    num, tail = 0, []
     for (time_ns, change), (next_ns, _) in pairwise(edges):
         num += change
-        if 0 < 2 * num < most:
-            few.append((time_ns, next_ns))
-    return length(common(waiting, union(few)))
+        if 0 < 2 * num < peak:
+            tail.append((time_ns, next_ns))
+    return length(common(waiting, union(tail)))
 
 
 def summary_of(all_times: Sequence[AreaTimes], *, overlaps: bool = False) -> SummaryJson | None:
-    """The means over iterations in seconds, and where to look first; None without an iteration.
+    """Returns the mean times of an iteration in seconds, and the area to look at first; None without an iteration.
 
-    The first iteration, which warms up, is left out if there are others. `gain` is the speed-up of an iteration if the
-    area took no time: an upper bound. With `overlaps` rollouts already run during the update.
+    The first iteration is a warm-up and is left out if there are others. `gain` is the speed-up of an iteration if the
+    area took no time, which is an upper bound. With `overlaps`, rollouts already run during the update.
     """
     times = all_times[1:] or all_times
     if not times:
         return None
-    total = statistics.fmean(one.total for one in times)
-    areas = {name: statistics.fmean(one.areas[name] for one in times) for name in AREAS}
-    first = max(areas, key=lambda name: areas[name])
-    servers = sorted({url for one in times for url in one.servers})
+    total = statistics.fmean(iteration.total for iteration in times)
+    areas = {name: statistics.fmean(iteration.areas[name] for iteration in times) for name in AREAS}
+    longest = max(areas, key=lambda name: areas[name])
+    servers = sorted({url for iteration in times for url in iteration.servers})
     return {
         "iterations": len(times),
         "total_s": total,
         "areas_s": {**areas, "other": max(0.0, total - sum(areas.values()))},
         "gain": {name: total / max(total - seconds, 1e-9) for name, seconds in areas.items()},
-        "look_first_at": first,
+        "look_first_at": longest,
         "overlap_gain": None if overlaps else total / max(areas["rollout"], total - areas["rollout"], 1e-9),
-        "rollout_tail_s": statistics.fmean(one.tail for one in times),
-        "collectives_s": statistics.fmean(one.collectives for one in times),
-        "servers_busy_s": {url: statistics.fmean(one.servers.get(url, 0.0) for one in times) for url in servers},
+        "rollout_tail_s": statistics.fmean(iteration.tail for iteration in times),
+        "collectives_s": statistics.fmean(iteration.collectives for iteration in times),
+        "servers_busy_s": {url: statistics.fmean(item.servers.get(url, 0.0) for item in times) for url in servers},
     }
 
 
 def summary_text(summary: SummaryJson) -> str:
-    """Writes the summary that a run prints at its end."""
+    """Formats the summary that a run prints at its end."""
     total, areas, first = summary["total_s"], summary["areas_s"], summary["look_first_at"]
-    lines = [f"Where the time went: {_seconds(total)} an iteration, traced iterations: {summary['iterations']}"]
+    lines = [f"Where the time went: {_seconds(total)} per iteration ({summary['iterations']} traced)"]
     for name, seconds in areas.items():
         gain = f"  at most {summary['gain'][name]:.2f}x" if name in summary["gain"] else ""
         lines.append(f"  {name:<8} {_seconds(seconds):>8} {seconds / total:>5.0%}{gain}")
@@ -167,7 +167,7 @@ def summary_text(summary: SummaryJson) -> str:
     lines.append("  " + (_rollout_advice(summary) if first == "rollout" else _ADVICE[first]))
     if summary["collectives_s"] > 0.05 * total:
         lines.append(
-            f"  Collectives and waiting for other ranks took {summary['collectives_s'] / total:.0%} of rank 0."
+            f"  Collectives and waiting for other ranks took {summary['collectives_s'] / total:.0%} of rank 0's time."
         )
     return "\n".join(lines)
 
@@ -180,8 +180,8 @@ def _rollout_advice(summary: SummaryJson) -> str:
         advice.append(f"Rollouts during the update (StalenessControl(max_staleness=1)) give at most {gain:.2f}x.")
     share = summary["rollout_tail_s"] / rollout if rollout else 0.0
     if share > 0.2:
-        advice.append(f"For {share:.0%} of it less than half of the generations ran: a few long ones hold it back.")
-    return " ".join(advice) or "Add engines, or shorten what the policy writes."
+        advice.append(f"In {share:.0%} of it fewer than half of the generations ran: it waited for a few long ones.")
+    return " ".join(advice) or "Add engines, or shorten the completions."
 
 
 def _seconds(seconds: float) -> str:

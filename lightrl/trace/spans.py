@@ -1,12 +1,12 @@
 """`span` measures a block of code, TraceFile writes the events, MemoryPeaks measures the peak memory of blocks.
 
-Without a trace a span reads the clock twice, with one it also appends: less than a microsecond. It may contain an
+A span reads the clock twice, and with a trace it also appends an event: less than a microsecond. It may contain an
 `await`. Times are `time.perf_counter_ns`, which is one clock for all processes of a machine.
 
 Files are in Chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open: a JSON array with one
-event per line and no closing bracket, which the format allows. So it can be read while the run writes it, and a killed
-run keeps all its events. Each process is a group of rows (`pid` is its rank), each of its tracks a row (`tid`), or
-several if its events overlap.
+event per line and no closing bracket, which the format allows. So a file can be read while the run writes it, and a
+killed run keeps all its events. In the viewer, each process is a group of rows (`pid` is its rank) and each track a row
+(`tid`), or several rows if its events overlap.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-# The offset of each machine's clock from rank 0's, bounded without assumptions about the network: no rank leaves a
+# Barriers bound the offset of a machine's clock from rank 0's, without assumptions about the network: no rank leaves a
 # barrier before the last has arrived. So any clock read after a barrier is later than any clock read before it, and
 # each barrier bounds the offset of two clocks from both sides.
 
@@ -30,14 +30,14 @@ Reading = tuple[int, int]  # this rank's clock before and after a barrier, in ns
 
 
 def clock_offset_ns(own: Sequence[Reading], first: Sequence[Reading]) -> tuple[int, int]:
-    """Computes what to subtract from a rank's clock to get rank 0's, and the largest error of that, in ns.
+    """Computes the offset to subtract from a rank's clock to get rank 0's, and its maximum error, in ns.
 
     Args:
         own, first: readings of the rank and of rank 0 around the same barriers, in order.
     """
-    at_least = max(before - after_first for (before, _), (_, after_first) in zip(own, first, strict=True))
-    at_most = min(after - before_first for (_, after), (before_first, _) in zip(own, first, strict=True))
-    return (at_least + at_most) // 2, max(0, at_most - at_least) // 2
+    lower = max(before - after_first for (before, _), (_, after_first) in zip(own, first, strict=True))
+    upper = min(after - before_first for (_, after), (before_first, _) in zip(own, first, strict=True))
+    return (lower + upper) // 2, max(0, upper - lower) // 2
 
 
 class Event(NamedTuple):
@@ -45,14 +45,14 @@ class Event(NamedTuple):
 
     name: str
     category: str  # phase, step, generate, reward, data, loader, score, update, collective, sync, wait, server
-    track: str  # its line in the viewer; its events may overlap unless it is a thread's
+    track: str  # its row in the viewer; events may overlap, except on a thread's track
     start_ns: int
     end_ns: int
     args: dict[str, object]
 
 
 class Tape:
-    """The events of this process, from all threads, until they are taken."""
+    """Collects the events of this process, from all threads, until `take` removes them."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -74,7 +74,7 @@ def keep(tape: Tape | None) -> None:
 
 
 def record(name: str, category: str, track: str, start_ns: int, **args: object) -> None:
-    """Records an event that ends now, for events that are not a block in the code."""
+    """Records an event that ends now and is not a block of code."""
     tape = _tape
     if tape is not None and tape.is_recording:
         tape.events.append(Event(name, category, track, start_ns, time.perf_counter_ns(), args))
@@ -85,7 +85,7 @@ class span:
 
     Args:
         name, category: of the event.
-        track: its line in the viewer; the thread's name if empty. Overlapping blocks need separate tracks.
+        track: its row in the viewer; the thread's name if empty. Overlapping blocks need separate tracks.
         args: shown with the event; the block may add more to `measured.args`.
     """
 
@@ -117,7 +117,7 @@ class span:
 
 
 def thread_track() -> str:
-    """The track of this thread: the main one is the trainer's."""
+    """Returns the track of this thread; the main thread's is `trainer`."""
     thread = threading.current_thread()
     return "trainer" if thread is threading.main_thread() else thread.name
 
@@ -125,7 +125,7 @@ def thread_track() -> str:
 def in_microbatch_spans(
     loss: Callable[..., Any], backward: Callable[[Any], None]
 ) -> tuple[Callable[..., Any], Callable[[Any], None]]:
-    """`loss` and `backward`, unchanged without a trace; with one they record an event for each forward and backward.
+    """Wraps `loss` and `backward` to record an event per forward and backward; without a trace, returns them unchanged.
 
     A forward lasts from the thread's last backward to the loss. On a GPU these are times of the host, which only
     launches the work.
@@ -133,10 +133,10 @@ def in_microbatch_spans(
     if _tape is None or not _tape.is_recording:
         return loss, backward
     first_start_ns = time.perf_counter_ns()
-    since: dict[int, int] = {}  # thread → end of its last backward
+    backward_ends_ns: dict[int, int] = {}  # thread → end of its last backward
 
     def traced_loss(experience: Any, outputs: Any) -> Any:
-        start_ns = since.get(threading.get_ident(), first_start_ns)
+        start_ns = backward_ends_ns.get(threading.get_ident(), first_start_ns)
         record("forward", "update", thread_track(), start_ns, trajectories=len(experience))
         with span("loss", "update"):
             return loss(experience, outputs)
@@ -144,27 +144,27 @@ def in_microbatch_spans(
     def traced_backward(value: Any) -> None:
         with span("backward", "update") as measured:
             backward(value)
-        since[threading.get_ident()] = measured.end_ns
+        backward_ends_ns[threading.get_ident()] = measured.end_ns
 
     return traced_loss, traced_backward
 
 
-_LANES = 10_000  # the most rows of a track; `tid` is the track's number times this, plus the row
+_LANES = 10_000  # maximum number of rows of a track; `tid` is the track's number times this, plus the row
 _OPEN = "[\n"
 
 
 class TraceFile:
-    """The events of one process, `<folder>/rank-00003.json`, with a marker before each iteration.
+    """Writes the events of one process to `<folder>/rank-00003.json`, with a marker before each iteration.
 
-    When the file reaches half of `max_bytes` it is renamed to `rank-00003.before.json`, replacing an earlier one, and
-    a new file begins: of a long run the last iterations are kept.
+    When the file reaches half of `max_bytes`, it is renamed to `rank-00003.before.json`, replacing an earlier one, and
+    a new file begins. So of a long run only the last iterations are kept.
 
     Args:
-        folder: of the trace; created if missing.
-        rank: of this process.
-        title: of the process in the viewer.
+        folder: the trace's folder; created if missing.
+        rank: this process's rank.
+        title: the process's name in the viewer.
         offset_ns: subtracted from the clock.
-        max_bytes: of both files together.
+        max_bytes: maximum size of both files together.
     """
 
     def __init__(self, folder: Path, rank: int, title: str, *, offset_ns: int = 0, max_bytes: int) -> None:
@@ -174,10 +174,10 @@ class TraceFile:
         self._begin()
 
     def add(self, iteration: int, start_ns: int, events: Iterable[Event], memory: Mapping[str, float]) -> None:
-        """Appends an iteration, the marker first; `memory` becomes a curve, in MiB."""
+        """Appends the events of an iteration, after its marker; `memory`, in MiB, is shown as a curve."""
         marker = {"name": f"iteration {iteration}", "ph": "i", "s": "p", "ts": self._us(start_ns), "pid": self._rank}
         lines = [{**marker, "tid": 0, "args": {"iteration": iteration}}]
-        for event in sorted(events, key=lambda one: one.start_ns):
+        for event in sorted(events, key=lambda event: event.start_ns):
             tid = self._row(event, lines)
             line = {"name": event.name, "cat": event.category, "ph": "X", "ts": self._us(event.start_ns)}
             line |= {"dur": (event.end_ns - event.start_ns) / 1000, "pid": self._rank, "tid": tid}
@@ -187,7 +187,7 @@ class TraceFile:
         self._write(lines)
 
     def _row(self, event: Event, lines: list[dict[str, object]]) -> int:
-        """The `tid` of a row of the track that is free when the event starts; a new row gets its name."""
+        """Returns the `tid` of a row of the track that is free when the event starts; names a new row in `lines`."""
         number = self._numbers.setdefault(event.track, len(self._numbers) + 1)
         rows = self._rows.setdefault(event.track, [])
         overlaps = event.track in OVERLAPPING or event.track.startswith("http")
@@ -227,11 +227,11 @@ class TraceFile:
             self._begin()
 
 
-OVERLAPPING = frozenset({"generations", "rewards"})  # tracks other than servers', whose names are addresses
+OVERLAPPING = frozenset({"generations", "rewards"})  # servers' tracks overlap too; their names are addresses
 
 
 def trace_files(folder: Path) -> list[Path]:
-    """The files of all processes, each one's earlier half first."""
+    """Returns the files of all processes; a process's `.before` file comes first."""
     return sorted(folder.glob("rank-*.json"), key=lambda path: (path.name[:10], "before" not in path.name))
 
 
@@ -250,7 +250,7 @@ def join_traces(folder: Path) -> Path | None:
                 for line in lines:
                     event = line.rstrip().removesuffix(",")
                     if not event.startswith("{") or not event.endswith("}"):
-                        continue  # the opening bracket; a line that a killed process did not finish
+                        continue  # the opening bracket, or a line that a killed process did not finish
                     out.write(event if is_first else f",\n{event}")
                     is_first = False
         out.write("\n]\n")
@@ -262,10 +262,10 @@ _PROCESS = Path("/proc/self")
 
 
 class MemoryPeaks:
-    """Keeps the peak memory of each named block, in bytes: `host` (resident), and `cuda` if there is a GPU.
+    """Records the peak memory of each named block, in bytes: `host` (resident), and `cuda` if there is a GPU.
 
-    Linux counts a peak since the last reset, and a process may usually reset its own. If it may not, the host's peak
-    is the one since the process started. Blocks must not be nested.
+    Linux counts a process's peak since the last reset, which the process can usually do itself. If it cannot, the
+    host's peak is the one since the process started. Blocks must not be nested.
     """
 
     def __init__(self) -> None:
@@ -278,7 +278,7 @@ class MemoryPeaks:
             cuda.reset_peak_memory_stats()
 
     def end(self, name: str) -> dict[str, int]:
-        """The peaks since `begin`."""
+        """Returns the peaks since `begin`, by kind."""
         now = {"host": host_bytes("VmHWM")}
         if (cuda := _cuda()) is not None:
             now["cuda"] = int(cuda.max_memory_allocated())
@@ -288,31 +288,31 @@ class MemoryPeaks:
 
 
 def host_bytes(field: str = "VmRSS", process: Path = _PROCESS) -> int:
-    """A field of a process's status in /proc, in bytes; 0 if there is none."""
+    """Returns a field of a process's status in /proc, in bytes; 0 if there is none."""
     with contextlib.suppress(OSError, ValueError):
-        text = (process / "status").read_text(errors="replace")  # with the name that the process gave itself
+        text = (process / "status").read_text(errors="replace")  # a process's name may have any bytes
         if (start := text.find(f"{field}:")) >= 0:
             return int(text[start:].split(None, 2)[1]) * 1024
     return 0
 
 
 def child_bytes() -> dict[str, int]:
-    """Resident memory, by name, of the processes that this one started (servers, reward workers), children included."""
+    """Returns the resident memory of all descendant processes (servers, reward workers), by name."""
     totals: dict[str, int] = {}
-    waiting = [_PROCESS]
-    while waiting:
-        parent = waiting.pop()
+    pending = [_PROCESS]
+    while pending:
+        parent = pending.pop()
         with contextlib.suppress(OSError):
             for children in parent.glob("task/*/children"):
                 for pid in children.read_text().split():
                     process = Path("/proc", pid)
                     name = repr((process / "comm").read_text(errors="replace").strip())[1:-1]  # any bytes
                     totals[name] = totals.get(name, 0) + host_bytes(process=process)
-                    waiting.append(process)
+                    pending.append(process)
     return totals
 
 
 def _cuda() -> Any:
-    """torch.cuda if this process uses it."""
+    """Returns torch.cuda if this process uses it, otherwise None."""
     torch = sys.modules.get("torch")
     return torch.cuda if torch is not None and torch.cuda.is_initialized() else None

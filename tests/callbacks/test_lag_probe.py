@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightrl.callbacks.lag_probe import kept_places, step_k3
+from lightrl.callbacks.lag_probe import choose_rows, step_k3
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from lightrl.callbacks.lag_probe import kept_places, step_k3
     ],
 )
 def test_a_few_trajectories_are_kept_and_more_of_short_ones(num_trajectories, num_tokens, expected):
-    assert list(kept_places(num_trajectories, num_tokens)) == list(expected)
+    assert list(choose_rows(num_trajectories, num_tokens)) == list(expected)
 
 
 def test_a_step_is_k3_weighted_by_how_likely_the_policy_still_writes_the_token() -> None:

@@ -54,7 +54,7 @@ def test_the_phase_line_says_for_how_many_slow_groups_it_waits(terminal: Termina
     trainer.rollout.progress = lambda: {"skipped_prompts": 0, "stragglers": 2}
     with redirect_stdout(terminal):
         trainer.fit(ScriptedModule(one_group), batches(1))
-    assert "rollout, waits for 2 slow: " in terminal.getvalue()
+    assert "rollout, waiting for 2 stragglers: " in terminal.getvalue()
 
 
 def test_a_line_per_iteration_stays_above_the_bars_and_fits(terminal, monkeypatch):

@@ -387,7 +387,7 @@ def test_ctrl_c_while_a_command_is_imported_is_one_line(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "lightrl.commands.convert", raising=False)
     monkeypatch.setattr(importlib, "import_module", interrupted)
     assert main(["convert", "a.yaml"]) == 130
-    assert capsys.readouterr().err == "lightrl: interrupted before anything was started\n"
+    assert capsys.readouterr().err == "lightrl: interrupted before anything started\n"
 
 
 def test_the_checkpoint_of_an_interrupted_run_is_named_in_a_sentence_if_it_could_be_written(tmp_path):

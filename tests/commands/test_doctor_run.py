@@ -82,7 +82,7 @@ def test_an_engine_with_other_logprobs_than_the_trainer_fails(settings, config, 
     assert main(["doctor", "run", "--config", config(settings)]) == 1
     text = capsys.readouterr().out
     assert statuses(text)["logprobs"] == {"fails"}
-    assert re.search(r"differ by 0.5\d* nats per token on what the engine sampled", " ".join(text.split()))
+    assert re.search(r"differ by 0.5\d* nats per token on the sampled tokens", " ".join(text.split()))
 
 
 def with_rows(settings: dict, train: list[str], validation: list[str], **more) -> dict:
@@ -108,7 +108,7 @@ def test_the_data_alone_are_compared_too(settings, config, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[2:] == [
         "train prompts that repeat another one: 1",
-        "validation prompts that are train prompts too: 1 of 2",
+        "validation prompts that are also train prompts: 1 of 2",
     ]
 
 

@@ -286,7 +286,7 @@ def test_a_store_that_fails_costs_a_warning(tmp_path: Path, caplog: pytest.LogCa
     log_image([logger], tmp_path / "learning_curve.png", 0)
     assert "MLFlowLogger could not log the table samples: " in caplog.text
     assert "MLFlowLogger could not log learning_curve.png: " in caplog.text
-    assert "The run continues; its folder has it." in caplog.text
+    assert "The run continues, and its folder has the data." in caplog.text
 
 
 class SharedFolder(DummyLogger):

@@ -99,7 +99,7 @@ def test_what_is_printed_is_for_the_kind_of_the_servers(kind, name, tmp_path):
     receivers = SimpleNamespace(urls=["http://0.0.0.0:7"])
     text = usage([SimpleNamespace(port=5, log_file=tmp_path / "log")], receivers, "t", "0.0.0.0", None, kind)
     assert f"lightrl fit --config run.yaml --trainer.engine {name}\n" in text
-    assert ("ask for no token" in text) == (kind == "vllm")
+    assert ("require no token" in text) == (kind == "vllm")
 
 
 def test_no_model_and_a_missing_file_are_refused(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from tiny import random_trajectories
 from torch import Tensor
 
-from lightrl.callbacks.trajectory_log import keep_answers
+from lightrl.callbacks.trajectory_log import store_call_outputs
 from lightrl.dataflow import DataFlowGraph, ModelCall
 from lightrl.experience import Experience
 from lightrl.loops.score import asked_once
@@ -33,7 +33,9 @@ def test_what_was_said_comes_back_from_json_as_it_was(kind: str) -> None:
     }
     graph = DataFlowGraph([own()], roles=())
     module: Any = SimpleNamespace(data_flow=lambda from_file: graph)
-    keep_answers(module, Experience.from_trajectories(trajectories).with_tensors({"judge": said[kind]}), trajectories)
+    store_call_outputs(
+        module, Experience.from_trajectories(trajectories).with_tensors({"judge": said[kind]}), trajectories
+    )
     again = [Trajectory.from_json(json.loads(json.dumps(item.to_json()))) for item in trajectories]
     torch.set_default_dtype(torch.bfloat16)  # as half precision does meanwhile
     try:

@@ -89,7 +89,7 @@ def tables() -> str:
         for row in habits:
             if row.file == file and row.does:
                 written_by_sentence.setdefault((not row.works, row.does), []).append(f"`{row.written}`")
-        lines += [f"## {title}", "", "| as you write it | | here |", "|---|---|---|"]
+        lines += [f"## {title}", "", "| in Lightning | | in lightrl |", "|---|---|---|"]
         for (is_refused, does), written in sorted(written_by_sentence.items(), key=lambda item: item[0][0]):
             lines.append(f"| {', '.join(written)} | {'**refused**' if is_refused else 'differs'} | {does} |")
         lines.append("")

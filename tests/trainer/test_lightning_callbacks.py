@@ -60,7 +60,7 @@ def test_model_checkpoint_keeps_the_best_and_the_last(tmp_path: Path) -> None:
 
 @habit(
     "Trainer(enable_checkpointing=True)",
-    "the default one keeps `last.ckpt` too, on Ctrl-C and every 10 minutes as well",
+    "the default ModelCheckpoint also writes `last.ckpt`, on Ctrl-C and every 10 minutes too",
 )
 def test_the_default_checkpoint_has_a_last_one(tmp_path: Path) -> None:
     make_trainer(tmp_path, enable_checkpointing=True).fit(TinyGRPO(), datamodule=Digits())
@@ -69,8 +69,8 @@ def test_the_default_checkpoint_has_a_last_one(tmp_path: Path) -> None:
 
 @habit(
     'EarlyStopping("val/reward", mode="max")',
-    "after a validation; a name like one that every run logs gets a warning before models are loaded; one that "
-    "is not logged ends the run after the sanity check or one iteration, with the names that are",
+    "checks after a validation; a name that looks mistyped causes a warning before models are loaded; a metric that "
+    "is not logged ends the run after the sanity check or one iteration, with the names of those that are",
 )
 def test_early_stopping_ends_the_run(tmp_path: Path) -> None:
     stop = EarlyStopping("val/reward", mode="max", stopping_threshold=-1.0)
@@ -79,10 +79,11 @@ def test_early_stopping_ends_the_run(tmp_path: Path) -> None:
 
 
 @habit(
-    "LambdaCallback(on_train_batch_end=...)", "every hook of Lightning's; `outputs[\"loss\"]` is the iteration's mean"
+    "LambdaCallback(on_train_batch_end=...)",
+    "all of Lightning's hooks work; `outputs[\"loss\"]` is the iteration's mean",
 )
 @habit("DeviceStatsMonitor()")
-@habit('Trainer(profiler="simple")', "has the phases too: `rl/rollout`, `rl/score`, `rl/update`, `rl/sync`")
+@habit('Trainer(profiler="simple")', "also times the phases: `rl/rollout`, `rl/score`, `rl/update`, `rl/sync`")
 @habit('TensorBoardLogger("runs")')
 @habit("Timer()")
 @habit('LearningRateMonitor("step")')
@@ -109,7 +110,7 @@ def test_callbacks_loggers_and_a_profiler_run_along(tmp_path: Path) -> None:
 
 @habit(
     'Trainer(profiler="pytorch")',
-    "records the third to the fifth iteration, with the phases; the whole run if an epoch or a validation has "
+    "records the third to fifth iteration, with the phases, or the whole run if an epoch or a validation has "
     "fewer than five batches, as in Lightning",
 )
 @pytest.mark.parametrize("num_iterations", [5, 7])
@@ -300,7 +301,7 @@ def test_a_summary_has_the_policy(
     assert "policy.model" in capsys.readouterr().out + caplog.text
 
 
-@habit("TQDMProgressBar()", "one line; the default `RolloutProgressBar` has the phases beside it")
+@habit("TQDMProgressBar()", "shows one line; the default `RolloutProgressBar` also shows the phases")
 def test_lightnings_progress_bar_shows_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path, enable_progress_bar=True, callbacks=[TQDMProgressBar()])
     shown = capsys.readouterr()
@@ -337,7 +338,7 @@ class Fails(Callback):
 
 @habit(
     "OnExceptionCheckpoint(FOLDER)",
-    "between iterations; within one it saves nothing, as it would repeat or skip groups",
+    "saves between iterations; within one it saves nothing, since a resume would repeat or skip groups",
 )
 @pytest.mark.filterwarnings("ignore:`?.fit.ckpt_path=")
 def test_an_exception_leaves_a_checkpoint_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,14 +69,14 @@ STOPS: dict[str, Any] = {"max_steps": 9, "callbacks": [Stopping()]}
 LIMITS = {"max_epochs": 2, "limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 1}
 VALIDATES: dict[str, Any] = {"limit_val_batches": 1.0, "check_val_every_n_epoch": None}
 FLAGS = works("test_lightning_flags", [
-    ("Trainer(max_steps=4)", "counts iterations; `global_step` is the weight version too",
+    ("Trainer(max_steps=4)", "counts iterations; `global_step` is also the weight version",
      {"max_steps": 4}, versions, [{0}, {1}, {2}, {3}]),
     ("Trainer(max_epochs=2)", "", {"max_epochs": 2}, epochs, (2, 24, [*range(12)])),
     ('Trainer(max_time={"seconds": 1})', "", {"max_time": {"seconds": 1}}, ended_between_iterations, True),
     ("Trainer(limit_train_batches=2)", "", LIMITS, limited, ([[0, 1], [2, 3], [4, 5], [6, 7]], [0, 2, 4], 2.0)),
     ("Trainer(overfit_batches=1)", "", {"overfit_batches": 1, "max_epochs": 3}, prompts, [[[2, 2, 2], [3, 2, 2]]] * 3),
     ("Trainer(val_check_interval=2, check_val_every_n_epoch=None)",
-     "an int counts iterations, a float is a part of an epoch",
+     "an int counts iterations, a float is a fraction of an epoch",
      {**VALIDATES, "val_check_interval": 2, "max_steps": 6}, validations, [2, 4, 6]),
     ("Trainer(check_val_every_n_epoch=2)", "",
      {**VALIDATES, "check_val_every_n_epoch": 2, "max_epochs": 4}, validations, [6, 12]),
@@ -101,8 +101,8 @@ def test_a_flag_does_what_it_does_in_lightning(flags, found, expected, tmp_path)
 
 @habit(
     "Trainer(fast_dev_run=True)",
-    "one iteration and one validation batch; nothing is written; the state of loops, callbacks, module and data module "
-    "is saved in memory, loaded with `weights_only=True` and compared",
+    "runs one iteration and one validation batch; writes nothing; saves the state of loops, callbacks, module and data "
+    "module in memory, loads it with `weights_only=True` and compares",
 )
 def test_fast_dev_run_does_everything_once_and_checks_the_state(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -183,7 +183,7 @@ class GradientNorms(Callback):
 
 
 @habit('Trainer(gradient_clip_algorithm="value")')
-@habit("Trainer(gradient_clip_val=0.01)", "in each update; `policy/grad_norm` is the norm before")
+@habit("Trainer(gradient_clip_val=0.01)", "clips in each update; `policy/grad_norm` is the norm before clipping")
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_gradients_are_clipped(algorithm: Any, tmp_path: Path) -> None:
     seen, logged = GradientNorms(), Logged("policy/grad_norm")
@@ -245,7 +245,7 @@ def test_test_and_predict_may_be_shortened(tmp_path: Path) -> None:
     assert len(trainer.predict(TinyGRPO(), datamodule=data) or []) == 1
 
 
-@habit("Trainer(log_every_n_steps=2)", "rows of every second iteration; without it every iteration has one")
+@habit("Trainer(log_every_n_steps=2)", "logs every second iteration; the default logs every iteration")
 @habit("Trainer(default_root_dir=FOLDER)")
 @habit("Trainer(logger=True)")
 def test_the_default_logger_writes_into_the_root_folder(tmp_path: Path) -> None:

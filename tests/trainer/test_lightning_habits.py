@@ -27,9 +27,9 @@ from lightrl.trajectory import Group
 
 @habit(
     "trainer.validate(module), trainer.test(module)",
-    "reward and pass@k of the prompts, and accuracy if the reward gives it",
+    "log reward and pass@k of the prompts, and accuracy if the reward reports it",
 )
-@habit("trainer.predict(module)", "groups of trajectories with their rewards")
+@habit("trainer.predict(module)", "returns groups of trajectories with their rewards")
 def test_validate_test_and_predict_need_no_training(tmp_path: Path) -> None:
     module = TinyGRPO(validation_group_size=2, validation_sampling=Sampling(max_new_tokens=3))
     trainer = make_trainer(tmp_path, limit_val_batches=1.0)
@@ -107,7 +107,7 @@ QUESTIONS = ["0 1", "1 2", "2 3", "3 4", "4 5"]
 
 @habit(
     "trainer.fit(module, DataLoader(...), DataLoader(...))",
-    "items are texts, or dicts with `prompt`, `messages` or `token_ids`",
+    "items are strings, or dicts with `prompt`, `messages` or `token_ids`",
 )
 @pytest.mark.parametrize(
     "make_item",
@@ -147,7 +147,7 @@ def test_a_users_module_may_give_the_loaders_and_log_in_its_own_validation(tmp_p
     assert 0 <= trainer.callback_metrics["val/highest"] <= 1
 
 
-@habit("val_dataloader that returns several", "a number for each, `val/reward/dataloader_idx_0`, as in Lightning")
+@habit("val_dataloader that returns several", "logs one value for each, `val/reward/dataloader_idx_0`, as in Lightning")
 def test_several_validation_loaders_have_a_number_each(tmp_path: Path) -> None:
     rewards = iter([1.0, 0.0, 0.5, 0.25])
 
@@ -162,7 +162,7 @@ def test_several_validation_loaders_have_a_number_each(tmp_path: Path) -> None:
     assert second["val/reward/dataloader_idx_1"] == 0.375
 
 
-@habit("validation=[DataSource(..., label=NAME), ...]", "`val/reward` of all, and `val/reward/NAME` of each")
+@habit("validation=[DataSource(..., label=NAME), ...]", "logs `val/reward` of all, and `val/reward/NAME` of each")
 def test_several_labeled_validation_sources_have_a_number_each(tmp_path: Path) -> None:
     class Own(TinyGRPO):
         def reward(self, trajectory: Any) -> float:
@@ -178,7 +178,7 @@ def test_several_labeled_validation_sources_have_a_number_each(tmp_path: Path) -
     assert [found[f"val/{name}"] for name in ("prompts", "prompts/easy", "prompts/hard")] == [4, 3, 1]
 
 
-@habit("IterableDataset", "with `max_steps`")
+@habit("IterableDataset", "needs `max_steps`")
 def test_an_iterable_dataset_trains(tmp_path: Path) -> None:
     class Endless(IterableDataset[str]):
         def __iter__(self) -> Any:
@@ -214,7 +214,7 @@ def test_sft_trains_through_the_same_trainer(tmp_path: Path) -> None:
     assert logged.values[-1] < logged.values[0] < 2 * math.log(8)
 
 
-@habit("DataLoader of lightrl.Prompt", "with `collate_fn=list`")
+@habit("DataLoader of lightrl.Prompt", "needs `collate_fn=list`")
 def test_prompts_that_are_prompts_need_no_data_module(tmp_path: Path) -> None:
     prompts = [Prompt(f"p{index}", token_ids=[2 + index]) for index in range(4)]
     module, trainer = TinyGRPO(), make_trainer(tmp_path, max_epochs=1, limit_val_batches=1.0, precision="bf16-true")
@@ -242,7 +242,7 @@ class OwnStep(TinyGRPO):
 REFUSED = refused("test_lightning_habits", [
     ("def configure_optimizers(self): return [one, another]", lambda: (lightrl.Trainer, TwoOptimizers()),
      "TwoOptimizers.configure_optimizers must return one optimizer, with a parameter group for each learning rate; "
-     "`parameter_groups` gives one for each trained model."),
+     "`parameter_groups` returns one for each trained model."),
     ("self.automatic_optimization = False", lambda: (lightrl.Trainer, Manual()),
      "Manual.automatic_optimization must be True: the loop updates the policy with what `loss` returns."),
     ("def training_step(self, batch, batch_idx)", lambda: (lightrl.Trainer, OwnStep()),
@@ -261,7 +261,10 @@ def test_what_a_module_cannot_do_is_refused(make: Any, sentence: str, tmp_path: 
     assert str(error.value) == sentence
 
 
-@habit("def configure_optimizers(self)", "one optimizer, with or without a scheduler, which steps once per iteration")
+@habit(
+    "def configure_optimizers(self)",
+    "returns one optimizer, with or without a scheduler, which steps once per iteration",
+)
 @habit("ReduceLROnPlateau with a monitor")
 def test_a_module_has_its_own_optimizer_and_scheduler(tmp_path: Path) -> None:
     class Own(TinyGRPO):
@@ -278,7 +281,7 @@ def test_a_module_has_its_own_optimizer_and_scheduler(tmp_path: Path) -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] < 0.5
 
 
-@habit("def configure_model(self)", "call `super()`'s, then freeze or change what it loaded")
+@habit("def configure_model(self)", "call `super()`'s, then freeze or change the loaded models")
 def test_layers_that_are_frozen_after_loading_stay_as_they_are(tmp_path: Path) -> None:
     class Frozen(TinyGRPO):
         def configure_model(self) -> None:

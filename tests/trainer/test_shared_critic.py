@@ -91,7 +91,7 @@ def test_the_critics_export_is_the_start_of_a_critic_and_a_reward_model(finished
     assert experience.values[experience.loss_mask].abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("critic", "match"), [(None, "a head on the policy"), ("shared", "a model of its own")])
+@pytest.mark.parametrize(("critic", "match"), [(None, "a head on the policy"), ("shared", "a separate model")])
 def test_a_critic_of_the_other_form_does_not_resume(critic, match, finished, tmp_path):
     checkpoint = finished.checkpoint
     if critic == "shared":

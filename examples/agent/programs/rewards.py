@@ -1,4 +1,4 @@
-"""Rewards that read the folder which a program left."""
+"""Rewards that read the folder in which an agent's program worked."""
 
 import functools
 from pathlib import Path
@@ -8,19 +8,19 @@ from lightrl.rewards.sandbox import Limits, LocalSandbox
 
 
 def wrote_largest_digit(trajectory: Trajectory) -> float:
-    """1 for the right digit in answer.txt; the workspace is None if the program had to stop at max_tokens."""
+    """Returns 1 for the right digit in answer.txt; the workspace is None if the program had to stop at max_tokens."""
     file = Path(trajectory.workspace or "", "answer.txt")
     return float(file.is_file() and file.read_text() == max(trajectory.prompt.id[:4]))
 
 
 def reported(trajectory: Trajectory) -> float:
-    """The number that the program wrote into reward.txt; 0 if it had to stop at max_tokens."""
+    """Returns the number that the program wrote into reward.txt; 0 if it had to stop at max_tokens."""
     file = Path(trajectory.workspace or "", "reward.txt")
     return float(file.read_text()) if file.is_file() else 0.0
 
 
 def repaired_half(trajectory: Trajectory) -> float:
-    """1 if half.py halves; what the policy wrote runs in the sandbox."""
+    """Returns 1 if half.py halves numbers; the policy's code runs in the sandbox."""
     file = Path(trajectory.workspace or "", "half.py")
     program = f"{file.read_text()}\nassert half(4) == 2 and half(7) == 3.5" if file.is_file() else "raise SystemExit(1)"
     return float(_sandbox().run(program, "", Limits()).exit_code == 0)

@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 
 class DPO(SupervisedModule):
-    """Raises the logprob of the chosen completion over the rejected one, relative to a reference policy.
+    """Increases the logprob of the chosen completion over that of the rejected one, relative to a reference policy.
 
-    Trains on the batches of PreferenceDataModule. Logs, as `dpo/…` per step and `val/…` per validation: `loss`;
-    `accuracy_fraction`, how often the margin is above 0; `margin_nats`, how much more than the reference the policy
-    prefers the chosen completion; `chosen_nats` and `rejected_nats`, how far the logprob of each has moved.
+    It trains on the batches of PreferenceDataModule. It logs, as `dpo/…` per step and `val/…` per validation: `loss`;
+    `accuracy_fraction`, how often the margin is above 0; `margin_nats`, how much more the policy prefers the chosen
+    completion than the reference does; `chosen_nats` and `rejected_nats`, how far the logprob of each has moved.
 
     Source: https://arxiv.org/abs/2305.18290.
 
     Args:
-        policy: the model to train, usually the export of an SFT.
+        policy: the model to train, usually an export of SFT.
         reference: the fixed policy of the KL penalty; None is the initial policy, which with LoRA is the same model
-            without its adapters, at no cost of memory.
-        kl_coef: β of the paper: the larger, the closer the policy stays to the reference.
+            without its adapters and costs no memory.
+        kl_coef: the paper's β; the larger it is, the closer the policy stays to the reference.
         kwargs: those of SupervisedModule.
     """
 
@@ -63,7 +63,7 @@ class DPO(SupervisedModule):
 
     def configure_model(self) -> None:
         super().configure_model()
-        self.policy.eval()  # as the reference: dropout would make the margin of equal policies a random number
+        self.policy.eval()  # like the reference: with dropout the margin of equal policies would be random
 
     def planned_roles(self) -> dict[str, Role]:
         return super().planned_roles() | ({} if self.reference_role is None else {"reference": self.reference_role})
@@ -89,13 +89,13 @@ class DPO(SupervisedModule):
         }
 
     def _completion_logprobs(self, role: str, experience: Experience) -> Tensor:
-        """Sum of the logprobs of each trajectory's loss tokens, [2B]; the policy's with gradient."""
+        """Sums the logprobs of each trajectory's loss tokens, [2B]; the policy's sums have a gradient."""
         outputs = self.parallel(role).measure(experience)
         return torch.where(experience.loss_mask, outputs.logprobs, 0.0).sum(1)
 
 
 class IPO(DPO):
-    """DPO with a target for the margin, 1/(2·kl_coef), so that noiseless pairs do not move apart forever.
+    """DPO with a target for the margin, 1/(2·kl_coef), so that noiseless pairs do not drift apart without bound.
 
     Source: https://arxiv.org/abs/2310.12036.
     """

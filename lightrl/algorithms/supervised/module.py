@@ -1,7 +1,7 @@
-"""The base of SFT, DPO and reward models: a model trained on given data, by Lightning's own loop.
+"""The base class of SFT, DPO and reward models: a model trained on given data, by Lightning's own loop.
 
-A subclass computes losses and metrics of a batch in `measure`. On several ranks all read the same batches and each dp
-rank measures its share of the rows, so that the update is that of one process.
+A subclass computes losses and metrics of a batch in `measure`. All ranks read the same batches and each dp rank
+measures its share of the rows, so the update equals that of one process.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from lightrl.strategies import LogprobSettings, check_strategy, parallel_model, 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_MADE_BY = {ChatBatch: "SFTDataModule", PairBatch: "PreferenceDataModule"}
+_DATA_MODULES = {ChatBatch: "SFTDataModule", PairBatch: "PreferenceDataModule"}
 
 
 class SupervisedModule(TrainedModule):
     """A plain LightningModule with one trained model, AdamW, linear warm-up and decay.
 
-    With `accumulate_grad_batches` an update equals that of one batch with all rows: each batch is weighted by its
-    tokens (SFT) or pairs.
+    With `accumulate_grad_batches` an update equals that of one batch with all rows: each batch is weighted by the
+    number of its tokens (SFT) or pairs.
 
     Args:
         policy: the model to train: a hub name, a local folder, a ModelSpec, or a Role with `lora`.
         lr: learning rate after the warm-up.
         betas: of AdamW.
-        weight_decay: of AdamW, on matrices only: not on norms and biases.
+        weight_decay: of AdamW, applied only to matrices, not to norms and biases.
         warmup_steps: linear warm-up: step k (from 1) uses k/warmup_steps of `lr`.
         lr_decay: after the warm-up: `constant`, or `linear` or `cosine` to 0 at the end of the run.
     """
 
     fixed_settings = frozenset({"policy_role", "lr", "betas", "weight_decay", "warmup_steps", "lr_decay"})
-    # The attribute that holds the trained model; what HuggingFaceExport writes.
+    # The attribute that holds the trained model, which HuggingFaceExport writes.
     trained_role: str = "policy"
-    # The batches that `measure` takes.
+    # The type of the batches that `measure` takes.
     batch_type: type[Any] = object
     # The prefix of the metrics that are logged per step.
     log_prefix: str = "train"
-    # The key of `measure`'s result that is minimized.
+    # The key in `measure`'s result to minimize.
     loss_name: str = "loss"
 
     def __init__(
@@ -75,15 +75,15 @@ class SupervisedModule(TrainedModule):
         self.weight_decay = weight_decay
         self.warmup_steps = warmup_steps
         self.lr_decay = lr_decay
-        self.parallel_models: dict[str, ParallelModel] = {}  # role → model; HuggingFaceExport needs them on ranks
+        self.parallel_models: dict[str, ParallelModel] = {}  # role → model; filled on first use
         self._num_accumulated = 0  # tokens or pairs in the gradients accumulated so far
 
     def _is_fitted(self) -> bool:
-        # Lightning's LearningRateFinder sets `lr` in this hook, and the optimizer's too.
+        # In this hook Lightning's LearningRateFinder sets both `lr` and the optimizer's learning rate.
         return super()._is_fitted() and self._current_fx_name != "on_fit_start"
 
     def check_role(self, name: str, role: Role) -> None:
-        """Raises ValueError for settings that have no effect here: `model` and `lora` are read."""
+        """Raises ValueError for settings that have no effect here; only `model` and `lora` are read."""
         if dataclasses.replace(role, lora=None) != Role(role.model):
             raise ValueError(
                 f"{type(self).__name__}'s {name} takes only model and lora of a Role, got {role}. lr and weight_decay "
@@ -91,16 +91,16 @@ class SupervisedModule(TrainedModule):
             )
 
     def measure(self, batch: Any) -> dict[str, Tensor]:
-        """The numbers to log, one for each trajectory, pair or token; the one under `loss_name` is minimized.
+        """Returns metrics by name, with one number for each trajectory, pair or token; `loss_name` is minimized.
 
-        `self.parallel(role).measure` returns a model's outputs under any strategy. For several ranks the batch has
-        `share(rank, size)`, a batch or None, and `num_measured`, the count of these numbers.
+        `self.parallel(role).measure` returns a model's outputs under any strategy. To train on several ranks, a batch
+        needs `share(rank, size)`, which returns a batch or None, and `num_measured`, the length of each metric.
         """
         raise NotImplementedError(f"{type(self).__name__} must define measure.")
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's; loaded once."""
+        """The model's tokenizer."""
         return self.policy_role.spec.load_tokenizer()
 
     @functools.cached_property
@@ -129,12 +129,12 @@ class SupervisedModule(TrainedModule):
             self.parallel(self.trained_role)
 
     def parallel(self, role: str) -> ParallelModel:
-        """Returns the role's model under the strategy; made once."""
+        """Returns the role's model under the strategy, which the first call makes."""
         if role not in self.parallel_models:
             settings = LogprobSettings(entropy_needs_gradient=False)
             model = getattr(self, role)
             is_training = model.training
-            model.eval()  # dropout would hide from its probes what the model can do
+            model.eval()  # dropout would disturb the probes of the model's abilities
             self.parallel_models[role] = parallel_model(self.trainer.strategy, model, settings)
             model.train(is_training)
         return self.parallel_models[role]
@@ -153,11 +153,11 @@ class SupervisedModule(TrainedModule):
         return with_schedule(optimizer, num_steps, warmup, self.lr_decay, decay_start=warmup)
 
     def planned_roles(self) -> dict[str, Role]:
-        """The models of a step by name, before any is loaded."""
+        """Returns the roles whose models a step uses, by name."""
         return {self.trained_role: self.policy_role}
 
     def loaded_models(self) -> dict[str, tuple[PreTrainedModel, Role]]:
-        """The models and their roles by name; checkpoints leave out all but `trained_role`."""
+        """Returns the models and their roles by name; checkpoints contain only `trained_role`."""
         return {name: (getattr(self, name), role) for name, role in self.planned_roles().items()}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -185,12 +185,12 @@ class SupervisedModule(TrainedModule):
         self._log_means(stage, means | of_set, on_step=False, batch_size=number)
 
     def means(self, batch: Any) -> tuple[dict[str, Tensor], int]:
-        """The means to log and minimize, and their count. Averaged over ranks they equal the whole batch's."""
+        """Returns the means to log and minimize, and the count; averaged over ranks, they equal the whole batch's."""
         if not isinstance(batch, self.batch_type):
-            made_by = _MADE_BY.get(self.batch_type, "a data module that makes these")
+            data_module = _DATA_MODULES.get(self.batch_type, "a data module that makes these")
             raise TypeError(
                 f"{type(self).__name__} needs batches of type {self.batch_type.__name__}, got {type(batch).__name__}. "
-                f"Use {made_by}."
+                f"Use {data_module}."
             )
         ranks = ranks_of(self.trainer.strategy)
         if ranks.dp_size == 1:
@@ -202,7 +202,7 @@ class SupervisedModule(TrainedModule):
         return {name: values.sum() * factor for name, values in measured.items()}, number
 
     def accumulated(self, loss: Tensor, number: int, batch_idx: int) -> Tensor:
-        """The loss, scaled so that Lightning's division by accumulate_grad_batches weights batches by their size.
+        """Scales the loss so that, after Lightning's division by accumulate_grad_batches, batches count by their size.
 
         Args:
             loss: the mean over the batch's tokens or pairs.
@@ -214,7 +214,7 @@ class SupervisedModule(TrainedModule):
             return loss
         before = self._num_accumulated if batch_idx % num_batches else 0
         self._num_accumulated = before + number
-        # So far the gradients are the mean over `before` numbers. Between batches parameters may still be gathered.
+        # The gradients so far are the mean over `before` numbers. The optimizer's parameters are never gathered ones.
         groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
         for parameter in (parameter for group in groups for parameter in group["params"]):
             if parameter.grad is not None and before:
@@ -222,7 +222,7 @@ class SupervisedModule(TrainedModule):
         return loss * (num_batches * number / self._num_accumulated)
 
     def _log_means(self, prefix: str, means: dict[str, Tensor], *, on_step: bool, batch_size: int = 1) -> None:
-        # Lightning weights each batch's mean by batch_size, so the mean of an epoch is over trajectories or pairs.
+        # Lightning weights each batch's mean by batch_size, so an epoch's mean is over trajectories or pairs.
         self.log_dict(
             {f"{prefix}/{name}": value for name, value in means.items()},
             on_step=on_step,

@@ -1,4 +1,4 @@
-"""RewardModel: a network that scores trajectories, learned from pairs.
+"""RewardModel: a network that scores trajectories, trained on pairs.
 
 Shapes: B pairs, T tokens. Rows 2i and 2i + 1 of a batch are pair i, the chosen trajectory first.
 """
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class RewardModel(SupervisedModule):
-    """A causal language model whose head is one number, the reward, read at a trajectory's last token.
+    """A causal language model with a scalar head, whose value at a trajectory's last token is the reward.
 
-    The difference of two rewards is the log-odds that the first trajectory is preferred (Bradley and Terry). Trains on
-    the batches of PreferenceDataModule; starts from a language model (the head then returns 0) or an earlier reward
-    model; `AutoModelForSequenceClassification` loads its export. Logs, as `reward_model/…` per step and `val/…` per
-    validation: `loss`; `accuracy_fraction`, how often the chosen one scores higher; `margin`, by how much.
+    The difference of two rewards is the log-odds that the first trajectory is preferred (Bradley and Terry). It trains
+    on the batches of PreferenceDataModule, from a language model (then the head starts at 0) or an earlier reward
+    model; `AutoModelForSequenceClassification` loads its export. It logs, as `reward_model/…` per step and `val/…` per
+    validation: `loss`; `accuracy_fraction`, how often the chosen trajectory scores higher; `margin`, by how much.
 
     Source: https://arxiv.org/abs/2203.02155.
 
@@ -46,14 +46,14 @@ class RewardModel(SupervisedModule):
 
     def configure_model(self) -> None:
         super().configure_model()
-        self.reward_model.config.pad_token_id = self.tokenizer.pad_token_id  # users of the export need it for batches
+        self.reward_model.config.pad_token_id = self.tokenizer.pad_token_id  # the exported model needs it for batches
 
     def measure(self, batch: PairBatch) -> dict[str, Tensor]:
-        # A trajectory's reward is the value at its last token, which the model returns for the token after it.
+        # A trajectory's reward is the value at its last token, which the model returns for the next position.
         token_ids = torch.nn.functional.pad(batch.token_ids, (0, 1))
         is_end = torch.arange(token_ids.shape[1], device=token_ids.device) == batch.lengths[:, None]
-        longer = PairBatch(token_ids, is_end, batch.lengths + 1)
-        values = self.parallel(self.trained_role).measure(longer.experience()).values
+        padded = PairBatch(token_ids, is_end, batch.lengths + 1)
+        values = self.parallel(self.trained_role).measure(padded.experience()).values
         assert values is not None
         rewards = values[is_end]
         chosen, rejected = rewards[0::2], rewards[1::2]

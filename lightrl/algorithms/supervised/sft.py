@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class SFT(SupervisedModule):
     """Maximizes the logprob of each completion token, with AdamW, linear warm-up and decay.
 
-    Trains on the batches of SFTDataModule. Logs `sft/loss_nats` per step; `val/loss_nats` and
-    `val/token_accuracy_fraction` (how often the most likely token is the right one), each averaged over tokens.
+    It trains on the batches of SFTDataModule. It logs `sft/loss_nats` per step, and per validation `val/loss_nats` and
+    `val/token_accuracy_fraction` (how often the most likely token is the right one), averaged over tokens.
     """
 
     batch_type = ChatBatch
@@ -30,7 +30,7 @@ class SFT(SupervisedModule):
     policy: PreTrainedModel
 
     def measure(self, batch: ChatBatch) -> dict[str, Tensor]:
-        """The loss of each loss token, [N]; outside of training also whether the most likely token is the right one."""
+        """Returns the loss of each loss token, [N]; in validation also whether the most likely token is right."""
         outputs = self.parallel("policy").measure(batch.experience(), topk=0 if self.training else 1)
         losses = {"loss_nats": -outputs.logprobs[batch.loss_mask]}
         if outputs.teacher_topk_ids is None:

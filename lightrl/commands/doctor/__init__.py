@@ -6,14 +6,14 @@
     lightrl doctor reward --config run.yaml --completions reference          rewards of the data's own answers
     lightrl doctor replay failed_rewards.jsonl --config run.yaml             failed rewards of a run, recomputed
 
-Nothing is kept: what a run would write goes to a temporary folder.
+All output goes to a temporary folder, which is then deleted.
 
 Reading order:
     command.py  the command line; doctor reward and doctor replay; rewards.py: completions with their rewards
     data.py     doctor data
     run.py      doctor run: machine, model and data, then two iterations; duration and disk space of the run
 
-May import: what commands/ may. To add a check: write a function that returns findings, and call it in run.py.
+May import whatever commands/ may. To add a check, write a function that returns findings, and call it in run.py.
 """
 
 from lightrl.commands.doctor.command import run

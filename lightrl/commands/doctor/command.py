@@ -44,7 +44,7 @@ def _run(options: argparse.Namespace, rest: Sequence[str], callbacks: Sequence[L
         paths = [str(Path.cwd())]
         rows = replay(options.file, options.reward, num=options.n, repeats=options.repeats, search_paths=paths)
         return show_rewards(rows, options)
-    for name in ("lightning.pytorch", "lightning.fabric"):  # their messages about devices and stages do not apply here
+    for name in ("lightning.pytorch", "lightning.fabric"):  # their messages about devices and stages are irrelevant
         logging.getLogger(name).setLevel(logging.WARNING)
     return check_run(rest, callbacks) if options.command == "run" else _DoctorCLI(options, rest, callbacks).exit_code
 
@@ -52,7 +52,7 @@ def _run(options: argparse.Namespace, rest: Sequence[str], callbacks: Sequence[L
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightrl doctor",
-        description="Checks a run before it starts, or recomputes rewards that failed in it. Nothing is kept.",
+        description="Checks a run before it starts, or recomputes rewards that failed in it. Leaves no files.",
         epilog="example: lightrl doctor run --config run.yaml",
         allow_abbrev=False,
     )
@@ -90,7 +90,7 @@ def _count(text: str) -> int:
 
 
 class _DoctorCLI(LightRLCLI):
-    """`lightrl predict`, except that it reads the data, or computes some rewards several times."""
+    """Builds the run as `lightrl predict` does, then reads the data or computes some rewards several times."""
 
     def __init__(self, options: argparse.Namespace, args: Sequence[str], callbacks: Sequence[L.Callback]) -> None:
         self.options = options
@@ -132,7 +132,7 @@ class _DoctorCLI(LightRLCLI):
 
 
 def no_reward(trajectory: Trajectory) -> JsonObject:
-    """Replaces the reward while the policy generates; keeps the rewards of an environment."""
+    """The reward function while the policy generates; keeps the rewards of an environment."""
     return {"reward": 0.0} if trajectory.rewards is None else {"rewards": trajectory.rewards}
 
 

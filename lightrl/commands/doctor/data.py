@@ -1,4 +1,4 @@
-"""A run's prompts: the first ones, and reports on all train and validation rows, with every bad row."""
+"""Reads a run's first prompts, and reports on all train and validation rows, with every bad row."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class SplitReport:
     """Counts and problems of a split's prompts, or rows of data."""
 
     name: str
-    num_tokens: list[int] = field(default_factory=list)  # each prompt's; with its completion, if the data has it
+    num_tokens: list[int] = field(default_factory=list)  # of each prompt, with its completion if the data has one
     num_dropped: int = 0
     problems: list[str] = field(default_factory=list)  # one for each bad row
     is_cut: bool = False  # there are more rows than were read
     times_seen: Counter[int] = field(default_factory=Counter)  # hash of the prompt's tokens → times
 
-    def add(self, made: Sequence[Prompt | ValueError | None]) -> None:
-        """Counts some rows: a prompt for a good one, None for a dropped one, ValueError for a bad one."""
-        prompts = [item for item in made if isinstance(item, Prompt)]
-        self.problems += [str(item) for item in made if isinstance(item, ValueError)]
-        self.num_dropped += sum(item is None for item in made)
+    def add(self, rows: Sequence[Prompt | ValueError | None]) -> None:
+        """Counts rows: a good row is given as its Prompt, a dropped one as None, a bad one as its ValueError."""
+        prompts = [row for row in rows if isinstance(row, Prompt)]
+        self.problems += [str(row) for row in rows if isinstance(row, ValueError)]
+        self.num_dropped += sum(row is None for row in rows)
         self.num_tokens += [prompt.num_tokens for prompt in prompts]
         self.times_seen.update(hash(tuple(prompt.token_ids or ())) for prompt in prompts)
 
@@ -57,7 +57,7 @@ def repeats(train: SplitReport, validation: SplitReport) -> list[str]:
     copies = train.times_seen.total() - len(train.times_seen)
     lines = [f"train prompts that repeat another one: {copies}"] if copies else []
     shared = sum(num for key, num in validation.times_seen.items() if key in train.times_seen)
-    text = f"validation prompts that are train prompts too: {shared} of {len(validation.num_tokens)}"
+    text = f"validation prompts that are also train prompts: {shared} of {len(validation.num_tokens)}"
     return [*lines, text] if shared else lines
 
 
@@ -80,14 +80,14 @@ def first_prompts(module: RLModule, datamodule: L.LightningDataModule, num: int)
         loader, max_tokens = datamodule.train_dataloader(), module.max_prompt_tokens
         stream = wrap_train_loader(loader, module.tokenizer, max_prompt_tokens=max_tokens, seed=global_seed())
     positions = itertools.count() if stream.num_prompts is None else range(stream.num_prompts)
-    made = (prompt for position in positions if (prompt := stream[position]) is not None)
-    return list(itertools.islice(made, num))
+    prompts = (prompt for position in positions if (prompt := stream[position]) is not None)
+    return list(itertools.islice(prompts, num))
 
 
 def read_split(
     datamodule: PromptDataModule, split: Literal["train", "validation"], max_rows: int | None = None
 ) -> SplitReport:
-    """Reads about `max_rows` rows at most; if a subclass makes its own prompts, counts those."""
+    """Reads a split, up to about `max_rows` rows; if a subclass makes its own prompts, counts those."""
     report, num_read = SplitReport(split), 0
     if not datamodule.makes_prompts_of_rows:
         if split in datamodule.prompts:
@@ -96,15 +96,15 @@ def read_split(
     prompts = datamodule.prompts_on_reading(split)
     with tqdm(total=prompts.num_rows, desc=split, disable=None, leave=False) as bar:
         try:
-            for made in prompts.one_pass():
+            for rows in prompts.one_pass():
                 if max_rows is not None and num_read >= max_rows:
                     report.is_cut = True
                     break
-                report.add(made)
-                num_read += len(made)
-                bar.update(len(made))
+                report.add(rows)
+                num_read += len(rows)
+                bar.update(len(rows))
         except ValueError as error:
-            report.problems.append(str(error))  # a stream that cannot be read further
+            report.problems.append(str(error))  # the stream ends here
     return report
 
 

@@ -1,4 +1,4 @@
-"""Recomputes rewards, and prints a block for each trajectory and a summary with what looks wrong."""
+"""Recomputes rewards, and prints a block for each trajectory and a summary that points out problems."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightrl.checks.printable import count_text, escape_unprintable
 from lightrl.module import RLModule
 from lightrl.rewards import ReplayRow, replay
 
-_SHOWN_COLUMNS = 600  # at most, of each text
+_SHOWN_COLUMNS = 600  # maximum of each text
 
 
 def recompute_rewards(source: Any, module: RLModule, repeats: int, **settings: Any) -> list[ReplayRow]:
-    """Computes the module's reward of each trajectory `repeats` times; `source` and settings are those of `replay`."""
+    """Computes the reward of each trajectory `repeats` times; `source` and `settings` are arguments of `replay`."""
     return replay(
         source,
         module.reward_source if module.reward_source is not None else module.reward,
@@ -59,7 +59,7 @@ def format_blocks(rows: Sequence[ReplayRow]) -> str:
 
 
 def _summary(rows: Sequence[ReplayRow], options: argparse.Namespace) -> str:
-    """Returns totals and means of the rows, and what looks wrong in them."""
+    """Returns totals and means of the rows, and remarks on equal rewards and on rewards that cannot be reproduced."""
     rewards = [row.reward for row in rows if row.reward is not None]
     failed = Counter(row.reason for row in rows if row.reason is not None)
     reasons = f" ({', '.join(f'{reason} {num}' for reason, num in sorted(failed.items()))})" if failed else ""
@@ -72,11 +72,11 @@ def _summary(rows: Sequence[ReplayRow], options: argparse.Namespace) -> str:
     if rewards:
         lines.append(f"reward: mean {statistics.fmean(rewards):.3g}, from {min(rewards):.3g} to {max(rewards):.3g}")
     if names := sorted({name for row in rows for name in row.metrics}):
-        given = [row.metrics for row in rows if row.reward is not None]
-        means = (f"{name} {statistics.fmean(one.get(name, 0.0) for one in given):.3g}" for name in names)
+        metrics = [row.metrics for row in rows if row.reward is not None]
+        means = (f"{name} {statistics.fmean(values.get(name, 0.0) for values in metrics):.3g}" for name in names)
         lines.append(f"means: {', '.join(means)}")
     if options.command == "reward" and options.completions == "policy" and len(rewards) > 1 == len(set(rewards)):
-        lines.append(f"All rewards are {rewards[0]:.3g}: a group with equal rewards teaches nothing.")
+        lines.append(f"All rewards are {rewards[0]:.3g}: the policy learns nothing from a group with equal rewards.")
     num = sum(not row.is_deterministic for row in rows)
     if num:
         lines.append(f"Completions with different results in {options.repeats} calls: {num}. Resumes will differ.")

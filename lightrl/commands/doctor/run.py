@@ -1,4 +1,4 @@
-"""lightrl doctor run: checks all that a run needs in a minute, with two iterations in a temporary folder."""
+"""lightrl doctor run: checks in a minute everything that a run needs, with two iterations in a temporary folder."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from lightrl.trainer import Trainer
 from lightrl.trajectory import Group, Trajectory
 
 _MAX_ROWS = 20_000  # of a split; about a minute of reading
-_LEAST_FREE = 0.1  # of the host's memory; with less, even the start of the run may fail
+_LEAST_FREE = 0.1  # fraction of the host's memory; with less, even the start of the run may fail
 _LEAST_DISK_BYTES = 2**30
 _SHOWN_CHARS = 60  # the end of a prompt
 _SHOWN_PROBLEMS = 3
@@ -63,14 +63,14 @@ Status = Literal["ok", "warning", "fails"]
 _NUM_ITERATIONS = 2
 _NUM_REPLAYED = 8
 _ALMOST_ALL = 0.9
-_ANSWER_S = 10.0  # deadline of a server that is already running
+_ANSWER_S = 10.0  # startup deadline of a server that is already running
 _PROBE = "sync/probe_abs_dlogp_nats"
 _MISMATCH = "sync/mismatch_present_abs_dlogp_nats"
 
-# Callbacks that affect how a run samples and write only to the run's folder, here a temporary one.
+# Callbacks that affect how a run samples and write only to the run's folder, which is a temporary one here.
 _KEPT = (StalenessControl, WeightSync, RolloutMetrics, DynamicSampling, PromptCurriculum, TrajectoryLog)
 
-# Trainer overrides for the trial: one validation batch, no output; the callback Trial ends the run
+# Trainer overrides for the trial: one validation batch, no output. The callback Trial ends the run.
 _SHORTENED: dict[str, object] = {
     **dict.fromkeys(("max_time", "min_steps", "min_epochs", "profiler")),
     **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
@@ -88,7 +88,7 @@ def check_run(args: Sequence[str], callbacks: Sequence[L.Callback]) -> int:
 
 
 class _RunCheck(LightRLCLI):
-    """`lightrl fit` for two iterations between checks, without its output."""
+    """Runs two iterations of `lightrl fit`, without its output, and checks before and after them."""
 
     def __init__(self, folder: Path, args: Sequence[str], callbacks: Sequence[L.Callback]) -> None:
         self.folder = folder
@@ -97,7 +97,7 @@ class _RunCheck(LightRLCLI):
         super().__init__(["fit", *args], callbacks=callbacks)
 
     def before_instantiate_classes(self) -> None:
-        """Shortens the run and sends what it writes to the temporary folder."""
+        """Shortens the run and redirects its output to the temporary folder."""
         settings = self.config[self.config.subcommand]
         trainer = settings.trainer
         self.given = trainer.clone()
@@ -107,15 +107,15 @@ class _RunCheck(LightRLCLI):
         for name, value in (_SHORTENED | {"default_root_dir": str(self.folder)}).items():
             trainer[name] = value
         engine = trainer.get("engine")
-        given = (engine.get("init_args") if isinstance(engine, Namespace) else None) or Namespace()
-        if given.get("urls"):  # the servers are already running
-            given.timeouts.startup_s = min(given.timeouts.startup_s, _ANSWER_S)
-        folder = given.get("weight_folder")
+        engine_args = (engine.get("init_args") if isinstance(engine, Namespace) else None) or Namespace()
+        if engine_args.get("urls"):  # the servers are already running
+            engine_args.timeouts.startup_s = min(engine_args.timeouts.startup_s, _ANSWER_S)
+        folder = engine_args.get("weight_folder")
         if folder is not None:  # servers on other hosts need it too; other runs may use it
             Path(folder).mkdir(parents=True, exist_ok=True)
             prefix = own_prefix("lightrl-doctor-", Path(folder))
             self._weights = tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True)
-            given.weight_folder = self._weights.name
+            engine_args.weight_folder = self._weights.name
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Leaves out callbacks that write outside the run's folder, and the user's own."""
@@ -130,7 +130,7 @@ class _RunCheck(LightRLCLI):
         return super().instantiate_trainer(**kwargs)
 
     def before_fit(self) -> None:
-        """Does nothing: the trial needs no checkpoint and reports no run folder."""
+        """Does nothing: the trial needs no checkpoint and has no run folder to report."""
 
     after_fit = before_fit
 
@@ -146,15 +146,15 @@ class _RunCheck(LightRLCLI):
         saved = [item for item in self.items if isinstance(item, ModelCheckpoint)]
         if not saved and self.given.get("enable_checkpointing") is not False:
             saved = [ModelCheckpoint(save_last=True)]
-        measured = Trial(saved)
-        self.trainer.callbacks.append(measured)
+        trial = Trial(saved)
+        self.trainer.callbacks.append(trial)
         try:
             self.trainer.fit(**kwargs)
         except OtherRankFailed:
             raise
         except (LightRLError, *FIXABLE) as error:
             self._note([Finding("trial", chain(unwrapped(error)), "fails", f"See above. {keep_traceback(None)}")])
-        self._after(measured, module, datamodule)
+        self._after(trial, module, datamodule)
 
     @rank_zero_only
     def _before(self, module: RLModule, datamodule: L.LightningDataModule) -> None:
@@ -167,17 +167,17 @@ class _RunCheck(LightRLCLI):
             self._note([Finding("trial", f"Left out of the two iterations: {', '.join(self.left_out)}.")])
 
     @rank_zero_only
-    def _after(self, measured: Trial, module: RLModule, datamodule: L.LightningDataModule) -> None:
-        if measured.trajectories or measured.dropped:
-            self._note(_findings(measured, module))
-        if measured.iterations_s:
+    def _after(self, trial: Trial, module: RLModule, datamodule: L.LightningDataModule) -> None:
+        if trial.trajectories or trial.dropped:
+            self._note(_findings(trial, module))
+        if trial.iterations_s:
             logged = sum(file.stat().st_size for file in self.folder.rglob("iteration-000000.jsonl"))
             interval = next((item.every_n_iterations for item in self.items if isinstance(item, TrajectoryLog)), 1)
             batches = _num_batches(datamodule, self.given.get("limit_val_batches"))
-            self._note(forecast(measured, self.root, logged_bytes=logged / interval, validation_batches=batches))
-        warnings, took = count_text(self.num_by_status["warning"], "warning"), time.monotonic() - self.start_s
+            self._note(forecast(trial, self.root, logged_bytes=logged / interval, validation_batches=batches))
+        warnings, took_s = count_text(self.num_by_status["warning"], "warning"), time.monotonic() - self.start_s
         totals = f"{self.num_by_status['ok']} ok, {warnings}, {self.num_by_status['fails']} failed"
-        sys.stdout.write(f"\n{totals}, in {took:.0f} s. Nothing was kept.\n")
+        sys.stdout.write(f"\n{totals}, in {took_s:.0f} s. All output of the trial was deleted.\n")
 
     @rank_zero_only
     def _note(self, findings: Iterable[Finding]) -> None:
@@ -194,7 +194,7 @@ def _is_kept(callback: object) -> bool:
 
 
 def _num_batches(datamodule: Any, limit: Any) -> int:
-    """Returns the number of batches in a whole validation."""
+    """Returns the number of batches in a full validation."""
     prompts = getattr(datamodule, "prompts", {}).get("validation") or []
     total = math.ceil(len(prompts) / getattr(datamodule, "validation_batch_size", 1))
     return math.ceil(limit * total) if isinstance(limit, float) else min(total, total if limit is None else limit)
@@ -204,18 +204,18 @@ def _num_batches(datamodule: Any, limit: Any) -> int:
 class Trial(RLCallback):
     """Ends the run after two iterations and measures them; it is the last callback, so it sees what the others log."""
 
-    checkpoints: Sequence[ModelCheckpoint] = ()  # the run's; the trial has none
+    checkpoints: Sequence[ModelCheckpoint] = ()  # the run's; the trial itself has none
     length: tuple[float, float, float] = (0, 0, 0)  # see `run_length`
-    trajectories: list[Trajectory] = field(default_factory=list)  # all iterations'
+    trajectories: list[Trajectory] = field(default_factory=list)  # of both iterations
     dropped: dict[str, list[str]] = field(default_factory=dict)  # reason → messages
     iterations_s: list[float] = field(default_factory=list)
-    phases_s: dict[str, float] = field(default_factory=dict)  # the last iteration's
+    phases_s: dict[str, float] = field(default_factory=dict)  # of the last iteration
     validation_batch_s: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)  # the last value of each
+    metrics: dict[str, float] = field(default_factory=dict)  # last values
     checkpoint_bytes: int = 0
     host_bytes: int = 0  # peak, with the processes that the trainer started
-    rounding: Rounding | None = None  # the trainer's and the engine's
-    since_s: float = 0.0  # start of the iteration or validation
+    rounding: Rounding | None = None
+    since_s: float = 0.0  # start of the current iteration or validation
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.length = run_length(trainer, self.checkpoints)
@@ -250,23 +250,23 @@ class Trial(RLCallback):
 
 
 def _state_bytes(module: RLModule, optimizers: list[torch.optim.Optimizer]) -> int:
-    """Returns the bytes of a checkpoint over all ranks: weights of the saved roles, and the optimizers' state."""
+    """Returns the bytes of a checkpoint over all ranks: weights of the saved roles, and state of the optimizers."""
     models = (getattr(module, name, None) for name in module.saved_roles())
     trained = [model for model in models if isinstance(model, torch.nn.Module)]
     tensors: list[torch.Tensor] = [parameter for model in trained for parameter in model.parameters()]
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     tensors += [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # a DTensor counts as the whole
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # a DTensor counts all its shards
 
 
-def _findings(measured: Trial, module: RLModule) -> Iterator[Finding]:
-    """Reports what the trial shows, except about the whole run."""
-    yield _logprobs(measured)
-    yield from _completions(measured, module)
-    yield from _rewards(measured, module)
-    if not measured.host_bytes:  # the trial failed
+def _findings(trial: Trial, module: RLModule) -> Iterator[Finding]:
+    """Reports the trial's logprobs, completions, rewards and memory."""
+    yield _logprobs(trial)
+    yield from _completions(trial, module)
+    yield from _rewards(trial, module)
+    if not trial.host_bytes:  # the trial failed
         return
-    used = [("the host", measured.host_bytes, host_memory()[1])]
+    used = [("the host", trial.host_bytes, host_memory()[1])]
     if torch.cuda.is_available():
         used.append(("rank 0's GPU", torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]))
     fix = "Lower model.microbatch_tokens or data.batch_size, or set activation_checkpointing."
@@ -275,30 +275,30 @@ def _findings(measured: Trial, module: RLModule) -> Iterator[Finding]:
         yield check("memory", text, "warning", fix, is_wrong=num > _ALMOST_ALL * total)
 
 
-def _logprobs(measured: Trial) -> Finding:
-    values = measured.metrics
-    names = {_PROBE: "nats per token on the probe", _MISMATCH: "nats per token on what the engine sampled"}
-    texts = [f"{values[name]:.2g} {what}" for name, what in names.items() if name in values]
-    if not texts or measured.rounding is None:
+def _logprobs(trial: Trial) -> Finding:
+    values = trial.metrics
+    names = {_PROBE: "nats per token on the probe", _MISMATCH: "nats per token on the sampled tokens"}
+    texts = [f"{values[name]:.2g} {unit}" for name, unit in names.items() if name in values]
+    if not texts or trial.rounding is None:
         fix = (
             "Set WeightSync.verify to true, use an engine that computes logprobs, or watch sync/mismatch_* in the run."
         )
         return Finding("logprobs", "Engine and trainer could not be compared.", "warning", fix)
-    bound = mismatch_bound_nats(measured.rounding, values.get("policy/entropy_nats", 0.0))
-    explained = f"rounding in {' and '.join(measured.rounding.dtypes)} explains up to {bound:.2g}"
+    bound = mismatch_bound_nats(trial.rounding, values.get("policy/entropy_nats", 0.0))
+    explained = f"rounding in {' and '.join(trial.rounding.dtypes)} explains up to {bound:.2g}"
     text = f"Engine and trainer differ by {' and '.join(texts)}; {explained}."
-    fix = "The engine's weights, precision or sampling settings differ: look at its log and arguments."
+    fix = "The engine's weights, precision or sampling settings differ: check its log and arguments."
     return check("logprobs", text, "fails", fix, is_wrong=not values.get(_MISMATCH, 0.0) <= bound)
 
 
-def _completions(measured: Trial, module: RLModule) -> Iterator[Finding]:
-    sources: dict[str, list[str]] = {}  # stop tokens → where they come from
+def _completions(trial: Trial, module: RLModule) -> Iterator[Finding]:
+    sources: dict[str, list[str]] = {}  # stop tokens → names of their sources
     for name, ids in module.stop_token_ids().items():
         sources.setdefault(f"{module.tokenizer.decode(ids)} {ids}", []).append(name)
     stops = "; ".join(f"{tokens} ({', '.join(names)})" for tokens, names in sources.items())
-    trajectories = measured.trajectories
+    trajectories = trial.trajectories
     if not trajectories:
-        yield Finding("completions", "No trajectory was finished.", "fails", "See the dropped ones and the log above.")
+        yield Finding("completions", "No trajectory was finished.", "fails", "See the drops below and the log above.")
         return
     cut = sum(trajectory.finish_reason == "length" for trajectory in trajectories) / len(trajectories)
     lengths = [sum(trajectory.loss_mask) for trajectory in trajectories]
@@ -311,23 +311,23 @@ def _completions(measured: Trial, module: RLModule) -> Iterator[Finding]:
     yield check("completions", text, "warning", fix, is_wrong=cut > _ALMOST_ALL)
 
 
-def _rewards(measured: Trial, module: RLModule) -> Iterator[Finding]:
-    for reason, messages in measured.dropped.items():
-        text = f"Trajectories that were dropped ({reason}): {len(messages)}. {messages[0]}"
+def _rewards(trial: Trial, module: RLModule) -> Iterator[Finding]:
+    for reason, messages in trial.dropped.items():
+        text = f"Dropped trajectories ({reason}): {len(messages)}. {messages[0]}"
         status: Status = "fails" if reason.startswith("reward") else "warning"
         yield Finding("reward", text, status, "lightrl doctor reward shows more.")
-    rewards = [item.reward for item in measured.trajectories if item.reward is not None]
+    rewards = [item.reward for item in trial.trajectories if item.reward is not None]
     if not rewards:
         return
-    flat = measured.metrics.get("rollout/zero_variance_fraction")
+    flat = trial.metrics.get("rollout/zero_variance_fraction")
     text = f"{len(rewards)} rewards from {min(rewards):.3g} to {max(rewards):.3g}, mean {statistics.fmean(rewards):.3g}"
-    text += f"; in {flat:.0%} of the last iteration's groups all are equal, which teaches nothing" if flat else ""
+    text += f"; {flat:.0%} of the last iteration's groups have equal rewards and teach nothing" if flat else ""
     fix = "Use a stronger model (SFT first), easier prompts, a larger group_size, or a reward with more levels."
     yield check("reward", text, "warning", fix, is_wrong=flat == 1)
-    rows = recompute_rewards(measured.trajectories[:_NUM_REPLAYED], module, 2)
+    rows = recompute_rewards(trial.trajectories[:_NUM_REPLAYED], module, 2)
     num_differing = sum(not row.is_deterministic for row in rows)
     text = (
-        f"{len(rows)} of {len(measured.trajectories)} rewards computed twice: {num_differing} differ; a call "
+        f"{len(rows)} of {len(trial.trajectories)} rewards computed twice: {num_differing} differ; a call "
         f"takes {ms_text(statistics.median(row.latency_s for row in rows))}."
     )
     fix = "Make the reward deterministic, or a resumed run will differ."
@@ -335,7 +335,7 @@ def _rewards(measured: Trial, module: RLModule) -> Iterator[Finding]:
 
 
 def run_length(trainer: L.Trainer, checkpoints: Sequence[ModelCheckpoint]) -> tuple[float, float, float]:
-    """Returns the run's iterations, infinite if nothing ends it; its validations; checkpoints on disk at its end."""
+    """Returns the number of iterations (infinite if nothing ends the run), of validations, and of final checkpoints."""
     iterations, epoch = float(trainer.estimated_stepping_batches), trainer.num_training_batches
     interval = (trainer.val_check_batch or math.inf) * (trainer.check_val_every_n_epoch or 1)
     files = 0.0
@@ -345,22 +345,22 @@ def run_length(trainer: L.Trainer, checkpoints: Sequence[ModelCheckpoint]) -> tu
     return iterations, iterations // interval, files
 
 
-def forecast(measured: Trial, root: str, *, logged_bytes: float, validation_batches: int) -> Iterator[Finding]:
-    """Reports seconds of each phase; extrapolates the run's duration and bytes from the trial's last iteration."""
-    phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in measured.phases_s.items())
-    first, last = measured.iterations_s[0], measured.iterations_s[-1]
+def forecast(trial: Trial, root: str, *, logged_bytes: float, validation_batches: int) -> Iterator[Finding]:
+    """Reports the seconds of each phase; extrapolates the run's duration and bytes from the trial's last iteration."""
+    phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in trial.phases_s.items())
+    first, last = trial.iterations_s[0], trial.iterations_s[-1]
     yield Finding("time", f"The first iteration took {first:.2f} s, the last {last:.2f} s: {phases}.")
-    iterations, validations, files = measured.length
+    iterations, validations, files = trial.length
     if not math.isfinite(iterations):
         text = "Nothing ends this run: it has no max_steps and no max_epochs."
         yield Finding("run", text, "warning", "Set trainer.max_steps.")
         return
-    validation_s = validations * validation_batches * measured.validation_batch_s
-    checkpoints, logs = files * measured.checkpoint_bytes, iterations * logged_bytes
+    validation_s = validations * validation_batches * trial.validation_batch_s
+    checkpoints, logs = files * trial.checkpoint_bytes, iterations * logged_bytes
     text = (
         f"{iterations:.0f} iterations take about {duration_text(iterations * last + validation_s)} "
         f"(validation {duration_text(validation_s)} of it) and write {bytes_text(checkpoints)} of checkpoints (each "
-        f"{bytes_text(measured.checkpoint_bytes)}) and {bytes_text(logs)} of trajectories, if all are like the last "
+        f"{bytes_text(trial.checkpoint_bytes)}) and {bytes_text(logs)} of trajectories, if all are like the last "
         "one. Longer completions take longer."
     )
     yield Finding("run", text)
@@ -377,7 +377,7 @@ class Finding:
     fix: str = ""  # what to do about it; empty if ok
 
     def __str__(self) -> str:
-        """Formats status, area and text, with the fix below."""
+        """Formats status, area and text, and the fix below them."""
         width = max(shutil.get_terminal_size((120, 0)).columns, 60)
         start = f"{self.status:<8} {self.area:<12} "
         indent = " " * len(start)
@@ -387,7 +387,7 @@ class Finding:
 
 
 def check(area: str, text: str, status: Status, fix: str, *, is_wrong: bool) -> Finding:
-    """Returns a finding with this status and fix if `is_wrong`, otherwise one that is ok."""
+    """Returns a finding with this status and fix if `is_wrong`, otherwise with status ok."""
     return Finding(area, text, status, fix) if is_wrong else Finding(area, text)
 
 
@@ -423,7 +423,7 @@ def memory_on_paper(module: RLModule, trainer: L.Trainer, data: object) -> Itera
     if trainer.strategy.root_device.type == "cuda":
         total = torch.cuda.get_device_properties(trainer.strategy.root_device).total_memory
         for misfit in misfits(run, float(total)):
-            yield Finding("memory", f"{misfit.text}.", "warning", "lightrl plan shows all of it.")
+            yield Finding("memory", f"{misfit.text}.", "warning", "lightrl plan shows the details.")
 
 
 def host_memory() -> tuple[int, int]:
@@ -438,11 +438,11 @@ def host_memory() -> tuple[int, int]:
 
 
 def disk_finding(root: str, needed_bytes: float = 0) -> Finding:
-    """Checks that the run's folder can be written and has space for `needed_bytes`."""
+    """Checks that the run's folder is writable and has space for `needed_bytes`."""
     folder = nearest_folder(Path(root))
     if not os.access(folder, os.W_OK):
         fix = "Set trainer.default_root_dir to another folder."
-        return Finding("disk", f"{folder} cannot be written.", "fails", fix)
+        return Finding("disk", f"{folder} is not writable.", "fails", fix)
     free = shutil.disk_usage(folder).free
     needs = f"; the run writes about {bytes_text(needed_bytes)}" if needed_bytes else ""
     fix = "Free disk space, set trainer.default_root_dir to another disk, or keep fewer checkpoints (save_top_k)."
@@ -452,7 +452,7 @@ def disk_finding(root: str, needed_bytes: float = 0) -> Finding:
 
 
 def model_findings(module: RLModule) -> Iterator[Finding]:
-    """Reports configuration and context of each model, and checks the tokenizer's size."""
+    """Reports the configuration and context length of each model, and checks the tokenizer's size."""
     for name, role in module.models().items():
         if role.spec.url is not None:
             yield Finding("model", f"{name}: served at {role.spec.url}")
@@ -467,7 +467,7 @@ def model_findings(module: RLModule) -> Iterator[Finding]:
 
 
 def data_findings(module: RLModule, datamodule: L.LightningDataModule) -> Iterator[Finding]:
-    """Reports how the first prompt ends, rows and lengths of the data, and prompts shared by train and validation."""
+    """Reports the end of the first prompt, rows and lengths of the data, and prompts shared by train and validation."""
     for prompt in first_prompts(module, datamodule, 1):
         end = str(module.tokenizer.decode(prompt.token_ids or []))[-_SHOWN_CHARS:]
         is_plain = module.tokenizer.chat_template is None
@@ -476,7 +476,7 @@ def data_findings(module: RLModule, datamodule: L.LightningDataModule) -> Iterat
         is_wrong = is_plain and prompt.messages is not None
         yield check("template", f"{how}; the policy continues {end!r}.", "warning", fix, is_wrong=is_wrong)
     if not isinstance(datamodule, PromptDataModule):
-        yield Finding("data", f"{type(datamodule).__name__} makes its own prompts; those of the trial are checked.")
+        yield Finding("data", f"{type(datamodule).__name__} makes its own prompts; only the trial's are checked.")
         return
     reports = [read_split(datamodule, "train", _MAX_ROWS), read_split(datamodule, "validation", _MAX_ROWS)]
     for report in reports:

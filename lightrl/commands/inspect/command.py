@@ -20,9 +20,9 @@ from lightrl.commands.inspect.run_folder import Json, find_runs
 from lightrl.commands.inspect.server import PAGE, PageServer
 
 _DESCRIPTION = """\
-Shows runs on a local page: curves, trajectories token by token, timelines, problems, settings. Works during a run too,
-and sends nothing anywhere. RUN is a run's folder, or a folder with runs, such as trainer.default_root_dir. To see the
-page on another machine, run ssh -L PORT:127.0.0.1:PORT this-machine there, and pass --port PORT here.
+Shows runs on a local page: curves, trajectories token by token, timelines, problems, settings. It also works during a
+run, and sends no data anywhere. RUN is a run's folder, or a folder with runs, such as trainer.default_root_dir. To see
+the page on another machine, run ssh -L PORT:127.0.0.1:PORT this-machine there, and pass --port PORT here.
 """
 
 
@@ -47,7 +47,7 @@ def run(args: Sequence[str]) -> int:
         sys.stderr.write(f"lightrl: {error}\n")
         return 2
     server.start()
-    sys.stdout.write(f"{server.url}\nCtrl-C ends it.\n")
+    sys.stdout.write(f"{server.url}\nCtrl-C stops the server.\n")
     sys.stdout.flush()
     if not options.no_browser:
         webbrowser.open(server.url)
@@ -59,17 +59,16 @@ def run(args: Sequence[str]) -> int:
     return 0
 
 
-NUM_TRAJECTORIES = 200  # per run, the same number from each iteration
-NUM_ITERATIONS = 5  # per run, the last that have a trace
-MAX_BYTES = 64 * 2**20  # all trajectories of a run
+NUM_TRAJECTORIES = 200  # exported per run, the same number from each iteration
+NUM_ITERATIONS = 5  # exported timelines per run, of the last iterations that have a trace
+MAX_BYTES = 64 * 2**20  # total size of a run's exported trajectories
 
 
 def export(answers: Answers, path: Path) -> tuple[int, int]:
     """Writes the page with all answers; returns the number of trajectories in it and in the runs."""
     script, style = ((PAGE / name).read_text(encoding="utf-8") for name in ("inspect.js", "inspect.css"))
-    # a completion may contain `</script>`, which would end the element early
     saved = dict(_answers(answers))
-    data = json.dumps(saved).replace("<", "\\u003c")
+    data = json.dumps(saved).replace("<", "\\u003c")  # a `</script>` in a completion would end the element early
     policy = (
         f"default-src 'none'; script-src 'sha256-{_digest(script)}'; style-src 'sha256-{_digest(style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
@@ -93,8 +92,8 @@ def export(answers: Answers, path: Path) -> tuple[int, int]:
 def _answers(answers: Answers) -> Iterator[tuple[str, Json]]:
     """Yields each request that the page makes, with its answer."""
     runs = answers.answer("runs", {})
-    for number, one in enumerate(answers.runs):
-        one.index.update()
+    for number, run in enumerate(answers.runs):
+        run.index.update()
         runs[number]["traced"] = runs[number]["traced"][-NUM_ITERATIONS:]
         values = {"run": str(number)}
         for question in ("curves", "problems"):
@@ -105,7 +104,7 @@ def _answers(answers: Answers) -> Iterator[tuple[str, Json]]:
                 answers.answer("timeline", {**values, "iteration": str(iteration)}),
             )
         rows, trajectories, size = [], {}, 0
-        for row in one.index.sample(NUM_TRAJECTORIES):
+        for row in run.index.sample(NUM_TRAJECTORIES):
             if row["group"] is not None:
                 shown = answers.answer("trajectory", {**values, "id": str(row["id"])})
                 shown["images"] = [_image(answers, values, row["id"], index) for index in range(shown["num_images"])]
@@ -117,7 +116,7 @@ def _answers(answers: Answers) -> Iterator[tuple[str, Json]]:
         for row_id, shown in trajectories.items():
             shown["group_rows"] = [other for other in shown["group_rows"] if other["id"] in trajectories]
             yield f"trajectory?run={number}&id={row_id}", shown
-        sampled_from = one.index.page(limit=1)["total"]
+        sampled_from = run.index.page(limit=1)["total"]
         yield f"table?run={number}", {"rows": rows, "missing_files": 0, "sampled_from": sampled_from}
     yield from (("runs", runs), ("settings", answers.answer("settings", {})))
 

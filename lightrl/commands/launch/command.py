@@ -33,11 +33,11 @@ from lightrl.trajectory import JsonMapping, JsonObject
 _HELP = """\
 usage: lightrl launch --config run.yaml [--setting value ...] [--dry-run] [--wait]
 
-Starts a run on one machine or many, as its section `launch:` says: trainer ranks, servers, or both. Accepts the
-settings of lightrl fit; lightrl fit --launch.help shows those of the launch, such as --launch.nodes.
+Starts the trainer ranks and servers of a run, on one machine or many, as the config's section `launch:` says. Accepts
+the settings of lightrl fit; lightrl fit --launch.help shows those of the launch, such as --launch.nodes.
 
   --dry-run   print the plan as a drawing of the hosts and a table, and the files that would be submitted
-  --wait      with Slurm: stay until the job ends, show the output of rank 0, and end the job on Ctrl-C
+  --wait      with Slurm: wait until the job ends, show the output of rank 0, and cancel the job on Ctrl-C
 
 lightrl status FOLDER shows the state of the run; docs/clusters.md has an example for each launcher.
 """
@@ -60,18 +60,18 @@ class UnstartedCLI(LightRLCLI):
         return TrainerSettings.of(self.config_init[self.config.subcommand].trainer)
 
     def before_fit(self) -> None:
-        """Skips what a fit does here: a plan needs no checkpoint and has no run folder."""
+        """Does nothing: a plan needs no checkpoint and has no run folder."""
 
     after_fit = before_fit
 
 
 class LaunchedCLI(UnstartedCLI):
-    """Builds the run with the ranks, servers and strategy that its section `launch:` leads to."""
+    """Builds the run with the ranks, servers and strategy that are planned from its section `launch:`."""
 
     launched: Plan | None = None
 
     def before_instantiate_classes(self) -> None:
-        """Replaces the settings by those of the plan, without a check of GPU memory, which the caller reports later."""
+        """Replaces the settings by the plan's. GPU memory is not checked here; the caller checks it later."""
         settings = self.config[self.config.subcommand]
         if settings.get("launch") is None:
             return
@@ -102,8 +102,8 @@ def plan_of(settings: JsonMapping, *, folder: str, is_shown: bool = False, memor
     """
     launch = Launch.of(settings["launch"])
     facts = replace(facts_of(settings), **(memory or {}))
-    later = [] if is_shown else host_names(launch.nodes)
-    own = {"local": ["127.0.0.1"], "slurm": later, "ray": later}
+    unassigned = [] if is_shown else host_names(launch.nodes)
+    hosts_by_launcher = {"local": ["127.0.0.1"], "slurm": unassigned, "ray": unassigned}
     is_local = launch.launcher == "local"
     num_gpus = torch.cuda.device_count() if is_local and not facts.on_cpu else None
     if num_gpus == 0 and facts.assumed:  # as Lightning's `accelerator: auto` does
@@ -119,7 +119,7 @@ def plan_of(settings: JsonMapping, *, folder: str, is_shown: bool = False, memor
         launch,
         facts,
         folder=folder,
-        hosts=own.get(launch.launcher, launch.hosts),
+        hosts=hosts_by_launcher.get(launch.launcher, launch.hosts),
         gpus_per_host=num_gpus,
         port=launch.port or (free_ports(NUM_PORTS) if is_local else PORT),
         python="python" if launch.container else sys.executable,
@@ -153,7 +153,7 @@ def launch(args: Sequence[str]) -> int:
         launcher.start()
         is_watched = plan.launch.launcher in ("local", "ray") or "--wait" in args
         return launcher.wait() if is_watched else 0
-    except BaseException:  # whatever ends the launcher must end what it started
+    except BaseException:  # the launcher must end everything it started, whatever interrupts it
         launcher.end()
         raise
 
@@ -168,7 +168,7 @@ def run(args: Sequence[str]) -> int:
         try:
             return launch(args)
         except KeyboardInterrupt:
-            sys.stderr.write("The launch was ended.\n")
+            sys.stderr.write("The launch was stopped.\n")
             return 130
 
     return reported(command)

@@ -1,4 +1,7 @@
-"""Knows nothing of training: reads a task, asks the model that the environment names, and writes its answer down."""
+"""Reads a task, asks the model at the address in its environment, and writes the answer to a file.
+
+It is an ordinary program, unaware of training.
+"""
 
 import sys
 from pathlib import Path

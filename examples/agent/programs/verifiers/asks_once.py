@@ -1,7 +1,6 @@
 """A verifiers harness that asks the model once, in the same Python.
 
-verifiers' own harnesses install their agent from the network at the start, which a program of AgentWorkflow cannot
-reach.
+verifiers' own harnesses install their agent from the network, which a program of AgentWorkflow cannot reach.
 """
 
 import sys

@@ -1,6 +1,7 @@
-"""A task of verifiers 0.4, run by its own agent with the policy that the environment names; reads `3719=` on its input.
+"""A task for verifiers 0.4, whose agent runs it with the policy at the address in the environment.
 
-It runs in verifiers' Python (scripts/environments/build.py verifiers) and knows nothing of training.
+It reads a prompt such as `3719=` from standard input. It runs in verifiers' Python (scripts/environments/build.py
+verifiers) and is unaware of training.
 """
 
 import asyncio
