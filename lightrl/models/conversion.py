@@ -106,11 +106,7 @@ def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dic
 
 
 def exported_tensors(model: PreTrainedModel, names: Names, name: str, sources: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors to export for `name`, a key of `Tuning.sources`.
-
-    Args:
-        sources: the whole tensors that `Tuning.sources` lists for the name.
-    """
+    """Returns the tensors to export for `name`, a key of `Tuning.sources`, from the whole tensors that it lists."""
     tuning = tuning_of(model)
     tensor = tuning.merge(model, name, sources)
     return {name: tensor} if names == "module" or tuning.adds(name) else checkpoint_tensors(model, name, tensor)

@@ -446,11 +446,7 @@ def take_images(
 
 
 def _image_text(image: Any, folder: Path) -> str:
-    """Returns a path or data: URL, as Prompt stores images.
-
-    Args:
-        image: a path, a data: URL, bytes, a Pillow image, or a dict as `datasets` returns it.
-    """
+    """Turns a path, data: URL, bytes, Pillow image, or dict of `datasets` into a path or data: URL for a Prompt."""
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path")
     if not isinstance(image, str):

@@ -96,9 +96,7 @@ def check_outputs(config: PretrainedConfig, source: str) -> None:
                 "algorithm adds that loss yet. Set it to false in the model's config."
             )
         if getattr(part, "return_dict", True) is False:
-            raise ValueError(
-                f"{source} has return_dict=false, but outputs are read by name. Set it to true in the model's config."
-            )
+            raise ValueError(f"{source} has return_dict=false, but outputs are read by name. Set it to true.")
 
 
 def check_files(folder: Path) -> None:

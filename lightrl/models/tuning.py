@@ -80,11 +80,7 @@ class Tuning:
         raise NotImplementedError
 
     def saved_config(self, model: PreTrainedModel, base: str | None) -> str | None:
-        """Returns JSON for `save` and `add_saved`; None if checkpoints hold all weights.
-
-        Args:
-            base: the base's folder or hub name, to be recorded.
-        """
+        """Returns JSON for `save` and `add_saved`, which names the base; None if checkpoints hold all weights."""
         return None
 
     def save(self, tensors: Mapping[str, Tensor], config: str, folder: Path) -> None:
