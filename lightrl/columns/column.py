@@ -46,7 +46,7 @@ class Column:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The column's fields in an Experience; codes have two more, the start and size in bytes of each row's codes."""
+        """The column's fields in an Experience; codes have two more, the start and size in bytes of each row's code."""
         field = self.field or self.name
         return (field, f"{field}_starts", f"{field}_sizes") if self.is_coded else (field,)
 
