@@ -148,7 +148,7 @@ class StreamedRows(SourceRows):
                 del self._blocks[oldest]
 
     def _blocks_from(self, mark: Mark) -> Iterator[tuple[list[StreamedRow], Mark]]:
-        """Yields blocks in the order of the source, each with the next block's mark; the last of a pass may be empty."""
+        """Yields blocks in the order of the source, each with the next block's mark; a pass may end in an empty one."""
         max_rows = self.source.max_rows
         while True:
             num_left = None if max_rows is None else max_rows - mark.num_read

@@ -82,7 +82,7 @@ def test_chats_of_like_length_share_a_batch(tmp_path: Path, plain_tokenizer):
         pytest.param({"max_tokens": 1}, "max_tokens must be >= 2, got 1", id="no room"),
         pytest.param(
             {"max_tokens": 12, "prompt_overflow": "drop"},
-            r"None of the 10 rows of train=.* is left: .* length limit \(more than 12 tokens, or a prompt of",
+            r"All 10 rows of train=.* or a length limit \(more than 12 tokens, or a prompt of",
             id="all dropped",
         ),
     ],
