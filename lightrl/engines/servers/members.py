@@ -102,7 +102,7 @@ class Members:
         await self.router.free(server, self.home)
 
     def check_hope(self, since: float) -> None:
-        """Raises EngineError if no server can become routable, or `server_wait_s` have passed since a monotonic time."""
+        """Raises EngineError if no server can become routable, or `server_wait_s` have passed since this time."""
         limit_s = self.timeouts.server_wait_s
         is_late = time.monotonic() - since > limit_s
         if is_late and self.fleet.urls("routable") and not self.router.can_send():

@@ -1,4 +1,4 @@
-"""CompletionDraft: a completion in progress, which may take several requests; Answer: a server's checked answer. No I/O.
+"""CompletionDraft: a completion in progress, which may take several requests; Answer: a server's answer. No I/O.
 
 After an abort for a sync, or the loss of its server, the next request has the tokens so far in its prompt.
 """
@@ -184,8 +184,8 @@ class CompletionDraft:
         versions = [version for version, _ in answer.weight_versions.runs()]
         if wrong := [version for version in versions if not oldest <= version <= newest]:
             raise MalformedAnswer(
-                f"{server} reports that weight versions {wrong} generated its answer, but since the request it can only "
-                f"have had {oldest} to {newest}. Look for another run that loads weights there."
+                f"{server} reports that weight versions {wrong} generated its answer, but since the request it can "
+                f"only have had {oldest} to {newest}. Look for another run that loads weights there."
             )
 
     def completion(self) -> Completion:
