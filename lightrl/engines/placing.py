@@ -1,4 +1,4 @@
-"""PlannedEngine: the devices and memory that an engine will use, known before it starts."""
+"""PlannedEngine: the devices and memory that an engine will use, computed before it starts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class PlannedEngine:
-    """An engine's needs, on the device of rank 0, on servers, or on another device of this machine."""
+    """What an engine will use: rank 0's device, servers, or another device of this machine."""
 
     name: str
     place: Literal["rank 0", "servers", "elsewhere"]
     servers: int = 1
     tp: int = 1
-    width: int = 2  # bytes of a parameter and of a key or value
-    max_rows: int | None = None  # rows that decode together; None: all in flight
+    width: int = 2  # bytes of a parameter, and of a key or value
+    max_rows: int | None = None  # rows that decode together; None for all in flight
     is_block_fp8: bool = False  # one byte per parameter, except embedding and head

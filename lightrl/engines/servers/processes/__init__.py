@@ -2,10 +2,10 @@
 
 Reading order:
     process.py        one process: start, readiness, health check, end
-    model_process.py  a server of a model; each kind has a subclass
-    command.py        shared by all command lines: flags, devices, an environment without secrets
-    keeper.py         several processes; restarts those that end or hang
-    own_processes.py  all that an engine starts, from its start to its close
+    model_process.py  a model's server; each kind of server has a subclass
+    command.py        flags, devices and an environment without secrets, for all command lines
+    keeper.py         starts and ends several processes; restarts those that end or hang
+    own_processes.py  all processes of an engine, from its start to its close
 
 May import: what servers/ may, except sync/.
 """
