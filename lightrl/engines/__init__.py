@@ -10,7 +10,7 @@ Reading order:
     vllm/           VLLMEngine: vLLM servers
 
 May import: errors, checks, concurrency, trajectory, experience, functional, weights, models. Knows no workflow. To add
-an engine, subclass RolloutEngine, implement `generate`, `load_weights` and the methods that it supports, and run
+an engine, subclass RolloutEngine, implement `generate`, `load_weights` and any other methods that it can offer, and run
 tests/engines/engine_contract.py on it.
 """
 

@@ -68,7 +68,7 @@ def make_plan(
     Args:
         layouts: the parameters.
         sources: exported tensor → the parameters that it is computed from, in order, for example a weight and its
-            adapters.
+            trained update.
         ranks: the ranks that may own tensors; [0] gathers everything on rank 0.
         bucket_bytes: the most bytes that a rank gathers in a round.
 

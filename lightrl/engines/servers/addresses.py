@@ -63,8 +63,8 @@ def check_routes(urls: Sequence[str], *, transport: str, trainer_host: str | Non
 
 def remote_servers(urls: Iterable[str]) -> list[str]:
     """Returns the servers on other machines; raises EngineUnreachable if a name is unknown or has no route."""
-    routes = {url: _route_to(url) for url in urls}
-    return [url for url, (server, here) in routes.items() if server != here and not ip_address(server).is_loopback]
+    ends = {url: _route_to(url) for url in urls}
+    return [url for url, (server, here) in ends.items() if server != here and not ip_address(server).is_loopback]
 
 
 def trainer_address(urls: Iterable[str], trainer_host: str | None = None) -> str:
