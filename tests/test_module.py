@@ -194,7 +194,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(role: str) -> No
     trained = {"policy": lambda one: module(policy=one), "policy of SFT": SFT, "policy of DPO": DPO}
     make: Any = {**OTHER_ROLES, **trained, "reward_model in training": RewardModel}[role]
     name = role.split(" ")[0]
-    with pytest.raises(ValueError, match=f"has {VOCABULARY} tokens but the vocabulary of the {name} has only 11"):
+    with pytest.raises(ValueError, match=f"has {VOCABULARY} tokens, but the vocabulary of the {name} has only 11"):
         make(spec).configure_model()
 
 
@@ -273,7 +273,7 @@ def test_a_roles_learning_rate_may_be_0() -> None:
 
 
 def test_a_frozen_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"policy must not be frozen: .* Set its lr to 0"):
+    with pytest.raises(ValueError, match=r"policy must not be frozen: .* set its lr to 0"):
         module(policy=Role(tiny_spec(), frozen=True))
 
 

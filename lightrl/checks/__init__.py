@@ -1,13 +1,13 @@
-"""Checks of a configuration, whose errors name the setting, and errors of user code and disks, made readable.
+"""Checks of a configuration, with errors that name the setting, and readable errors for user code and disks.
 
 Reading order:
     bounds.py       numbers within bounds, choices from a list, settings without effect, equal shapes
-    user_code.py    functions that a configuration names; translates the exceptions of user code
+    user_code.py    finds functions that a configuration names; translates the exceptions of user code
     templates.py    format strings
-    entry_points.py leaves that the core finds by name
-    files.py        why a file could not be written; publishing complete files; the names that `lightrl status` reads
-    printable.py    output of programs without terminal control codes; durations
-    secret_settings.py  which settings are secrets; settings without secrets
+    entry_points.py leaves that the core loads by name
+    files.py        why a write failed; atomic publishing and checksums; the file names that `lightrl status` reads
+    printable.py    text without terminal control codes; counts and durations in words
+    secret_settings.py  finds and removes secrets in settings
 
 May import: only lightrl.errors. To add a check, write a function that raises ValueError and says how to fix it.
 """

@@ -1,4 +1,4 @@
-"""Checks of settings: bounds, choices, settings without effect, equal shapes. Messages name settings as typed."""
+"""Checks of settings: bounds, choices, settings without effect, equal shapes. Messages name the setting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_bounds(low: float, high: float = math.inf, /, **settings: float | None
     """Accepts numbers from `low` to `high`, both included, and None.
 
     Raises:
-        ValueError: with the name of the first setting outside, NaN included.
+        ValueError: with the name of the first setting that is out of bounds or NaN.
     """
     for name, value in settings.items():
         if value is not None and not low <= value <= high:
@@ -23,7 +23,7 @@ def check_bounds(low: float, high: float = math.inf, /, **settings: float | None
 
 
 def finite_number(value: object, largest: float = 1e15) -> float | None:
-    """Converts a value that user code returned to a number; None if it is not a number, not finite, or too large."""
+    """Converts a value from user code to a float; returns None if it is not a number, not finite, or too large."""
     try:
         number = float(value) if hasattr(type(value), "__float__") else math.nan  # type: ignore[arg-type]
     except (OverflowError, TypeError, ValueError):  # an array of several numbers
@@ -32,18 +32,14 @@ def finite_number(value: object, largest: float = 1e15) -> float | None:
 
 
 def check_positive(**settings: float | None) -> None:
-    """Accepts finite numbers above 0, and None; raises ValueError with the name of the first setting that is not."""
+    """Accepts finite numbers above 0, and None; raises ValueError with the name of the first other setting."""
     for name, value in settings.items():
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be a finite number above 0, got {value}.")
 
 
 def check_choice(choices: Sequence[object], /, **settings: object) -> None:
-    """Checks that each setting is one of the choices.
-
-    Raises:
-        ValueError: with the name of the first setting that is not.
-    """
+    """Raises ValueError with the name of the first setting that is not one of the choices."""
     for name, value in settings.items():
         if value not in choices:
             *first, last = map(str, choices)
@@ -51,7 +47,7 @@ def check_choice(choices: Sequence[object], /, **settings: object) -> None:
 
 
 def check_effect(reason: str, /, **settings: tuple[object, object]) -> None:
-    """Refuses settings where they have no effect.
+    """Rejects settings that have no effect in this configuration.
 
     Args:
         reason: ends the sentence "… has no effect".
@@ -63,10 +59,10 @@ def check_effect(reason: str, /, **settings: tuple[object, object]) -> None:
 
 
 def check_same_shape(**tensors: Tensor) -> None:
-    """Rejects tensors that would broadcast; the names are those of the caller's arguments.
+    """Raises ValueError if a tensor's shape differs from the first one's, so that nothing broadcasts.
 
-    Raises:
-        ValueError: if a tensor's shape differs from the first one's.
+    Args:
+        tensors: by the names of the caller's arguments.
     """
     (first, expected), *others = tensors.items()
     for name, tensor in others:
@@ -81,7 +77,7 @@ def check_same_shape(**tensors: Tensor) -> None:
 def check_adamw(
     *, lr: float | None = None, weight_decay: float | None = None, betas: Sequence[float] = (0.0, 0.0)
 ) -> None:
-    """Raises ValueError if a setting of AdamW is out of range, before a model exists."""
+    """Raises ValueError if a setting of AdamW is out of range."""
     for name, value in (("lr", lr), ("weight_decay", weight_decay)):
         if value is not None and not 0 <= value < math.inf:
             raise ValueError(f"{name} must be >= 0, got {value}.")

@@ -1,7 +1,4 @@
-"""Files: why a write failed, atomic publishing, SHA-256 sums, and the file names that `lightrl status` reads.
-
-Every writer reports a full disk in its own way. `publish` gives a file or folder its name once it is complete.
-"""
+"""Files: why a write failed, atomic publishing, SHA-256 sums, and the file names that `lightrl status` reads."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-# Parts of disk-full errors without an errno: from safetensors, and from torch's zip writer after a short write.
+# How safetensors, and torch's zip writer after a short write, report a full disk without an errno.
 _FULL_DISK_TEXTS = ("No space left on device", "Disk quota exceeded", "inline_container.cc", "os error 28")
 
 
 def check_local(**path_by_setting: object) -> None:
-    """Raises ValueError for a path, by the name of its setting, that is a URL: it would become a local folder."""
+    """Raises ValueError if the path of a setting is a URL, which would become the name of a local folder."""
     for name, path in path_by_setting.items():
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
             raise ValueError(
@@ -32,18 +29,18 @@ def check_local(**path_by_setting: object) -> None:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether writing failed because the disk is full or a quota is used up."""
+    """Whether a write failed because the disk is full or a quota is used up."""
     if (system_error := next(_of_system(error), None)) is not None:
         return system_error.errno in (errno.ENOSPC, errno.EDQUOT)
     return any(text in str(link) for link in _links(error) for text in _FULL_DISK_TEXTS)
 
 
 def write_problem(error: BaseException, place: Path, num_bytes: int | None = None) -> str:
-    """Says why `place` could not be written, as the end of a sentence.
+    """Returns why `place` could not be written, as the end of a sentence.
 
     Args:
-        error: what was raised; may be torch's collection of the errors of several processes.
-        place: the file or folder; delete its half-written part first, so that its space counts as free.
+        error: the exception; may be torch's collection of the errors of several processes.
+        place: the file or folder. Delete what was written of it first, so that its space counts as free.
         num_bytes: the size to write; None if unknown.
     """
     if is_disk_full(error):
@@ -72,12 +69,12 @@ def nearest_files(path: Path, *suffixes: str) -> str:
 
 
 def nearest_folder(place: Path) -> Path:
-    """The folder itself, or the nearest of its parents that exists."""
+    """Returns the folder, or its nearest parent that exists."""
     return next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.is_dir())
 
 
 def cause_to_show(error: BaseException) -> BaseException | None:
-    """The cause for `raise … from`: the system's error, if any; None for a full disk, which needs no details."""
+    """Returns the cause for `raise … from`: an OSError, if any; None for a full disk, which needs no details."""
     return None if is_disk_full(error) else next(_of_system(error), error)
 
 
@@ -86,12 +83,12 @@ def _of_system(error: BaseException) -> Iterator[OSError]:
 
 
 def _links(error: BaseException) -> Iterator[BaseException]:
-    """The error and its causes; of several processes' errors, only the first one's."""
+    """Yields the error and its causes; if several processes failed, only those of the first."""
     link: BaseException | None = error
     while link is not None:
         yield link
-        of_ranks = getattr(link, "failures", None)  # torch.distributed.checkpoint: by rank, with the traceback
-        link = next(iter(of_ranks.values()))[0] if of_ranks else link.__cause__ or link.__context__
+        failures = getattr(link, "failures", None)  # torch.distributed.checkpoint: rank → (error, traceback)
+        link = next(iter(failures.values()))[0] if failures else link.__cause__ or link.__context__
 
 
 def _size(num_bytes: int) -> str:
@@ -102,9 +99,9 @@ SUMS_FILE = "sha256sums.txt"
 
 
 def publish(part: Path, place: Path) -> None:
-    """Atomically renames a complete file or folder to `place`, so that whatever has that name is complete.
+    """Atomically renames a complete file or folder to `place`, so that `place` is never incomplete.
 
-    The names are on the disk when this returns; the files' contents are synced by their writers.
+    Syncs the names to the disk; the writers must sync the contents.
     """
     if part.is_dir():
         _sync_names(part)
@@ -113,7 +110,7 @@ def publish(part: Path, place: Path) -> None:
 
 
 def restore(place: Path) -> None:
-    """Gives a folder its name back if a `publish` was killed midway on a system that cannot swap two names."""
+    """Renames a folder back to `place` if a `publish` was killed midway on a system that cannot swap two names."""
     if not place.exists() and _replaced(place).exists():
         _replaced(place).rename(place)
 
@@ -131,7 +128,7 @@ def _replaced(place: Path) -> Path:
 
 
 def _sync_names(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # a file system that cannot sync folders
+    with contextlib.suppress(OSError):  # some file systems cannot sync folders
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -169,7 +166,7 @@ def remove_path(path: Path) -> None:
 
 
 def _swap(left: Path, right: Path) -> bool:
-    """Exchanges two names in one step; False if the system cannot."""
+    """Exchanges two names atomically; returns False if the system cannot."""
     if not sys.platform.startswith("linux"):
         return False
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
@@ -180,18 +177,18 @@ def _swap(left: Path, right: Path) -> bool:
 
 
 def write_sums(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Writes the sums of these files of a folder; None means all of them."""
-    chosen = sorted(path.name for path in folder.iterdir()) if names is None else names
+    """Writes the checksums of these files of a folder, or of all its files, to SUMS_FILE."""
+    names = sorted(path.name for path in folder.iterdir()) if names is None else names
     with (folder / SUMS_FILE).open("w", encoding="utf-8", errors="surrogateescape") as file:
-        file.writelines(f"{_sum_of(folder / name)}  {name}\n" for name in chosen)
+        file.writelines(f"{_sum_of(folder / name)}  {name}\n" for name in names)
         file.flush()
         os.fsync(file.fileno())
 
 
 def check_sums(folder: Path, fix: str, *, needed: Iterable[str] = ()) -> None:
-    """Raises ValueError, ending with `fix`, if a file is missing or its bytes do not match its sum.
+    """Raises ValueError, ending with `fix`, if a file is missing or does not match its checksum.
 
-    One of `needed` must have a sum, and so must weights next to files that have one.
+    The files in `needed` must have a checksum; if any file has one, so must all files of weights.
     """
     sums = folder / SUMS_FILE
     lines = sums.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if sums.is_file() else []
@@ -204,8 +201,8 @@ def check_sums(folder: Path, fix: str, *, needed: Iterable[str] = ()) -> None:
     for name, expected_sum in sum_by_name.items():
         file = folder / name
         if not file.is_file() or _sum_of(file) != expected_sum:
-            state = "has other bytes than were written" if file.is_file() else "is missing"
-            raise ValueError(f"{str(file)!r} {state}, by its SHA-256 in {SUMS_FILE}. {fix}")
+            problem = "has changed: its SHA-256 differs from" if file.is_file() else "is missing, but is listed in"
+            raise ValueError(f"{str(file)!r} {problem} {SUMS_FILE}. {fix}")
 
 
 def _sum_of(file: Path) -> str:
@@ -216,16 +213,16 @@ def _sum_of(file: Path) -> str:
     return digest.hexdigest()
 
 
-STATUS_FILE = "status.json"  # a run writes it
-STATE_FILE = "launch.json"  # a launch writes it
+STATUS_FILE = "status.json"  # written by a run
+STATE_FILE = "launch.json"  # written by a launch
 
 
 def host_names(nodes: int) -> list[str]:
-    """Placeholders for hosts that the scheduler has yet to assign, as the scripts name them."""
+    """Returns the launch scripts' placeholders for hosts that the scheduler has not assigned yet."""
     return [f"${{hosts[{number}]}}" for number in range(nodes)]
 
 
 def with_hosts(text: str, hosts: Sequence[str]) -> str:
-    """A text with real hosts in place of `host_names`; `?` for a host that is not assigned."""
+    """Replaces the placeholders of `host_names` in a text by hosts, or by `?` for a host that is not assigned."""
     host_by_name = dict(zip(host_names(len(hosts)), hosts, strict=True))
     return re.sub(r"\$\{hosts\[\d+\]\}", lambda name: host_by_name.get(name[0], "?"), text)

@@ -1,4 +1,4 @@
-"""Text for a terminal: output of programs and models without control codes; counts and durations in words."""
+"""Text for a terminal: without the control codes of programs and models; counts and durations in words."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 
 def escape_unprintable(text: str, *, keep: str = "") -> str:
-    """Escapes control characters, line breaks and the like as Python does, except those in `keep`."""
+    """Escapes unprintable characters, such as line breaks, as Python does, except those in `keep`."""
     if text.isprintable():
         return text
-    return "".join(letter if letter.isprintable() or letter in keep else repr(letter)[1:-1] for letter in text)
+    return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)
 
 
 def count_text(number: int, name: str) -> str:
-    """`1 group`, `2 groups`, `0 trajectories`."""
+    """Returns, for example, `1 group`, `2 groups` or `0 trajectories`."""
     plural = f"{name[:-1]}ies" if name.endswith("y") else f"{name}s"
     return f"{number} {name if number == 1 else plural}"
 
@@ -29,7 +29,7 @@ def did_you_mean(word: str, names: Iterable[str], *, num: int = 3, cutoff: float
 
 
 def one_period(text: str) -> str:
-    """Removes the second of two periods where a sentence ends with an error message that has its own."""
+    """Replaces two periods by one, where a sentence ends with an error message that ends with a period."""
     return re.sub(r"(?<!\.)\.\.(?=\s|$)", ".", text)
 
 
@@ -40,7 +40,7 @@ def duration_text(seconds: float) -> str:
 
 
 def end_of_log(path: Path, max_bytes: int) -> str:
-    """The printable end of a text file of any size; empty if the file does not exist."""
+    """Returns the printable end of a text file; empty if the file does not exist."""
     if not path.is_file():
         return ""
     with path.open("rb") as file:

@@ -1,6 +1,6 @@
-"""Finds secrets in settings by name and by a few forms of text: a run's files are shared, its environment is not.
+"""Finds secrets in settings by their names and by a few patterns, and removes them from files that a run shares.
 
-A leak is worse than a lost setting, but `chosen_key` names a column: a key of an unknown owner is judged by its value.
+A leak is worse than a lost setting. But `chosen_key` names a column, so if a key's owner is unknown, its value decides.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import Any
 _WORDS = "pass(w(or)?ds?|phrase)?|pwd|auth(orization)?|bearer|jwt|dsn|(secret|credential|cookie)s?"
 _OWNERS = "api|access|secret|private|auth|bearer|refresh|session|server|admin|client|encryption|signing|ssh|license"
 _SERVICES = "hub|hf|wandb|openai|anthropic|aws|azure|google|github|gitlab"
-# A variable is secret if any part of its name is one of these words: AWS_ACCESS_KEY_ID, SSH_AUTH_SOCK; not NUM_TOKENS.
+# A variable is secret if any part of its name is such a word: AWS_ACCESS_KEY_ID, SSH_AUTH_SOCK; not NUM_TOKENS.
 _VARIABLE = re.compile(rf"(?!pwd$|(max|min|num)_(.*_)?tokens?$)(.*_)?({_WORDS}|(api|access)?(key|token)s?)(_.*)?")
-# A setting is secret if its name ends in one of these: hf_token, but neither token_file nor max_new_tokens.
+# A setting is secret if its name ends with such a word: hf_token, but neither token_file nor max_new_tokens.
 _SETTING = re.compile(rf"(key|token|(.*_)?(({_OWNERS}|{_SERVICES})_?(key|token)s?|{_WORDS}))(_?\d+)?")
 _BY_VALUE = re.compile(r".*_(key|token)(_?\d+)?=(?=.*\d)[\w.~+/=-]{16,}")  # acme_key=..., not chosen_key=chosen
 _PLACEHOLDER = re.compile(r"(Bearer )?\{\w+\}")  # filled in during the run
-_USER = re.compile(r"(?<=://)[^\s/?#@:{}'\"]*:[^\s/?#{}'\"]*@|(?<=http://|ttps://)[^\s/?#{}'\"]+@")  # a URL's
-_ARGUMENT = re.compile(r"([\w.-]+) *[:=] *(\S.*)")  # an argument, or a header
+_USER = re.compile(r"(?<=://)[^\s/?#@:{}'\"]*:[^\s/?#{}'\"]*@|(?<=http://|ttps://)[^\s/?#{}'\"]+@")  # in a URL
+_ARGUMENT = re.compile(r"([\w.-]+) *[:=] *(\S.*)")  # an argument or a header
 
 
 def is_secret(name: str, value: str = "") -> bool:
-    """Whether a setting, a header or a variable holds a secret, by the last part of its dotted name."""
+    """Whether a setting, header or environment variable holds a secret, by the last part of its dotted name."""
     name = re.sub(r"-|(?<=[a-z])(?=[A-Z])", "_", name.rpartition(".")[2].lstrip("-"))
     pattern, lower = _VARIABLE if name.isupper() else _SETTING, name.lower()
-    is_found = pattern.fullmatch(lower) or _BY_VALUE.fullmatch(f"{lower}={value}")
-    return is_found is not None and not _PLACEHOLDER.fullmatch(value)
+    match = pattern.fullmatch(lower) or _BY_VALUE.fullmatch(f"{lower}={value}")
+    return match is not None and not _PLACEHOLDER.fullmatch(value)
 
 
 def without_secrets(settings: Any, instead: str | None = None) -> Any:
-    """A copy without secrets at any depth, or with `instead` for each; numbers and placeholders (`{api_key}`) stay.
+    """Returns a copy of the settings without secrets, or with `instead` in their place, at any depth.
 
-    Also removes users and passwords from URLs, and headers (`Authorization: ...`) and arguments (`--api-key`, `...`)
-    from lists.
+    Also removes users and passwords from URLs, and secret headers (`Authorization: ...`) and arguments (`--api-key`,
+    `...`) from lists. Keeps numbers and placeholders (`{api_key}`).
     """
     if isinstance(settings, Namespace):
         return type(settings)(**without_secrets(vars(settings), instead))

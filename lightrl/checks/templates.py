@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 
 def names_of(template: str, setting: str) -> list[str]:
-    """Return the names that a format string has in braces.
+    """Returns the names in a format string's braces.
 
     Raises:
-        ValueError: if its braces do not match, or contain no name, as in JSON and LaTeX.
+        ValueError: if the braces do not match or contain something else, as in JSON and LaTeX.
     """
     try:
         names = list(_names(template))
@@ -25,7 +25,7 @@ def names_of(template: str, setting: str) -> list[str]:
 
 
 def _names(template: str) -> Iterator[str]:
-    """The names in braces, also those in the format of another: `{prompt:{width}}`."""
+    """Yields the names in braces, including those in another field's format, as in `{prompt:{width}}`."""
     for _, name, form, conversion in string.Formatter().parse(template):
         if name is not None:
             yield name

@@ -15,7 +15,7 @@ from typing import Any
 from lightrl.checks.printable import did_you_mean
 from lightrl.errors import LightRLError, RolloutError
 
-_MAX_TRACEBACK_CHARS = 8_000  # the end of a traceback matters most; messages are also stored in logs
+_MAX_TRACEBACK_CHARS = 8_000  # keeps logs small; the end of a traceback says most
 _OWN_FILES = ("lightrl/checks/user_code.py", *(f"lightrl/rewards/{name}.py" for name in ("reward_result", "parts")))
 
 
@@ -24,8 +24,8 @@ def user_code(translate: Callable[[BaseException], Exception], *unchanged: type[
     """Replaces each error raised inside with the one that `translate` returns.
 
     Args:
-        translate: gets the exception, SystemExit included, but neither cancellation nor Ctrl-C.
-        unchanged: exceptions that are not translated.
+        translate: gets the exception, which may be SystemExit, but neither cancellation nor Ctrl-C.
+        unchanged: types of exceptions that are raised as they are.
     """
     try:
         yield
@@ -36,18 +36,18 @@ def user_code(translate: Callable[[BaseException], Exception], *unchanged: type[
 
 
 def named_user_code(name: str, *, on: str = "") -> AbstractContextManager[None]:
-    """Replaces each error raised inside, except ours, with a RolloutError that names the code and its input, `on`."""
+    """Replaces each error raised inside, except lightrl's, with a RolloutError that names the code and its input."""
     return user_code(lambda error: RolloutError(f"{name} raised {error!r}{on and f' on {on}'}."), LightRLError)
 
 
 def function_of(source: str | Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The function itself, or the one behind a dotted path `package.module.function`; classes in between are allowed.
+    """Imports the function of a dotted path `package.module.function` or `….Class.function`; returns a function as is.
 
     Args:
-        name: of the setting, for messages.
+        name: the setting's name, for messages.
 
     Raises:
-        ValueError: if there is none, with the part of the path that is wrong and the nearest names.
+        ValueError: if it does not exist; names the wrong part of the path and similar names.
     """
     if not isinstance(source, str):
         return source
@@ -78,7 +78,7 @@ def function_of(source: str | Callable[..., Any], name: str) -> Callable[..., An
 
 
 def _import_module(module: str, setting: str) -> ModuleType | None:
-    """The module, or None if it does not exist; ValueError if its own code fails."""
+    """Imports a module; returns None if it does not exist, and raises ValueError if its code fails."""
 
     def failed(error: BaseException) -> ValueError:
         return ValueError(f"{setting}: module {module!r} could not be imported:\n{user_traceback(error)}")
@@ -102,7 +102,7 @@ def _nearest(name: str, owner: object) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback from the first frame of user code on."""
+    """Returns the traceback from the first frame of user code on."""
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None:
         file = frames.tb_frame.f_code.co_filename

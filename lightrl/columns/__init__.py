@@ -3,17 +3,17 @@
     engine ──► Completion ──► draft, Conversation ──► Trajectory ──► Experience ──► forward and loss
                columns=       extended, joined, cut    columns=      fields of [B, T]
 
-All code on this path handles columns in loops, without naming any of them.
+All code on this path loops over the columns, and names none of them.
 
 Reading order:
     token_array.py  TokenArray: the values of one column
-    column.py       Column: dtype, fill, how its values are joined and cut; `register`; functions over all columns
+    column.py       Column: dtype, fill value, how to join and cut its values; `register`; functions for all columns
     supports.py, routes.py, gaps.py, rewards.py  one column each
 
 May import: errors. Reward workers import this package, so modules must not import torch or numpy at the top level.
 
-To add a column, declare it in a separate file and call `register` at the end. An engine returns it in
-`Completion.columns`, and a loss reads `experience["its name"]`. See strategies/model_inputs.py if models read it.
+To add a column, declare it in a separate file and call `register`. An engine returns it in `Completion.columns`, and a
+loss reads `experience["its name"]`. If models read it, see strategies/layouts/forms.py.
 """
 
 from lightrl.columns.column import (

@@ -1,4 +1,4 @@
-"""Column: data that travels with tokens, and how it is joined, cut and padded; the registry of a run's columns."""
+"""Column: data that travels with tokens, and how to join, cut and pad it; the registry of a run's columns."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any, ClassVar, TypeAlias
 
 from lightrl.columns.token_array import DTYPES, TokenArray
 
-Values: TypeAlias = TokenArray[Any]  # per token a number, `width` numbers, or a code of any length
-Columns: TypeAlias = Mapping[str, Values]  # name of a column -> its values
+Values: TypeAlias = TokenArray[Any]  # a number, `width` numbers, or a code of any length for each token
+Columns: TypeAlias = Mapping[str, Values]  # column name → values
 
 
 @dataclass(frozen=True)
 class Column:
-    """The declaration of a column; subclasses change how its values follow the tokens.
+    """The declaration of a column; subclasses override how its values are joined and cut.
 
-    Example, a float for each sampled token, 0 for tokens that were only read:
+    Example, a float for each sampled token, and 0 for tokens that the policy did not sample:
         register(Column("doubt", "f"))
 
     Args:
         name: the column's name in a Completion and in a Trajectory.
         code: the dtype code of its TokenArray.
-        fill: the value of a token without one: a token that was only read, or padding.
-        as_runs: neighboring tokens usually have equal values, so store runs.
+        fill: the value of tokens without one, which the policy did not sample, and of padding.
+        as_runs: store runs, because neighboring tokens usually have equal values.
         width: numbers per token; None if it depends on the model.
         field: its name in an Experience; None for `name`. There float64 becomes float32, and int32 int64.
-        is_hidden: neither user code nor reward workers get it.
+        is_hidden: hide it from user code and reward workers.
         is_model_input: models read it in a forward pass; otherwise only the loss does.
-        is_of_sampler: for a model input: only the policy that sampled the tokens reads it.
+        is_of_sampler: of all models, only the policy that sampled the tokens reads it.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Column:
     is_model_input: bool = False
     is_of_sampler: bool = False
 
-    comes_with_reward: ClassVar[bool] = False  # the reward sets it, possibly after the tokens have reached their ranks
-    is_coded: ClassVar[bool] = False  # the values are codes of unequal length, which stay in host memory
+    comes_with_reward: ClassVar[bool] = False  # set by the reward, maybe after the tokens have reached their ranks
+    is_coded: ClassVar[bool] = False  # the values are codes of different lengths, which stay in host memory
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Its fields in an Experience; for codes also the start and size in bytes of each row's codes."""
+        """The column's fields in an Experience; codes have two more, the start and size in bytes of each row's code."""
         field = self.field or self.name
         return (field, f"{field}_starts", f"{field}_sizes") if self.is_coded else (field,)
 
@@ -56,7 +56,7 @@ class Column:
         return "float32" if self.code == "d" else DTYPES[self.code]
 
     def array(self, values: Iterable[Any]) -> Values:
-        """Makes a TokenArray of this column's dtype; raises ValueError if a number does not fit it."""
+        """Makes a TokenArray of the column's dtype; raises ValueError if a number does not fit the dtype."""
         if isinstance(values, TokenArray) and values.code == self.code:
             return values
         try:
@@ -66,28 +66,28 @@ class Column:
             raise ValueError(f"{self.name} must be numbers of type {dtype}, one for each token: {error}.") from error
 
     def problem(self, values: Values, num_tokens: int) -> str | None:
-        """Returns why the values do not fit a trajectory, as a text that follows "A trajectory"; None if they fit."""
+        """Returns why the values do not fit a trajectory, as the end of "A trajectory …"; None if they fit."""
         if self.width is None:
             if num_tokens == 0 or len(values) % num_tokens == 0:
                 return None
             return (
-                f"has {len(values)} bytes of {self.name} for {num_tokens} token_ids; each token needs the same number. "
-                "Join those of its completions with lightrl.columns.extended."
+                f"has {len(values)} bytes of {self.name} for {num_tokens} token_ids, but each token needs the same "
+                "number. Join its completions' columns with lightrl.columns.extended."
             )
         if len(values) == self.width * num_tokens:
             return None
-        each = "one entry" if self.width == 1 else f"{self.width} entries"
+        entries = "one entry" if self.width == 1 else f"{self.width} entries"
         return (
-            f"needs {each} of {self.name} for each of its {num_tokens} token_ids, got {len(values)}. Fix the workflow "
-            "or the reward."
+            f"needs {entries} of {self.name} for each of its {num_tokens} token_ids, got {len(values)}. Fix the "
+            "workflow or the reward."
         )
 
     def requirement(self, sampling: Any) -> str | None:
-        """Returns why an engine must return this column for this Sampling; None if it need not."""
+        """Returns why an engine must return this column under this Sampling; None if it need not."""
         return None
 
     def joined(self, parts: Sequence[tuple[Values | None, int]]) -> Values | None:
-        """Joins the values of parts of a trajectory, each with its number of tokens; None if no part has any."""
+        """Joins the values of a trajectory's parts, given as (values, number of tokens); None if no part has values."""
         widths = [self._width(values, num) for values, num in parts if values is not None]
         if not widths:
             return None
@@ -95,11 +95,11 @@ class Column:
         return TokenArray.joined(arrays, self.code, as_runs=self.as_runs)
 
     def extended(self, before: Values | None, num_before: int, new: Values | None, num_new: int) -> Values | None:
-        """Returns a conversation's values after a completion with the values `new`, or after tokens that were read."""
+        """Extends a conversation's values by `new`, those of a completion, or by fill values for tokens of others."""
         return self.joined([(before, num_before), (new, num_new)])
 
     def of_completion(self, values: Values, num_prompt: int, num_tokens: int) -> Values:
-        """Inverts `extended`: returns the completion's part of the values of prompt and completion."""
+        """Inverts `extended`: cuts a completion's values out of those of prompt and completion."""
         return self.cut(values, num_tokens, [(num_prompt, num_tokens)])
 
     def cut(self, values: Values, num_tokens: int, spans: Sequence[tuple[int, int]]) -> Values:
@@ -111,29 +111,28 @@ class Column:
         return parts[0] if len(parts) == 1 else TokenArray.joined(parts, self.code, as_runs=self.as_runs)
 
     def filled(self, num_tokens: int, width: int = 1) -> Values:
-        """Returns fill values for tokens that have none."""
+        """Returns fill values for `num_tokens` tokens."""
         return TokenArray.of_runs([(self.fill, num_tokens * width)], self.code)
 
     def rows(self, trajectories: Sequence[Any]) -> list[Any] | None:
         """Returns a numpy array per Trajectory: [T], [T, width], or bytes of codes; None if none has the column."""
-        values = [item.columns.get(self.name) for item in trajectories]
-        pairs = zip(values, trajectories, strict=True)
-        widths = {self._width(each, len(item.token_ids)) for each, item in pairs if each is not None}
+        columns = [item.columns.get(self.name) for item in trajectories]
+        pairs = list(zip(columns, trajectories, strict=True))
+        widths = {self._width(values, len(item.token_ids)) for values, item in pairs if values is not None}
         if len(widths) > 1:
             raise ValueError(
-                f"Trajectories have {self.name} of {sorted(widths)} bytes for each token. All must come from one "
-                "model: let the engine serve the trainer's."
+                f"Trajectories have {self.name} of {sorted(widths)} bytes for each token, but all must come from the "
+                "trainer's model. Let the engine serve that model."
             )
         if not widths:
             return None
         (width,) = widths
-        pairs = zip(values, trajectories, strict=True)
-        whole = [self._default(item, width) if each is None else self.array(each) for each, item in pairs]
-        numbers = [each.numpy().astype(self.dtype, copy=False) for each in whole]
-        return numbers if self.is_coded or self.width == 1 else [each.reshape(-1, width) for each in numbers]
+        rows = [self._default(item, width) if values is None else self.array(values) for values, item in pairs]
+        arrays = [row.numpy().astype(self.dtype, copy=False) for row in rows]
+        return arrays if self.is_coded or self.width == 1 else [array.reshape(-1, width) for array in arrays]
 
     def _default(self, trajectory: Any, width: int) -> Values:
-        """Returns the values of a trajectory that lacks the column while others have it."""
+        """Returns the values for a trajectory without the column, if others have it."""
         return self.filled(len(trajectory.token_ids), width)
 
     def _width(self, values: Values, num_tokens: int) -> int:
@@ -142,12 +141,12 @@ class Column:
         return len(values) // num_tokens if num_tokens else 0
 
     def _indices(self, values: Values, num_tokens: int, tokens: Sequence[int]) -> list[int]:
-        """Returns where the values of these tokens begin; `num_tokens` stands for the end."""
+        """Returns where the values of these tokens start; `num_tokens` stands for the end."""
         width = self._width(values, num_tokens)
         return [token * width for token in tokens]
 
 
-# Columns that every trajectory has, in separate fields.
+# Columns that every trajectory has, as fields of Trajectory.
 TOKENS = {
     column.name: column
     for column in (
@@ -159,23 +158,23 @@ TOKENS = {
 }
 _columns: dict[str, Column] = {}
 _by_field = dict(TOKENS)
-_reserved: set[str] = set()  # fields of records, which a column would replace
+_reserved: set[str] = set()  # field names of records, which a column would overwrite
 
 
 def reserve(names: Iterable[str]) -> None:
-    """Keeps these names for the fields of a record; raises ValueError if a column has one already."""
+    """Reserves the names of a record's fields; raises ValueError if a column has one of them."""
     _reserved.update(names)
     if taken := _reserved & {name for column in _columns.values() for name in (column.name, *column.fields)}:
         raise ValueError(f"A column cannot be named {min(taken)!r}, which is a field of a record. Choose another name.")
 
 
 def register(column: Column) -> None:
-    """Registers a column: from now on completions may contain it, and it travels with their tokens to the loss.
+    """Registers a column, so that completions may contain it and it travels with their tokens to the loss.
 
-    Each process that handles trajectories must do this; workflow workers receive rank 0's registered columns.
+    Every process that handles trajectories must do this; workflow workers receive rank 0's registered columns.
 
     Raises:
-        ValueError: if another column has this name or one of its fields, or a record has such a field.
+        ValueError: if the name or a field of the column is already that of another column or of a record's field.
     """
     for name in {column.name, *column.fields}:
         if name in _reserved:
@@ -200,12 +199,12 @@ def column_named(name: str) -> Column:
 
 
 def column_of(field: str) -> Column | None:
-    """Returns the column that this field of an Experience belongs to; None if there is none."""
+    """Returns the column with this field in an Experience; None if there is none."""
     return _by_field.get(field)
 
 
 def as_columns(values: Mapping[str, Iterable[Any] | None]) -> dict[str, Values]:
-    """Converts values of columns to TokenArrays, without those that are None; ValueError for unregistered columns."""
+    """Converts columns' values to TokenArrays, and drops None; raises ValueError if a column is not registered."""
     return {
         name: numbers if isinstance(numbers, TokenArray) and name not in _columns else column_named(name).array(numbers)
         for name, numbers in values.items()
@@ -214,18 +213,19 @@ def as_columns(values: Mapping[str, Iterable[Any] | None]) -> dict[str, Values]:
 
 
 def extended(before: Columns, num_before: int, new: Columns, num_new: int) -> dict[str, Values]:
-    """Returns a conversation's columns after a completion with the columns `new`, or {} for tokens that were only read.
+    """Extends a conversation's columns by `new`, those of a completion, or {} for tokens that the policy only read.
 
     Example, in a workflow with one completion:
         Trajectory(..., columns=extended({}, len(prompt.token_ids), completion.columns, len(completion.token_ids)))
     """
     names = dict.fromkeys([*before, *new])
-    made = {name: column_named(name).extended(before.get(name), num_before, new.get(name), num_new) for name in names}
-    return as_columns(made)
+    return as_columns(
+        {name: column_named(name).extended(before.get(name), num_before, new.get(name), num_new) for name in names}
+    )
 
 
 def joined(left: Columns, num_left: int, right: Columns, num_right: int) -> dict[str, Values]:
-    """Joins the columns of two parts of a trajectory; each has values for all of its tokens."""
+    """Joins the columns of two parts of a trajectory; a column of a part has values for all of its tokens."""
     parts = {name: [(left.get(name), num_left), (right.get(name), num_right)] for name in [*left, *right]}
     return as_columns({name: column_named(name).joined(part) for name, part in parts.items()})
 

@@ -14,11 +14,11 @@ class _Rewards(Column):
 
     def _default(self, trajectory: Any, width: int) -> Values:
         """Puts the whole reward on the last loss token."""
-        spread = [0.0] * len(trajectory.token_ids)
+        rewards = [0.0] * len(trajectory.token_ids)
         last = max((index for index, trains in enumerate(trajectory.loss_mask) if trains), default=None)
         if last is not None:
-            spread[last] = float(trajectory.reward or 0.0)
-        return self.array(spread)
+            rewards[last] = float(trajectory.reward or 0.0)
+        return self.array(rewards)
 
 
 REWARDS = _Rewards("rewards", "d", as_runs=True, field="token_rewards")

@@ -1,4 +1,4 @@
-"""The column `routes`: the experts that computed each token in the engine (models/routes.py)."""
+"""The column `routes`: the experts that the engine chose for each token (models/routes.py)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from lightrl.columns.column import Column, Values
 from lightrl.columns.token_array import TokenArray
 from lightrl.errors import EngineError
 
-NATIVE = 255  # marks unknown routes: the value of each byte of the token's routes
+NATIVE = 255  # the value of every byte of a token's routes if its experts are unknown
 
 
 @dataclass(frozen=True)
 class _Routes(Column):
-    """Routes; a completion also has those of its prompt, but none of its last token, which no model has read yet."""
+    """Routes of tokens. A completion has its prompt's too, but not its last token's, which no model has read yet."""
 
     def extended(self, before: Values | None, num_before: int, new: Values | None, num_new: int) -> Values | None:
-        """Extends the routes; for recomputed tokens, known new routes replace the old ones.
+        """Extends the routes; where the engine has recomputed tokens of the prompt, their new routes replace the old.
 
         Raises:
             EngineError: if the number of routes does not match the number of tokens.

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 from lightrl.columns.column import Column, Values
 
-EVERY_TOKEN = b"\x01"  # code of a token that was only read, or sampled from the whole vocabulary
+EVERY_TOKEN = b"\x01"  # code of a token that was not sampled, or sampled from the whole vocabulary
 
 
 def support_ends(codes: Any) -> Any:
-    """Returns the end of each token's code, int64 [T]; a code is a series of varints, the last of which is 0 or 1."""
+    """Returns the end of each token's code, int64 [T]. A code is a sequence of varints that ends with 0 or 1."""
     import numpy as np
 
     data = np.asarray(codes, np.uint8)
@@ -29,7 +29,7 @@ class _Supports(Column):
         if num_coded == num_tokens:
             return None
         return (
-            f"has the supports of {num_coded} tokens and {num_tokens} token_ids. Join those of its completions with "
+            f"has the supports of {num_coded} tokens but {num_tokens} token_ids. Join its completions' columns with "
             "lightrl.columns.extended."
         )
 
@@ -37,8 +37,8 @@ class _Supports(Column):
         if not sampling.is_truncated:
             return None
         return (
-            f"top_p={sampling.top_p:g} and top_k={sampling.top_k} truncate its sampling: the trainer's logprobs would "
-            "be wrong. Set top_p to 1 and top_k to -1, or return them (functional.encode_supports)"
+            f"top_p={sampling.top_p:g} and top_k={sampling.top_k} truncate its sampling, so the trainer's logprobs "
+            "would be wrong. Set top_p to 1 and top_k to -1, or return the supports (functional.encode_supports)"
         )
 
     def _indices(self, values: Values, num_tokens: int, tokens: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""TokenArray: the numbers of one column in a single Python object. Plain Python, since reward workers use it."""
+"""TokenArray: the numbers of a column in one Python object. Plain Python, because reward workers use it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ _SIZES = {code: struct.calcsize(code) for code in DTYPES}
 
 
 class TokenArray(Sequence[_Number]):
-    """Numbers of one type, one per token, without a Python object for each. Reads like a list and is immutable.
+    """An immutable sequence of numbers of one dtype, one per token, without a Python object for each.
 
-    `array == [1, 2]`, `array[3:5]`, `sum(array)` and `[0] + array` work as with a list. `numpy.asarray(array)` has its
-    dtype and makes no copy, unless the numbers are stored as runs. A slice is a TokenArray, `[0] + array` a list.
+    `array == [1, 2]`, `array[3:5]`, `sum(array)` and `[0] + array` work as with a list; a slice is a TokenArray, and a
+    sum a list. `numpy.asarray(array)` has the same dtype and makes no copy, unless the numbers are stored as runs.
 
     Args:
         values: a list, a numpy or torch array, or any other iterable of numbers.
-        code: the dtype, as in `memoryview.format`: "i" int32, "f" float32, "d" float64, "?" bool,
-            "B" uint8.
+        code: the dtype, as in `memoryview.format`: "i" int32, "f" float32, "d" float64, "?" bool, "B" uint8.
         as_runs: store each run of equal numbers as the number and the run's end, unless that takes more memory.
 
     Raises:
@@ -44,7 +43,7 @@ class TokenArray(Sequence[_Number]):
 
     @classmethod
     def of_runs(cls, runs: Iterable[tuple[float, int]], code: str) -> TokenArray[_Number]:
-        """Builds an array from (number, length of its run) pairs, without a step for each token."""
+        """Builds an array from (number, length of run) pairs, in time proportional to the number of runs."""
         numbers: list[float] = []
         ends, end = array("i"), 0
         for number, length in runs:
@@ -65,7 +64,7 @@ class TokenArray(Sequence[_Number]):
 
     @classmethod
     def of_stored(cls, values: bytes | memoryview, ends: bytes, code: str) -> TokenArray[_Number]:
-        """Restores an array from `stored`."""
+        """Restores an array from its `stored`."""
         result = cls.__new__(cls)
         result.code, result._values, result._ends = code, values, ends
         return result
@@ -82,7 +81,7 @@ class TokenArray(Sequence[_Number]):
 
     @property
     def text(self) -> str:
-        """`stored` as text for JSON that nobody reads."""
+        """`stored` as base64, for JSON that is not meant to be read."""
         return ":".join(base64.b64encode(part).decode() for part in self.stored)
 
     @property
@@ -90,7 +89,7 @@ class TokenArray(Sequence[_Number]):
         return len(self._values) + len(self._ends)
 
     def runs(self) -> list[tuple[_Number, int]]:
-        """Returns (number, length) of each run of equal numbers."""
+        """Returns the number and length of each run of equal numbers."""
         if not self._ends:
             return [(number, len(list(run))) for number, run in itertools.groupby(self)]
         ends = self._run_ends().tolist()
@@ -141,8 +140,8 @@ class TokenArray(Sequence[_Number]):
         return np.array(self.numpy(), dtype=dtype, copy=copy)
 
     def numpy(self) -> Any:
-        """Returns a read-only array [T] of the same dtype; like `numpy.asarray`, but faster."""
-        import numpy as np  # not at the top, for reward workers
+        """Returns a read-only array [T] of the same dtype, faster than `numpy.asarray`."""
+        import numpy as np  # late, because reward workers do without it
 
         return np.frombuffer(self._bytes(), self.code)
 
@@ -160,14 +159,14 @@ class TokenArray(Sequence[_Number]):
         if not self._ends:
             return self._values
         values, size, start, parts = bytes(self._values), _SIZES[self.code], 0, []
-        for place, end in enumerate(self._run_ends()):
-            parts.append(values[place * size : (place + 1) * size] * (end - start))
+        for index, end in enumerate(self._run_ends()):
+            parts.append(values[index * size : (index + 1) * size] * (end - start))
             start = end
         return b"".join(parts)
 
 
 def _packed(values: Any, code: str) -> bytes:
-    if hasattr(values, "tolist"):  # an array of numpy or torch
+    if hasattr(values, "tolist"):  # a numpy or torch array
         if str(getattr(values, "dtype", "")) == DTYPES[code]:
             return cast(bytes, values.tobytes())
         values = values.tolist()

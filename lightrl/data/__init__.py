@@ -1,4 +1,4 @@
-"""Prompts for rollouts and chats for SFT: read, rendered with the policy's tokenizer, checked, the same on all ranks.
+"""Prompts for rollouts and chats for SFT: reads, checks and renders them with the policy's tokenizer, on every rank.
 
 Reading order:
     rows.py          rows of a file, a hub dataset or a function, by index; errors that name the row
@@ -7,9 +7,9 @@ Reading order:
     streamed.py      sources that can only be read in order
     chat.py          a row's columns to messages, messages to token ids
     batches.py       the loaders that Lightning iterates over
-    loader.py        where a trainer's prompts come from; a user's own DataLoader as a stream
-    prompts.py       PromptDataModule: what an RLModule trains and validates on
-    curriculum.py    which prompts are worth a rollout, by past success
+    loader.py        the prompts of a data module, or of a user's DataLoader
+    prompts.py       PromptDataModule: the prompts that an RLModule trains and validates on
+    curriculum.py    samples prompts by their past success rates
     completions.py   prompts with completions from the data: SFTDataModule, PreferenceDataModule
     trajectories.py  TrajectoryDataModule: recorded trajectories, from files
 

@@ -1,7 +1,7 @@
-"""The loaders that Lightning iterates over: EpochLoader of sized data, PositionLoader of data that may have no end.
+"""The loaders that Lightning iterates over: EpochLoader for sized data, PositionLoader for data that may be endless.
 
-An epoch of the train loader has n // batch_size iterations for n prompts; the prompts left over come first in the next
-epoch. If a source is streamed, n is unknown and the loader never ends: the Trainer's settings end the run.
+With n prompts, an epoch of the train loader has n // batch_size iterations; the remaining prompts come first in the
+next epoch. If a source is streamed, n is unknown and the loader never ends, so the Trainer's settings end the run.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ T = TypeVar("T")
 
 
 class EpochLoader(Generic[T]):
-    """A sized loader without state: batch k of epoch e follows from (e, k), and Lightning keeps the count.
+    """A sized loader without state: batch k of epoch e depends only on (e, k), and Lightning counts the batches.
 
-    So it resumes at the right batch from anywhere: mid-epoch, after an error within a batch, at a limit. It does not
-    use Lightning's epoch number, which is one too high in the checkpoint of a run that `max_steps` stopped mid-epoch.
-    It is not a torch DataLoader because workers would have nothing to do.
+    It therefore resumes at the right batch: mid-epoch, after an error within a batch, or at a limit. It does not use
+    Lightning's epoch number, which is one too high in the checkpoint of a run that `max_steps` stopped mid-epoch. It is
+    not a torch DataLoader because workers would have nothing to do.
 
     Args:
         num_batches: per epoch.
         batch_at: `batch_at(e, k)` returns batch k of epoch e.
-        trainer: its fit loop uses this loader; None always starts at batch 0 of epoch 0, as in validation.
+        trainer: the trainer whose fit loop uses this loader; None always starts at batch 0 of epoch 0, for validation.
     """
 
     def __init__(
@@ -48,24 +48,24 @@ class EpochLoader(Generic[T]):
         first, num = 0, len(self)
         per_epoch = num
         if self._trainer is not None:
-            # Read when the first batch is requested: Lightning creates the iterator before it sets its counters.
+            # Read only now that the first batch is requested: Lightning makes the iterator before it sets its counters.
             first = self._trainer.fit_loop.epoch_loop.batch_progress.total.completed
             per_epoch = min(num, int(self._trainer.num_training_batches))
         for position in range(first, first + num):  # Lightning stops at the end of its epoch
             yield self.batch_at(*divmod(position, per_epoch))
 
     def state_dict(self) -> JsonObject:
-        """Empty; Lightning resumes mid-epoch only with a loader that has this method."""
+        """Returns {}. Lightning resumes mid-epoch only with a loader that has this method."""
         return {}
 
     def load_state_dict(self, state_dict: JsonObject) -> None:
-        """Does nothing: there is no state."""
+        """Does nothing, because the loader has no state."""
 
 
 class PositionLoader(EpochLoader[T]):
-    """An EpochLoader whose batches are numbered over the whole run: an epoch continues where the last one ended.
+    """An EpochLoader that numbers batches over the whole run, so an epoch continues where the last one ended.
 
-    Without `num_batches` per epoch the loader has no length and never ends.
+    Without `num_batches` the loader has no length and never ends.
     """
 
     def __iter__(self) -> Iterator[T]:
@@ -80,7 +80,7 @@ class PositionLoader(EpochLoader[T]):
 
 
 def check_run_length(stream: PromptStream, trainer: L.Trainer | None) -> None:
-    """Raises ValueError if the train rows are streamed and nothing says how long an epoch is."""
+    """Raises ValueError if the train rows are streamed and no setting of the Trainer ends an epoch or the run."""
     if stream.num_prompts is not None or trainer is None:
         return
     if trainer.max_steps == -1 and trainer.max_epochs != -1 and isinstance(trainer.limit_train_batches, float):
@@ -93,7 +93,7 @@ def check_run_length(stream: PromptStream, trainer: L.Trainer | None) -> None:
 class HostBatch(list[T]):
     """A list that stays on the host when Lightning moves a batch; `set_name` names one of several validation sets.
 
-    Overriding `transfer_batch_to_device` would work too, but Lightning warns about that in a module with a data module.
+    Overriding `transfer_batch_to_device` would also work, but Lightning warns if a module with a data module does that.
     """
 
     def __init__(self, items: Iterable[T] = (), set_name: str | None = None) -> None:
@@ -107,9 +107,9 @@ class HostBatch(list[T]):
 def batches_in_order(
     prompts: RowPrompts, batch_size: int, collate: Callable[[list[Any], str | None], T]
 ) -> EpochLoader[T]:
-    """Returns collated batches of consecutive prompts of one source each, named if there are several sources.
+    """Batches consecutive prompts, never of two sources; the last batch of a source may be smaller.
 
-    The last batch of each source may be smaller.
+    If there are several sources, `collate` gets the name of the batch's source.
     """
     has_sets = len(prompts.parts) > 1
     sizes = {part.source.label if has_sets else None: part.num_rows or 0 for part in prompts.parts}
@@ -120,7 +120,7 @@ def batches_in_order(
     ]
 
     def batch_at(epoch: int, index: int) -> T:
-        chosen, name = batches[index]
-        return collate([prompt for prompt in prompts[chosen] if prompt is not None], name)
+        rows, name = batches[index]
+        return collate([prompt for prompt in prompts[rows] if prompt is not None], name)
 
     return EpochLoader(len(batches), batch_at)

@@ -1,7 +1,7 @@
-"""A row's columns to chat messages, and messages to token ids: the same for SFT, rollouts and validation.
+"""Turns a row's columns into chat messages, and messages into token ids, for SFT, rollouts and validation.
 
-A completion is tokenized separately from its prompt, as in a rollout: the prompt's tokens are fixed before the policy
-samples the first new one. Tokens between the policy's turns are read, not generated.
+A completion is tokenized separately from its prompt, because in a rollout the prompt's tokens are fixed before the
+policy samples the first token. The policy reads the tokens between its turns; it does not generate them.
 """
 
 from __future__ import annotations
@@ -43,10 +43,7 @@ _THINKING = ("reasoning_content", "thinking", "reasoning")
 
 
 def read_messages(value: object, role: str, *, column: str, where: str) -> Messages:
-    """Returns a column's chat messages; text or content parts become one message with this role.
-
-    A chat may be stored as JSON text.
-    """
+    """Returns a column's chat messages, which may be JSON text; other text or content parts become one message."""
     value = chat_of_text(value, f"{where}: {column!r}")
     if isinstance(value, str | int | float):
         return [{"role": role, "content": str(value)}]
@@ -60,7 +57,7 @@ def read_messages(value: object, role: str, *, column: str, where: str) -> Messa
 
 
 def chat_of_text(value: object, where: str) -> object:
-    """Parses a chat stored as JSON text; returns other values unchanged. Raises ValueError for a Python-style chat."""
+    """Parses a chat in JSON text; returns other values unchanged. Raises ValueError for a chat printed by Python."""
     if not isinstance(value, str) or not _LIKE_CHAT.fullmatch(value):
         return value
     parsed = _json_of(value)
@@ -74,7 +71,7 @@ def chat_of_text(value: object, where: str) -> object:
 
 
 def is_whole_chat(chat: Messages) -> bool:
-    """Whether the messages of a completion column begin with the prompt."""
+    """Whether a completion column's messages begin with the prompt."""
     return bool(chat[0]["role"] != "assistant")
 
 
@@ -97,14 +94,14 @@ def completion_after(prompt: Messages, chat: Messages, where: str) -> Messages:
             prompt = prompt[1:]  # drops the data module's system prompt
         if chat[: len(prompt)] != prompt:
             raise ValueError(
-                f"{where} must begin with the messages of the prompt, {prompt!r:.200}, got {chat!r:.200}. Fix the row, "
-                "or set prompt_column to a name that no column has: the prompt is then taken from the chat."
+                f"{where} must begin with the messages of the prompt, {prompt!r:.200}, got {chat!r:.200}. Fix the row. "
+                "Or, to take the prompt from the chat, set prompt_column to a name that no column has."
             )
         chat = chat[len(prompt) :]
     turns = [message["role"] == "assistant" for message in chat]
     if not turns or not turns[0] or (True, True) in itertools.pairwise(turns):
         raise ValueError(
-            f"{where} must continue the prompt with one assistant message, not with two in a row, got {chat!r:.200}."
+            f"{where} must continue the prompt with an assistant message, and not have two in a row, got {chat!r:.200}."
         )
     return chat
 
@@ -112,10 +109,10 @@ def completion_after(prompt: Messages, chat: Messages, where: str) -> Messages:
 def row_messages(
     row: Row, prompt: object, *, prompt_column: str, prompt_template: str, system_prompt: str | None, where: str
 ) -> Messages:
-    """Returns the opening messages of a row's chat: the system prompt, if any, then the user's turn.
+    """Returns a row's prompt as messages: the system prompt, if any, then the user's turn.
 
     Args:
-        prompt: text, or chat messages, which are used as they are.
+        prompt: text for the template, or chat messages, which are used as they are.
         prompt_template: a format string with `{prompt}` for the prompt and any other column by name.
         where: names the row in error messages.
     """
@@ -124,14 +121,14 @@ def row_messages(
         if prompt_template != "{prompt}":
             raise ValueError(
                 f"{where}: {prompt_column!r} holds chat messages, but prompt_template={prompt_template!r} needs text. "
-                "Leave prompt_template out."
+                "Remove prompt_template."
             )
         messages = read_messages(prompt, "user", column=prompt_column, where=where)
     else:
         values = {**row, "prompt": prompt}
         for name in columns_shown(prompt_template) & values.keys():
             if is_missing(values[name]):
-                raise ValueError(f"{where} has no value in {name!r}, which prompt_template shows. Fix the row.")
+                raise ValueError(f"{where} has no value in {name!r}, which prompt_template uses. Fix the row.")
         try:
             content = prompt_template.format_map({name: chat_as_text(value) for name, value in values.items()})
         except KeyError as error:
@@ -155,8 +152,8 @@ def _checked_message(message: object, where: str) -> JsonObject:
             raise ValueError(
                 f"{where} must be from one of {', '.join(_SHAREGPT)}, got {message!r:.100}. Convert it to a role."
             )
-        others = _without(message, "from", "value")
-        message = {**others, "role": _SHAREGPT[message["from"]], "content": message.get("value")}
+        fields = _without(message, "from", "value")
+        message = {**fields, "role": _SHAREGPT[message["from"]], "content": message.get("value")}
     if message.get("tool_calls") or message.get("function_call"):
         message = {**_without(message, "function_call"), "tool_calls": _calls_of(message, where)}
     role, content = message.get("role"), message.get("content")
@@ -164,7 +161,7 @@ def _checked_message(message: object, where: str) -> JsonObject:
     if not isinstance(role, str) or hint:
         raise ValueError(f"{where} must have a role like {', '.join(ROLES[:3])}, got {message!r:.100}.{hint}")
     if not isinstance(content, str | list) and not message.get("tool_calls"):
-        raise ValueError(f"{where} must have a text as its content, got {message!r:.100}.")
+        raise ValueError(f"{where} must have text content, got {message!r:.100}.")
     if isinstance(content, list) and not all(isinstance(part, dict) and "type" in part for part in content):
         raise ValueError(f"{where} must have text or parts {{'type': ...}} as its content, got {content!r:.100}.")
     if isinstance(content, list):
@@ -177,7 +174,7 @@ def _checked_message(message: object, where: str) -> JsonObject:
 
 
 def _calls_of(message: JsonMapping, where: str) -> list[JsonMapping]:
-    """Returns the tool calls of a message, which may be JSON text, or a single call in OpenAI's older form."""
+    """Returns a message's tool calls, which may be JSON text or a single call in OpenAI's old form."""
     calls = message.get("tool_calls") or [{"function": message["function_call"]}]
     calls = _json_of(calls) if isinstance(calls, str) else calls
     read: list[JsonMapping] = []
@@ -186,7 +183,7 @@ def _calls_of(message: JsonMapping, where: str) -> list[JsonMapping]:
         arguments = function.get("arguments") or {} if isinstance(function, dict) else None
         arguments = _json_of(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
-            form = "calls whose arguments are an object or its JSON, each with a name"
+            form = "tool calls with a name, and with arguments as an object or its JSON"
             raise ValueError(f"{where} must have {form}, got {call!r:.200}.")
         if isinstance(function.get("arguments"), dict):
             function = {**function, "arguments": without_padding(arguments, is_listed=True)}
@@ -195,7 +192,7 @@ def _calls_of(message: JsonMapping, where: str) -> list[JsonMapping]:
 
 
 def _json_of(text: str) -> Any:
-    """Returns the value of a JSON text, or None if it is no JSON."""
+    """Parses JSON text; returns None if it is not valid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -203,11 +200,11 @@ def _json_of(text: str) -> Any:
 
 
 def columns_shown(prompt_template: str) -> set[str]:
-    """Returns the column names in a template; raises ValueError if it has none, or cannot be filled in."""
+    """Returns the columns that a template uses; raises ValueError if it uses none, or is not a valid format string."""
     names = {re.split(r"[.\[]", name)[0] for name in names_of(prompt_template, "prompt_template")}
     if not names:
         raise ValueError(
-            f"prompt_template={prompt_template!r} uses no column, so all prompts would be equal. Use {{prompt}} or "
+            f"prompt_template={prompt_template!r} uses no column, so all prompts would be the same. Use {{prompt}} or "
             "another column's name."
         )
     return names
@@ -219,11 +216,12 @@ class ChatRenderer:
 
     tokenizer: PreTrainedTokenizerBase  # the policy's
     _: KW_ONLY
-    image_reader: ImageReader | None = None  # how the policy reads images; None for a text-only policy
+    image_reader: ImageReader | None = None  # the policy's; None for a text-only policy
     max_tokens: int | None = None  # the longest prompt allowed; None for no limit
     min_tokens: int | None = None  # shorter prompts are dropped; None for no limit
     overflow: Literal["error", "drop"] = "error"  # what to do with longer prompts
-    unread: Counter[str] = field(default_factory=Counter)  # field that no template reads → number of trained turns
+    # Counts trained turns by a field of the message that the chat template ignores.
+    unread: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.template = ChatTemplate(self.tokenizer, self.image_reader)
@@ -244,10 +242,9 @@ class ChatRenderer:
         return [ids[:-1] if ids and ids[-1] == end else ids for ids in encoded]  # some tokenizers end every text
 
     def rendered(self, prompts: Sequence[Made], where: Callable[[int], str]) -> list[Made]:
-        """Adds token ids to prompts: None for a prompt dropped for its length, a ValueError naming `where` for a bad
-        one.
+        """Adds token ids to prompts; returns None for a prompt dropped for its length, and a ValueError for a bad one.
 
-        Items that are not prompts stay unchanged.
+        Items that are not prompts are returned unchanged. `where(index)` names an item in its error.
         """
         texts: dict[int, str] = {}
         failed: dict[int, ValueError] = {}
@@ -303,48 +300,48 @@ class ChatRenderer:
     def completion_ids(
         self, messages: Messages | None, completion: Messages, arguments: JsonMapping | None = None
     ) -> tuple[list[int], list[bool]]:
-        """Returns the tokens after a prompt, and which of them the policy generates: its turns with their end tokens.
+        """Returns a completion's token ids, and whether the policy generates each: its turns with their end tokens.
 
         Args:
-            messages: of the prompt; None for a prompt given as token ids.
-            completion: the policy's turn, optionally followed by messages that it reads and further turns.
-            arguments: the chat template's, as for the prompt.
+            messages: the prompt's; None if the prompt is given as token ids.
+            completion: the policy's turn, optionally followed by other messages and more turns.
+            arguments: the chat template's, the same as for the prompt.
         """
         end = self.tokenizer.eos_token_id
         if end is None:
-            raise ValueError("The tokenizer has no end token, which ends every completion. Set its eos_token.")
+            raise ValueError("The tokenizer has no end token, which every completion needs. Set its eos_token.")
         arguments, is_plain = arguments or {}, self.template.chat_template is None or messages is None
         chat: list[JsonMapping] = list(messages or [])
         before = "" if is_plain else self._render(chat, arguments)
         token_ids: list[int] = []
         is_generated: list[bool] = []
         for is_turn, group in itertools.groupby(completion, lambda message: message["role"] == "assistant"):
-            following = list(group)
+            added = list(group)
             if is_turn and is_plain:
-                if any(turn.get("tool_calls") for turn in following):
-                    raise ValueError(f"tool_calls need a chat template, but there is none, got {following!r:.200}.")
-                self.unread.update(name for turn in following for name in _THINKING if turn.get(name))
-                added = [*self.template.encode(plain_text(following)), end]
+                if any(turn.get("tool_calls") for turn in added):
+                    raise ValueError(f"tool_calls need a chat template, but there is none, got {added!r:.200}.")
+                self.unread.update(name for turn in added for name in _THINKING if turn.get(name))
+                new_ids = [*self.template.encode(plain_text(added)), end]
             elif is_turn:
-                chat, before, added = self._turn(chat, before, following[0], arguments)
+                chat, before, new_ids = self._turn(chat, before, added[0], arguments)
             else:
-                chat += following
-                text = plain_text(following) if is_plain else self._render(chat, arguments)
+                chat += added
+                text = plain_text(added) if is_plain else self._render(chat, arguments)
                 if not text.startswith(before):
                     raise ValueError(
                         f"The chat template rewrites history: text that ends with {before[-80:]!r} becomes "
                         f"{text[: len(before)][-80:]!r} once another message follows. {KEEP_HISTORY}"
                     )
-                added = self.template.encode_after(token_ids[-1], text[len(before) :])
+                new_ids = self.template.encode_after(token_ids[-1], text[len(before) :])
                 before = "" if is_plain else text
-            token_ids += added
-            is_generated += [is_turn] * len(added)
+            token_ids += new_ids
+            is_generated += [is_turn] * len(new_ids)
         return token_ids, is_generated
 
     def _turn(
         self, messages: Sequence[JsonMapping], before: str, turn: JsonMapping, arguments: JsonMapping
     ) -> tuple[list[JsonMapping], str, list[int]]:
-        """Returns the chat with a turn of the policy, its text up to the turn's end token, and the turn's tokens."""
+        """Returns the chat with a turn of the policy, its text up to the turn's end token, and the turn's token ids."""
         for form in (form for opening in ("", opened(before)) for form in with_turn(messages, opening, turn)):
             text = self._render(form, arguments, is_whole=True)
             if text.startswith(before):
@@ -352,7 +349,7 @@ class ChatRenderer:
         else:
             raise ValueError(
                 f"The chat template renders the prompt as {before[-80:]!r} but the whole chat as {text[:160]!r}. The "
-                "chat must start with the prompt: set chat_template to a template that only appends to it."
+                "chat must start with the prompt. Set chat_template to a template that only appends to it."
             )
         thinking = [name for name in _THINKING if turn.get(name)]
         if thinking and text == self._render([*form[:-1], _without(form[-1], *thinking)], arguments, is_whole=True):
@@ -378,7 +375,7 @@ class ChatRenderer:
                 if text == self.template.render(plain, arguments, is_whole=is_whole):
                     text = ""
             if not text:
-                raise ValueError(f"The chat template ignores the tool_calls of {messages!r:.200}. Set another one.")
+                raise ValueError(f"The chat template ignores the tool_calls of {messages!r:.200}. Use another one.")
         return text
 
 

@@ -1,7 +1,7 @@
-"""Prompts with completions from the data: chats to imitate (SFTDataModule), chosen and rejected (PreferenceDataModule).
+"""Prompts with completions from the data: chats for SFT (SFTDataModule), and preference pairs (PreferenceDataModule).
 
-Shapes: R trajectories, T tokens of the longest, padded on the right. A causal model needs no mask for right padding.
-B pairs have 2B rows: 2i is the chosen trajectory of pair i, and 2i + 1 the rejected one.
+Shapes: R trajectories, T tokens of the longest, padded on the right, where a causal model needs no mask. B pairs have
+2B rows: row 2i is the chosen trajectory of pair i, and row 2i + 1 the rejected one.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
-BATCHES = 16  # in a window: sorted by length, it loses most padding and keeps most randomness
+BATCHES = 16  # per window; sorting a window by length removes most padding and keeps most randomness
 READ_TIMEOUT_S = 1800.0  # for reading one window
-_KEPT = 4  # starts of windows
-_MAX_DROPPED = 100_000  # consecutive rows
+_KEPT = 4  # how many windows' start positions are kept
+_MAX_DROPPED = 100_000  # how many consecutive rows may be dropped
 
 
 @dataclass(frozen=True)
 class CompletedPrompt(Prompt):
-    """A prompt with its token ids and those of its completions, each with an end token."""
+    """A prompt with the token ids of its completions, each with an end token."""
 
     completion_ids: list[list[int]] = field(default_factory=list)
     is_generated: list[list[bool]] = field(default_factory=list)  # False for tokens between the policy's turns
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the longest trajectory."""
+        """The number of tokens of the longest trajectory."""
         return len(self.token_ids or []) + max(map(len, self.completion_ids))
 
 
 def cut(items: Sequence[Item], size: int) -> list[list[Item]]:
-    """Splits items into lists of this size; the last may be shorter."""
+    """Splits items into lists of this size; the last list may be shorter."""
     return [list(items[start : start + size]) for start in range(0, len(items), size)]
 
 
 def padded(rows: Sequence[CompletedPrompt]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns token ids [R, T], 0 on the padding, loss mask [R, T] and lengths [R], with a row per completion."""
+    """Returns token ids [R, T], 0 on the padding, loss mask [R, T] and lengths [R]; each completion is a row."""
     triples = [
         (row.token_ids or [], *parts)
         for row in rows
@@ -81,48 +81,48 @@ class ReadAhead(Generic[Item]):
     """Items by number; a thread makes the next one while the current one is used."""
 
     make: Callable[[int], Item]
-    _present: tuple[int, Item] | None = None
+    _current: tuple[int, Item] | None = None
     _next: tuple[int, Future[Item]] | None = None
 
     def __getitem__(self, number: int) -> Item:
-        if self._present is None or self._present[0] != number:
+        if self._current is None or self._current[0] != number:
             if self._next is None or self._next[0] != number:
                 self._begin(number)
             assert self._next is not None
-            self._present = (number, result_of(self._next[1], "The data of a batch", timeout_s=READ_TIMEOUT_S))
+            self._current = (number, result_of(self._next[1], "The data of a batch", timeout_s=READ_TIMEOUT_S))
             self._begin(number + 1)
-        return self._present[1]
+        return self._current[1]
 
     def wait(self, timeout_s: float = 10.0) -> bool:
-        """Waits at most this long for the thread; returns whether it is done."""
+        """Waits for the thread, at most this long; returns whether it has finished."""
         return self._next is None or bool(wait([self._next[1]], timeout_s).done)
 
     def _begin(self, number: int) -> None:
-        if not self.wait(READ_TIMEOUT_S):  # two threads would count the rows of a window twice
+        if not self.wait(READ_TIMEOUT_S):  # two threads at once would count a window's rows twice
             raise TimeoutError(f"Reading ahead took more than {READ_TIMEOUT_S:g} s. The data's disk may hang.")
         self._next = (number, submit(lambda: self.make(number), name="lightrl-data"))
 
 
 @dataclass(eq=False)
 class Windows:
-    """Batches of the kept rows, over one epoch of the data after another.
+    """Batches of the rows that are not dropped, epoch after epoch.
 
-    A window is the next `BATCHES * batch_size` kept rows. Its start is known only once the window before it has been
+    A window is the next `BATCHES * batch_size` such rows. Its start is known only when the window before it has been
     read, so the checkpoint stores it.
     """
 
     read: Callable[[Sequence[int]], list[Made]]  # rows at positions; None for a dropped row, ValueError for a bad one
     batch_size: int
     _: KW_ONLY
-    seed: int  # orders a window's batches
+    seed: int  # determines the order of a window's batches
     sorts: bool  # sorts a window's rows by length and shuffles its batches; False keeps the order of positions
-    _starts: dict[int, int] = field(default_factory=lambda: {0: 0})  # last windows → position of their first row
+    _starts: dict[int, int] = field(default_factory=lambda: {0: 0})  # recent window → position of its first row
 
     def state_dict(self) -> JsonObject:
         return {"starts": sorted(self._starts.items())}
 
     def load_state_dict(self, state: JsonMapping) -> None:
-        """Restores the starts, so that earlier rows need not be read; without it the batches are the same."""
+        """Restores the starts, so that earlier rows need not be read again; the batches are the same without it."""
         self._starts = dict(state["starts"])
 
     @property
@@ -143,7 +143,7 @@ class Windows:
         return [batches[index] for index in epoch_order(BATCHES, f"{self.seed}/batches", window).tolist()]
 
     def _rows(self, window: int) -> list[CompletedPrompt]:
-        """Returns the kept rows of a window; records where the next one starts."""
+        """Returns a window's rows that are not dropped; records where the next window starts."""
         position, num = self._starts[window], BATCHES * self.batch_size
         rows: list[CompletedPrompt] = []
         num_dropped = 0
@@ -156,7 +156,7 @@ class Windows:
                     rows.append(item)
             if num_dropped > _MAX_DROPPED:
                 raise ValueError(
-                    f"{num_dropped} consecutive rows were dropped by row_filter or the length limits. Loosen these, or "
+                    f"{num_dropped} consecutive rows were dropped by row_filter or the length limits. Loosen them, or "
                     "fix the data."
                 )
         starts = {**self._starts, window + 1: position}
@@ -165,20 +165,20 @@ class Windows:
 
 
 class CompletionDataModule(PromptDataModule):
-    """PromptDataModule plus completions of each prompt; a subclass defines `completion_columns` and `collate`.
+    """A PromptDataModule with completions for each prompt; a subclass defines `completion_columns` and `collate`.
 
-    A completion is text, a message, its parts, or messages: the policy's turn, optionally followed by other messages
-    and further turns. All turns are trained. If all completions are whole chats, their common messages are the prompt,
-    and no prompt column is needed; if there is one, they must begin with it.
+    A completion is text, a message, a message's parts, or messages: the policy's turn, optionally followed by other
+    messages and more turns. All turns are trained. If all completions are whole chats, the messages that they begin
+    with in common are the prompt, and no prompt column is needed; if there is one, they must begin with its messages.
 
     Args:
         train, validation, test: as in PromptDataModule.
         max_tokens: the longest prompt plus completion allowed; None uses the model's context. `prompt_overflow` says
-            what happens to longer ones.
+            what happens to longer rows.
         kwargs: other arguments of PromptDataModule.
     """
 
-    completion_columns: dict[str, str]  # name of a setting → column
+    completion_columns: dict[str, str]  # setting → column
     trains_on_images = False  # whether prompts may have images
     sorts_by_length = False  # whether shuffled batches have rows of similar length
 
@@ -197,7 +197,7 @@ class CompletionDataModule(PromptDataModule):
         self._windows: Windows | None = None
         self._ahead: ReadAhead[Any] | None = None
         self._restored: JsonMapping = {}  # from a checkpoint
-        self._unread: Counter[str] = Counter()  # field that the chat template does not read → number of turns
+        self._unread: Counter[str] = Counter()  # as in ChatRenderer
 
     def completions(self, prompt: Prompt) -> list[Messages]:
         """Returns the messages of a prompt's completions."""
@@ -221,7 +221,7 @@ class CompletionDataModule(PromptDataModule):
         if not shared:
             raise ValueError(
                 f"{where}: {' and '.join(map(repr, chats))} must hold chats that begin with the same user or system "
-                f"message, got {next(iter(chats.values()))!r:.100}. Text needs a prompt column."
+                f"message, got {next(iter(chats.values()))!r:.100}. For text, add a prompt column."
             )
         with contextlib.suppress(ValueError):  # no prompt column
             given = super()._prompt_value(row, where) if is_apart else None
@@ -247,7 +247,7 @@ class CompletionDataModule(PromptDataModule):
         checked = super()._check_split(split)
         for name, num in self._unread.items():
             logger.warning(
-                "%d turns of %s have %s, which the chat template does not read, so it is not trained. Set "
+                "%d turns of %s have %s, which is not trained because the chat template does not read it. Set "
                 "data.chat_template to one that reads it, or remove it.", num, split, name,
             )  # fmt: skip
         return checked
@@ -309,7 +309,7 @@ class CompletionDataModule(PromptDataModule):
         return PositionLoader(num_batches, batch_at, trainer=self.trainer)
 
     def _epochs(self, prompts: RowPrompts, num_tokens: Sequence[int]) -> EpochLoader[Any]:
-        """Returns an epoch's batches of rows with known lengths; the last batch may be smaller."""
+        """Returns a loader of rows with known lengths; the last batch of an epoch may be smaller."""
         num, size = len(prompts), self.batch_size
         num_batches = -(-num // size)
         shuffle = self.shuffle and not getattr(self.trainer, "overfit_batches", 0) > 0
@@ -334,7 +334,7 @@ class CompletionDataModule(PromptDataModule):
         )
 
     def state_dict(self) -> JsonObject:
-        """Returns PromptDataModule's state and, for rows that are made when read, where reading continues."""
+        """Returns PromptDataModule's state and, if rows are not all read at the start, where reading continues."""
         if self._windows is None:
             return super().state_dict()
         stream = self.prompt_stream.state_dict(self._windows.first_position)
@@ -362,15 +362,15 @@ class ChatBatch(NamedTuple):
     token_ids: Tensor  # int64 [B, T], 0 on the padding
     loss_mask: Tensor  # bool [B, T], True on the completion and its end token
     set_name: str | None = None  # names the validation set, if there are several
-    images: ImageTable | None = None  # the prompts' images, end to end
+    images: ImageTable | None = None  # of all prompts
 
     @property
     def num_measured(self) -> int:
-        """Loss tokens."""
+        """The number of loss tokens."""
         return int(self.loss_mask.sum())
 
     def share(self, rank: int, size: int) -> ChatBatch | None:
-        """Returns every `size`-th chat, starting at `rank`, so that shares have similar lengths; None for no chat."""
+        """Returns every `size`-th chat from `rank` on, so that shares have similar lengths; None if there is none."""
         if rank >= len(self.token_ids):
             return None
         mask = self.loss_mask[rank::size]
@@ -379,7 +379,7 @@ class ChatBatch(NamedTuple):
         return ChatBatch(self.token_ids[rank::size, :width], mask[:, :width], images=images)
 
     def experience(self) -> Experience:
-        """Returns the chats as an Experience up to their last loss tokens, each in a separate group."""
+        """Returns the chats, cut after their last loss tokens, as an Experience in which each is a group."""
         columns = torch.arange(1, self.token_ids.shape[1] + 1, device=self.token_ids.device)
         lengths = (self.loss_mask * columns).amax(1)
         experience = _experience(self.token_ids, self.loss_mask, lengths, group_size=1)
@@ -389,18 +389,18 @@ class ChatBatch(NamedTuple):
 class SFTDataModule(CompletionDataModule):
     """Chats for supervised fine-tuning: PromptDataModule's prompt, then the answer column as the policy's turn.
 
-    Only the policy's turns and their end tokens have loss. Chats of similar length share a batch. With the same
-    arguments the policy sees the same prompt tokens here and in its rollouts.
+    Only the policy's turns and their end tokens are trained. Chats of similar length share a batch. With the same
+    arguments, the policy sees the same prompt tokens here and in its rollouts.
 
     Args:
         train, validation, test: as in PromptDataModule.
         batch_size: chats per step.
-        answer_column: holds the completion: text or messages; None if the prompt column holds whole chats, all of whose
+        answer_column: the completion, as text or messages. None if the prompt column holds whole chats; all their
             assistant messages are trained.
-        answer_pattern_remove: a regular expression; its matches are removed from the completion. For example,
+        answer_pattern_remove: a regular expression whose matches are removed from the completion. For example,
             `<<.*?>>` removes GSM8K's calculator notes like `<<48/2=24>>`.
         max_tokens: the longest chat allowed; None uses the model's context. `prompt_overflow` says what happens to
-            longer ones.
+            longer chats.
         kwargs: other arguments of PromptDataModule.
     """
 
@@ -439,7 +439,7 @@ class SFTDataModule(CompletionDataModule):
                 turn["content"] = self.answer_pattern_remove.sub("", content_text(turn.get("content")))
         if not any(content_text(turn.get("content")).strip() or turn.get("tool_calls") for turn in turns):
             raise ValueError(
-                f"Prompt {prompt.id!r} has nothing left in {self.answer_column!r} after answer_pattern_remove. Fix the "
+                f"Column {self.answer_column!r} of prompt {prompt.id!r} is empty after answer_pattern_remove. Fix the "
                 "pattern."
             )
         return [completion]
@@ -451,7 +451,7 @@ class SFTDataModule(CompletionDataModule):
 
 
 class PairBatch(NamedTuple):
-    """Pairs, as rows of trajectories."""
+    """Preference pairs; each has two rows."""
 
     token_ids: Tensor  # int64 [2B, T], 0 on the padding
     loss_mask: Tensor  # bool [2B, T], True on the completion and its end token
@@ -460,11 +460,11 @@ class PairBatch(NamedTuple):
 
     @property
     def num_measured(self) -> int:
-        """Pairs."""
+        """The number of pairs."""
         return len(self.token_ids) // 2
 
     def share(self, rank: int, size: int) -> PairBatch | None:
-        """Returns every `size`-th pair, starting at `rank`, or None if there is none."""
+        """Returns every `size`-th pair from `rank` on; None if there is none."""
         if rank >= self.num_measured:
             return None
         rows = torch.arange(len(self.token_ids), device=self.token_ids.device)
@@ -473,12 +473,12 @@ class PairBatch(NamedTuple):
         return PairBatch(self.token_ids[rows, :width], self.loss_mask[rows, :width], self.lengths[rows])
 
     def experience(self) -> Experience:
-        """Returns the rows as an Experience: each pair is a group; chosen has reward 1, rejected 0."""
+        """Returns an Experience in which each pair is a group; the chosen row has reward 1, the rejected row 0."""
         return _experience(self.token_ids, self.loss_mask, self.lengths, group_size=2)
 
 
 def _experience(token_ids: Tensor, loss_mask: Tensor, lengths: Tensor, *, group_size: int) -> Experience:
-    """Returns the rows as groups of this size, whose first trajectory has reward 1 and the others 0."""
+    """Makes groups of `group_size` rows; the first row of a group has reward 1, the others 0."""
     rows = torch.arange(len(token_ids), device=token_ids.device)
     return Experience(
         token_ids=token_ids,
@@ -501,10 +501,10 @@ class PreferenceDataModule(CompletionDataModule):
     Args:
         train, validation, test: as in PromptDataModule.
         batch_size: pairs per step.
-        chosen_column, rejected_column: hold the two completions.
-        prompt_column: holds the prompt's text or messages; not needed for whole chats.
+        chosen_column, rejected_column: the two completions.
+        prompt_column: the prompt's text or messages; not needed for whole chats.
         max_tokens: the longest trajectory allowed; None uses the model's context. `prompt_overflow` says what happens
-            to longer ones.
+            to longer trajectories.
         kwargs: other arguments of PromptDataModule.
     """
 
@@ -533,7 +533,7 @@ class PreferenceDataModule(CompletionDataModule):
         columns = list(self.completion_columns.values())
         if isinstance(row.get("label"), bool) and columns[0] not in row:
             raise ValueError(
-                f"{where} has one completion and a label, as for KTO, not a pair. Convert such rows to pairs."
+                f"{where} has one completion and a label, as KTO needs, instead of a pair. Convert such rows to pairs."
             )
         chats = super()._chats(row, where)
         if chats[columns[0]] == chats[columns[1]]:

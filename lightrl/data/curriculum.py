@@ -1,4 +1,4 @@
-"""SuccessRateCurriculum: prompts that the policy sometimes solves come most often."""
+"""SuccessRateCurriculum: samples prompts most often if the policy sometimes solves them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from lightrl.trajectory import JsonMapping, JsonObject
 class SuccessRateCurriculum:
     """Weights a prompt by the success rate of its past groups.
 
-    A group's advantages come from the differences between its trajectories; with 0/1 rewards their variance is
-    r·(1 - r) at success rate r, largest at 1/2. A prompt's weight is the probability that it is sampled when its turn
-    comes: 1 at `target`, falling linearly to `floor` at the rates 0 and 1. Each prompt has one turn per epoch.
-    Implements Curriculum of lightrl.rollout.
+    A group's advantages come from differences between its trajectories. With rewards 0 and 1, their variance at success
+    rate r is r·(1 - r), which is largest at 1/2. A prompt's weight is the probability that it is sampled when its turn
+    comes, once per epoch: 1 at the rate `target`, falling linearly to `floor` at the rates 0 and 1. Implements
+    Curriculum of lightrl.rollout.
 
     Args:
         target: the success rate with the highest weight, 0 to 1.
-        floor: the lowest weight, so that prompts that are too hard now are tried again.
-        solved_times: drop a prompt once its whole group has solved it this many times in a row; None for never.
-        memory: weight of the past in the success rate, from 0 (only the last group counts) to below 1.
+        floor: the lowest weight, so that prompts that are still too hard are tried again.
+        solved_times: drop a prompt when its whole group has solved it this many times in a row; None for never.
+        memory: weight of earlier groups in the success rate, from 0 (only the last group counts) to below 1.
     """
 
     def __init__(
@@ -29,8 +29,8 @@ class SuccessRateCurriculum:
         check_bounds(1, solved_times=solved_times)
         self.target, self.floor = target, floor
         self.solved_times, self.memory = solved_times, memory
-        self._rates: dict[str, float] = {}  # exponential mean over a prompt's groups, by prompt id
-        self._num_solved: dict[str, int] = {}  # times in a row; prompts not solved last time are absent
+        self._rates: dict[str, float] = {}  # prompt id → exponential mean of its groups' success rates
+        self._num_solved: dict[str, int] = {}  # prompt id → times solved in a row, if solved the last time
 
     def weight(self, prompt_id: str) -> float:
         """Returns 1 for a new prompt, 0 for a solved one, otherwise a weight between `floor` and 1."""
@@ -44,11 +44,11 @@ class SuccessRateCurriculum:
         return 1.0 - (1.0 - self.floor) * distance
 
     def success_rate(self, prompt_id: str) -> float | None:
-        """Returns the exponential mean over a prompt's groups, 0 to 1, or None for a new prompt."""
+        """Returns the exponential mean of the success rates of a prompt's groups; None for a new prompt."""
         return self._rates.get(prompt_id)
 
     def observe(self, prompt_id: str, success_rate: float) -> None:
-        """Adds the success rate of another group of this prompt."""
+        """Adds the success rate of a group of this prompt."""
         past = self._rates.get(prompt_id, success_rate)
         self._rates[prompt_id] = self.memory * past + (1 - self.memory) * success_rate
         if success_rate < 1:

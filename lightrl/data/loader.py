@@ -1,8 +1,8 @@
-"""Prompts of a trainer: the data module's stream, or a user's own loaders and batches.
+"""A trainer's prompts: those of a data module's stream, or of a user's loaders and batches.
 
-A user's train DataLoader becomes a PromptStream: its dataset's items are the prompts, its sampler decides whether to
-shuffle, its batch size is the number of prompts per iteration. The loader itself is never iterated. An iterable dataset
-is read in its order; one with `state_dict` and `load_state_dict` resumes without rereading earlier items.
+A user's train DataLoader becomes a PromptStream: its dataset's items are the prompts, its sampler decides whether they
+are shuffled, and its batch size is the number of prompts per iteration. The loader itself is never iterated. An
+iterable dataset is read in its order; if it has `state_dict` and `load_state_dict`, a resume skips earlier items.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 def prompt_source(
     trainer: Any, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int | None, seed: int
 ) -> PromptStream:
-    """Returns the prompts of a fit, by position; with `overfit_batches`, repeats the first ones.
+    """Returns a fit's prompts by position; with `overfit_batches`, repeats the first prompts.
 
-    The `seed` determines the order if a user's loader shuffles. Raises ValueError if a loader has no positions.
+    `seed` determines the order if a user's loader shuffles. Raises ValueError as `wrap_train_loader` does.
     """
     datamodule: Any = getattr(trainer, "datamodule", None)
     stream: PromptStream | None = getattr(datamodule, "prompt_stream", None)
@@ -46,8 +46,8 @@ def prompts_of(
     """Returns the prompts of a validation, test or predict batch; renders rows of a user's loader.
 
     Args:
-        batch: a sequence of prompts, strings or dicts, or a dict of columns, as made by torch's default collate.
-        name: prefix for the ids of prompts without one.
+        batch: a sequence of prompts, strings or dicts, or a dict of columns, as torch's default collate makes it.
+        name: prefix for the ids of prompts without an id.
     """
     items: Sequence[Any] = batch
     if isinstance(batch, Mapping):
@@ -71,7 +71,7 @@ def wrap_train_loader(
         seed: determines the order if the loader shuffles.
 
     Raises:
-        ValueError: if its sampler is neither sequential nor random, or an item is no prompt.
+        ValueError: if the sampler is neither sequential nor random, or an item is not a prompt.
     """
     if not isinstance(loader, DataLoader):
         raise ValueError(
@@ -88,11 +88,11 @@ def wrap_train_loader(
     is_iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     rows: SourceRows
     if is_iterable:
-        # A copy, since Lightning also iterates over the dataset, to count iterations.
+        # A copy, because Lightning iterates over the dataset to count iterations.
         rows = StreamedRows(source, "train", shards_of(lambda: copy.deepcopy(dataset)), seed=0, shuffle=False)
     else:
         _check_map_style(loader)
-        items = [dataset[index] for index in range(len(dataset))]  # once, here: it may be random, or not thread-safe
+        items = [dataset[index] for index in range(len(dataset))]  # read once: it may be random or not thread-safe
         rows = IndexedRows(source, "train", items, name_row=lambda index: f"Item {index} of the train loader")
 
     def prompt_of(located: LocatedRow) -> Prompt:
@@ -108,8 +108,8 @@ def _check_map_style(loader: DataLoader[Any]) -> None:
     dataset = loader.dataset
     if not isinstance(dataset, Sized):
         raise ValueError(
-            f"The loader's dataset, a {type(dataset).__name__}, must have __len__ and __getitem__: prompts are read by "
-            "position, and resuming relies on that. Add __len__, or use an iterable dataset."
+            f"The loader's dataset, a {type(dataset).__name__}, must have __len__ and __getitem__, because prompts are "
+            "read by position. Add __len__, or use an iterable dataset."
         )
     sampler = loader.sampler
     is_plain = isinstance(sampler, SequentialSampler) or (
@@ -123,7 +123,7 @@ def _check_map_style(loader: DataLoader[Any]) -> None:
 
 
 def prompt_from(item: object, index: int | str, split: str) -> Prompt:
-    """Makes a Prompt of a dataset's item, by default with id `<split>-<index>`; raises ValueError if it cannot."""
+    """Makes a Prompt from a dataset's item, by default with id `<split>-<index>`; raises ValueError for other items."""
     name = f"{split}-{index}"
     if isinstance(item, Prompt):
         return item

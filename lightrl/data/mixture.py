@@ -4,8 +4,8 @@
       - {source: openai/gsm8k, name: main, weight: 3}
       - {source: math.parquet, columns: {question: problem, answer: solution}}
 
-The source at a position depends only on the weights; each source shuffles its own rows and uses each once before any
-repeats. So one number describes a run's progress, for any number of sources and ranks.
+The source at a position depends only on the weights. Each source shuffles its own rows, and no row repeats before all
+have been used. One number therefore describes a run's progress, for any number of sources and ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from lightrl.checks.bounds import check_bounds, check_effect
 from lightrl.trajectory import JsonObject
 
-_CYCLE = 1000  # shares are kept to a thousandth
+_CYCLE = 1000  # shares are exact to a thousandth
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,12 @@ class DataSource:
 
     Args:
         source: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name or a local dataset folder, or the
-            dotted path of a function that makes rows: it accepts `split` and `arguments` and returns an iterable of
-            dicts.
+            dotted path of a function that accepts `split` and `arguments` and returns an iterable of dicts.
         weight: this source's share among several; only the ratios matter.
         name: configuration of a hub dataset, for example `main`.
         split: of a hub dataset or a function; None is `train` for training and `test` otherwise.
-        columns: new column names → the source's, for example `{question: problem, answer: solution}`.
-        arguments: for a function.
+        columns: new column names → the source's column names, for example `{question: problem, answer: solution}`.
+        arguments: keyword arguments for a function.
         max_rows: use only the first rows; None uses all.
         label: identifies the source in prompt ids; None uses its index.
         streaming: read the rows in order as they are needed.
@@ -70,8 +69,8 @@ class DataSource:
             )
 
 
-# For the command line: DataSource comes first so that a mapping is parsed as one, not as text; Path makes a file's name
-# a value instead of settings to read from that file.
+# The command line parses a mapping as the first type that fits, so DataSource is first; without Path, it would read
+# settings from a file that is named here.
 Source: TypeAlias = DataSource | list[DataSource] | str | Path
 
 
@@ -93,13 +92,13 @@ def sources_of(source: Source | None) -> list[DataSource]:
 
 @dataclass(eq=False)
 class MixtureOrder:
-    """The row at each position, as an index into the rows of all sources concatenated.
+    """Maps each position to a row, an index into the concatenated rows of all sources.
 
-    Turns are spread evenly, so the shares hold within any range of positions, to about one row. A single source yields
-    one `epoch_order` after another.
+    The sources' turns are spread evenly, so in any range of positions the shares are right to about one row. A single
+    source yields one `epoch_order` after another.
     """
 
-    sizes: Sequence[int | None]  # rows of each source; None for a streamed one, which orders its rows itself
+    sizes: Sequence[int | None]  # rows of each source; None for a streamed source, which orders its rows itself
     weights: Sequence[float]  # one for each source
     _: KW_ONLY
     seed: int  # determines the orders
@@ -113,7 +112,7 @@ class MixtureOrder:
                 "Remove sources without rows."
             )
         shares = _shares(weights)
-        # the k-th of n turns of a source stands at (k + 1/2)/n of the cycle
+        # Turn k of a source's n turns is at (k + 1/2)/n of the cycle.
         turns = sorted(((k + 0.5) / num, source) for source, num in enumerate(shares) for k in range(num))
         self._cycle = [source for _, source in turns]
         self._turns = [
@@ -126,7 +125,7 @@ class MixtureOrder:
         return sum(size or 0 for size in self.sizes[:source]) + row
 
     def num_before(self, source: int, position: int) -> int:
-        """Returns how many turns this source has had before a position."""
+        """Returns how many turns this source has before a position."""
         cycle, turn = divmod(position, len(self._cycle))
         turns = self._turns[source]
         return cycle * len(turns) + bisect_left(turns, turn)
@@ -142,7 +141,7 @@ class MixtureOrder:
         return source, int(self._order(size, seed, epoch)[index]) if self.shuffle else index
 
     def __str__(self) -> str:
-        """Describes everything that determines the order, besides the rows."""
+        """Describes what determines the order, apart from the rows."""
         order = f"shuffled by seed {self.seed}" if self.shuffle else "in order"
         shares = ", ".join(
             f"{size or 'unknown'} rows of weight {weight:g}"
@@ -152,7 +151,7 @@ class MixtureOrder:
 
 
 def _shares(weights: Sequence[float]) -> list[int]:
-    """Returns each source's turns per cycle, at least one, by largest remainders, in lowest terms."""
+    """Returns each source's number of turns per cycle, at least 1, by largest remainders and divided by their gcd."""
     total = sum(weights)
     exact = [weight / total * _CYCLE for weight in weights]
     shares = [max(1, int(share + 1e-9)) for share in exact]
@@ -164,7 +163,7 @@ def _shares(weights: Sequence[float]) -> list[int]:
 
 
 def epoch_order(num_rows: int, seed: int | str, epoch: int) -> Tensor:
-    """Returns a permutation, int64 [num_rows], determined by (seed, epoch), the same on every rank."""
+    """Returns a permutation, int64 [num_rows], that depends only on (seed, epoch)."""
     digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
     return torch.randperm(num_rows, generator=generator)

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_CHECKED = 10_000  # train rows that are all checked at the start
-NUM_CHECKED = 1_000  # first rows to check if there are more; ROWS_AT_ONCE if they are streamed
+MAX_CHECKED = 10_000  # up to this many train rows are all checked at the start
+NUM_CHECKED = 1_000  # how many of the first rows to check if there are more; ROWS_AT_ONCE if they are streamed
 
 Split = Literal["train", "validation", "test"]
 
@@ -54,18 +54,19 @@ _SPLITS_OF_STAGE: dict[str, tuple[Split, ...]] = {
 
 
 class PromptDataModule(L.LightningDataModule):
-    """Prompts for an RLModule, rendered with the policy's own tokenizer, the same on every rank.
+    """Prompts for an RLModule, rendered with the policy's tokenizer; the same on every rank.
 
     The train loader only counts iterations; the rollout reads `prompt_stream` by position, ahead of the count if
-    staleness allows. The validation, test and predict loaders give lists of prompts.
+    staleness allows. The validation, test and predict loaders yield lists of prompts.
 
     A row becomes `Prompt(id="train-0", messages=[...], token_ids=[...], fields={column: value})`; the reward finds the
     row's columns in `fields`. For another source of prompts, subclass and override `make_prompts`.
 
-    A prompt is made when its turn comes; rows stay on disk. Up to 10,000 train rows, and all other rows, are checked at
-    the start: a bad row is refused, a filtered or overlong one left out. If there are more train rows, only the first
-    1,000 and 256 others are checked, so that the start takes seconds. A bad row found later ends the run with an error
-    that names it, and a filtered or overlong one is skipped and counted in `rollout/skipped_prompts`.
+    A prompt is made when its turn comes; rows stay on disk. Validation and test rows, and up to 10,000 train rows, are
+    all checked at the start: a bad row is an error, and filtered or overlong rows are dropped. If there are more train
+    rows, only the first 1,000 and 256 others are checked, so that the start takes seconds. A bad row found later ends
+    the run with an error that names it; filtered and overlong rows are skipped and counted in
+    `rollout/skipped_prompts`.
 
     With `DataSource.streaming`, rows are read in order as they are needed: hub datasets are not downloaded, a file's
     name may be a pattern, and the number of rows need not be known. The Trainer then needs `max_steps`, or
@@ -79,21 +80,21 @@ class PromptDataModule(L.LightningDataModule):
         test: the same for test and predict; None uses the validation prompts.
         batch_size: prompts per iteration, which is also groups per iteration.
         row_filter: a function of a row, or its dotted path; rows for which it returns False are dropped and counted.
-        prompt_column: holds the prompt's text, or a list of chat messages. Any column may be a dotted path, like
+        prompt_column: the prompt's text, or a list of chat messages. Any column may be a dotted path, like
             `reward_model.ground_truth`.
-        image_column: holds an image or a list of images: paths (relative to the data file's folder), data: URLs, or
-            images from `datasets`. For policies that read images. Image parts of chat messages can name them instead.
-        answer_column: required in every row, for the reward; None requires no column.
+        image_column: an image or a list of images for a policy that reads images: paths (relative to the data file's
+            folder), data: URLs, or images from `datasets`. Image parts of chat messages can name them instead.
+        answer_column: a column that every row must have, for the reward; None requires none.
         system_prompt: opens every chat that has no system message.
         prompt_template: the user's turn, a format string with `{prompt}` and any other column by name.
         chat_template: replaces the tokenizer's, for the whole run and the exported model; a Jinja file or the template
             itself.
         chat_template_kwargs: arguments of the chat template, like `{enable_thinking: false}`; a row's column of the
-            same name takes precedence. A column `tools` holds JSON schemas for the template.
+            same name takes precedence. A column `tools` is passed to the template as JSON schemas.
         validation_batch_size: prompts per validation batch.
         max_prompt_tokens: the longest prompt allowed; None uses the model's context minus the completion.
         min_prompt_tokens: the shortest prompt allowed; shorter ones are dropped and counted.
-        prompt_overflow: what to do with a longer prompt: `error` before training, or `drop` it and log that.
+        prompt_overflow: what to do with a longer prompt: raise an `error` before training, or `drop` and log it.
         shuffle: reorder the train prompts in each epoch, by (seed, epoch).
         seed: determines the order; None uses the seed of `seed_everything`, or 0.
     """
@@ -150,7 +151,7 @@ class PromptDataModule(L.LightningDataModule):
         self.prompts: dict[Split, RowPrompts] = {}  # of the splits that are set up
         self._attached: PolicyInputs | None = None
         self._stream: PromptStream | None = None
-        self._rows: dict[Split, list[SourceRows]] = {}  # of each source
+        self._rows: dict[Split, list[SourceRows]] = {}  # an entry for each source of a split
         self._stage = ""  # the last stage that was set up
 
     def attach(
@@ -160,15 +161,15 @@ class PromptDataModule(L.LightningDataModule):
         max_prompt_tokens: int | None = None,
         image_reader: ImageReader | None = None,
     ) -> None:
-        """Sets the policy's inputs, which otherwise come from the trainer's module."""
+        """Sets the result of `policy_inputs`, which otherwise comes from the trainer's module."""
         set_chat_template(tokenizer, self.chat_template, self.chat_template_kwargs)
         self._attached = tokenizer, max_prompt_tokens, image_reader
 
     def make_prompts(self, split: Split) -> list[Prompt]:
-        """Returns the prompts of one split, in order, with messages or token ids; a subclass may override it.
+        """Returns a split's prompts in order, with messages or token ids; a subclass may override it.
 
         Returns:
-            Prompts with ids unique within the split; an empty list if there is no such split.
+            Prompts with ids unique within the split; an empty list if the split has no source.
 
         Raises:
             ValueError: if the source is missing or empty, or a row lacks the prompt or the answer.
@@ -176,7 +177,7 @@ class PromptDataModule(L.LightningDataModule):
         return [self._prompt(rows.locate(index)) for rows in self._filter_rows(split) for index in rows.row_keys()]
 
     def _filter_rows(self, split: Split) -> list[IndexedRows]:
-        """Returns the rows of a split that `row_filter` keeps; logs how many it drops."""
+        """Returns the rows of a split that pass `row_filter`; logs how many it drops."""
         parts = [rows.read_whole() for rows in self._open(split)]
         if self.row_filter is None:
             return parts
@@ -190,16 +191,14 @@ class PromptDataModule(L.LightningDataModule):
         return filtered
 
     def _own_rows(self, split: Split) -> list[IndexedRows]:
-        """Returns the prompts of a subclass's `make_prompts` as rows; the longest label in an id decides the source."""
+        """Returns the prompts of a subclass's `make_prompts` as rows. A prompt's id begins with its source's label."""
         prompts, sources = self.make_prompts(split), self.sources[split]
         prefixes = [f"{split}-{source.label}-" for source in sources]
         owners = [max(filter(prompt.id.startswith, prefixes), key=len, default=None) for prompt in prompts]
         indices = [[n for n, owner in enumerate(owners) if owner == prefix] for prefix in prefixes]
         if len(sources) < 2 or None in owners:
             if len({source.weight for source in sources}) > 1:
-                problem = (
-                    "Weights of sources are not used: make_prompts's id %r starts with no label. Begin it with %r."
-                )
+                problem = "The sources' weights have no effect: id %r of make_prompts has no label. Begin it with %r."
                 logger.warning(problem, prompts[owners.index(None)].id, prefixes[0])
             sources, indices = [DataSource("make_prompts")], [list(range(len(prompts)))]
         return [
@@ -210,7 +209,7 @@ class PromptDataModule(L.LightningDataModule):
         ]
 
     def _prompt(self, located: LocatedRow) -> Prompt:
-        """Makes the prompt of a row, with messages."""
+        """Makes a row's prompt, with messages."""
         row, where = located.row, located.where
         messages = row_messages(
             row,
@@ -234,7 +233,7 @@ class PromptDataModule(L.LightningDataModule):
     def _with_images(
         self, messages: Messages, row: Row, source: DataSource, where: str
     ) -> tuple[Messages, tuple[str, ...], Row]:
-        """Returns messages, images, and the row without images, which the reward reads from the prompt's `images`."""
+        """Moves a row's images out of its messages and columns; the reward reads them from the prompt's `images`."""
         in_column: object = []
         if self.image_column is not None:
             in_column = require_column(row, self.image_column, "image_column", where=where)
@@ -282,7 +281,7 @@ class PromptDataModule(L.LightningDataModule):
         return keeps
 
     def prompts_on_reading(self, split: Split) -> RowPrompts:
-        """Returns a split's rendered prompts, each made and checked when it is read; None for a dropped row."""
+        """Returns a split's prompts, each of which is made and checked when it is read; None for a dropped row."""
         parts: Sequence[SourceRows] = self._open(split)
         if split != "train":
             parts = [rows.read_whole() for rows in parts]
@@ -304,7 +303,7 @@ class PromptDataModule(L.LightningDataModule):
             read |= {old.partition(".")[0] for new, old in located.source.columns.items() if new in read}
             for column in self._columns_shown & read:
                 self._columns_shown.discard(column)  # warns once
-                problem = "prompt_template shows the policy the column %r, which the reward reads, so it can copy it. "
+                problem = "prompt_template shows the policy column %r, which the reward reads, so it can copy it. "
                 logger.warning(f"{problem}If it is meant as text, double the braces: {{{{%s}}}}.", column, column)
             return prompt
 
@@ -319,14 +318,14 @@ class PromptDataModule(L.LightningDataModule):
         return RowPrompts(parts, checked, renderer.rendered, self.order_seed, self.shuffle)
 
     def _check_split(self, split: Split) -> RowPrompts:
-        """Returns the prompts of a split; raises ValueError for a bad row among those checked at the start."""
+        """Returns a split's prompts; raises ValueError for a bad row among those that are checked at the start."""
         if split == "train" and self.makes_prompts_of_rows:
             prompts = self.prompts_on_reading(split)
             num_rows = prompts.num_rows
             if num_rows is None or num_rows > MAX_CHECKED:
                 made = prompts.first(ROWS_AT_ONCE if num_rows is None else NUM_CHECKED)
                 logger.info(
-                    "Checked the first %d of %s train rows, of which %d make prompts; others are checked when read.",
+                    "Checked the first %d of %s train rows; %d became prompts. Other rows are checked when read.",
                     len(made),
                     num_rows or "the streamed",
                     sum(item is not None for item in made),
@@ -346,7 +345,7 @@ class PromptDataModule(L.LightningDataModule):
         return checked
 
     def setup(self, stage: str) -> None:
-        """Makes each prompt of a stage once, so problems in the data show up before training."""
+        """Makes each prompt of a stage once, so that problems in the data show up before training."""
         self._stage = stage
         if self.trainer is not None:  # ranks do not start at the same time
             run_start(self.trainer.strategy.broadcast(run_start().isoformat()))
@@ -359,8 +358,8 @@ class PromptDataModule(L.LightningDataModule):
             if num_rows := sum(rows.read_whole().num_rows for rows in self._rows.get(required, [])):
                 limits = self._limits()
                 raise ValueError(
-                    f"None of the {num_rows} rows of {required}={', '.join(names)} is left: row_filter or a length "
-                    f"limit{limits and f' ({limits} tokens)'} dropped them all. Loosen it."
+                    f"All {num_rows} rows of {required}={', '.join(names)} were dropped by row_filter or a length limit"
+                    f"{limits and f' ({limits} tokens)'}. Loosen it."
                 )
             raise ValueError(
                 f"{type(self).__name__} has no {required} prompts ({required}={', '.join(names) or None}). Set "
@@ -375,13 +374,13 @@ class PromptDataModule(L.LightningDataModule):
                     )
             _warn_of_repeats(prompts.checked, self.prompts["validation"].checked)
             if not self.prompts["validation"]:
-                # Lightning validates if this hook is overridden, and warns about an empty loader.
+                # Lightning validates if this hook is overridden, and would warn about an empty loader.
                 self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
             self._stream = PromptStream(prompts, batch_size=self.batch_size)
             self._stream.fingerprint  # noqa: B018  # reads a sample of the rows, so that bad rows fail now
 
     def state_dict(self) -> JsonObject:
-        """Returns when the run started, if the chat template writes the date; otherwise nothing."""
+        """Returns the run's start time if the chat template writes the date, otherwise {}."""
         is_dated = bool(self.prompts) and ChatTemplate(self.policy_inputs()[0]).is_dated
         return {"run_start": run_start().isoformat()} if is_dated else {}
 
@@ -389,7 +388,7 @@ class PromptDataModule(L.LightningDataModule):
         restored = state_dict.get("run_start")
         if restored is not None and restored != run_start().isoformat():
             run_start(restored)
-            self.setup(self._stage)  # renders the prompts with that date
+            self.setup(self._stage)  # renders the prompts again, with that date
 
     @property
     def prompt_stream(self) -> PromptStream:
@@ -433,7 +432,7 @@ class PromptDataModule(L.LightningDataModule):
         return tokenizer, getattr(module, "max_prompt_tokens", None), getattr(module, "image_reader", None)
 
     def _limits(self) -> str:
-        """Returns the lengths that drop a prompt, as text for messages; empty if none does."""
+        """Describes the lengths that drop a prompt, for messages; empty if there are none."""
         limits = [f"fewer than {self.min_prompt_tokens}"] if self.min_prompt_tokens is not None else []
         most_tokens = smallest(self.max_prompt_tokens, self.policy_inputs()[1])
         if self.prompt_overflow == "drop" and most_tokens is not None:
@@ -447,16 +446,16 @@ class PromptDataModule(L.LightningDataModule):
 
 
 def _warn_of_repeats(train: CheckedRows | None, validation: CheckedRows | None) -> None:
-    """Warns of repeated train prompts, and of validation prompts that are train prompts, if all were checked."""
+    """Warns of repeated train prompts, and of validation prompts that are also train prompts, if all were checked."""
     if train is None or validation is None:
         return
     num, contents = len(train.contents), set(train.contents)
     if len(contents) < num:
-        logger.warning("%d of %d train prompts repeat another one.", num - len(contents), num)
+        logger.warning("%d of %d train prompts are repetitions.", num - len(contents), num)
     num_shared = sum(content in contents for content in validation.contents)
     if num_shared:
         logger.warning(
-            "%d of %d validation prompts are also train prompts: they do not measure the policy on new prompts.",
+            "%d of %d validation prompts are also train prompts, so they do not measure the policy on new prompts.",
             num_shared,
             len(validation.contents),
         )
@@ -469,5 +468,5 @@ def _row_of(item: object, where: str) -> Row:
 
 
 def smallest(*limits: int | None) -> int | None:
-    """Returns the smallest limit, or None, which means no limit, if all are None."""
+    """Returns the smallest limit; None means no limit."""
     return min((limit for limit in limits if limit is not None), default=None)

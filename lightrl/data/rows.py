@@ -2,8 +2,8 @@
 
 Data may have any size: lines of a .jsonl file are located at the start and parsed when read; `datasets` maps Parquet,
 Arrow and CSV files and hub datasets into memory, from its cache. CSV values stay text. A .json file is read whole. A
-.jsonl file above 64 MiB is mapped into memory: it must not change in place while a run reads it. Text files may be
-gzipped. Row numbers in messages count from 1.
+.jsonl file above 64 MiB is mapped into memory, so it must not change in place during a run. Text files may be gzipped.
+Row numbers in messages count from 1.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 _BOM = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _POINTER = b"version https://git-lfs.github.com/"
-_MAX_COPIED = 64 * 2**20  # bytes of a text file that is read whole, so that later changes to it do no harm
-_LONGEST_FIELD = 2**31 - 1  # bytes in a CSV file; the module's own limit is 128 KiB
-_LONGEST_BLANK = 16  # a longer line of spaces is refused as invalid JSON
-_PROGRESS_S = 5.0  # between two messages while a large file is scanned
+_MAX_COPIED = 64 * 2**20  # bytes; a smaller text file is read whole, so later changes to it do no harm
+_LONGEST_FIELD = 2**31 - 1  # bytes in a CSV file; the csv module's default is 128 KiB
+_LONGEST_BLANK = 16  # a longer line of spaces is invalid JSON
+_PROGRESS_S = 5.0  # between log messages while a large file is scanned
 _TO_UTF_8 = "It must be UTF-8: convert it with `iconv -f <its encoding> -t utf-8`."
 
 
 @dataclass(eq=False)
 class Rows(Sequence[Row]):
-    """Rows by index from 0; each is read when it is requested, and none is kept."""
+    """Rows by index; each is read when it is requested, and not cached."""
 
     num_rows: int
     read: Callable[[int], Row]
@@ -61,8 +61,8 @@ class Rows(Sequence[Row]):
 
     def __getitem__(self, index: Any) -> Any:
         """Returns a row, or a list of rows for a slice."""
-        chosen = range(self.num_rows)[index]
-        return [self.read(row) for row in chosen] if isinstance(chosen, range) else self.read(chosen)
+        selected = range(self.num_rows)[index]
+        return [self.read(row) for row in selected] if isinstance(selected, range) else self.read(selected)
 
 
 def read_rows(
@@ -80,9 +80,9 @@ def read_rows(
             dataset folder, for `datasets.load_dataset`; or the dotted path of a function that makes rows from `split`
             and `arguments`, for example `my_project.data.riddles`.
         name: the dataset's configuration; for hub names and folders.
-        split: the dataset's split; for hub names, folders and functions: a file is one split.
-        max_rows: how many to read; None for all.
-        arguments: for a function.
+        split: the dataset's split; for hub names, folders and functions, since a file is one split.
+        max_rows: how many rows to read; None for all.
+        arguments: keyword arguments for a function.
 
     Raises:
         ValueError: if the source does not exist, cannot be read, or has no rows.
@@ -109,25 +109,25 @@ def read_rows(
 def check_source(source: DataSource) -> None:
     """Raises ValueError for a setting that has no effect on this kind of source."""
     path = Path(source.source).expanduser()
-    kind, read = "a hub dataset or a folder: only functions take arguments", ["name", "split"]
+    kind, used = "a hub dataset or a folder: only functions take arguments", ["name", "split"]
     if not path.exists() and function_of_rows(source.source) is not None:
-        kind, read = "a function", ["split", "arguments"]
+        kind, used = "a function", ["split", "arguments"]
     elif file_suffix(path) in FILE_SUFFIXES:
-        kind, read = "a file: only functions take arguments, and only hub datasets a name", []
+        kind, used = "a file: only functions take arguments, and only hub datasets a name", []
     for name in ("name", "split", "arguments"):
-        if name not in read and (value := getattr(source, name)):
+        if name not in used and (value := getattr(source, name)):
             raise ValueError(f"{name}={value!r} of data {source.source!r} has no effect on {kind}. Remove it.")
 
 
 def column_of(row: Row, column: str) -> object:
-    """Returns a column's value, or the value at a dotted path like `reward_model.ground_truth`; KeyError if missing."""
+    """Returns the value of a column or a dotted path like `reward_model.ground_truth`; raises KeyError without it."""
     name, _, rest = column.partition(".")
     is_path = column not in row and rest and isinstance(row.get(name), dict)
     return column_of(row[name], rest) if is_path else row[column]
 
 
 def require_column(row: Row, column: str, setting: str, *, where: str) -> object:
-    """Returns the value in a column or at a dotted path; raises ValueError if it is missing, None, NaN or blank.
+    """Returns the value of a column or a dotted path; raises ValueError if it is missing, None, NaN or blank.
 
     Args:
         setting: the setting that names the column.
@@ -148,12 +148,12 @@ def require_column(row: Row, column: str, setting: str, *, where: str) -> object
 
 
 def is_missing(value: object) -> bool:
-    """Whether the value stands for an empty cell: None, or pandas' NaN."""
+    """Whether the value is an empty cell: None, or pandas' NaN."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def rename_columns(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
-    """Renames columns, given new name → old name or dotted path; raises ValueError if an old one is missing."""
+    """Renames columns, given as new name → old name or dotted path; raises ValueError if an old column is missing."""
     result = {key: value for key, value in row.items() if key not in columns.values()}
     for new, old in columns.items():
         try:
@@ -228,7 +228,7 @@ def _mapped_csv(path: Path, max_rows: int | None) -> Sequence[Row]:
 
 
 def _csv_rows(path: Path, max_rows: int | None, version: str) -> Iterator[Row]:
-    """Yields the first rows; `datasets` caches them by the arguments, which include the file's `version`."""
+    """Yields the first rows. `datasets` caches them by these arguments; `version` changes with the file."""
     return islice(read_csv(path), max_rows)
 
 
@@ -246,7 +246,7 @@ def load_dataset(
 
     try:
         return datasets.load_dataset(source, name, split=split, data_files=data_files, streaming=streaming)
-    except (OSError, ValueError, IndexError, datasets.exceptions.DatasetsError) as error:  # IndexError of "/"
+    except (OSError, ValueError, IndexError, datasets.exceptions.DatasetsError) as error:  # "/" raises IndexError
         if data_files is not None:
             problem = f"cannot be read as {source.title()}: {error.__cause__ or error}"
             raise ValueError(f"Data file {data_files!r} {problem}.") from error
@@ -257,7 +257,7 @@ def load_dataset(
 
 
 def json_able(row: Row) -> Row:
-    """Returns the row with dates and similar values as text: fields are sent to reward workers as JSON."""
+    """Returns the row with dates and similar values as text, because reward workers get fields as JSON."""
     try:
         json.dumps(row)
     except TypeError:
@@ -266,7 +266,7 @@ def json_able(row: Row) -> Row:
 
 
 def without_padding(value: Any, *, is_listed: bool = False) -> Any:
-    """Removes the null keys that Arrow adds to a list's dicts, like messages, because other dicts have them."""
+    """Removes the null values that Arrow adds to the dicts of a list, such as messages, so that all have equal keys."""
     if isinstance(value, list):
         return [without_padding(item, is_listed=True) for item in value]
     if not isinstance(value, dict):
@@ -287,14 +287,14 @@ def file_suffix(path: str | Path) -> str:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raises ValueError for a Git LFS pointer in place of the file."""
+    """Raises ValueError if the file is a Git LFS pointer."""
     with path.open("rb") as file:
         if file.read(len(_POINTER)) == _POINTER:
             raise ValueError(f"Data file '{path}' is a Git LFS pointer, not the data. Run `git lfs pull`.")
 
 
 def _map_file(path: Path) -> mmap.mmap | bytes:
-    """Returns the content of a text file, unpacked if it is gzipped: bytes, or a memory map if it is large."""
+    """Returns a text file's content, decompressed if it is gzipped, as bytes, or as a memory map if it is large."""
     refuse_pointer(path)
     with path.open("rb") as file:
         start = file.read(3)
@@ -336,7 +336,7 @@ def _line_starts(content: mmap.mmap | bytes, path: Path) -> Iterator[int]:
 
 
 def _row_at(content: mmap.mmap | bytes, start: int, path: Path) -> Row:
-    """Returns the JSON object of the line that starts at an offset; raises ValueError if there is none."""
+    """Parses the line that starts at an offset; raises ValueError if it is not a JSON object."""
     end = content.find(b"\n", start)
     try:
         return _parse_row(content[start : len(content) if end < 0 else end])
@@ -346,7 +346,7 @@ def _row_at(content: mmap.mmap | bytes, start: int, path: Path) -> Row:
 
 
 def _parse_row(line: bytes) -> Row:
-    """Parses a line; raises ValueError unless it is UTF-8 and a JSON object, not too deep, without lone surrogates."""
+    """Parses a line; raises ValueError if it is not UTF-8 or JSON, not an object, too deep, or has lone surrogates."""
     try:
         row = json.loads(line.removeprefix(_BOM).decode())
         if b"\\u" in line:
@@ -354,8 +354,8 @@ def _parse_row(line: bytes) -> Row:
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 (byte 0x{error.object[error.start]:02x}). {_TO_UTF_8}") from error
     except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise ValueError(f"contains a lone surrogate, {half!r}. Remove it.") from error
+        surrogate = error.object[error.start]
+        raise ValueError(f"contains a lone surrogate, {surrogate!r}. Remove it.") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not valid JSON: {_problem(error)}.") from error
     if not isinstance(row, dict):
@@ -383,14 +383,14 @@ def read_csv(path: Path) -> Iterator[Row]:
     reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True)
     try:
         names = reader.fieldnames or []
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"Data file '{path}' has two columns {twice[0]!r}. Rename one of them.")
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"Data file '{path}' has two columns {repeated[0]!r}. Rename one of them.")
         for row in reader:
             if None in row or None in row.values():
                 num = sum(value is not None for value in row.values()) + len(row.get(None) or [None]) - 1
                 raise ValueError(
-                    f"Line {reader.line_num} of '{path}' has {num} columns, the first line {len(names)}. Quote values "
-                    "that contain a comma or a line break."
+                    f"Line {reader.line_num} of '{path}' has {num} columns, but the first line has {len(names)}. Quote "
+                    "values that contain a comma or a line break."
                 )
             yield dict(row)
     except csv.Error as error:

@@ -1,9 +1,9 @@
 """SourceRows: the rows of one source. RowPrompts: the prompts of a split's rows. PromptStream: the train prompts in the
 run's order.
 
-A position counts prompts over the whole run. With n prompts, epoch e of the stream is positions e·n to (e + 1)·n - 1,
-each prompt once, in an order that depends only on (seed, e). So a resume needs one number, with any number of ranks.
-If a source is streamed (streamed.py), n is unknown.
+A position counts prompts over the whole run. With n prompts, epoch e of the stream is positions e·n to (e + 1)·n - 1:
+each prompt once, in an order that depends only on (seed, e). A resume therefore needs only one number, for any number
+of ranks. If a source is streamed (streamed.py), n is unknown.
 """
 
 from __future__ import annotations
@@ -137,9 +137,9 @@ def without_errors(made: Iterable[T | ValueError]) -> list[T]:
 
 
 class CheckedRows(NamedTuple):
-    """Hashes and lengths of the prompts, in the order of the data; the prompts are not kept."""
+    """Hashes and lengths of the prompts in the order of the data, without the prompts themselves."""
 
-    contents: list[int]  # hashes of the prompts' content
+    contents: list[int]  # hash of each prompt's content
     num_tokens: list[int]
     digest: str  # hash of all prompts
 
@@ -150,11 +150,10 @@ class RowPrompts(Sequence["Prompt | None"]):
 
     parts: Sequence[SourceRows]  # one for each source
     prompt_of: PromptOf
-    # adds token ids to prompts, given them and a name for the row of each: None for one dropped for its length
-    render: Callable[[Sequence[Made], Callable[[int], str]], list[Made]]
+    render: Callable[[Sequence[Made], Callable[[int], str]], list[Made]]  # as ChatRenderer.rendered
     seed: int  # determines the order
     shuffle: bool
-    ids: Sequence[str] = ()  # of all prompts, if they are known; ids that follow from the rows are unique
+    ids: Sequence[str] = ()  # of all prompts, if they are known; otherwise they are made from the rows, and unique
     checked: CheckedRows | None = None  # if all rows were checked at the start
 
     @classmethod
@@ -166,7 +165,7 @@ class RowPrompts(Sequence["Prompt | None"]):
 
     @property
     def num_rows(self) -> int | None:
-        """Rows of all sources; None if one is streamed."""
+        """The number of rows of all sources; None if one is streamed."""
         sizes = [part.num_rows for part in self.parts]
         return None if None in sizes else sum(size or 0 for size in sizes)
 
@@ -177,9 +176,9 @@ class RowPrompts(Sequence["Prompt | None"]):
         return self.num_rows
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns a prompt, or a slice's list of prompts, in the order of the data; raises ValueError for a bad row."""
-        chosen = range(len(self))[index]
-        return self.at(chosen) if isinstance(chosen, range) else self.at([chosen])[0]
+        """Returns a prompt, or a list for a slice, in the order of the data; raises ValueError for a bad row."""
+        selected = range(len(self))[index]
+        return self.at(selected) if isinstance(selected, range) else self.at([selected])[0]
 
     def at(self, indices: Iterable[int]) -> list[Prompt | None]:
         """Returns the prompts of these rows, counted over all sources; raises ValueError for a bad row."""
@@ -195,13 +194,13 @@ class RowPrompts(Sequence["Prompt | None"]):
 
     @functools.cached_property
     def order(self) -> MixtureOrder:
-        """The source and row at each position."""
+        """The row at each position."""
         weights = [part.source.weight for part in self.parts]
         sizes = [part.num_rows for part in self.parts]
         return MixtureOrder(sizes, weights, seed=self.seed, shuffle=self.shuffle)
 
     def many(self, positions: Iterable[int]) -> list[Made]:
-        """Returns the prompts at these positions of the run, which is faster than one by one."""
+        """Makes the prompts at these positions of the run together, which is faster than one by one."""
 
         def locate(position: int) -> LocatedRow:
             source, row = self.order.turn(position)
@@ -211,7 +210,7 @@ class RowPrompts(Sequence["Prompt | None"]):
         return self._make(positions, locate)
 
     def one_pass(self) -> Iterator[list[Made]]:
-        """Yields the prompts of all rows, in the order of the data, in blocks."""
+        """Yields the prompts of all rows in blocks, in the order of the data."""
         keys = self.row_keys()
         while block := list(itertools.islice(keys, ROWS_AT_ONCE)):
             yield self._make(block, lambda key: self.parts[key[0]].locate(key[1]))
@@ -222,7 +221,7 @@ class RowPrompts(Sequence["Prompt | None"]):
         return without_errors(self._make(keys, lambda key: self.parts[key[0]].locate(key[1])))
 
     def check(self) -> RowPrompts:
-        """Makes every prompt once, without keeping it; raises ValueError for a bad row. Returns the kept rows."""
+        """Makes every prompt once; raises ValueError for a bad row. Returns the rows that are not dropped."""
         keys: list[tuple[int, Any]] = []
         ids: list[str] = []
         checked = CheckedRows([], [], "")
@@ -239,7 +238,7 @@ class RowPrompts(Sequence["Prompt | None"]):
         return replace(self.only(keys), ids=ids, checked=checked._replace(digest=content.hexdigest()))
 
     def only(self, keys: Sequence[tuple[int, Any]]) -> RowPrompts:
-        """Returns the prompts of these rows, given (number of the source, key), in the order of the data."""
+        """Returns the prompts of these rows, given as (number of the source, key) in the order of the data."""
         parts = [
             part.read_whole().only([key for source, key in keys if source == number])
             for number, part in enumerate(self.parts)
@@ -247,12 +246,12 @@ class RowPrompts(Sequence["Prompt | None"]):
         return replace(self, parts=parts)
 
     def state_dict(self, position: int) -> JsonObject | None:
-        """Returns each streamed source's mark for the prompts from this position on; None without such sources."""
-        marks = {
+        """Returns each streamed source's state for reading from this position on; None without streamed sources."""
+        states = {
             str(number): part.state_dict(self.order.num_before(number, position))
             for number, part in enumerate(self.parts)
         }
-        return {number: mark for number, mark in marks.items() if mark is not None} or None
+        return {number: state for number, state in states.items() if state is not None} or None
 
     def load_state_dict(self, state: JsonMapping) -> None:
         for number, part in enumerate(self.parts):
@@ -260,11 +259,11 @@ class RowPrompts(Sequence["Prompt | None"]):
                 part.load_state_dict(state[str(number)])
 
     def row_keys(self) -> Iterator[tuple[int, Any]]:
-        """Yields the number of the source and the key of every row, in the order of the data."""
+        """Yields (number of the source, key) for every row, in the order of the data."""
         return ((number, key) for number, part in enumerate(self.parts) for key in part.row_keys())
 
     def _make(self, items: Iterable[T], locate: Callable[[T], LocatedRow]) -> list[Made]:
-        """Makes the prompts of items; `locate` raises ValueError for a row that cannot be read."""
+        """Makes and renders the prompts of the rows that `locate` finds; an error of a row is its result."""
         made: list[Made] = []
         names: dict[int, str] = {}
         for index, item in enumerate(items):
@@ -280,10 +279,10 @@ class RowPrompts(Sequence["Prompt | None"]):
 class PromptStream:
     """An endless sequence of prompts: `stream[position]` for any position from 0.
 
-    A position whose row is dropped, by a filter or for its length, holds None.
+    It is None if a filter or a length limit drops the row.
 
     Args:
-        prompts: one epoch's, in the order of the data.
+        prompts: those of one epoch, in the order of the data.
         batch_size: prompts per iteration, which is also groups per iteration.
 
     Raises:
@@ -292,20 +291,20 @@ class PromptStream:
 
     def __init__(self, prompts: RowPrompts, *, batch_size: int) -> None:
         check_bounds(1, batch_size=batch_size)
-        self.num_prompts = prompts.num_rows  # per epoch, if known
+        self.num_prompts = prompts.num_rows  # per epoch; None if unknown
         if self.num_prompts is not None and self.num_prompts < batch_size:
             raise ValueError(
                 f"batch_size={batch_size} exceeds the {self.num_prompts} train prompts. Lower batch_size or add data."
             )
         if num_repeated := len(prompts.ids) - len(set(prompts.ids)):
             raise ValueError(
-                f"{num_repeated} train prompts have duplicate ids. Make them unique: seeds depend on them."
+                f"{num_repeated} train prompts have duplicate ids. Make them unique, because seeds depend on them."
             )
         self.prompts, self.batch_size = prompts, batch_size
-        self._made: dict[int, Made] = {}  # ahead of need, by position
+        self._made: dict[int, Made] = {}  # position → prepared prompt
 
     def __len__(self) -> int:
-        """Returns the prompts per epoch; raises TypeError if unknown."""
+        """Returns the number of prompts per epoch; raises TypeError if it is unknown."""
         return len(self.prompts)
 
     def __getitem__(self, position: int) -> Prompt | None:
@@ -317,17 +316,17 @@ class PromptStream:
         return made
 
     def is_prepared(self, position: int) -> bool:
-        """Whether reading this position takes no time."""
+        """Whether the prompt at this position is prepared."""
         return position in self._made
 
     def prepare(self, first: int, num: int) -> None:
-        """Makes the prompts of these positions ahead of need; may be called in a thread.
+        """Makes the prompts at these positions in advance; may be called in a thread.
 
-        A bad row's error is raised when its position is read.
+        The error of a bad row is raised when its position is read.
         """
         missing = [position for position in range(first, first + num) if not self.is_prepared(position)]
         made = self.prompts.many(missing)
-        if self.num_prompts is not None:  # ids are unique: a row has one prompt in all its epochs
+        if self.num_prompts is not None:  # ids are unique, so all epochs can share a row's prompt
             by_id = {item.id: item for item in self._made.values() if isinstance(item, Prompt)}
             made = [by_id.setdefault(item.id, item) if isinstance(item, Prompt) else item for item in made]
         self._made |= zip(missing, made, strict=True)
@@ -336,12 +335,12 @@ class PromptStream:
 
     @property
     def num_iterations(self) -> int | None:
-        """Iterations per epoch of the loader; None if unknown."""
+        """The number of iterations per epoch of the loader; None if unknown."""
         return None if self.num_prompts is None else self.num_prompts // self.batch_size
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Identifies the prompts and their order; if it differs, a checkpoint's positions refer to other prompts."""
+        """Identifies the prompts and their order; if it has changed, a checkpoint's positions mean other prompts."""
         prompts = self.prompts
         if self.num_prompts is None:
             parts = ", ".join(str(part) for part in prompts.parts if part.num_rows is None)
@@ -354,7 +353,7 @@ class PromptStream:
         return f"{self.num_prompts} prompts {prompts.order}, content {checked.digest}"
 
     def first(self, num_prompts: int) -> PromptStream:
-        """Returns a stream that repeats the first prompts of the data in order, for `overfit_batches`."""
+        """Returns a stream that repeats the first prompts in order, for `overfit_batches`."""
         if self.num_prompts is None:
             prompts = [self[position] for position in range(num_prompts)]
         else:
@@ -363,9 +362,9 @@ class PromptStream:
         return PromptStream(in_order, batch_size=self.batch_size)
 
     def state_dict(self, position: int) -> JsonObject | None:
-        """Returns the read positions of streamed sources for prompts from here on; None if none is streamed."""
+        """Returns the streamed sources' state for reading from this position on; None if no source is streamed."""
         return self.prompts.state_dict(position)
 
     def load_state_dict(self, state: JsonMapping) -> None:
-        """Resumes at these read positions; without them the prompts are the same, but earlier rows are read again."""
+        """Restores the streamed sources. Without it the prompts are the same, but earlier rows are read again."""
         self.prompts.load_state_dict(state)

@@ -1,9 +1,9 @@
 """Sources that can only be read in order, for example a hub dataset that is not downloaded.
 
-Rows come in blocks: `block_rows` consecutive rows of a pass over the source, fewer at its end. With `shuffle`, each
-pass has another order of shards, and each block another order of rows. A row's number, counted over all passes,
-determines the row, so a resume gives the rows that an uninterrupted run reads. A Mark is the start of a block; the
-checkpoint keeps the mark from which all rows in flight can be read again, so a resume need not read earlier rows.
+Rows are read in blocks of `block_rows` consecutive rows; the last block of a pass over the source may be shorter. With
+`shuffle`, each pass shuffles the shards, and each block its rows. A row's number, counted over all passes, determines
+the row, so a resumed run reads the same rows as an uninterrupted one. A Mark is the start of a block. The checkpoint
+stores the mark from which all rows in flight can be read again, so a resume need not read earlier rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightrl.data.rows import (
 from lightrl.data.stream import ROWS_AT_ONCE, IndexedRows, LocatedRow, SourceRows
 from lightrl.trajectory import JsonMapping, JsonObject
 
-OpenShard = Callable[[], Iterable[Any]]  # a shard, from its first row
+OpenShard = Callable[[], Iterable[Any]]  # opens a shard at its first row
 
 _KEPT_BLOCKS = 2  # in memory
 _MAX_MARKS = 10_000
@@ -42,10 +42,10 @@ class Mark(NamedTuple):
 
     number: int = 0  # of the first row, counted over all passes
     epoch: int = 0  # the pass
-    num_read: int = 0  # rows of the pass before this block
-    turn: int = 0  # shards of the pass before the present one
-    row: int = 0  # rows of the shard before this block
-    state: object = None  # `state_dict` of the shard there; None skips the shard's first `row` rows
+    num_read: int = 0  # how many rows of the pass come before this block
+    turn: int = 0  # how many shards of the pass come before the current one
+    row: int = 0  # how many rows of the shard come before this block
+    state: object = None  # the shard's `state_dict` there; if None, reading skips the shard's first `row` rows
 
 
 class StreamedRow(NamedTuple):
@@ -56,21 +56,21 @@ class StreamedRow(NamedTuple):
 
 @dataclass(eq=False)
 class StreamedRows(SourceRows):
-    """Rows that are read in order: a pass has an unknown number of them, and the row is its own key."""
+    """Rows that are read in order. The number of rows in a pass is unknown, and a row itself is its key."""
 
     shards: Sequence[OpenShard]  # each is read from its start to its end in every pass
     _: KW_ONLY
-    seed: int | str  # determines the orders, together with pass and block
+    seed: int | str  # determines the order, together with the pass or the block
     shuffle: bool  # False reads shards and rows in order
-    # Makes a row of a shard's item, given its place; raises ValueError if it cannot.
+    # Makes a row from a shard's item and its name for messages; raises ValueError for a bad item.
     row_of: Callable[[object, str], Any] = lambda item, where: item
 
     def __post_init__(self) -> None:
         buffer_rows = self.source.shuffle_buffer
         self.block_rows = buffer_rows if self.shuffle else min(buffer_rows, ROWS_AT_ONCE)
-        self._marks = [Mark()]  # blocks that were read, and the next one
-        self._blocks: dict[int, list[StreamedRow]] = {}  # the last blocks, by number, in the order of training
-        self._reader: Iterator[tuple[list[StreamedRow], Mark]] | None = None  # at the last mark
+        self._marks = [Mark()]  # of the blocks that were read, and of the next block
+        self._blocks: dict[int, list[StreamedRow]] = {}  # number of the first row → block, in the order of training
+        self._reader: Iterator[tuple[list[StreamedRow], Mark]] | None = None  # continues at the last mark
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ class StreamedRows(SourceRows):
                 return
 
     def state_dict(self, number: int) -> JsonObject:
-        """Returns the mark from which this row can be read again; does not wait for the source."""
+        """Returns the mark from which this row can be read again. Does not wait for the source."""
         marks = self._marks
         return marks[max(0, bisect_right(marks, number, key=lambda item: item.number) - 1)]._asdict()
 
@@ -129,7 +129,7 @@ class StreamedRows(SourceRows):
 
     def _read_on(self) -> None:
         last = self._marks[-1]
-        reader, self._reader = self._reader or self._blocks_from(last), None  # a reader that failed is not used again
+        reader, self._reader = self._reader or self._blocks_from(last), None  # dropped, in case it fails
         rows, following = next(reader)
         self._reader = reader
         self._keep(last.number, rows)
@@ -167,7 +167,7 @@ class StreamedRows(SourceRows):
                 yield [row for row, _, _ in block], mark
 
     def _rest_of_pass(self, mark: Mark) -> Iterator[tuple[StreamedRow, int, Any]]:
-        """Yields the rows from a mark to the end of its pass, each with the turn of its shard and the opened shard."""
+        """Yields the rows from a mark to the end of its pass, each with its shard's turn and the opened shard."""
         import datasets
 
         order = list(range(len(self.shards)))
@@ -186,18 +186,18 @@ class StreamedRows(SourceRows):
                     yield StreamedRow(item, number, place), turn, shard
                     place += 1
             except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-                if isinstance(self.shards[number], partial):  # a text file names its own lines
+                if isinstance(self.shards[number], partial):  # a reader of text files names the line itself
                     raise
                 where = self.where(StreamedRow(None, number, place))
                 raise ValueError(f"{where} cannot be read: {error.__cause__ or error}.") from error
 
 
 def open_stream(source: str, *, name: str | None, split: str, arguments: JsonMapping) -> list[OpenShard]:
-    """Returns the shards of a source to be read in order; raises ValueError if the source is missing or unreadable.
+    """Returns a source's shards, to be read in order; raises ValueError if the source is missing or unreadable.
 
     Args:
-        source, name, split, arguments: as in `read_rows`; a file's name may be a pattern like `shards/*.jsonl`, where
-            each matching file is a shard. A function is called again for each pass.
+        source, name, split, arguments: as in `read_rows`. A file's name may be a pattern like `shards/*.jsonl`; each
+            matching file is a shard. A function is called again for each pass.
     """
     path = Path(source).expanduser()
     function = None if path.exists() else function_of_rows(source)
@@ -221,7 +221,7 @@ def open_stream(source: str, *, name: str | None, split: str, arguments: JsonMap
 
 
 def shards_of(make: Callable[[], Iterable[Any]]) -> list[OpenShard]:
-    """Returns the shards of the iterable dataset that `make` returns: one, unless it is one of `datasets`."""
+    """Returns the shards of the iterable that `make` returns; only an IterableDataset of `datasets` has several."""
     import datasets
 
     dataset = make()

@@ -14,18 +14,18 @@ from lightrl.trajectory import Group, Trajectory, files_of, read_records
 
 
 class TrajectoryDataModule(L.LightningDataModule):
-    """Trains an RLModule on trajectories from JSONL, without engine, rollout and reward.
+    """Trains an RLModule on recorded trajectories, without engine, rollout or reward.
 
     With the same weights, module, seed and callbacks, it repeats bit for bit the run that wrote the files with
     `TrajectoryLog(every_n_iterations=1)`; with another loss, it shows the effect of that loss on the same trajectories.
-    Rewards come from the files, and so do the outputs of an LLM judge, teacher or reward model outside the trainer
-    (`call_outputs`; if missing, they are requested again). Iteration k of the run uses iteration k of the files and
-    starts over after the last; a run that resumes from iteration k continues with the k-th.
+    Rewards come from the files, as do the outputs of an LLM judge, teacher or reward model outside the trainer
+    (`call_outputs`; if missing, they are requested again). Iteration k of the run trains on iteration k of the files,
+    also after a resume; after the last it starts over.
 
     Args:
-        path: a file, or a folder of `iteration-000012.jsonl` files, read in order.
+        path: a JSONL file, or a folder of `iteration-000012.jsonl` files, read in order.
         batch_size: groups per iteration; None keeps the iterations of the files.
-        max_iterations: use only this many, from the first; None uses all.
+        max_iterations: use only the first so many iterations; None uses all.
     """
 
     def __init__(self, path: str, *, batch_size: int | None = None, max_iterations: int | None = None) -> None:
@@ -34,15 +34,15 @@ class TrajectoryDataModule(L.LightningDataModule):
         self.path = Path(path)
         self.batch_size = batch_size
         self.max_iterations = max_iterations
-        self.recorded_groups: list[list[Group]] = []  # one list per iteration, filled by `setup("fit")`
+        self.recorded_groups: list[list[Group]] = []  # a list per iteration, filled by `setup("fit")`
 
     def setup(self, stage: str) -> None:
-        """Reads the files; raises ValueError if the stage is not fit, or a line is no trajectory with a reward."""
+        """Reads the files; raises ValueError if the stage is not fit, or a line is not a trajectory with a reward."""
         stage_name = str(getattr(stage, "value", stage))  # Lightning passes a member of TrainerFn
         if stage_name != "fit":
             raise ValueError(
-                f"TrajectoryDataModule only supports stage 'fit', got {stage_name!r}: it has no engine to answer "
-                "validation prompts. Use a PromptDataModule."
+                f"TrajectoryDataModule only supports stage 'fit', got {stage_name!r}, because it has no engine. Use a "
+                "PromptDataModule to validate."
             )
         iterations = list(read_iterations(self.path))
         if self.batch_size is not None:
@@ -61,9 +61,9 @@ class TrajectoryDataModule(L.LightningDataModule):
 
 
 def read_iterations(path: Path) -> Iterator[list[Group]]:
-    """Yields each iteration's groups from one file or a folder of files, in the order of training.
+    """Yields each iteration's groups from a file or a folder of files, in the order of training.
 
-    A line is a record of TrajectoryLog, or a bare trajectory; lines without an iteration together form one.
+    A line is a record of TrajectoryLog, or a bare trajectory; a file's lines without an iteration form one iteration.
     """
     for file in files_of(path):
         for _, iteration in groupby(read_records(file), key=lambda item: item[1].get("iteration")):

@@ -4,12 +4,12 @@ Reading order:
     engine.py       RolloutEngine, the contract with its defaults, and Completion
     fake_engine.py  deterministic, slow or broken on request, for tests
     local/          LocalEngine, for a laptop: decodes in this process
-    servers/        the shared part of engines of servers: fleet, requests, weight syncs
+    servers/        the code that all engines with servers share: fleet, requests, weight syncs
     sglang/         SGLangEngine: SGLang servers
     vllm/           VLLMEngine: vLLM servers
 
 May import: errors, checks, concurrency, trajectory, experience, functional, weights, models. Knows no workflow. To add
-an engine: subclass RolloutEngine, with `generate`, `load_weights` and what else it can do, and run
+an engine, subclass RolloutEngine, implement `generate`, `load_weights` and any other methods that it can offer, and run
 tests/engines/engine_contract.py on it.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightrl.engines.sglang.engine import SGLangEngine
     from lightrl.engines.vllm import VLLMEngine
 
-# Loaded on first use: a server for tests that answers by rule starts without torch.
+# Loaded on first use, so that the tests' fake server starts without torch.
 _HOMES = {
     "Completion": "engine",
     "FakeEngine": "fake_engine",

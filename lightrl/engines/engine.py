@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-# Engines import this at run time: jsonargparse parses a module that imports for type checkers again for each method.
+# Imported at run time, because for each method jsonargparse parses modules that import for type checkers again.
 import transformers
 from transformers import PretrainedConfig
 
@@ -28,13 +28,12 @@ Verification = Literal["digests", "replicas", "version"]
 class Completion:
     """The tokens generated after a prompt; each field has one entry per token. Lists become TokenArrays."""
 
-    token_ids: Sequence[int]  # int32, the stop token included
-    # float32, in nats: log-softmax(logits / temperature), within the token's support; unscaled when greedy.
+    token_ids: Sequence[int]  # int32, including the stop token
+    # float32, nats: log-softmax(logits / temperature) within the token's support; without temperature if greedy.
     logprobs: Sequence[float]
     weight_versions: Sequence[int]  # int32, version of the weights that sampled each token; never decreasing
     finish_reason: FinishReason
-    # Further data about each token, by name (lightrl/columns); truncated sampling needs one.
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict)  # see lightrl/columns; truncated sampling needs supports
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", TOKENS["token_ids"].array(self.token_ids))
@@ -43,15 +42,15 @@ class Completion:
         object.__setattr__(self, "columns", as_columns(self.columns))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fields and columns in plain Python, for checkpoints."""
+        """Returns the fields and columns as plain Python objects, for checkpoints."""
         values = {**{name: value for name, value in vars(self).items() if name != "columns"}, **self.columns}
         return {name: [it.code, it.text] if isinstance(it, TokenArray) else it for name, it in values.items()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Completion:
         values = {name: TokenArray.of_text(it[1], it[0]) if isinstance(it, list) else it for name, it in state.items()}
-        own = {name: values.pop(name) for name in ("token_ids", "logprobs", "weight_versions", "finish_reason")}
-        return cls(**own, columns=values)
+        required = {name: values.pop(name) for name in ("token_ids", "logprobs", "weight_versions", "finish_reason")}
+        return cls(**required, columns=values)
 
 
 reserve(item.name for item in fields(Completion))
@@ -71,84 +70,84 @@ class PlannedEngine:
 
 
 class RolloutEngine(ABC):
-    """Prompts in, completions out, asynchronously, with a weight version on every token.
+    """Generates completions asynchronously, with a weight version on every token.
 
     Lifecycle: `start` once, `load_weights` before the first request, `generate` any number of times with `load_weights`
-    in between, then `close`; after that it may be started again. All engines pass one contract suite,
+    in between, then `close`; after that it may be started again. All engines pass the same tests,
     `tests/engines/engine_contract.py`.
 
-    A subclass must implement `generate` and `load_weights`, which sets `weight_version`. All other methods have
-    defaults that fit an engine in the trainer's process which scores nothing, cannot continue a completion, and is
-    never paused.
+    A subclass must implement `generate` and `load_weights`, which sets `weight_version`. The defaults of all other
+    methods fit an engine in the trainer's process that computes no logprobs of given tokens, cannot continue a
+    completion, and is never paused.
     """
 
-    weight_version: int = -1  # the current weights; -1 before the first load
-    max_context: int | None = None  # bound on prompt and completion, in tokens, set by `start`; None: no bound
+    weight_version: int = -1  # of the current weights; -1 before the first load
+    max_context: int | None = None  # limit of prompt plus completion in tokens, set by `start`; None for no limit
     threads: int | None = None  # number of threads that decode in this process, set by `start`
     continues_completions: ClassVar[bool] = False  # `generate` accepts `started`, and `unfinished` is implemented
     can_drop_replicas: ClassVar[bool] = False
-    probe_every_n_loads: int = 0  # how often WeightSync compares `score` with the trainer; 0: it cannot score
+    probe_every_n_loads: int = 0  # how often WeightSync compares `score` with the trainer; 0 without `score`
     parameter_names: ClassVar[Literal["module", "checkpoint"]] = "module"  # how `load_weights` names parameters
     should_verify: bool = True  # set before `start`; see `WeightSync.verify`
 
     @property
     def records_columns(self) -> bool:
-        """Whether completions may have columns that the trainer replays, such as the experts of each token."""
+        """Whether completions may have columns that the trainer replays, such as each token's experts."""
         return False
 
     @property
     def is_colocated(self) -> bool:
-        """Whether it shares the trainer's devices and releases its memory there while the trainer updates."""
+        """Whether it shares the trainer's devices, and releases its memory while the trainer updates."""
         return False
 
     def check(self) -> None:
-        """Raises ValueError if it cannot start with its settings; called early, on every rank."""
+        """Raises ValueError if the engine cannot start with its settings; called early, on every rank."""
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Raises ValueError if the engine does not support this sampling."""
 
     def check_workers(self, num: int) -> None:
-        """Raises ValueError if workflow workers cannot send it requests directly; see `open_to_workers`."""
+        """Raises ValueError if `num` workflow workers cannot send requests directly; see `open_to_workers`."""
         raise ValueError(
-            f"workflow_workers={num} needs an engine of servers, such as SGLangEngine; {type(self).__name__} "
+            f"workflow_workers={num} needs an engine with servers, such as SGLangEngine; {type(self).__name__} "
             "generates in rank 0's process. Set workflow_workers to 0."
         )
 
     def place(self, trainer_devices: Sequence[torch.device]) -> str:
-        """Chooses devices, given those of the trainer's ranks on this machine; returns the choice in words.
+        """Chooses devices, given those of the trainer's ranks on this machine; returns a description of the choice.
 
         Raises:
-            ValueError: if there are too few GPUs for it.
+            ValueError: if there are too few GPUs.
         """
         return ""
 
     def planned(self, trainer_device: torch.device, num_parameters: int) -> PlannedEngine | None:
-        """Returns what it will use of which device, before anything starts; None if unknown."""
+        """Returns the devices and memory that the engine will use, before anything starts; None if unknown."""
         return None
 
     def take_memory(self, key_value_bytes: float, fraction: float) -> str:
-        """Limits the memory it uses on GPUs shared with the trainer, unless the user has; returns the limit in words.
+        """Limits the memory that it uses on the trainer's GPUs, unless the user has; describes the limit.
 
         Args:
-            key_value_bytes: GPU memory that trainer and engine leave for key-values.
+            key_value_bytes: GPU memory that is free for key-values.
             fraction: the fraction of a GPU's memory that servers may use.
         """
         return ""
 
     def expect_policy(self, policy: transformers.PreTrainedModel, *, num_versions: int) -> None:
-        """Called before `start` with the model whose weights it will get and the number of versions in use at once."""
+        """Called before `start` with the policy, and with the number of weight versions that are in use at once."""
 
     def start(self, config: PretrainedConfig) -> None:
-        """Builds the model of this config or connects to it; called on the main thread, before anything else."""
+        """Builds the model of this config, or connects to servers with it; called first, on the main thread."""
 
     async def attach(self) -> None:
-        """Called on the rollouts' event loop before its first request."""
+        """Called on the rollouts' event loop before the first request."""
 
     async def detach(self) -> None:
-        """Called on the rollouts' event loop before it ends."""
+        """Called on the rollouts' event loop before the loop ends."""
 
     def open_to_workers(self, num: int) -> tuple[Any, Any]:
-        """Returns a Leader and the Follower for each of `num` workers; called after `start` and `check_workers`."""
+        """Returns a Leader and the Follower that each of `num` workers gets; called after `start`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -162,18 +161,17 @@ class RolloutEngine(ABC):
         images: tuple[str, ...] = (),
         started: Completion | None = None,
     ) -> list[Completion]:
-        """Generates `n` completions of one prompt; requests are admitted in the order of the calls.
+        """Generates `n` completions of a prompt; requests are admitted in the order of the calls.
 
-        With n > 1, completion i has its own seed, derived from (sampling.seed, i). On cancellation the request leaves
-        the engine at the next token boundary. An engine may omit the parameters `images` and `started`: the first is
-        passed only if there are images, the second only to an engine that continues completions.
+        With n > 1, the seed of completion i is derived from (sampling.seed, i). A cancelled request leaves the engine
+        at the next token boundary. An engine may omit the parameters `images` and `started`: `images` is passed only if
+        there are any, `started` only to an engine that continues completions.
 
         Args:
             session: the conversation's name, for prefix caches.
-            images: those of the prompt, then those of observations; `token_ids` contains their image tokens.
+            images: the prompt's, then those of observations; `token_ids` contains their image tokens.
             started: the tokens so far of an interrupted completion (n = 1). They keep their logprobs and versions and
-            count
-                toward `sampling.max_new_tokens`; the rest is sampled as if there had been no interruption.
+                count toward `sampling.max_new_tokens`; sampling continues as if it had not been interrupted.
 
         Raises:
             ValueError: if the prompt is empty, has an id outside the vocabulary, or exceeds the context.
@@ -189,16 +187,16 @@ class RolloutEngine(ABC):
         images: tuple[str, ...] = (),
         started: Sequence[Completion | None] | None = None,
     ) -> list[asyncio.Future[Completion]]:
-        """Starts one completion of this prompt for each sampling, each as `generate` would return it.
+        """Starts a completion of this prompt for each sampling, as `generate` would return it.
 
-        This default calls `generate` for each. An engine that handles all in one request saves the event loop a task
-        for each; it must not bypass a subclass that overrides only `generate` (see `replaces_generate_alone`).
+        This default calls `generate` for each sampling. An engine that starts all of them with one request saves tasks
+        on the event loop; it must not bypass a subclass that overrides only `generate` (see `replaces_generate_alone`).
 
-        Called on the event loop. A future is done when its completion is; cancelling it removes only that request.
+        Called on the event loop. A future is done when its completion is; cancelling it cancels only that completion.
 
         Args:
-            started: the tokens so far of each completion, or None; passed only to an engine that continues completions,
-                and only if there are any.
+            started: the tokens so far of each completion, or None. Passed only to an engine that continues completions,
+                and only if a completion has tokens.
 
         Raises:
             ValueError, EngineError: as `generate` does, here or in the futures.
@@ -214,62 +212,62 @@ class RolloutEngine(ABC):
         return [asyncio.ensure_future(generate(index, sampling)) for index, sampling in enumerate(samplings)]
 
     async def pause(self) -> None:
-        """Returns when in-flight requests have stopped at a token boundary; new ones wait."""
+        """Returns when requests in flight have stopped at a token boundary; new requests wait."""
 
     async def resume(self) -> None:
-        """Continues requests; they keep their tokens, and recompute key-values if the weights have changed."""
+        """Continues requests, which keep their tokens and recompute key-values if the weights have changed."""
 
     async def unfinished(self) -> dict[int, Completion]:
-        """Returns the tokens so far of each running completion, by its sampling's seed; the finish reason is `abort`.
+        """Returns the tokens so far of each running completion, by its sampling's seed, with finish reason `abort`.
 
-        Called while the engine is paused, if it `continues_completions`; they continue when the engine resumes.
+        Called while the engine is paused, if it `continues_completions`. The completions continue after `resume`.
         """
         return {}
 
     def parts_to_load(self) -> list[Part]:
-        """Returns the parts of the policy's weights that the next `load_weights` expects, in order."""
+        """Returns the parts of the policy's weights that the next `load_weights` expects, in this order."""
         return ["whole"]
 
     @abstractmethod
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Pauses, loads, acknowledges `weight_version`, resumes; or rolls back to the old weights and raises.
+        """Pauses, loads a version, sets `weight_version` and resumes; or returns to the old weights and raises.
 
-        Called from a thread other than the event loop's. Tokens sampled afterwards carry the new version; key-values of
-        old weights are not used again. A paused engine stays paused.
+        Called from another thread than the event loop's. Tokens sampled afterwards have the new version, and key-values
+        of old weights are not used again. A paused engine stays paused.
 
         Raises:
             WeightSyncError: if a name, shape or value does not fit the model; the engine keeps its old weights.
         """
 
     def shared_folder(self) -> SharedFolder | None:
-        """Returns the folder where every rank may write its share of the weights; None if they are sent another way."""
+        """Returns the folder where each rank may write its share of the weights; None if the engine reads no folder."""
         return None
 
     def release_memory(self) -> None:
-        """Gives its memory to the trainer until the next load, if it `is_colocated`."""
+        """Releases its memory for the trainer until the next load, if it `is_colocated`."""
 
     def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
-        """Returns logprobs of the tokens of each sequence, by name of each replica that may get requests.
+        """Returns the logprobs of the sequences' tokens, by name of each replica that may get requests.
 
         They are at temperature 1, given the tokens before, and 0 for the first token; no earlier request's cache is
-        used. A replica that cannot compute them returns empty lists. Called if `probe_every_n_loads` is above 0.
+        used. A replica that cannot compute them has empty lists. Called if `probe_every_n_loads` is above 0.
         """
         return {}
 
     def dtypes(self) -> set[str]:
-        """Returns the dtypes of its weights and its computation, by torch's names; they set the probe's tolerance."""
+        """Returns torch's names of the dtypes of its weights and computation, which set the probe's tolerance."""
         return {"float32"}
 
     def verified_by(self) -> dict[str, Verification]:
-        """Returns the check that each replica passed at its last load, by name of each that may get requests.
+        """Returns the check that each replica passed at its last load, by name of each replica that may get requests.
 
-        `digests`: every parameter equals the trainer's, bit for bit. `replicas`: its checksum equals that of the other
-        replicas, though all may be wrong. `version`: it reports the version number, and nothing more was compared.
+        `digests`: every parameter equals the trainer's bit for bit. `replicas`: its checksum equals the other
+        replicas', but all may be wrong. `version`: it reports the version number; nothing else was compared.
         """
         return {}
 
     def drop_replica(self, name: str, reason: str) -> None:
-        """Sends no more requests to this replica until it has loaded the weights again."""
+        """Stops sending requests to this replica until it has loaded the weights again."""
 
     def queue_depths(self) -> dict[str, int]:
         """Returns the numbers of completions in progress (`running`) and waiting for a slot (`waiting`)."""
@@ -280,11 +278,11 @@ class RolloutEngine(ABC):
         return []
 
     def close(self) -> None:
-        """Ends threads and processes; in-flight requests raise EngineError. May be called twice."""
+        """Ends threads and processes; requests in flight raise EngineError. May be called twice."""
 
 
 def replaces_generate_alone(engine: RolloutEngine) -> bool:
-    """Whether a subclass overrides `generate` but inherits another engine's own `generate_group`."""
+    """Whether the engine's class overrides `generate` but inherits `generate_group`, which would bypass it."""
     for kind in type(engine).__mro__:
         if "generate_group" in vars(kind):
             return False
@@ -296,7 +294,7 @@ def replaces_generate_alone(engine: RolloutEngine) -> bool:
 def check_request(
     token_ids: list[int], sampling: Sampling, n: int, *, vocab_size: int, max_context: int | None
 ) -> None:
-    """Raises ValueError if no engine of this model can answer the request."""
+    """Raises ValueError if the request is invalid for this model."""
     if n < 1:
         raise ValueError(f"n must be at least 1 completion, got {n}.")
     if not token_ids:
@@ -305,7 +303,7 @@ def check_request(
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise ValueError(
             f"The prompt has token id {wrong}, outside the model's vocabulary (0 to {vocab_size - 1}). Use the model's "
-            "own tokenizer."
+            "tokenizer."
         )
     if max_context is not None and len(token_ids) + sampling.max_new_tokens > max_context:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""FakeEngine: a rollout engine without a model, deterministic, slow, failing or hanging on request."""
+"""FakeEngine: a rollout engine without a model. It is deterministic, and slow, failing or hanging on request."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ Seconds = float | Callable[[list[int], Sampling], float]
 
 @dataclass(frozen=True)
 class FakeRequest:
-    """The arguments of one call of `generate`."""
+    """The arguments of a call of `generate`."""
 
-    number: int  # from 0, in the order of the calls
+    number: int  # counts calls, from 0
     token_ids: list[int]
     sampling: Sampling
     session: str
@@ -65,26 +65,26 @@ class _Draft:
 
 
 class FakeEngine(RolloutEngine):
-    """Generates completions from a script or a hash, token by token at a given pace; honors pauses and syncs.
+    """Generates completions from a script or a hash, token by token at a given pace; supports pauses and syncs.
 
-    Without a script, token i is a hash of (seed, i), uniform over the vocabulary, as if a policy gave every token the
-    same logit: each logprob is -log of the number of tokens that may be sampled. These exclude the stop tokens while
-    `min_new_tokens` bans them; top-k and top-p keep the lowest ids, which win ties. A weight sync during a completion
-    changes the versions of the tokens that follow, not the tokens.
+    Without a script, token i is a hash of (seed, i), uniform over the vocabulary, as if a policy gave all tokens the
+    same logit: each logprob is -log of the number of tokens that may be sampled. Stop tokens are not among them before
+    `min_new_tokens`; top-k and top-p keep the lowest ids, which win ties. A weight sync during a completion changes the
+    versions of the tokens that follow, but not the tokens.
 
-    All arguments are also attributes and may be set between requests. Those that are functions are called once per
-    completion, except `delay_s`: once per request.
+    All arguments are also attributes and may be set between requests. Functions are called once per completion, except
+    `delay_s`, which is called once per request.
 
     Args:
         script: (prompt, sampling, sample) → token ids of completion `sample`; cut after the first stop token and after
             `max_new_tokens`.
         seconds_per_token: pace of each completion; a function of (prompt, sampling) makes stragglers, for example
-            `lambda prompt, sampling: 0.3 if prompt[0] == 7 else 0.01`. At 0 other tasks still run between two tokens.
+            `lambda prompt, sampling: 0.3 if prompt[0] == 7 else 0.01`. Even at 0, other tasks run between two tokens.
         delay_s: wait before the first token: a number, or a function of (prompt, sampling).
-        fail_requests: numbers of the requests, from 0, that raise EngineError.
-        hang_requests: numbers of the requests that never finish, until cancelled or closed.
+        fail_requests: numbers of requests that raise EngineError, from 0.
+        hang_requests: numbers of requests that do not finish until they are cancelled or the engine is closed.
         fail_loads: weight versions whose load raises WeightSyncError.
-        logprob_error_nats: added to every logprob, for tests of checks that compare them.
+        logprob_error_nats: added to every logprob, to test checks that compare logprobs.
 
     Example:
         engine = FakeEngine(script=lambda prompt, sampling, sample: [prompt[-1], 1])
@@ -116,7 +116,7 @@ class FakeEngine(RolloutEngine):
         self._drafts: dict[int, _Draft] = {}  # seed → draft of a completion in progress
         self._vocab_size = 0
         self._max_context: int | None = None
-        self._shapes: dict[str, torch.Size] | None = None  # of the first load
+        self._shapes: dict[str, torch.Size] | None = None  # of the parameters in the first load
         self._lock = threading.Lock()  # guards the attributes below
         self._is_paused = False
         self._is_loading = False
@@ -124,7 +124,7 @@ class FakeEngine(RolloutEngine):
         self._sleepers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     def start(self, config: PretrainedConfig) -> None:
-        """Reads the sizes of vocabulary and context from the config."""
+        """Reads the sizes of the vocabulary and the context from the config."""
         with self._lock:
             self._is_closed = self._is_paused = False
         self.weight_version = -1
@@ -176,7 +176,7 @@ class FakeEngine(RolloutEngine):
         self._wake_sleepers()
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Reads the buckets and adopts the version; names and shapes must be those of the first load."""
+        """Reads the buckets and sets the version; names and shapes must be those of the first load."""
         self._check_open()
         with self._lock:
             self._is_loading = True
@@ -270,16 +270,16 @@ class FakeEngine(RolloutEngine):
         if seconds <= 0:
             await asyncio.sleep(0)
         while True:
-            left_s = deadline - loop.time()
+            remaining_s = deadline - loop.time()
             with self._lock:
                 if self._is_closed:
                     raise EngineError("FakeEngine was closed before the completion was finished.")
-                if left_s <= 0 and not (self._is_paused or self._is_loading):
+                if remaining_s <= 0 and not (self._is_paused or self._is_loading):
                     return
                 woken.clear()
                 self._sleepers.add(entry)
             try:
-                await asyncio.wait_for(woken.wait(), left_s if 0 < left_s < math.inf else None)
+                await asyncio.wait_for(woken.wait(), remaining_s if 0 < remaining_s < math.inf else None)
             except TimeoutError:
                 continue
             finally:

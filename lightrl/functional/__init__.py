@@ -1,6 +1,6 @@
 """Equations: tensors in, tensors out. Nothing here depends on a trainer or a process group.
 
-The framework sums over microbatches and ranks. Functions check shapes and settings on entry and raise ValueError.
+Sums over microbatches and ranks happen outside. Functions check shapes and settings on entry and raise ValueError.
 
 Reading order:
     logprobs.py     logits or hidden states → logprobs and entropies; the one shift by one
@@ -11,14 +11,14 @@ Reading order:
     kl.py           KL estimators and the adaptive KL weight; divergences over a teacher's top-k tokens
     reduction.py    masking before and after the loss, and three ways to average it
     device_copy.py  asynchronous copies to a device
-    branches.py     a trajectory's tree of conversations as rows, and model outputs back in tree order
-    rows.py         trajectories as checked rows of tensors; packing.py  batches of them with little padding
+    branches.py     a trajectory's tree of conversations as rows for a model, and its outputs in tree order again
+    rows.py         turns trajectories into checked rows of tensors; packing.py batches them with little padding
     supports.py     the tokens that truncated sampling could choose: their encoding, and the softmax over them
 
 May import: errors, checks, columns, trajectory.
 
-To add an equation: a pure function in the file of its kind, shapes checked on entry, `Source:` in its docstring, and
-in tests/functional/ a value worked by hand and an independent slow implementation.
+To add an equation, write a pure function in the file of its kind that checks shapes on entry and has `Source:` in its
+docstring. Test it in tests/functional/ against a value worked by hand and an independent slow implementation.
 """
 
 from lightrl.functional.advantages import batch_normalized, group_advantages, optimal_advantages

@@ -1,6 +1,6 @@
-"""Advantages of trajectories from their rewards: how much better each is than expected.
+"""Computes advantages from rewards: how much better each trajectory is than expected.
 
-Shapes: B trajectories, all those of the iteration, so that statistics do not depend on how ranks share the work.
+Shapes: B trajectories, all of the iteration's, so that statistics do not depend on how ranks divide the work.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def group_advantages(
         eps: keeps a small standard deviation from making large advantages.
 
     Returns:
-        [B], in the rewards' dtype. Exactly 0 in a group (or batch) of one, and where the mean or the standard deviation
-        is taken over equal rewards.
+        [B], in the rewards' dtype. Exactly 0 where the mean or the standard deviation is over equal rewards, or over a
+        single one.
     """
     check_same_shape(rewards=rewards, group_ids=group_ids)
     check_choice((*get_args(Statistic), None), mean=mean, std=std)
@@ -52,7 +52,7 @@ def group_advantages(
         raise ValueError("leave_one_out needs a mean: set mean to 'group' or 'batch'.")
     if rewards.numel() == 0:
         return torch.zeros_like(rewards)
-    # In float64, so that equal rewards in groups of different sizes or offsets give equal advantages.
+    # float64, so that groups of different sizes or mean rewards get equal advantages for equal differences.
     values = rewards.to(torch.float64)
     advantages = values
     if mean is not None:
@@ -103,7 +103,7 @@ def optimal_advantages(rewards: Tensor, group_ids: Tensor, beta: float) -> Tenso
 def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5, total: Total = of_one_rank) -> Tensor:
     """(value - mean) / (std + eps) with mean and standard deviation over all loss tokens of the batch.
 
-    This is REINFORCE++'s global normalization: every token counts once, so long trajectories weigh more.
+    This is REINFORCE++'s global normalization. Each token counts once, so long trajectories weigh more.
 
     Source: https://arxiv.org/abs/2501.03262.
 
@@ -111,7 +111,7 @@ def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5, to
         values: [B, T]; masked values have no effect.
         loss_mask: bool [B, T].
         eps: keeps a small standard deviation from making large values.
-        total: reduces over the ranks that hold the batch's other trajectories.
+        total: reduces over all ranks.
 
     Returns:
         [B, T], 0 where masked; 0 everywhere if all values are equal.
@@ -136,7 +136,7 @@ def moments(values: Tensor, total: Total = of_one_rank) -> tuple[Tensor, Tensor,
 
 
 def _members(group_ids: Tensor, of: Statistic) -> Tensor:
-    """Returns which mean each trajectory counts in, [B]: its group, numbered from 0, or always 0 for the batch."""
+    """Returns the index of the mean that each trajectory belongs to, [B]: its group's, or 0 for the batch."""
     if of == "batch":
         return torch.zeros_like(group_ids, dtype=torch.int64)
     members: Tensor = torch.unique(group_ids, return_inverse=True)[1]
@@ -150,7 +150,7 @@ def _count_and_mean(values: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _are_equal(values: Tensor, members: Tensor) -> Tensor:
-    """Whether all values in a trajectory's group are equal, [B]; rounding can make their deviation 1e-17, not 0."""
+    """Whether all values in a trajectory's group are equal, [B]. Their computed deviation may be 1e-17 instead of 0."""
     lowest = torch.zeros_like(values).scatter_reduce(0, members, values, "amin", include_self=False)
     highest = torch.zeros_like(values).scatter_reduce(0, members, values, "amax", include_self=False)
     return lowest.eq(highest).index_select(0, members)

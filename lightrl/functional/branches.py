@@ -1,7 +1,7 @@
-"""Rows of trajectories that are trees of conversations: a model reads rows, and its outputs return to tree order.
+"""Turns trajectories that are trees of conversations into rows for a model, and the model's outputs into tree order.
 
-A tree stores each token once; a row is one conversation, from its first token to its last. A model reads whole rows,
-so it reads a token that several rows share once per row. The token trains only in the first of them:
+A tree stores each token once; a row is one conversation, from its first token to its last. A model reads whole rows, so
+it reads a token that several conversations share once per row. Only its output in the first row is used:
 
     tree   p a s x o b          rows   s x          first   ✓ ✓
     gaps   0 0 2 0 2 0                 p a o b              ✓ ✓ ✓ ✓
@@ -24,14 +24,14 @@ from lightrl.trajectory import Span, rows_of
 
 
 def row_spans(gaps: Sequence[int] | np.ndarray[Any, Any]) -> list[list[Span]]:
-    """Computes `Trajectory.rows` from the gaps of its T tokens."""
+    """Computes `Trajectory.rows` from the gaps of the trajectory's T tokens."""
     values = np.asarray(gaps)
     starts = np.flatnonzero(values)
     return rows_of(len(values), zip(starts.tolist(), values[starts].tolist(), strict=True))
 
 
 def row_lengths(gaps: Sequence[int] | np.ndarray[Any, Any]) -> list[int]:
-    """Returns the number of tokens in each row, given the gaps of a trajectory's T tokens."""
+    """Counts the tokens of each row, given the gaps of a trajectory's T tokens."""
     return [sum(end - start for start, end in spans) for spans in row_spans(gaps)]
 
 
@@ -39,10 +39,10 @@ def row_lengths(gaps: Sequence[int] | np.ndarray[Any, Any]) -> list[int]:
 class BranchRows:
     """Maps tokens of rows to their positions in the tree, and back."""
 
-    trees: Tensor  # int64 [R], index of the trajectory that each row belongs to
-    lengths: Tensor  # int64 [R]
+    trees: Tensor  # int64 [R], index of each row's trajectory
+    lengths: Tensor  # int64 [R], number of tokens in each row
     columns: Tensor  # int64 [R, W], position of each token in its tree; 0 on the padding
-    is_first: Tensor  # bool [R, W], True where this is the first row that contains the token
+    is_first: Tensor  # bool [R, W], whether the row is the first that contains the token
     tree_rows: Tensor  # int64 [B, T], the first row that contains each token; 0 on the padding
     tree_columns: Tensor  # int64 [B, T], the token's position in that row; 0 on the padding
 
@@ -69,18 +69,18 @@ class BranchRows:
             is_first[row, new] = True
             tree_rows[tree, position[new]], tree_columns[tree, position[new]] = row, new
         row_sizes = np.array([*map(len, positions)], np.int64)
-        made = np.array(trees, np.int64), row_sizes, columns, is_first, tree_rows.clip(min=0), tree_columns
-        return cls(*(to_device(torch.as_tensor(value), device) for value in made))
+        arrays = np.array(trees, np.int64), row_sizes, columns, is_first, tree_rows.clip(min=0), tree_columns
+        return cls(*(to_device(torch.as_tensor(array), device) for array in arrays))
 
     def spread(self, values: Tensor, fill: float = 0) -> Tensor:
-        """Copies values of the trees' tokens [B, T, ...] to the rows [R, W, ...], with `fill` on the padding."""
+        """Copies values from tree order [B, T, ...] to the rows [R, W, ...], with `fill` on the padding."""
         picked = values[self.trees[:, None], self.columns]
         is_token = torch.arange(self.columns.shape[1], device=values.device) < self.lengths[:, None]
         return torch.where(is_token[(...,) + (None,) * (picked.dim() - 2)], picked, picked.new_full((), fill))
 
     def join(self, values: Tensor) -> Tensor:
-        """Gathers a model's outputs [R, W, ...] into [B, T, ...], each from the token's first row; keeps the gradient.
+        """Gathers outputs [R, W, ...] into tree order [B, T, ...], each from the token's first row; keeps the gradient.
 
-        The padding gets the output of row 0's first token, which is 0 since nothing predicts that token.
+        The padding gets the output of row 0's first token, which is 0 because nothing predicts it.
         """
         return values[self.tree_rows, self.tree_columns]

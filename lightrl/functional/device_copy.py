@@ -1,7 +1,7 @@
-"""Asynchronous copies to a device; the host keeps the original to read values without waiting.
+"""Asynchronous copies to a device, which keep the original so that the host can read values without waiting.
 
-Reading a number from a GPU makes the host wait until the GPU has finished all queued work and stands idle. So the host
-reads what it needs of a tensor (lengths, masks) from the host tensor that was copied.
+To read a number from a GPU, the host waits until the GPU has finished all queued work, and the GPU then stands idle.
+Lengths and masks that the host needs are therefore read from the host tensor that was copied.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor from host memory to the device without waiting; `on_host` finds the original."""
+    """Copies a tensor from host memory to the device without waiting; `on_host` returns the original."""
     if tensor.device.type != "cpu" or device.type == "cpu":
         return tensor.to(device)
     source = tensor.pin_memory() if device.type == "cuda" else tensor
@@ -26,7 +26,7 @@ def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = Non
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Returns the original that `to_device` copied, if neither has changed; otherwise copies to the host and waits."""
+    """Returns the original of a `to_device` copy if neither has changed since; otherwise copies and waits."""
     if tensor.device.type == "cpu":
         return tensor
     source, source_version, version = getattr(tensor, "host_copy", (None, 0, 0))
@@ -36,8 +36,8 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def remember(tensor: Tensor, source: Tensor) -> Tensor:
-    """Records that `source` holds the tensor's values in host memory, for `on_host`; does nothing in inference mode."""
-    if not (tensor.is_inference() or source.is_inference()):  # no version counter to detect changes
-        made: Any = tensor
-        made.host_copy = (source, source._version, tensor._version)
+    """Makes `on_host(tensor)` return `source`, which has the same values in host memory; not in inference mode."""
+    if not (tensor.is_inference() or source.is_inference()):  # these have no version counter to detect changes
+        device_copy: Any = tensor
+        device_copy.host_copy = (source, source._version, tensor._version)
     return tensor

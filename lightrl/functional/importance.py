@@ -1,4 +1,4 @@
-"""Corrections for stale or engine logprobs: importance weights, M2PO's mask, proximal logprobs without a forward pass.
+"""Corrections for stale policies and engine logprobs: importance weights, M2PO's mask, interpolated proximal logprobs.
 
 Shapes: B trajectories, T tokens. Every [B, T] tensor is aligned to the token it describes; logprobs are in nats.
 """
@@ -22,15 +22,15 @@ WeightLevel = Literal["token", "sequence", "product"]
 WeightMetric = Literal["ratio", "k1", "k2", "k3"]
 WeightAggregation = Literal["mean", "sum", "max"]
 
-# How the log-ratios of a trajectory's tokens are reduced to one number; None: each token keeps its own.
+# How the log-ratios of a trajectory's tokens are reduced to one number; None keeps one per token.
 _AGGREGATION_OF: dict[str, WeightAggregation | None] = {"token": None, "sequence": "mean", "product": "sum"}
 
 
 @dataclass(frozen=True)
 class ImportanceWeights:
-    """Proximal ÷ behavior policy: the factor on a token's loss that corrects for the policy that sampled it.
+    """Importance weights, proximal ÷ behavior policy: factors on tokens' losses that correct for the sampling policy.
 
-    It is the factor in the decoupled loss, and in truncated (TIS, "clamp") or masked (MIS, "mask") importance sampling
+    They appear in the decoupled loss, and in truncated (TIS, "clamp") or masked (MIS, "mask") importance sampling
     between engine and trainer; IcePop is "mask" with both bounds. A bound applies to the weight itself, or to an
     estimate of KL(behavior ‖ proximal): with r the ratio, k1 is -log r, k2 is (log r)²/2, k3 is r - 1 - log r.
 
@@ -43,12 +43,13 @@ class ImportanceWeights:
         cap: upper bound on the weight, or on the estimate; None for no bound.
         floor: lower bound on the same quantity; None for no bound.
         mode: a weight beyond a bound becomes 0 ("mask") or the bound ("clamp").
-        level: "token"; "sequence", where each token gets the geometric mean over its trajectory's loss tokens; or
-            "product", where it gets their product, the trajectory's exact weight.
+        level: "token"; "sequence", which gives each token the geometric mean over its trajectory's loss tokens; or
+            "product", which gives it their product, the trajectory's exact weight.
         metric: what the bounds apply to: "ratio", the weight, or the estimate "k1", "k2" or "k3", in nats. An estimate
-            requires the mode "mask".
-        aggregation: apply the bounds to whole trajectories, by the "mean", "sum" or "max" of the metric over the loss
-            tokens (for "ratio", mean and sum are of log r). None follows the level: each token, the mean, the sum.
+            requires mode "mask".
+        aggregation: bounds whole trajectories by the "mean", "sum" or "max" of the metric over their loss tokens (for
+            "ratio", mean and sum are of log r). None depends on the level: "token" bounds each token, "sequence" the
+            mean, "product" the sum.
         approximate_proximal: interpolate the proximal logprobs (`interpolated_proximal_logprobs`) instead of running a
             forward pass for them.
     """
@@ -77,8 +78,8 @@ class ImportanceWeights:
         bounds_an_estimate = self.metric != "ratio" or self.aggregation is not None
         if bounds_an_estimate and (self.mode == "clamp" or not self._has_bound):
             raise ValueError(
-                f"metric={self.metric!r} and aggregation={self.aggregation!r} of importance weights choose what the "
-                "bounds apply to; they need cap or floor, and mode='mask'."
+                f"metric={self.metric!r} and aggregation={self.aggregation!r} of importance weights choose what is "
+                "bounded, so they need cap or floor, and mode='mask'."
             )
 
     @property
@@ -111,7 +112,7 @@ class ImportanceWeights:
 def _measured(
     metric: WeightMetric, aggregation: WeightAggregation | None, proximal: Tensor, behavior: Tensor, loss_mask: Tensor
 ) -> Tensor:
-    """Computes the metric, [B, T], per token or aggregated over its trajectory; logprobs must be 0 where masked."""
+    """Computes a metric for each token, or aggregated over its trajectory, [B, T]; logprobs must be 0 where masked."""
     values = proximal - behavior if metric == "ratio" else kl(behavior, proximal, estimator=metric)
     if aggregation == "mean":
         values = trajectory_mean(values, loss_mask).expand_as(values)
@@ -125,9 +126,9 @@ def _measured(
 def second_moment_mask(
     logprobs: Tensor, behavior_logprobs: Tensor, loss_mask: Tensor, *, threshold: float = 0.04
 ) -> Tensor:
-    """M2PO's mask: drops tokens with the largest squared log-ratios until the mean of the rest is at most `threshold`.
+    """M2PO's mask: drops the tokens with the largest squared log-ratios until the others' mean is within `threshold`.
 
-    A few outliers account for most of the second moment, so this drops far fewer tokens than clipping.
+    A few outliers make up most of the second moment, so this drops far fewer tokens than clipping.
 
     Source: M2PO, equations 5 to 7, https://arxiv.org/abs/2510.01161.
 
@@ -159,11 +160,11 @@ def second_moment_mask(
 def interpolated_proximal_logprobs(
     logprobs: Tensor, behavior_logprobs: Tensor, weight_versions: Tensor, weight_version: int
 ) -> Tensor:
-    """Interpolates the proximal policy's logprobs between behavior and trained policy, which saves a forward pass.
+    """Interpolates the proximal policy's logprobs between the behavior policy's and the trained policy's.
 
     The interpolation is linear in the weight version, from the behavior policy (version b) to the policy being trained
     (version v + 1), evaluated at the proximal policy (version v): behavior + (v - b)/(v + 1 - b) · (policy - behavior).
-    A token that the current weights sampled (b = v) gets its behavior logprob.
+    A token that the current weights sampled (b = v) gets its behavior logprob. This saves a forward pass.
 
     Source: AReaL, https://inclusionai.github.io/AReaL/algorithms/prox_approx.html; A-3PO,
     https://arxiv.org/abs/2512.06547.

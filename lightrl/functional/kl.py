@@ -16,10 +16,10 @@ from lightrl.checks.bounds import check_bounds, check_choice, check_positive, ch
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
-# Ordinary log-ratios are below 1; exp of much larger ones than this overflows.
+# Normal log-ratios are below 1; exp of a log-ratio much above 20 overflows.
 MAX_LOG_RATIO = 20.0
 
-# Far below any weight that matters, and far above the smallest positive float.
+# Far below any weight that has an effect, and far above the smallest positive float.
 _MIN_COEF = 1e-30
 
 
@@ -29,8 +29,8 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator = "k
     With d = logprobs - reference_logprobs: k1 is d (unbiased, may be negative), k2 is d²/2 (biased, low variance), k3
     is exp(-d) - 1 + d (unbiased, never negative). Expectations are over tokens that the policy itself sampled.
 
-    In a loss only the gradient counts. In expectation, k1's is 0, k2's is that of KL(policy ‖ reference), and k3's is
-    that of KL(reference ‖ policy), which is the same to first order.
+    A loss uses only the gradient. In expectation, k1's gradient is 0, k2's is that of KL(policy ‖ reference), and k3's
+    is that of KL(reference ‖ policy), which is the same to first order.
 
     Source: J. Schulman, Approximating KL divergence, http://joschu.net/blog/kl-approx.html; gradients,
     https://arxiv.org/abs/2506.09477 and https://arxiv.org/abs/2510.01555.
@@ -56,17 +56,17 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator = "k
 
 @dataclass
 class KLController:
-    """The weight of a KL penalty: fixed, or adapted in proportion to how far the KL is from its target.
+    """The weight of a KL penalty: fixed, or adapted in proportion to the KL's relative distance from a target.
 
-    A weight above 0 stays above 0: one update changes it by at most 20 %, whatever the number of trajectories.
+    One update changes the weight by at most 20 %, so a weight above 0 stays above 0.
 
     Source: https://arxiv.org/abs/1909.08593, section 2.2.
 
     Args:
-        coef: the weight; the initial weight if it adapts.
+        coef: the weight, or the initial weight if there is a target.
         target_nats: target KL per token; None for a fixed weight.
-        horizon: number of trajectories over which an error of 20 % changes the weight by about 20 %; larger is slower.
-            An update with more trajectories counts as one with `horizon`.
+        horizon: the number of trajectories over which a KL 20 % off its target changes the weight by about 20 %. An
+            update with more trajectories counts as one with `horizon`.
     """
 
     coef: float
@@ -83,8 +83,8 @@ class KLController:
         if self.target_nats is None:
             return
         error = min(max(kl_nats / self.target_nats - 1, -0.2), 0.2)
-        moved = self.coef * (1 + error * min(num_trajectories / self.horizon, 1))
-        self.coef = max(moved, _MIN_COEF) if self.coef > 0 else 0.0
+        adapted = self.coef * (1 + error * min(num_trajectories / self.horizon, 1))
+        self.coef = max(adapted, _MIN_COEF) if self.coef > 0 else 0.0
 
 
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
@@ -96,15 +96,15 @@ _LOWEST_LOGPROB = -1e4
 def topk_divergence(
     logprobs: Tensor, teacher_logprobs: Tensor, divergence: Divergence = "reverse_kl", *, jsd_beta: float = 0.5
 ) -> Tensor:
-    """Divergence of the policy from the teacher at each position, over K tokens plus one outcome for all others.
+    """Computes the policy's divergence from the teacher at each position, over K tokens plus an outcome for the others.
 
     Policy and teacher are distributions over these K + 1 outcomes, so this is a true divergence: never negative, and 0
     only where they agree. It is at most the divergence over the whole vocabulary (the data-processing inequality), and
     equal to it if K is the vocabulary size. With P the teacher and Q the policy:
 
-    reverse_kl is KL(Q ‖ P): the policy lowers it by avoiding what the teacher would not generate; forward_kl is
-    KL(P ‖ Q): the policy lowers it by covering everything the teacher would; jsd is β·KL(P ‖ M) + (1 - β)·KL(Q ‖ M)
-    with the mixture M = β·P + (1 - β)·Q: bounded, and symmetric at β = 1/2.
+    reverse_kl, KL(Q ‖ P), falls as the policy avoids what the teacher would not generate. forward_kl, KL(P ‖ Q), falls
+    as the policy covers everything that the teacher would generate. jsd is β·KL(P ‖ M) + (1 - β)·KL(Q ‖ M) with the
+    mixture M = β·P + (1 - β)·Q; it is bounded, and symmetric at β = 1/2.
 
     Source: GKD, https://arxiv.org/abs/2306.13649, section 2 and equation 1.
 
@@ -129,7 +129,7 @@ def topk_divergence(
 
 
 def rest_mass(logprobs: Tensor) -> Tensor:
-    """Returns the probability of all tokens except these K, [..., K] → [...]; at least the machine epsilon."""
+    """Returns the probability of all tokens but these K, [..., K] → [...]; at least the machine epsilon."""
     return (1 - logprobs.exp().sum(-1)).clamp(min=torch.finfo(logprobs.dtype).eps)
 
 
@@ -137,7 +137,7 @@ def check_divergence(divergence: str, jsd_beta: float) -> None:
     """Raises ValueError if the divergence is unknown or `jsd_beta` is not between 0 and 1."""
     check_choice(get_args(Divergence), divergence=divergence)
     if not 0 < jsd_beta < 1:
-        raise ValueError(f"jsd_beta must be above 0 and below 1, got {jsd_beta}; the limits are the two KLs.")
+        raise ValueError(f"jsd_beta must be above 0 and below 1, got {jsd_beta}. For the limits, use the two KLs.")
 
 
 def _with_rest(logprobs: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ each position. Logprobs and entropies are in nats, computed in float32 (float64 
 distribution softmax(logits / temperature).
 
 A causal model's output at position t - 1 predicts token t. Every [B, T] tensor outside this file is aligned to the
-token it describes, so position 0, which nothing predicts, is 0. Training never materializes logits of [B, T, V]:
+token it describes; nothing predicts position 0, so it is 0. Training never materializes logits [B, T, V]:
 
     loss_mask [B, T] ── predicting_positions ──► rows, columns [N]
     hidden [B, T, H] ── hidden[rows, columns] ─► [N, H] ─┐
@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def can_compile(device_type: str) -> bool:
-    """Whether functions and layers are compiled on this device: only NVIDIA GPUs, if Triton and a compiler are present.
+    """Whether functions and layers are compiled on this device: only on NVIDIA GPUs with Triton and a C compiler.
 
-    TORCH_COMPILE_DISABLE=1, torch's own variable, turns compilation off everywhere.
+    TORCH_COMPILE_DISABLE=1, torch's variable, turns compilation off.
     """
     if device_type != "cuda":
         return False
-    # Layers of all models share code; each variant (frozen, shared prompts, autocast, a window) is a recompilation.
+    # All models' layers share code, and each variant (frozen, shared prompts, autocast, a window) is a recompilation.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # default: 8
     try:
         torch.compile(_trial, dynamic=True)(torch.ones(2, device=device_type))
@@ -56,7 +56,7 @@ def _trial(values: Tensor) -> Tensor:
 
 # Up to this many logits (64 MiB in float32) are kept for the backward pass instead of being recomputed.
 _KEPT_LOGITS = 2**24
-# Logits per chunk beyond that. Smaller chunks read the head more often: on a CPU, 512 tokens with a vocabulary of
+# Logits per chunk if there are more. Smaller chunks read the head more often: on a CPU, 512 tokens with a vocabulary of
 # 50,000 took 0.9 s with 2^24 and 2^22, 1.4 s with 2^20, 3.9 s with 2^18. A GPU needs a few hundred rows at a time;
 # fused chunks make no float32 copies.
 _CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26, "fused": 2**28}
@@ -71,15 +71,15 @@ def token_logprobs(
     masked_rows: Tensor | None = None,
     supports: Supports | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the logprob of each token, and the entropy of the distribution it was sampled from.
+    """Returns each token's logprob, and the entropy of the distribution that it was sampled from.
 
     Args:
         logits: [B, T, V], as the model returns them: `logits[b, t]` predicts token t + 1. Carries the gradient.
         token_ids: int64 [B, T], or [B, T, J] for several candidates at each position.
         temperature: divides the logits; above 0.
-        masked_ids: int64 [K], ids that could not be sampled at some positions (stop tokens under `min_new_tokens`).
-        masked_rows: bool [B, T], True at the tokens that could not be one of `masked_ids`.
-        supports: for the tokens from position 1 on, N = B · (T - 1); None if any token could be sampled everywhere.
+        masked_ids: int64 [K], ids that could not be sampled at some positions (stop tokens before `min_new_tokens`).
+        masked_rows: bool [B, T], the positions where `masked_ids` could not be sampled.
+        supports: of the tokens from position 1 on, N = B · (T - 1); None if sampling was not truncated.
 
     Returns:
         Logprobs, in the shape of `token_ids`, and entropies, [B, T], aligned to the token they describe; 0 at position
@@ -119,7 +119,7 @@ def logits_logprobs(
     masked_rows: Tensor | None = None,
     supports: Supports | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `hidden_logprobs` from logits [N, V], for models whose head is more than a matrix product."""
+    """Computes `hidden_logprobs` from logits [N, V], for a model whose head is more than a matrix product."""
     mask = _checked(temperature, masked_ids, masked_rows, logits)
     # A model may assign -inf to ids it never generates; 0 · inf would make the entropy NaN.
     logits = logits.clamp(min=torch.finfo(logits.dtype).min)
@@ -137,21 +137,21 @@ def logits_logprobs(
 
 
 def predicting_positions(loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds the hidden states that predict the mask's tokens: (rows [N], columns [N]), in row order.
+    """Returns the positions of the hidden states that predict the loss tokens: (rows [N], columns [N]), in row order.
 
-    The mask is bool [B, T]; its position 0 is ignored, since nothing predicts that token.
+    The mask is bool [B, T]; position 0 is ignored, since nothing predicts that token.
     """
     rows, columns = on_host(loss_mask)[:, 1:].nonzero(as_tuple=True)
     return to_device(rows, loss_mask.device), to_device(columns, loss_mask.device)
 
 
 def predicted_token_ids(token_ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Selects the tokens [N] that `predicting_positions` predict; works for other [B, T, ...] tensors too."""
+    """Selects the tokens [N] that are predicted at `predicting_positions`; also works for other [B, T, ...] tensors."""
     return token_ids[rows, columns + 1]
 
 
 def aligned_to_tokens(values: Tensor, rows: Tensor, columns: Tensor, shape: Sequence[int]) -> Tensor:
-    """Places values [N, ...] at the tokens that their positions predict, 0 elsewhere. Keeps the gradient.
+    """Places values [N, ...] at the tokens that their positions predict, 0 elsewhere. Passes the gradient on.
 
     Args:
         values: [N] or [N, ...].
@@ -177,13 +177,13 @@ def hidden_logprobs(
     masked_rows: Tensor | None = None,
     supports: Supports | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `token_logprobs` from hidden states and the output head, without holding all [N, V] logits in memory.
+    """Computes `token_logprobs` from hidden states and the output head, without holding all logits [N, V] in memory.
 
-    If there are several chunks, the backward pass recomputes the logits chunk by chunk. Under autocast the head runs in
+    With several chunks, the backward pass recomputes the logits chunk by chunk. Under autocast the head runs in
     autocast's dtype, as `torch.nn.Linear` would.
 
     Args:
-        hidden: [N, H] at the positions of `predicting_positions`. Carries the gradient, like weight and bias.
+        hidden: [N, H] at `predicting_positions`. Carries the gradient, as do weight and bias.
         weight: [V, H] of the output head.
         bias: [V], or None.
         token_ids: int64 [N], from `predicted_token_ids`; or [N, J], several candidates at each position.
@@ -192,7 +192,7 @@ def hidden_logprobs(
         entropy_gradient: False returns the entropy detached, which saves memory.
 
     Returns:
-        Logprobs, in the shape of `token_ids`, and entropies, [N]. With N = 0 their sums still have zero gradients.
+        Logprobs, in the shape of `token_ids`, and entropies, [N]. Even with N = 0 they have a gradient, which is 0.
     """
     if token_ids.dim() not in (1, 2) or token_ids.shape[:1] != hidden.shape[:1]:
         raise ValueError(
@@ -231,12 +231,12 @@ def hidden_topk(
     masked_ids: Tensor | None = None,
     masked_rows: Tensor | None = None,
 ) -> Tensor:
-    """Returns the `num` most likely tokens at each position, most likely first, int64 [N, num], at any temperature.
+    """Returns the `num` most likely tokens at each position, the most likely first, int64 [N, num].
 
     Args:
         hidden, weight, bias, chunk_tokens, masked_ids, masked_rows: as in `hidden_logprobs`.
         num: at most V.
-        num_ids: considers only the first `num_ids` ids; None for all.
+        num_ids: only the first `num_ids` ids are candidates; None for all.
     """
     hidden, weight, bias, chunk_tokens = prepared(hidden, weight, bias, chunk_tokens)
     mask = _checked(1.0, masked_ids, masked_rows, hidden)
@@ -286,7 +286,7 @@ def prepared(
 
 
 def tokens_per_chunk(num: int, vocabulary: int, form: str) -> int:
-    """Returns how many of `num` positions get their logits at a time; all if there are few enough logits to keep.
+    """Returns how many positions of `num` to compute logits for at a time; all if these logits are kept anyway.
 
     Args:
         form: the device type, or `fused` if the head's functions are compiled.
@@ -297,7 +297,7 @@ def tokens_per_chunk(num: int, vocabulary: int, form: str) -> int:
 
 
 def are_few_logits(num: int, vocabulary: int) -> bool:
-    """Whether the logits of `num` positions are kept for the backward pass."""
+    """Whether the logits of `num` positions are few enough to keep for the backward pass."""
     return num * vocabulary <= _KEPT_LOGITS
 
 
@@ -318,29 +318,29 @@ def _checked(temperature: float, masked_ids: Tensor | None, masked_rows: Tensor 
 
 def _check_one_token_each(token_ids: Tensor) -> None:
     if token_ids.dim() != 1:
-        raise ValueError("With supports, token_ids must be [N]: only the sampled tokens have logprobs within them.")
+        raise ValueError("With supports, token_ids must be [N], because only sampled tokens have logprobs within them.")
 
 
 def _masked(values: Tensor, mask: Mask, number: float) -> Tensor:
-    """Writes `number` at the (row, id) pairs of [N, V] that the mask removes, without synchronizing with the device."""
+    """Writes `number` where the mask excludes an id of values [N, V], without synchronizing with the device."""
     ids, rows = mask
     return values.index_copy(1, ids, values.index_select(1, ids).masked_fill(rows[:, None], number))
 
 
 def masked_scores(logits: Tensor, temperature: float, mask: Mask | None) -> Tensor:
-    """Turns [N, V] logits of any dtype into the input of the softmax."""
+    """Turns logits [N, V] of any dtype into the input of the softmax."""
     if logits.dtype.itemsize < 4:
         logits = logits.float()
     if temperature != 1:
         logits = logits / temperature
     if mask is not None:
-        # The lowest finite number instead of -inf: its probability is 0, and their product is 0 instead of NaN.
+        # The lowest finite number instead of -inf: its probability is also 0, but 0 times the logprob is not NaN.
         logits = _masked(logits, mask, torch.finfo(logits.dtype).min)
     return logits
 
 
 def _distribution(logits: Tensor, temperature: float, mask: Mask | None) -> tuple[Tensor, Tensor]:
-    """Turns [N, V] logits of any dtype into (log-probabilities, probabilities)."""
+    """Turns logits [N, V] of any dtype into (log-probabilities, probabilities)."""
     log_probabilities = torch.log_softmax(masked_scores(logits, temperature, mask), dim=-1)
     return log_probabilities, log_probabilities.exp()
 
@@ -367,7 +367,7 @@ def logits_gradient(
     mask: Mask | None,
     is_here: Tensor | None = None,
 ) -> Tensor:
-    """Computes d loss / d logits, [N, V], from onehot - p for a logprob and -p · (log p + entropy) for the entropy.
+    """Computes d loss / d logits, [N, V]. A logprob's gradient is onehot - p, the entropy's -p · (log p + entropy).
 
     `is_here` is False where a token's logit is on another rank; None if this rank holds all logits.
     """
@@ -382,8 +382,8 @@ def logits_gradient(
         constant = total + grad_entropy * entropy
         slope = torch.addcmul(constant[:, None], log_probabilities, grad_entropy[:, None])
         gradient = slope.mul_(probabilities).neg_()
-    own = grad_logprobs if is_here is None else torch.where(is_here, grad_logprobs, 0)
-    gradient.scatter_add_(1, _columns(token_ids), own)
+    local = grad_logprobs if is_here is None else torch.where(is_here, grad_logprobs, 0)
+    gradient.scatter_add_(1, _columns(token_ids), local)
     if temperature != 1:
         gradient /= temperature
     if mask is not None:
@@ -392,7 +392,7 @@ def logits_gradient(
 
 
 class _LogitsLogprobs(torch.autograd.Function):
-    """Keeps the probabilities and computes the gradient in one pass; autograd would take five."""
+    """Keeps the probabilities and computes the gradient in one pass; autograd would need five."""
 
     @staticmethod
     def forward(
@@ -420,7 +420,7 @@ _logits_logprobs: Callable[..., tuple[Tensor, Tensor]] = _LogitsLogprobs.apply
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """Keeps nothing of size V except the head; the backward pass recomputes each chunk's logits."""
+    """Stores no tensor of size V except the head; the backward pass recomputes each chunk's logits."""
 
     @staticmethod
     def forward(
@@ -454,7 +454,7 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, bias, token_ids, *saved = ctx.saved_tensors
         _, gradient_of = _passes(hidden.device.type)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Summed in at least float32: a bfloat16 sum over hundreds of chunks would lose most small terms.
+        # Sum in at least float32, because a bfloat16 sum over hundreds of chunks loses most small terms.
         sum_dtype = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=sum_dtype) if ctx.needs_input_grad[2] else None
@@ -509,8 +509,9 @@ def _gradient(
     return gradient.to(logits.dtype)
 
 
-# The same for torch.compile: every [n, V] but the logits and their gradient stays inside a kernel. The forward also
-# keeps the largest score and the log of the sum, so that the backward reads the logits once.
+# The same functions for torch.compile: only the logits [n, V] and their gradient are in memory, and other tensors of
+# that size stay inside a kernel. The forward also keeps the largest score and the log of the sum, so that the backward
+# reads the logits only once.
 
 
 def _fused_read(logits: Tensor, token_ids: Tensor, temperature: float, mask: Mask | None) -> tuple[Tensor, ...]:
@@ -555,7 +556,7 @@ _Pass = Callable[..., Any]
 
 
 def _passes(device_type: str) -> tuple[_Pass, _Pass]:
-    """Returns the function that reads a chunk's logits and the one that computes their gradient."""
+    """Returns the functions that read a chunk's logits and that compute their gradient."""
     return (_compiled(_fused_read), _compiled(_fused_gradient)) if can_compile(device_type) else (_read, _gradient)
 
 

@@ -16,7 +16,7 @@ from lightrl.checks.bounds import check_bounds, check_choice, check_same_shape
 from lightrl.functional.kl import MAX_LOG_RATIO
 from lightrl.functional.reduction import neutralize
 
-_MIN_REST = 1e-9  # least probability of the other tokens; rounding can make a likely token's logprob 0 or above
+_MIN_REST = 1e-9  # lowest probability of all other tokens; rounding can make a likely token's logprob 0 or above
 
 
 def policy_ratio(logprobs: Tensor, proximal_logprobs: Tensor) -> Tensor:
@@ -75,9 +75,9 @@ def clipped_policy_loss(
         logprobs: [B, T] of the policy being trained; carries the gradient.
         proximal_logprobs: [B, T] of the policy at the start of the update, center of the clip.
         advantages: [B, T], constant along a trajectory for outcome rewards.
-        clip_low, clip_high: moving the ratio below `1 - clip_low` or above `1 + clip_high` reduces the loss no further.
-        dual_clip: caps a token's loss at `dual_clip · |advantage|`, which matters where the advantage is negative and
-            the ratio large; greater than 1. None for no cap.
+        clip_low, clip_high: the loss stops falling when the ratio leaves `1 - clip_low` to `1 + clip_high`.
+        dual_clip: caps a token's loss at `dual_clip · |advantage|`, for negative advantages with large ratios; above 1.
+            None for no cap.
 
     Returns:
         The loss of each token, [B, T]; lower is better.
@@ -89,7 +89,7 @@ def clipped_policy_loss(
 def clipped_ratio_loss(
     ratio: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
 ) -> Tensor:
-    """Computes `clipped_policy_loss` from a ratio: that of `policy_ratio`, or `sequence_ratio` for GSPO.
+    """Computes `clipped_policy_loss` from the result of `policy_ratio`, or of `sequence_ratio` for GSPO.
 
     Args:
         ratio: [B, T], carries the gradient.
@@ -120,8 +120,8 @@ def cispo_loss(
         logprobs: [B, T] of the policy being trained; carries the gradient.
         proximal_logprobs: [B, T] of the policy at the start of the update, or of the behavior policy.
         advantages: [B, T].
-        clip_low: 1 puts no lower bound on the weight, as in the paper.
-        clip_high: has no default, since the paper tunes it and gives no value.
+        clip_low: 1 is no lower bound on the weight, as in the paper.
+        clip_high: without a default, because the paper tunes it and gives no value.
 
     Returns:
         The loss of each token, [B, T]. Only its gradient is meaningful.
@@ -135,7 +135,7 @@ def cispo_loss(
 def sapo_loss(
     ratio: Tensor, advantages: Tensor, *, temperature_positive: float = 1.0, temperature_negative: float = 1.05
 ) -> Tensor:
-    """SAPO: a smooth gate replaces the clip, so that a token's gradient decays gradually instead of dropping to 0.
+    """SAPO: replaces the clip by a smooth gate, so that a token's gradient decays gradually instead of dropping to 0.
 
     -gate(ratio) · advantages with gate(r) = 4/τ · sigmoid(τ·(r - 1)), whose slope at r = 1 is 1, like the ratio's own.
 
@@ -144,8 +144,8 @@ def sapo_loss(
     Args:
         ratio: [B, T], carries the gradient.
         advantages: [B, T].
-        temperature_positive, temperature_negative: τ where the advantage is above 0, and elsewhere; the larger, the
-            faster the gradient decays off-policy.
+        temperature_positive, temperature_negative: τ where the advantage is above 0, and elsewhere. The larger it is,
+            the faster the gradient decays off-policy.
 
     Returns:
         The loss of each token, [B, T].
@@ -188,7 +188,7 @@ def regression_loss(
 
     -stop_gradient(advantages - β · L) · logprobs, where L is the sum of the log-ratios of the trajectory's loss tokens.
     Its gradient, summed over a trajectory, is that of (β · L - advantage)² / (2β): the policy gradient on-policy, and 0
-    where L equals advantage / β, which is optimal (`optimal_advantages`). So no importance weight is needed.
+    where L equals advantage / β, which is optimal (`optimal_advantages`). It therefore needs no importance weight.
 
     Source: OAPL, https://arxiv.org/abs/2602.19362.
 
@@ -209,18 +209,18 @@ def regression_loss(
 
 
 def leaves_trust_region(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, *, max_nats: float) -> Tensor:
-    """DPPO's mask: True where the policies are too far apart already and the token's step would increase the distance.
+    """DPPO's mask: True where the policies are already too far apart and an update would increase the distance.
 
-    The distance is the KL divergence over two outcomes, this token or any other: with q and p the token's probability
-    under behavior policy and policy, q log(q/p) + (1 - q) log((1 - q)/(1 - p)). A bound on the ratio would stop rare
-    tokens too early and likely ones too late.
+    The distance is the KL divergence over two outcomes, this token or any other. With q and p the token's probability
+    under the behavior policy and the policy, it is q log(q/p) + (1 - q) log((1 - q)/(1 - p)). A bound on the ratio
+    would stop rare tokens too early and likely ones too late.
 
     Source: DPPO with the binary KL, https://arxiv.org/abs/2602.04879.
 
     Args:
         logprobs: [B, T] of the policy being trained.
         behavior_logprobs: [B, T] of the policy that sampled the tokens.
-        advantages: [B, T]; above 0 a token is masked only if its probability rose, below 0 only if it fell.
+        advantages: [B, T]; above 0, a token is masked only if its probability rose; below 0, only if it fell.
         max_nats: upper bound on the divergence.
 
     Returns:
@@ -277,7 +277,7 @@ def preference_margin(
     reference_chosen_logprobs: Tensor,
     reference_rejected_logprobs: Tensor,
 ) -> Tensor:
-    """How much more the policy prefers the chosen completion than the reference policy does, [B] nats.
+    """Returns how much more than the reference policy the policy prefers the chosen completion, [B] nats.
 
     Args:
         chosen_logprobs, rejected_logprobs: [B], summed over the completion's tokens; both carry the gradient.
@@ -296,15 +296,15 @@ def preference_margin(
 def preference_loss(margin: Tensor, *, kl_coef: float = 0.1, kind: PreferenceLoss = "sigmoid") -> Tensor:
     """Computes the DPO ("sigmoid") or IPO ("ipo") loss of each pair from its margin, [B].
 
-    sigmoid: -log sigmoid(kl_coef · margin), which keeps increasing every margin; ipo: (margin - 1/(2·kl_coef))²,
-    which has a target margin.
+    sigmoid is -log sigmoid(kl_coef · margin), which pushes every margin up without limit. ipo is
+    (margin - 1/(2·kl_coef))², which has a target margin.
 
     Source: DPO, equation 7, https://arxiv.org/abs/2305.18290; IPO, equation 17, https://arxiv.org/abs/2310.12036.
 
     Args:
         margin: [B], from `preference_margin`; carries the gradient.
-        kl_coef: β (DPO) or τ (IPO) in the papers: the larger, the closer the policy stays to the reference.
-        kind: which loss.
+        kl_coef: β (DPO) or τ (IPO) in the papers; a larger value keeps the policy closer to the reference.
+        kind: "sigmoid" or "ipo".
     """
     check_choice(get_args(PreferenceLoss), kind=kind)
     if kl_coef <= 0:

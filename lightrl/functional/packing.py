@@ -1,6 +1,6 @@
-"""Batches of trajectories with little or no padding: rectangles of similar lengths, and packed rows.
+"""Batches trajectories with little or no padding: in rectangles of similar lengths, or in packed rows.
 
-Shapes: B trajectories, T tokens. Both layouts give exactly the same forward pass:
+Shapes: B trajectories, T tokens. Both layouts compute the same forward pass:
 
     rectangles (CPU)                       packed rows (variable-length attention)
     ┌───┬───┐  ┌─────────────┐             ┌──────┬────┬──────┬──┐
@@ -8,7 +8,7 @@ Shapes: B trajectories, T tokens. Both layouts give exactly the same forward pas
     │ b   · │  │ e       · · │             └──────┴────┴──────┴──┘   at each trajectory
     └───────┘  └─────────────┘
 
-In a rectangle the padding is on the right, where a causal model needs no attention mask. In a packed row
+In a rectangle the padding is on the right, so a causal model needs no attention mask. In a packed row
 (strategies/layouts/shared_prefix.py) attention gets the starts of the trajectories (packed_attention.py).
 """
 
@@ -22,17 +22,17 @@ from lightrl.checks.bounds import check_bounds
 
 
 def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[int]]:
-    """Finds the cheapest partition into groups of similar length, each run as one right-padded rectangle.
+    """Finds the cheapest partition of trajectories into right-padded rectangles.
 
-    The cost is Σ rows · longest + overhead_tokens · number of rectangles. Some optimal partition cuts the sorted
-    lengths without separating equal ones, so dynamic programming over the distinct lengths finds the exact minimum.
+    The cost is Σ rows · longest + overhead_tokens · number of rectangles. There is an optimal partition that cuts the
+    sorted lengths and never separates equal ones, so dynamic programming over the distinct lengths finds the minimum.
 
     Args:
         lengths: tokens of each trajectory, 0 or more.
         overhead_tokens: cost of one more forward pass, in tokens.
 
     Returns:
-        Row indices of each rectangle, shortest rectangle first, in ascending order within each. Every row is in
+        The row indices of each rectangle, ascending; the rectangle with the shortest rows first. Every row is in
         exactly one rectangle.
     """
     check_bounds(0, **{"overhead_tokens": overhead_tokens, "the shortest length": min(lengths, default=0)})
@@ -40,8 +40,8 @@ def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[in
     for row, length in enumerate(lengths):
         rows_of[length].append(row)
     distinct = sorted(rows_of)
-    num_shorter = [0]  # trajectories shorter than distinct[end]
-    best_cost, best_start = [0], [0]  # for lengths before distinct[end]; start of their last rectangle
+    num_shorter = [0]  # [end]: the number of trajectories shorter than distinct[end]
+    best_cost, best_start = [0], [0]  # [end]: the lowest cost of these, and where their last rectangle starts
     for end, longest in enumerate(distinct, start=1):
         num_shorter.append(num_shorter[-1] + len(rows_of[longest]))
         cost, start = min((best_cost[start] - num_shorter[start] * longest, start) for start in range(end))
@@ -57,38 +57,38 @@ def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[in
 
 
 def bins(sizes: Sequence[int], max_size: int) -> list[list[int]]:
-    """Partitions items into bins of at most `max_size` by best-fit decreasing; a larger item gets its own bin.
+    """Partitions items into bins of at most `max_size` by best-fit decreasing; a larger item gets a bin for itself.
 
-    If it takes no more bins, items of similar size share a bin, which makes rectangles with little padding.
+    If it takes no more bins, puts items of similar size together instead, for rectangles with little padding.
 
     Returns:
         Indices into `sizes`, the largest item of each bin first. Every index is in exactly one bin.
     """
     order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
-    alike: list[list[int]] = []
-    left = 0
+    next_fit: list[list[int]] = []
+    free = 0
     for index in order:
-        if not alike or sizes[index] > left:
-            alike.append([])
-            left = max_size
-        alike[-1].append(index)
-        left -= sizes[index]
-    best: list[list[int]] = []
+        if not next_fit or sizes[index] > free:
+            next_fit.append([])
+            free = max_size
+        next_fit[-1].append(index)
+        free -= sizes[index]
+    best_fit: list[list[int]] = []
     spaces: list[tuple[int, int]] = []  # (free space of a bin, its index), ascending
     for index in order:
-        place = bisect.bisect_left(spaces, (sizes[index], 0))
-        if place == len(spaces):
-            best.append([])
-            space, part = max_size, len(best) - 1
+        smallest = bisect.bisect_left(spaces, (sizes[index], 0))
+        if smallest == len(spaces):
+            best_fit.append([])
+            space, number = max_size, len(best_fit) - 1
         else:
-            space, part = spaces.pop(place)
-        best[part].append(index)
-        bisect.insort(spaces, (space - sizes[index], part))
-    return alike if len(alike) <= len(best) else best
+            space, number = spaces.pop(smallest)
+        best_fit[number].append(index)
+        bisect.insort(spaces, (space - sizes[index], number))
+    return next_fit if len(next_fit) <= len(best_fit) else best_fit
 
 
 def microbatch_bins(lengths: Sequence[int], units: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Returns the rows of each microbatch of at most `max_tokens`, or one unit: rows that must stay together."""
+    """Returns the rows of each microbatch, of at most `max_tokens` or one larger unit; a unit's rows stay together."""
     if sum(lengths[row] for rows in units for row in rows) <= max_tokens:
         return [sorted(row for rows in units for row in rows)]
     sizes = [sum(lengths[row] for row in rows) for rows in units]

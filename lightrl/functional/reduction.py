@@ -2,8 +2,8 @@
 
 Shapes: B trajectories, T tokens. The loss mask is bool [B, T], True where a token trains.
 
-Where a masked log-ratio is infinite, the gradient would be 0 · inf = NaN. So masked values are set to 0 before the loss
-(`neutralize`) and excluded after it (`reduce_loss`).
+If masked values were only excluded after the loss, an infinite log-ratio among them would give the gradient
+0 · inf = NaN. They are therefore also set to 0 before the loss (`neutralize`, then `reduce_loss`).
 """
 
 from __future__ import annotations
@@ -19,32 +19,30 @@ LossReduction = Literal["token", "sequence", "fixed"]
 
 
 class Total(Protocol):
-    """Reduces by sum or maximum over all ranks, each of which holds different trajectories; see `Experience.total`."""
+    """Reduces over all ranks by sum or maximum; each rank holds different trajectories. See `Experience.total`."""
 
     def __call__(self, values: Tensor, operation: Literal["sum", "max"] = "sum") -> Tensor: ...
 
 
 def of_one_rank(values: Tensor, operation: Literal["sum", "max"] = "sum") -> Tensor:
-    """The Total of a single rank, which holds all trajectories: returns the values."""
+    """Returns the values: the Total of a single rank, which holds all trajectories."""
     return values
 
 
 def neutralize(loss_mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Returns the tensors with 0 where the mask is False, even where they are NaN or ±inf; same dtypes, same order.
-
-    No gradient reaches masked positions.
+    """Sets the tensors to 0 where the mask is False, even where they are NaN or ±inf. These positions get no gradient.
 
     Args:
         loss_mask: bool, [B, T] (or [B], with tensors [B]).
-        tensors: have the mask's shape, possibly followed by further dimensions.
+        tensors: of the mask's shape, possibly with more dimensions after it.
     """
     dims = loss_mask.dim()
     neutral = []
     for index, tensor in enumerate(tensors):
-        further = tensor.dim() - dims
+        num_more = tensor.dim() - dims
         if tensor.shape[:dims] != loss_mask.shape:
-            check_same_shape(**{"loss_mask": loss_mask, f"tensors[{index}]": tensor[(...,) + (0,) * further]})
-        neutral.append(torch.where(loss_mask[(...,) + (None,) * further], tensor, tensor.new_zeros(())))
+            check_same_shape(**{"loss_mask": loss_mask, f"tensors[{index}]": tensor[(...,) + (0,) * num_more]})
+        neutral.append(torch.where(loss_mask[(...,) + (None,) * num_more], tensor, tensor.new_zeros(())))
     return tuple(neutral)
 
 
@@ -52,9 +50,9 @@ def masked_mean(values: Tensor, mask: Tensor, total: Total = of_one_rank) -> Ten
     """Returns the mean over the positions where the mask is True, a scalar; 0 if the mask is False everywhere.
 
     Args:
-        values: [B, T] or [B]; masked ones affect neither the mean nor its gradient.
+        values: [B, T] or [B]; masked values affect neither the mean nor its gradient.
         mask: bool, of the same shape.
-        total: reduces over the ranks that hold other trajectories.
+        total: reduces over all ranks.
     """
     (selected,) = neutralize(mask, values)
     return total(selected.sum()) / total(mask.sum()).clamp(min=1)
@@ -69,7 +67,7 @@ def reduce_loss(
     num_sequences: int,
     max_new_tokens: int | None = None,
 ) -> Tensor:
-    """Computes a microbatch's share of the minibatch's loss; the shares of all microbatches and ranks sum to the loss.
+    """Computes a microbatch's share of the minibatch's loss, the sum of the shares of all microbatches and ranks.
 
     With N = num_tokens, B = num_sequences, n_i the loss tokens of trajectory i:
     "token" Σ/N (DAPO), "sequence" Σ_i(Σ_t/n_i)/B (GRPO), "fixed" Σ/(B · max_new_tokens) (Dr. GRPO).

@@ -1,4 +1,4 @@
-"""Turns trajectories into the rows of tensors that make an Experience, on one rank or several."""
+"""Turns trajectories into rows, and rows into the tensors of an Experience."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from lightrl.trajectory import Trajectory
 
 
 def token_rows(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
-    """Returns the columns of all tokens, one numpy array per row, except those that come with the reward.
+    """Returns all columns except those that come with the reward, each as a numpy array per trajectory.
 
     Raises:
-        ValueError: if a column has different widths in different trajectories, which means different models.
+        ValueError: if a column's width differs between trajectories, so they come from different models.
     """
     rows: dict[str, list[Any]] = {}
     for name, column in TOKENS.items():
         rows[name] = [column.array(getattr(item, name)).numpy() for item in trajectories]
     for column in registered():
-        of_column = None if column.comes_with_reward else column.rows(trajectories)
-        rows |= {} if of_column is None else {column.fields[0]: of_column}
+        arrays = None if column.comes_with_reward else column.rows(trajectories)
+        rows |= {} if arrays is None else {column.fields[0]: arrays}
     return rows
 
 
 def row_tensors(field: str, rows: Sequence[Any]) -> dict[str, Tensor]:
-    """Builds a column's fields of an Experience: one of [B, T, ...], int32 as int64, or three if the column is coded.
+    """Builds a column's fields of an Experience: one tensor [B, T, ...], with int64 for int32; three if it is coded.
 
-    The codes of all rows are stored end to end; two int64 [B] give the start and the size in bytes of each row's codes.
+    The codes of all rows are concatenated; two int64 [B] give the start and the size in bytes of each row's codes.
     """
     column = column_of(field)
     assert column is not None
@@ -47,7 +47,7 @@ def row_tensors(field: str, rows: Sequence[Any]) -> dict[str, Tensor]:
 
 
 def row_fields(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-    """Returns the fields [B] that the rollout fills in; rewards, which may still be pending, are NaN."""
+    """Returns the fields [B] of an Experience; rewards are NaN, since they may still be pending."""
     return {
         "rewards": torch.full((len(trajectories),), torch.nan, dtype=torch.float32),
         "group_ids": torch.tensor([item.group_id for item in trajectories], dtype=torch.int64),
@@ -57,7 +57,7 @@ def row_fields(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
 
 
 def reward_fields(trajectories: Sequence[Trajectory]) -> tuple[Tensor, list[Any] | None]:
-    """Returns the rewards, float32 [B], and each row's rewards per token, float32, or None if no row has them."""
+    """Returns the rewards, float32 [B], and each row's rewards per token, float32; None if no row has the latter."""
     rewards = torch.tensor([item.reward for item in trajectories], dtype=torch.float32)
     if all(item.rewards is None for item in trajectories):
         return rewards, None
@@ -66,9 +66,9 @@ def reward_fields(trajectories: Sequence[Trajectory]) -> tuple[Tensor, list[Any]
 
 
 def check_trajectories(trajectories: Sequence[Trajectory], *, has_rewards: bool = True) -> None:
-    """Raises ValueError if they cannot make an Experience; see `Experience.from_trajectories`."""
+    """Raises ValueError if the trajectories cannot make an Experience; see `Experience.from_trajectories`."""
     if not trajectories:
-        raise ValueError("This iteration has no trajectories: every group was dropped.")
+        raise ValueError("This iteration has no trajectories, because every group was dropped.")
     without = [item.prompt.id for item in trajectories if item.reward is None]
     if without and has_rewards:
         raise ValueError(f"A trajectory of prompt {without[0]!r} has no reward. Compute it first.")

@@ -1,13 +1,13 @@
-"""Supports: the tokens that top-p or top-k allowed at a position, encoded as bytes and used in the softmax.
+"""Supports: the tokens that top-p or top-k allowed at a position; their encoding, and the softmax over them.
 
-The logprob of a token sampled from a truncated distribution comes from the softmax over its support. So each sampled
-token carries its support, and every model that computes the token's logprob renormalizes over it:
+If sampling is truncated, a token's logprob comes from the softmax over its support. Each sampled token therefore
+carries its support, and every model that computes the token's logprob renormalizes over it:
 
     engine ── bytes ──► Completion ──► Trajectory ──► Experience ── Supports.at ──► logits of M ids ──► softmax
 
 A token's code lists the sorted ids of its support except the sampled one, as differences in variable-length bytes
 (LEB128), then an end mark: 0, or 1 if every token of the vocabulary could be sampled. A support of one id takes 1 byte;
-one of k ids takes about 2·k with a vocabulary of 150,000. Codes are concatenated like the tokens they belong to.
+with a vocabulary of 150,000, one of k ids takes about 2·k bytes. Codes are concatenated in the order of the tokens.
 
 Shapes: T tokens; N positions that predict a token, n of them with a support; M ids in all supports; V vocabulary.
 """
@@ -41,7 +41,7 @@ def encode_supports(rows: _Ints, ids: _Ints, sampled: _Ints, vocabulary: int | N
         rows: int [M], ascending: index of the token that each id belongs to.
         ids: int [M], the supports' ids, ascending within a token; no ids if every token could be sampled.
         sampled: int [n], the sampled tokens.
-        vocabulary: V, to recognize supports that are the whole vocabulary; None if unknown.
+        vocabulary: V, to recognize a support that is the whole vocabulary; None if unknown.
     """
     num = len(sampled)
     counts = np.bincount(rows, minlength=num)
@@ -63,29 +63,29 @@ def encode_supports(rows: _Ints, ids: _Ints, sampled: _Ints, vocabulary: int | N
     sizes = 1 + np.searchsorted(_MORE_BYTES, numbers, side="right")
     starts = sizes.cumsum() - sizes
     data = np.empty(int(sizes.sum()), np.uint8)
-    for place in range(int(sizes.max(initial=0))):
-        has_byte = sizes > place
-        bits = (numbers[has_byte] >> (_BITS * place)) & 127
-        data[starts[has_byte] + place] = bits | np.where(sizes[has_byte] > place + 1, 128, 0)
-    whole = data.tobytes()
+    for index in range(int(sizes.max(initial=0))):
+        has_byte = sizes > index
+        bits = (numbers[has_byte] >> (_BITS * index)) & 127
+        data[starts[has_byte] + index] = bits | np.where(sizes[has_byte] > index + 1, 128, 0)
+    codes = data.tobytes()
     bounds = [0, *(starts + sizes)[ends - 1].tolist()]
-    return [whole[start:end] for start, end in itertools.pairwise(bounds)]
+    return [codes[start:end] for start, end in itertools.pairwise(bounds)]
 
 
 def decode_supports(codes: _Ints) -> tuple[_Ints, _Ints, _Ints]:
     """Decodes concatenated codes of `encode_supports`, uint8.
 
     Returns:
-        Whether every token could be sampled, bool [T]; the number of ids in the support besides the sampled one,
-        int64 [T]; and those ids, int64 [M], concatenated.
+        Whether every token could be sampled, bool [T]; the number of ids in each support without the sampled one,
+        int64 [T]; and these ids, int64 [M], concatenated.
     """
     if not len(codes):
         return np.zeros(0, bool), np.zeros(0, np.int64), np.zeros(0, np.int64)
     is_last = codes < 128
     starts = np.flatnonzero(is_last)
     starts = np.concatenate([[0], starts[:-1] + 1])
-    place = np.arange(len(codes)) - starts.repeat(np.diff(starts, append=len(codes)))
-    numbers = np.add.reduceat((codes & 127).astype(np.int64) << (_BITS * place), starts)
+    byte_index = np.arange(len(codes)) - starts.repeat(np.diff(starts, append=len(codes)))
+    numbers = np.add.reduceat((codes & 127).astype(np.int64) << (_BITS * byte_index), starts)
     is_end = numbers < 2
     ends = np.flatnonzero(is_end)
     counts = np.diff(ends, prepend=-1) - 1
@@ -101,9 +101,9 @@ class Supports:
     limited: Tensor  # int64 [n], ascending: the positions with a support
     others: Tensor  # int64 [N - n], ascending: positions where every token could be sampled
     ids: Tensor  # int64 [M], concatenated; the sampled token is the last of each support
-    rows: Tensor  # int64 [M], ascending: index, among the n, of the support that each id belongs to
-    counts: Tensor  # int64 [n], ids in each support
-    ends: list[int]  # [n], end of each support in `ids`; a list, since the host cuts the chunks
+    rows: Tensor  # int64 [M], ascending: which of the n supports each id belongs to
+    counts: Tensor  # int64 [n], number of ids in each support
+    ends: list[int]  # [n], end of each support in `ids`; a list, because the host cuts the chunks
 
     @classmethod
     def at(cls, codes: Sequence[Tensor], lengths: Tensor, token_ids: Tensor, rows: Tensor, columns: Tensor) -> Supports:
@@ -115,7 +115,7 @@ class Supports:
             token_ids: int64 [B, T]; the result is on their device.
         """
         is_every, num_others, ids = decode_supports(torch.cat(list(codes)).numpy())
-        # The index of each token among all tokens; an extra one without a support stands for the padding.
+        # Each token's index among all tokens; padding gets an extra index without a support.
         sizes = on_host(lengths).numpy()
         row, column = on_host(rows).numpy(), on_host(columns).numpy() + 1
         token = np.where(column < sizes[row], (sizes.cumsum() - sizes)[row] + column, len(num_others))
@@ -127,19 +127,19 @@ class Supports:
         is_sampled = np.zeros(int(counts.sum()), bool)
         is_sampled[ends - 1] = True
         first = (num_others.cumsum() - num_others)[token] - (others.cumsum() - others)
-        other_ids = np.empty(len(is_sampled), np.int64)
-        other_ids[~is_sampled] = ids[first.repeat(others) + np.arange(int(others.sum()))]
-        other_ids[is_sampled] = on_host(token_ids).numpy()[row, column]
+        support_ids = np.empty(len(is_sampled), np.int64)
+        support_ids[~is_sampled] = ids[first.repeat(others) + np.arange(int(others.sum()))]
+        support_ids[is_sampled] = on_host(token_ids).numpy()[row, column]
 
-        def moved(values: _Ints) -> Tensor:
+        def on_device(values: _Ints) -> Tensor:
             return to_device(torch.from_numpy(values), token_ids.device)
 
         return cls(
-            limited=moved(np.flatnonzero(is_limited)),
-            others=moved(np.flatnonzero(~is_limited)),
-            ids=moved(other_ids),
-            rows=moved(np.arange(len(counts)).repeat(counts)),
-            counts=moved(counts),
+            limited=on_device(np.flatnonzero(is_limited)),
+            others=on_device(np.flatnonzero(~is_limited)),
+            ids=on_device(support_ids),
+            rows=on_device(np.arange(len(counts)).repeat(counts)),
+            counts=on_device(counts),
             ends=ends.tolist(),
         )
 
@@ -150,12 +150,12 @@ class Supports:
             yield slice(start, end), slice(self.ends[start - 1] if start else 0, self.ends[end - 1])
 
     def logprobs(self, scores: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Returns the sampled tokens' logprobs and the entropies, [n] each, under the softmax over each support.
+        """Returns the sampled tokens' logprobs and the entropies, [n] each, of the softmax over each support.
 
         Args:
             scores: [M], logits of the ids. Carries the gradient.
         """
-        # unsafe skips a check that would read the lengths from the device.
+        # `unsafe` skips a check that would read the lengths from the device.
         reduce = functools.partial(torch.segment_reduce, lengths=self.counts, unsafe=True)
         shifted = (scores - reduce(scores.detach(), "max")[self.rows]) / temperature  # keeps the digits of large logits
         powers = shifted.exp()
@@ -177,7 +177,7 @@ class Supports:
         num = len(self.limited) + len(self.others)
         zeros = logprobs.new_zeros(num), entropy.new_zeros(num)
         pairs = zip(zeros, (logprobs, entropy), within, strict=True)
-        filled = (zero.index_put((self.others,), other).index_put((self.limited,), own) for zero, other, own in pairs)
+        filled = (zero.index_put((self.others,), rest).index_put((self.limited,), own) for zero, rest, own in pairs)
         return next(filled), next(filled)
 
 
@@ -191,10 +191,10 @@ def support_scores(
     first_id: int = 0,
     total: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
-    """Computes the logits of the supports' ids, float32 [M]; keeps nothing of size V except the head.
+    """Computes the logits of the supports' ids, float32 [M]; stores no tensor of size V except the head.
 
     Args:
-        hidden: [n, H] at the positions with a support. Carries the gradient, like weight and bias.
+        hidden: [n, H] at the positions with a support. Carries the gradient, as do weight and bias.
         weight: [V, H] of the output head, or this rank's rows of it.
         bias: [V], or None.
         chunk_tokens: number of positions whose logits are in memory at a time.
@@ -239,7 +239,7 @@ class _SupportScores(torch.autograd.Function):
         if is_here is not None:
             grad_scores = torch.where(is_here, grad_scores, 0.0)
         grad_hidden = torch.empty_like(hidden)
-        # Summed in at least float32: a bfloat16 sum over hundreds of chunks would lose most small terms.
+        # Sum in at least float32, because a bfloat16 sum over hundreds of chunks loses most small terms.
         grad_weight = torch.zeros_like(weight, dtype=grad_scores.dtype)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=grad_scores.dtype)
         for positions, part in ctx.supports.chunks(ctx.chunk_tokens):

@@ -1,6 +1,6 @@
 """A critic's values: advantages and returns computed from them, value loss and normalization; reward shaping.
 
-Shapes: B trajectories, T tokens. The steps of a trajectory are its loss tokens: text of an environment or a tool
+Shapes: B trajectories, T tokens. The steps of a trajectory are its loss tokens; text of an environment or a tool
 between them is skipped, not discounted. `values[b, t]` is the value of the state before `token_ids[b, t]` was sampled.
 """
 
@@ -39,7 +39,7 @@ def gae(
         values: [B, T].
         loss_mask: bool [B, T]; rewards and values elsewhere have no effect.
         gamma: discount per loss token, 0 to 1.
-        lam: 0 relies on the critic for everything that follows, 1 on the rewards.
+        lam: 0 relies only on the critic for what follows a token, 1 only on the rewards.
         bootstrap: [B], the value of the state after a truncated trajectory, 0 if it was not truncated; None for all 0.
 
     Returns:
@@ -54,15 +54,15 @@ def gae(
     check_same_shape(**{"bootstrap": value, "values[:, 0]": advantage})
     for t in range(values.shape[1] - 1, -1, -1):
         is_step = loss_mask[:, t]
-        advantage_here = rewards[:, t] + gamma * value - values[:, t] + gamma * lam * advantage
-        advantages[:, t] = torch.where(is_step, advantage_here, 0.0)
-        advantage = torch.where(is_step, advantage_here, advantage)
+        new_advantage = rewards[:, t] + gamma * value - values[:, t] + gamma * lam * advantage
+        advantages[:, t] = torch.where(is_step, new_advantage, 0.0)
+        advantage = torch.where(is_step, new_advantage, advantage)
         value = torch.where(is_step, values[:, t], value)
     return advantages, torch.where(loss_mask, advantages + values, 0.0)
 
 
 def on_last_loss_token(rewards: Tensor, loss_mask: Tensor) -> Tensor:
-    """Turns one reward per trajectory into rewards per token: the reward goes to the last loss token.
+    """Turns a reward per trajectory into rewards per token, by putting it on the last loss token.
 
     Args:
         rewards: [B].
@@ -72,17 +72,17 @@ def on_last_loss_token(rewards: Tensor, loss_mask: Tensor) -> Tensor:
         [B, T].
     """
     check_same_shape(rewards=rewards, loss_mask=loss_mask.any(1))
-    left = loss_mask.flip(1).cumsum(1).flip(1)  # number of loss tokens from here on
-    return torch.where(loss_mask & (left == 1), rewards[:, None], 0.0)
+    num_left = loss_mask.flip(1).cumsum(1).flip(1)  # number of loss tokens from here on
+    return torch.where(loss_mask & (num_left == 1), rewards[:, None], 0.0)
 
 
 def on_loss_tokens(rewards: Tensor, loss_mask: Tensor) -> Tensor:
-    """Moves rewards between loss tokens to the loss token before them, which earned them.
+    """Moves rewards on other tokens to the last loss token before them, which earned them.
 
-    Rewards before the first loss token are dropped: no action earned them.
+    Drops rewards before the first loss token, which no action earned.
 
     Args:
-        rewards: [B, T]; an environment may place its rewards on the tokens of its reply.
+        rewards: [B, T]; environments may put rewards on the tokens of their replies.
         loss_mask: bool [B, T].
 
     Returns:
@@ -97,7 +97,7 @@ def on_loss_tokens(rewards: Tensor, loss_mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RewardShaping:
-    """Rewards per token become (reward + bias) · scaling, then clipped; the bias is added on the last loss token.
+    """Shapes rewards per token: clip((reward + bias) · scaling), with the bias on the last loss token only.
 
     Args:
         bias: added to the reward of each trajectory.
@@ -111,7 +111,7 @@ class RewardShaping:
 
     def __post_init__(self) -> None:
         if self.scaling == 0:
-            raise ValueError("scaling of reward_shaping must not be 0, which makes every reward 0. 1 is no scaling.")
+            raise ValueError("scaling of reward_shaping must not be 0, or every reward would be 0. 1 is no scaling.")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip of reward_shaping must be above 0 or None, got {self.clip}.")
 
@@ -132,8 +132,8 @@ def value_loss(
 ) -> Tensor:
     """Computes half the squared error of each value; with `huber_delta`, large errors count linearly.
 
-    With `value_clip`, the loss is the larger of that of the value and that of the value clipped to `value_clip` around
-    the old one, so a value gains nothing by moving further.
+    `value_clip` also computes the loss of the value clipped to within `value_clip` of the old value, and takes the
+    larger of the two, so a value gains nothing by moving further.
 
     Source: PPO's implementations, https://arxiv.org/abs/2005.12729; Huber, https://doi.org/10.1214/aoms/1177703732.
 
@@ -142,7 +142,7 @@ def value_loss(
         returns: [B, T].
         old_values: [B, T], from before the update; required with `value_clip`.
         value_clip: bound on the distance from the old value; None for no bound.
-        huber_delta: error beyond which the loss grows linearly; None for never.
+        huber_delta: the error above which the loss grows linearly; None for no such error.
 
     Returns:
         [B, T].
@@ -174,16 +174,16 @@ def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor, total
 
 @dataclass
 class ValueNormalizer:
-    """Mean and standard deviation of the returns so far; the critic predicts normalized returns.
+    """Normalizes the returns that the critic predicts, by the mean and standard deviation of the returns so far.
 
-    `running` weighs all returns equally, so its statistics converge; `exponential` discounts old returns, so it follows
+    `running` weighs all returns equally, so its statistics converge. `exponential` discounts old returns, so it follows
     an improving policy. Before the first update, normalization changes nothing.
 
     Source: https://arxiv.org/abs/2006.05990, https://arxiv.org/abs/2103.01955.
 
     Args:
         kind: `running` or `exponential`.
-        decay: factor on old returns per iteration, for `exponential`.
+        decay: factor on the weight of old returns in each iteration, for `exponential`.
     """
 
     kind: ValueNormalization = "exponential"
@@ -206,10 +206,10 @@ class ValueNormalizer:
         if num == 0:
             return
         count = num if self.kind == "running" else 1 - self.decay
-        keep = self.weight if self.kind == "running" else self.decay * self.weight
-        total = keep + count
-        self.mean = (keep * self.mean + count * sum_ / num) / total
-        self.mean_square = (keep * self.mean_square + count * square_sum / num) / total
+        old = self.weight if self.kind == "running" else self.decay * self.weight
+        total = old + count
+        self.mean = (old * self.mean + count * sum_ / num) / total
+        self.mean_square = (old * self.mean_square + count * square_sum / num) / total
         self.weight = total
 
     @property
@@ -233,5 +233,5 @@ class ValueNormalizer:
 def _distance_loss(distance: Tensor, huber_delta: float | None) -> Tensor:
     if huber_delta is None:
         return distance.square() / 2
-    far = distance.abs()
-    return torch.where(far <= huber_delta, distance.square() / 2, huber_delta * (far - huber_delta / 2))
+    size = distance.abs()
+    return torch.where(size <= huber_delta, distance.square() / 2, huber_delta * (size - huber_delta / 2))

@@ -5,14 +5,14 @@ Reading order:
     model_spec.py     ModelSpec: where a role's model and tokenizer come from
     parallel_model.py Outputs, and ParallelModel, which each strategy implements
     conversion.py     names and layouts of checkpoints and servers ◄─► those of a model's modules
-    tuning.py         what training changes in a model: all weights, or weights added to a base (lora.py)
+    tuning.py         which weights training changes: all of them, or adapters on a frozen base (lora.py)
     moe.py            MoE blocks and their routers; expert_parallel.py: experts divided over ranks
-    routes.py         the experts that each token was sampled with, recorded and replayed
-    images.py         models and prompts with images
-    hybrids.py        models with layers that keep states of fixed size
-    model_folder.py   models as Hugging Face folders, complete or absent
-    optimizer.py      parameters by role, and the schedule of the learning rate
-    precision.py      modules that stay float32 in bfloat16 models, and a warning about the rest
+    routes.py         records the experts that the engine chose for each token, and replays them
+    images.py         images in prompts, and the models that read them
+    hybrids.py        models with convolution or recurrent layers besides attention
+    model_folder.py   Hugging Face model folders, written completely or not at all
+    optimizer.py      parameter groups by role, and the learning-rate schedule
+    precision.py      modules that stay float32 in bfloat16 models; warns when updates round away
     chat_template.py  renders chats, reads what the policy generated, and lists stop tokens
 
 May import: errors, checks, trajectory, experience, functional, weights. Another model family

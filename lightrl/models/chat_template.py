@@ -2,10 +2,10 @@
 template, and `set_chat_template` changes it there.
 
 If a chat ends with an assistant's message, the policy continues that message. If the prompt already opens the policy's
-turn, for example with `<think>`, that text belongs to the turn. A template that writes a date gets the run's start.
+turn, for example with `<think>`, that text belongs to the turn. A date in a template is the run's start date.
 
-Special tokens that somebody typed into a message, a tool's result or a schema are text: rendered texts have a mark
-inside each of them and are split there before encoding, so that only the template's special tokens become tokens.
+A special token typed into a message, a tool result or a schema stays text: `render` puts a mark inside it, and `encode`
+splits the text at the mark. Only special tokens that the template writes are encoded as such.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ Messages = Sequence[Mapping[str, Any]]
 Template = str | Mapping[str, str] | None  # Jinja text, or several by name
 
 _OPENED = re.compile(rf"(?:{THINKING_OPENS})\s*(?:(?:{THINKING_CLOSES})\s*)?\Z")
-_TAIL_TOKENS = 32  # of a prompt: enough for `<think>` and white space, even as byte tokens
+_TAIL_TOKENS = 32  # how much of a prompt's end to decode: `<think>` and white space fit, even as byte tokens
 _ANSWER = "lightrl"
-MARK = "\ufdd0\ufdd1"  # noncharacters, inside a special token that is text
+MARK = "\ufdd0\ufdd1"  # Unicode noncharacters; inserted into special tokens that were typed as text
 _CALL = {"type": "function", "id": "call_0", "function": {"name": "f", "arguments": {"x": _ANSWER}}}
 _DATES = [f"%{flag}{letter}" for flag in ("-", "") for letter in string.ascii_letters]
 _STRFTIME = (
@@ -64,14 +64,14 @@ KEEP_HISTORY = (
 def set_chat_template(
     tokenizer: PreTrainedTokenizerBase, template: str | None, arguments: Mapping[str, object] | None = None
 ) -> None:
-    """Sets the tokenizer's chat template, and writes the arguments into it, so that exports have them too.
+    """Sets the tokenizer's chat template with these arguments as its defaults, so exports contain them too.
 
     Args:
         template: a Jinja file or the template itself; None keeps the tokenizer's.
-        arguments: by name, for example `{"enable_thinking": False}`; a row may override them.
+        arguments: for example `{"enable_thinking": False}`; a row may override them.
 
     Raises:
-        ValueError: if there is no such file, or the template does not read an argument.
+        ValueError: if the file does not exist, or the template does not read an argument.
     """
     if template is not None and "{" not in template:
         path = Path(template).expanduser()
@@ -81,10 +81,10 @@ def set_chat_template(
     new: Any = tokenizer.chat_template if template is None else template
     if arguments:
         _check_arguments(arguments, new)
-        each = "{{%- if {0} is not defined %}}{{%- set {0} = {1!r} %}}{{%- endif %}}"
-        start = "".join(each.format(*item) for item in arguments.items()) + "\n"
+        assignment = "{{%- if {0} is not defined %}}{{%- set {0} = {1!r} %}}{{%- endif %}}"
+        defaults = "".join(assignment.format(*item) for item in arguments.items()) + "\n"
         texts = new if isinstance(new, Mapping) else {"": new}
-        texts = {name: text if text.startswith(start) else start + text for name, text in texts.items()}
+        texts = {name: text if text.startswith(defaults) else defaults + text for name, text in texts.items()}
         new = texts if isinstance(new, Mapping) else texts[""]
     tokenizer.chat_template = new
 
@@ -98,10 +98,10 @@ def _check_arguments(arguments: Mapping[str, object], template: Template) -> Non
 
 
 def run_start(restored: str | None = None) -> datetime:
-    """Returns the start time of the run, so that prompts do not change at midnight; child processes inherit it.
+    """Returns the run's start time, the same in its child processes. Prompts use it, so they do not change at midnight.
 
     Args:
-        restored: the start time of the resumed run, in ISO format, which replaces the present one.
+        restored: ISO start time from the checkpoint of a resumed run; replaces the current one.
     """
     if restored is not None:
         os.environ[_RUN_START] = restored
@@ -113,11 +113,12 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, image_reader: ImageReader | None = None) -> None:
         self.tokenizer, self.image_reader = tokenizer, image_reader  # None if the policy accepts no images
-        self.end_token_ids: set[int] = set()  # further ends of a turn, besides those of tokenizer and template
-        self._ends: tuple[Template, set[int | None]] | None = None  # the template, and the ends of its turns
-        # A template, whether it reads plain text besides parts, and whether it reads calls' arguments as objects.
+        self.end_token_ids: set[int] = set()  # end a turn too, besides those of the tokenizer and the template
+        # Each of these caches is valid for the template in it.
+        self._ends: tuple[Template, set[int | None]] | None = None  # end-of-turn tokens
+        # Whether the template reads content as plain text, and call arguments as objects.
         self._reads: tuple[Template, bool, bool] = None, True, True
-        # A template, and the special tokens that are text in others' messages, and in the assistant's.
+        # Special tokens that stay text when typed: outside assistant messages, and in them.
         self._typed: tuple[object, re.Pattern[str], re.Pattern[str]] = self, _one_of([]), _one_of([])
         self._has_warned = False
 
@@ -129,52 +130,53 @@ class ChatTemplate:
 
     @property
     def is_dated(self) -> bool:
-        """Whether the template may write the date."""
+        """Whether the template can write the date."""
         return "strftime_now" in str(self.chat_template)
 
     def row_arguments(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """Returns the template's arguments from a row's `chat_template_kwargs`, and `tools`, by default the row's."""
-        given, of_row = prompt.fields.get("chat_template_kwargs") or {}, tools is None and prompt.fields.get("tools")
-        if isinstance(of_row, str):
+        """Returns the template's arguments: a row's `chat_template_kwargs`, and `tools` or else the row's tools."""
+        kwargs = prompt.fields.get("chat_template_kwargs") or {}
+        row_tools = tools is None and prompt.fields.get("tools")
+        if isinstance(row_tools, str):
             with contextlib.suppress(ValueError):
-                of_row = json.loads(of_row)
-        if not isinstance(given, Mapping):
+                row_tools = json.loads(row_tools)
+        if not isinstance(kwargs, Mapping):
             raise ValueError(
                 "The column 'chat_template_kwargs' must be a dict of the chat template's arguments, for example "
-                f"{{'enable_thinking': False}}, got {given!r:.100}."
+                f"{{'enable_thinking': False}}, got {kwargs!r:.100}."
             )
-        if of_row and not (isinstance(of_row, list) and all(isinstance(tool, Mapping) for tool in of_row)):
+        if row_tools and not (isinstance(row_tools, list) and all(isinstance(tool, Mapping) for tool in row_tools)):
             raise ValueError(
-                f"The column 'tools' must be a list of JSON schemas for the chat template, got {of_row!r:.100}. Rename "
-                "it if it is meant for the reward."
+                f"The column 'tools' must be a list of JSON schemas for the chat template, got {row_tools!r:.100}. "
+                "Rename it if it is meant for the reward."
             )
-        arguments = {name: value for name, value in given.items() if value is not None}  # Parquet fills in None
-        arguments |= {"tools": of_row} if of_row else {}
+        arguments = {name: value for name, value in kwargs.items() if value is not None}  # Parquet fills in None
+        arguments |= {"tools": row_tools} if row_tools else {}
         _check_arguments(arguments, self.chat_template)
         return {**arguments, "tools": list(tools)} if tools else arguments
 
     def render(self, messages: Messages, arguments: Mapping[str, object], *, is_whole: bool = False) -> str:
-        """Returns the text of these messages, up to where the policy continues, or to their end if `is_whole`.
+        """Returns the messages as text, ending where the policy continues, or after the last message if `is_whole`.
 
-        Only `encode` should read it: text that looks like a special token has a mark inside.
+        Pass the text only to `encode`: special tokens that were typed as text have a mark inside.
         """
         messages = [self._as_read(message) for message in messages]
         text = self._rendered(messages, arguments, is_whole=is_whole)
         others, own = self._typed_tokens()
         marked = [_marked(message, own if message.get("role") == "assistant" else others) for message in messages]
-        shown_arguments = _marked(arguments, others)
-        if marked != messages or shown_arguments != arguments:
-            shown = self._rendered(marked, shown_arguments, is_whole=is_whole)
-            if shown.replace(MARK, "") == text.replace(MARK, ""):
-                text = shown
+        marked_arguments = _marked(arguments, others)
+        if marked != messages or marked_arguments != arguments:
+            marked_text = self._rendered(marked, marked_arguments, is_whole=is_whole)
+            if marked_text.replace(MARK, "") == text.replace(MARK, ""):
+                text = marked_text
             else:
-                self._warn_of_typed(shown.count(MARK), "the chat template reads them itself, so")
+                self._warn_of_typed(marked_text.count(MARK), "the chat template reads them itself, so")
         return self._framed(text)
 
     def _rendered(self, messages: Messages, arguments: Mapping[str, object], *, is_whole: bool) -> str:
         continues = not is_whole and messages[-1].get("role") == "assistant"
         dated: dict[str, Any] = {}
-        if self.is_dated:  # templates get data, not functions
+        if self.is_dated:  # a template gets data, not functions, so the dates are formatted here
             template = self.tokenizer.get_chat_template(None, arguments.get("tools"))
             dates = {code: run_start().strftime(code) for code in _DATES if code in template}
             dated = {"chat_template": _STRFTIME + template, "run_start": dates}
@@ -189,7 +191,7 @@ class ChatTemplate:
         return str(text)
 
     def _typed_tokens(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        """Returns patterns of tokens that are text if typed: all special ones; by the assistant, those of turns."""
+        """Returns patterns of tokens that stay text when typed: all special tokens; for the assistant, turn markers."""
         if self._typed[0] is not self.chat_template:
             self._typed = self.chat_template, _one_of([]), _one_of([])  # for the probe
             added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
@@ -212,7 +214,7 @@ class ChatTemplate:
             )  # fmt: skip
 
     def _framed(self, text: str) -> str:
-        """Replaces the first token of each Gemma 3 image, which its template writes, by all that the model reads."""
+        """Replaces the one token that Gemma 3's template writes for an image by all tokens that the model reads."""
         reader = self.image_reader
         if reader is None or reader.frame is None:
             return text
@@ -220,10 +222,10 @@ class ChatTemplate:
         return text.replace(self.decode([before]), f"\n\n{self.decode([before, reader.image_token_id, after])}\n\n")
 
     def _as_read(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the message with text and calls in the form that the template reads.
+        """Returns the message with its content and tool calls in the form that the template reads.
 
-        Most templates print or drop lists of parts, some drop everything else; most write arguments as JSON, some
-        expect JSON text.
+        Most templates need content as a string, some as a list of parts; most need call arguments as objects, some as
+        JSON text.
         """
         if self._reads[0] is not self.chat_template:
             for reads_text in (True, False, True):
@@ -248,7 +250,7 @@ class ChatTemplate:
         return {**message, "content": content} if "content" in message else message
 
     def plain_text(self, messages: Messages) -> str:
-        """Joins the text of these messages without a template, with an image token for each image."""
+        """Joins the text of the messages without a template, with an image token for each image."""
         reader = self.image_reader
         first = "" if reader is None else self.decode([(reader.frame or (reader.image_token_id,))[0]])
         typed = self._typed_tokens()[0].findall(plain_text(messages))
@@ -256,32 +258,34 @@ class ChatTemplate:
         return self._framed(plain_text(messages, first))
 
     def encode(self, text: str) -> list[int]:
-        """Encodes a text, for example a rendered one."""
+        """Encodes a text, for example one from `render`."""
         text, *others = text.split(MARK)
         token_ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-        for other in others:  # after a line break: SentencePiece adds a space at the start of a text
-            end, after = self.encode("\n"), self.encode("\n" + other)
-            token_ids += after[len(end) :] if after[: len(end)] == end else self.encode(other)
+        for other in others:  # encoded after a line break, since SentencePiece adds a space at the start of a text
+            line_break, with_break = self.encode("\n"), self.encode("\n" + other)
+            is_split = with_break[: len(line_break)] == line_break
+            token_ids += with_break[len(line_break) :] if is_split else self.encode(other)
         return token_ids
 
     def encode_all(self, texts: list[str]) -> list[list[int]]:
-        """Encodes texts, faster than one by one."""
+        """Encodes texts together, which is faster than one by one."""
         encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
         return [self.encode(text) if MARK in text else list(ids) for text, ids in zip(texts, encoded, strict=True)]
 
     def encode_after(self, token_id: int, text: str) -> list[int]:
-        """Encodes a text that follows this token: some tokenizers encode the start of a text differently."""
-        after = self.encode(self.decode([token_id]) + text)
-        return after[1:] if after[:1] == [token_id] else self.encode(text)
+        """Encodes a text that follows this token, since some tokenizers encode the start of a text differently."""
+        token_ids = self.encode(self.decode([token_id]) + text)
+        return token_ids[1:] if token_ids[:1] == [token_id] else self.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
 
     def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Returns the bytes of each token; joined they are the text. A token may be a part of a character."""
+        """Returns the UTF-8 bytes of each token, which may end inside a character; joined they are the text."""
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-        byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}  # as byte-level tokenizers write them
+        # Byte-level tokenizers write each byte as one character.
+        byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         added, is_byte_level = self.tokenizer.added_tokens_decoder, "ByteLevel" in str(getattr(backend, "decoder", ""))
 
@@ -290,7 +294,7 @@ class ChatTemplate:
                 return str(added[token_id].content).encode()
             token = str(self.tokenizer.convert_ids_to_tokens(token_id) or "")
             if is_byte_level and set(token) <= byte_of.keys():
-                return bytes(byte_of[letter] for letter in token)
+                return bytes(byte_of[character] for character in token)
             byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
             return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
 
@@ -300,7 +304,7 @@ class ChatTemplate:
         return parts
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Decodes the policy's tokens without trailing ends of turn and padding; other special tokens are text."""
+        """Decodes the policy's tokens without trailing end-of-turn and padding tokens; keeps other special tokens."""
         ends, end = self.ends(), len(token_ids)
         while end and (token_ids[end - 1] in ends or token_ids[end - 1] == self.tokenizer.pad_token_id):
             end -= 1
@@ -313,7 +317,7 @@ class ChatTemplate:
         return self._ends[1]
 
     def opened_thinking(self, prompt: Prompt, token_ids: Sequence[int]) -> str:
-        """Returns the thinking that the prompt of these tokens opens and does not close, or an empty string."""
+        """Returns the thinking that the prompt with these token ids opens and does not close, or an empty string."""
         is_first = len(token_ids) == len(prompt.token_ids or [])
         started = _started_message(prompt.messages) if prompt.messages and is_first else ""
         return unclosed_thinking(started or opened(self.decode(token_ids[-_TAIL_TOKENS:])))
@@ -327,13 +331,13 @@ class ChatTemplate:
         return None if end is None else int(self.tokenizer.convert_tokens_to_ids(end))
 
     def check_generation_prompt(self) -> None:
-        """Raises ValueError if the template writes a header before the assistant's message, but not in a prompt."""
+        """Raises ValueError if the template writes a header before the assistant's messages but not after a prompt."""
         prompt, question, chat = self._probe(1, is_whole=False), self._probe(1), self._probe(2)
         header = chat[len(prompt) : chat.find(_ANSWER)].strip() if chat.startswith(prompt) else ""
         if prompt and prompt == question and _ANSWER in chat and re.search(r"\w", header):
             raise ValueError(
-                f"The chat template writes {header!r} before the assistant's message, but not at the end of a prompt: "
-                "the policy would have to write it. Set data.chat_template to one that also writes it if "
+                f"The chat template writes {header!r} before the assistant's message, but not at the end of a prompt, "
+                "so the policy would have to write it. Set data.chat_template to a template that also writes it if "
                 "add_generation_prompt is true."
             )
 
@@ -344,12 +348,12 @@ class ChatTemplate:
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **fields}]
         try:
             return self.render(messages[:num_messages], {}, is_whole=is_whole)
-        except Exception:  # noqa: BLE001 - the template raises on what it does not expect, or there is none
+        except Exception:  # noqa: BLE001 - there is no template, or it rejects this chat
             return ""
 
 
 def _call_as_read(call: Mapping[str, Any], *, as_object: bool) -> Mapping[str, Any]:
-    """Returns the call with its arguments as an object or as JSON text; text that is not JSON stays unchanged."""
+    """Returns the call with its arguments as an object or as JSON text; text that is not JSON is left unchanged."""
     function = call.get("function", call)
     arguments = function.get("arguments") or "{}"
     if as_object and isinstance(arguments, str):
@@ -364,7 +368,7 @@ def _call_as_read(call: Mapping[str, Any], *, as_object: bool) -> Mapping[str, A
 
 
 def _with_joined_texts(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Joins adjacent text parts, which together may spell a special token."""
+    """Joins adjacent text parts, because together they may spell a special token."""
     joined: list[Mapping[str, Any]] = []
     for part in parts:
         if joined and joined[-1].get("type") == part.get("type") == "text":
@@ -376,13 +380,13 @@ def _with_joined_texts(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, 
 
 
 def _one_of(tokens: Sequence[str]) -> re.Pattern[str]:
-    """Returns a pattern that matches any of these, the longest first."""
+    """Returns a pattern that matches any of the tokens, the longest first."""
     names = sorted({name for name in tokens if len(name) > 1}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, names)) or "(?!)")
 
 
 def _marked(value: Any, typed: re.Pattern[str]) -> Any:
-    """Returns the value with a mark inside each of these tokens in its texts."""
+    """Returns the value with a mark inside each match of `typed` in its strings."""
     if isinstance(value, str):
         return typed.sub(lambda name: name[0][0] + MARK + name[0][1:], value)
     if isinstance(value, Mapping):
@@ -391,18 +395,18 @@ def _marked(value: Any, typed: re.Pattern[str]) -> Any:
 
 
 def opened(text: str) -> str:
-    """Returns the start of the policy's turn in a prompt's text: `<think>`, or thinking that is already closed."""
+    """Returns the text at a prompt's end that opens the policy's turn: `<think>`, or a closed thinking block."""
     match = _OPENED.search(text)
     return match.group() if match else ""
 
 
 def with_turn(messages: Messages, opening: str, turn: Mapping[str, Any]) -> Iterator[list[Mapping[str, Any]]]:
-    """Yields the chat with the policy's turn in the forms that templates read: with thinking as text, or separate.
+    """Yields the chat with the policy's turn, first with its thinking in the content, then as `reasoning_content`.
 
     Args:
-        messages: before the turn; if the last one is the assistant's, it begins the turn.
-        opening: the text with which the prompt already opened the turn.
-        turn: the assistant's message with what the policy generated.
+        messages: the chat before the turn; if the last message is the assistant's, it begins the turn.
+        opening: the text that opened the turn in the prompt.
+        turn: the assistant's message with the generated text.
     """
     continues = messages[-1].get("role") == "assistant"
     before = messages[:-1] if continues else messages
@@ -415,7 +419,7 @@ def with_turn(messages: Messages, opening: str, turn: Mapping[str, Any]) -> Iter
 
 
 def _started_message(messages: Messages) -> str:
-    """Returns the text of the last message if it is the assistant's, which the policy continues."""
+    """Returns the text of the last message if the policy continues it, otherwise an empty string."""
     last = messages[-1]
     return content_text(last.get("content")) if last.get("role") == "assistant" else ""
 
@@ -438,6 +442,6 @@ def stop_token_ids(
 
 
 def with_stop_tokens(sampling: Sampling, sources: dict[str, list[int]]) -> Sampling:
-    """Returns `sampling` with the ids from `stop_token_ids` added."""
+    """Adds the ids from `stop_token_ids` to `sampling`."""
     ids = {token_id for ids in sources.values() for token_id in ids}
     return replace(sampling, stop_token_ids=tuple(sorted(ids | set(sampling.stop_token_ids))))

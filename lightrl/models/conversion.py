@@ -1,7 +1,7 @@
-"""Conversion between the names and layouts of checkpoints and servers and those of a model's modules.
+"""Converts parameter names and layouts: those of checkpoints and servers to those of a model's modules, and back.
 
-transformers fuses the experts of a mixture into one parameter and renames parts of models with a vision tower. Both
-directions use its functions. These are semi-private: SEMI_PRIVATE lists those that lightrl imports.
+transformers fuses the experts of a mixture into one parameter and renames parts of models with a vision tower. Its
+semi-private functions convert in both directions; SEMI_PRIVATE lists those that lightrl imports.
 
     folder, servers                                 module
     mlp.experts.0.gate_proj.weight [I, H] … E  ◄─►  mlp.experts.gate_up_proj [E, 2I, H]
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 # Names of exported parameters: as in the model's modules, or as in its checkpoint.
 Names = Literal["module", "checkpoint"]
 
-_RULES = "lightrl_conversions"  # attribute of a model: the rules for its names
-NEEDED = "5.23"  # release of transformers
-# Functions and classes that lightrl uses beyond transformers' documented interface, by module.
+_RULES = "lightrl_conversions"  # the attribute of a model with its conversion rules
+NEEDED = "5.23"  # the oldest release of transformers that works
+# Undocumented functions and classes of transformers that lightrl uses, by module.
 SEMI_PRIVATE = {
     "transformers.conversion_mapping": ("get_model_conversion_mapping",),
     "transformers.core_model_loading": (
@@ -47,7 +47,7 @@ SEMI_PRIVATE = {
 
 
 def semi_private(name: str) -> Any:
-    """Returns the function or class of transformers; raises ImportError with the needed release if it is missing."""
+    """Returns a name in SEMI_PRIVATE; raises ImportError with the required release if transformers lacks it."""
     module = next(module for module, names in SEMI_PRIVATE.items() if name in names)
     try:
         return getattr(importlib.import_module(module), name)
@@ -61,7 +61,7 @@ def semi_private(name: str) -> Any:
 
 
 def conversions(model: PreTrainedModel) -> list[Any]:
-    """Returns the rules between checkpoint and module names; called before sharding, which renames a model's class."""
+    """Returns transformers' conversion rules for a model. Call it once before sharding renames the model's class."""
     rules: list[Any] | None = vars(model).get(_RULES)
     if rules is None:
         rules = semi_private("get_model_conversion_mapping")(model, add_legacy=False)
@@ -70,31 +70,31 @@ def conversions(model: PreTrainedModel) -> list[Any]:
 
 
 def keep_first_axis(model: PreTrainedModel) -> bool:
-    """Whether a slice of a parameter along the first axis needs only the same slice of its checkpoint's tensors."""
+    """Whether every conversion keeps the first axis, so rows of a parameter need only those rows of a checkpoint."""
     for rule in conversions(model):
         for operation in getattr(rule, "operations", ()):
             kind = type(operation).__name__
-            is_apart = kind == "MergeModulelist" or (kind == "Concatenate" and operation.dim > 0)
+            keeps_axis = kind == "MergeModulelist" or (kind == "Concatenate" and operation.dim > 0)
             if kind == "Transpose":
-                is_apart = 0 not in (operation.dim0, operation.dim1)
-            if not is_apart or len(rule.target_patterns) > 1:
+                keeps_axis = 0 not in (operation.dim0, operation.dim1)
+            if not keeps_axis or len(rule.target_patterns) > 1:
                 return False
     return True
 
 
 def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Returns the checkpoint's tensors for one parameter, by name: views of `tensor`, or of one copy of its parts.
+    """Returns the checkpoint's tensors for one parameter, by name: views of `tensor` or of one converted copy.
 
     Args:
-        name: of the parameter in the model's base.
+        name: the parameter's name in the base.
         tensor: the whole parameter, not a shard.
 
     Raises:
-        ValueError: if one tensor of the model's checkpoint holds several parameters.
+        ValueError: if the model's checkpoint stores several parameters in one tensor.
     """
-    if getattr(model, "_weight_conversions", None) is None:  # a model that was not loaded has no prefix to restore
+    if getattr(model, "_weight_conversions", None) is None:  # no prefix to restore: the model was not loaded
         prefix = semi_private("PrefixChange")
-        model._weight_conversions = [one for one in conversions(model) if not isinstance(one, prefix)]
+        model._weight_conversions = [rule for rule in conversions(model) if not isinstance(rule, prefix)]
     for rule in model._weight_conversions or ():
         if hasattr(rule, "operations") and len(rule.target_patterns) > 1:
             raise ValueError(
@@ -106,14 +106,14 @@ def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dic
 
 
 def exported_tensors(model: PreTrainedModel, names: Names, name: str, sources: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors to export for a name of `Tuning.sources`, from its whole sources."""
+    """Returns the tensors to export for `name`, a key of `Tuning.sources`, from the whole tensors that it lists."""
     tuning = tuning_of(model)
     tensor = tuning.merge(model, name, sources)
     return {name: tensor} if names == "module" or tuning.adds(name) else checkpoint_tensors(model, name, tensor)
 
 
 class _Slice:
-    """A tensor in a file; only the indexed part is read."""
+    """A tensor in a file; indexing reads only that part."""
 
     def __init__(self, content: Any, on_tensor: Callable[[], None]) -> None:
         self._content = content
@@ -141,24 +141,24 @@ def load_parts(
     Args:
         model: on `device`; weights that its tuning has added stay unchanged.
         spec: has files, see `checkpoint_files`.
-        on_tensor: called once for each sharded tensor of the checkpoint, even if this rank reads nothing of it.
-        renamed: maps a parameter's name to the end of the name of the checkpoint's tensor for it.
-        is_whole: False if the model is only a part, so that the checkpoint has other weights too.
+        on_tensor: called once for each sharded tensor of the checkpoint, even if this rank reads no part of it.
+        renamed: parameter name → how the name of its tensor in the checkpoint ends.
+        is_whole: False if the model is only a stage of the checkpoint's model.
 
     Raises:
-        ValueError: if a weight is missing, does not have the config's shape, is not finite, or is tied but has
-            different values.
+        ValueError: if a weight is missing, has another shape than in the config, is not finite, or differs from the
+            weight that it is tied to.
     """
     from safetensors import safe_open
 
     opened: list[Any] = [safe_open(file, framework="pt") for file in checkpoint_files(spec)]
     slices = {name: _Slice(file.get_slice(name), on_tensor) for file in opened for name in file.keys()}  # noqa: SIM118
-    for name, end in (renamed or {}).items():
+    for name, ending in (renamed or {}).items():
         shape, dtype = list(model.get_parameter(name).shape), spec.build_options["dtype"]
-        names = [one for one in slices if one.endswith(end)]  # one may belong to another tower
-        source = min(names, key=lambda one: list(slices[one].get_shape()) != shape, default=None)
+        candidates = [key for key in slices if key.endswith(ending)]  # those of other towers have other shapes
+        source = min(candidates, key=lambda key: list(slices[key].get_shape()) != shape, default=None)
         if source is not None:
-            if name in slices and not torch.equal(*(slices[one][:].to(dtype) for one in (name, source))):
+            if name in slices and not torch.equal(*(slices[key][:].to(dtype) for key in (name, source))):
                 raise _untied(spec, name)
             slices[name] = slices[source]
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -168,14 +168,14 @@ def load_parts(
     tuning = tuning_of(model)
     with tuning.base_modules(model), _local_shapes(model), _one_at_a_time(), without_bars():
         info, _ = semi_private("convert_and_load_state_dict_in_model")(model, slices, config)
-        # A checkpoint may omit a tied weight's second name; a part may hold the weight only under that name.
+        # A checkpoint may store a tied weight under one name only, and a stage may hold it only under the other.
         tied: dict[str, str] = (getattr(model, "all_tied_weights_keys", None) or {}) if is_whole else {}
         for name, source in tied.items():
             is_read = not {name, source} & info.missing_keys
             if is_read and not torch.equal(model.get_parameter(name), model.get_parameter(source)):
                 raise _untied(spec, name)
-        model._adjust_missing_and_unexpected_keys(info)  # names that the family may omit or ignore
-        # With more ranks than experts some ranks hold none, and no rule makes an empty tensor.
+        model._adjust_missing_and_unexpected_keys(info)  # removes names that the family allows to be missing or extra
+        # With more ranks than experts some ranks hold none, and conversion rules do not make empty tensors.
         empty = {name for name, _ in model.named_parameters() if model.get_parameter(name).numel() == 0}
         missing = set(info.missing_keys) - empty - set(tied)
     for name, parameter in model.named_parameters():
@@ -203,7 +203,7 @@ def _untied(spec: ModelSpec, name: str) -> ValueError:
 
 
 def checkpoint_files(spec: ModelSpec) -> list[Path]:
-    """Returns a model's safetensors files, from a folder or the hub; empty if its tensors cannot be read one by one."""
+    """Returns a model's safetensors files, from a folder or the hub; empty if `load_parts` cannot read the model."""
     if spec.path is None or spec.options:
         return []
     from transformers.utils import cached_file
@@ -220,7 +220,7 @@ def checkpoint_files(spec: ModelSpec) -> list[Path]:
 
 @contextlib.contextmanager
 def _local_shapes(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, `get_parameter` returns this rank's part. Some rules compare its shape with the tensor they read."""
+    """Inside, `get_parameter` returns this rank's shard: some rules compare its shape with the tensor they read."""
     whole = model.get_parameter
 
     def part(name: str) -> Tensor:
@@ -237,7 +237,7 @@ def _local_shapes(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Inside, each tensor is read when it is needed; transformers' threads could read the whole model ahead."""
+    """Inside, transformers reads each tensor when it needs it; its threads could otherwise hold the whole model."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -252,7 +252,7 @@ def _one_at_a_time() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """Hides Hugging Face's progress bar for files, which would interrupt the run's progress bar."""
+    """Hides Hugging Face's progress bar for files, which would break the run's progress bar."""
     from transformers.utils import logging as transformers_logging
 
     if not transformers_logging.is_progress_bar_enabled():

@@ -1,10 +1,10 @@
-"""Expert parallelism: divides the experts of a mixture over ranks, and sends each token to the ranks of its experts.
+"""Expert parallelism: divides a mixture's experts over ranks and sends each token to the ranks of its experts.
 
     ep 2, 4 experts       rank 0                             rank 1
     a MoE block           router, experts 0 and 1            router, experts 2 and 3
     its forward           tokens ── all-to-all ── experts ── all-to-all ── weighted sum, on the token's rank
 
-The ranks have different tokens, and the backward of a rank's experts gives the gradient of all their tokens.
+Ranks have different tokens, and the backward on a rank computes its experts' gradient for the tokens of all ranks.
 transformers' semi-private code moves the tokens; conversion.py lists what lightrl imports from it.
 """
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 
 def expert_mesh(device_type: str, *, num_replicas: int, ep: int) -> DeviceMesh:
-    """Makes the mesh over which all ranks divide a model's experts; collective.
+    """Makes the mesh that divides a model's experts over all ranks; collective.
 
-    Adjacent ranks, along axis `ep`, hold different experts; axis `shard` divides the experts of an `ep` rank further.
-    Axis `batch`, of ranks with the same tokens, has size 1.
+    Adjacent ranks, along axis `ep`, hold different experts; ranks along axis `shard` shard those of one `ep` rank. Axis
+    `batch`, for ranks with the same tokens, has size 1.
     """
     sizes = (num_replicas, dist.get_world_size() // (num_replicas * ep), ep, 1)
     return init_device_mesh(device_type, sizes, mesh_dim_names=("replica", "shard", "ep", "batch"))
 
 
 def num_split_experts(config: PretrainedConfig) -> int:
-    """Returns the number that `ep` must divide: a MoE block's experts, or the blocks' gcd; 0 for a dense model.
+    """Returns the number that `ep` must divide: the gcd of the MoE blocks' numbers of experts; 0 for a dense model.
 
-    The model is built without allocating memory.
+    Builds the model on the meta device.
 
     Raises:
         ValueError: if transformers cannot divide them.
@@ -51,7 +51,7 @@ def num_split_experts(config: PretrainedConfig) -> int:
 
 
 def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Reduces each MoE block to this rank's experts, as DTensors on axis `ep` of the mesh.
+    """Replaces each MoE block's experts by this rank's, as DTensors on axis `ep` of the mesh.
 
     Raises:
         ValueError: if transformers cannot divide the experts of this family.
@@ -60,7 +60,7 @@ def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def _plan(model: PreTrainedModel) -> dict[str, str]:
-    """Maps the names of a model's experts, and of their parameters, to transformers' styles for dividing them."""
+    """Maps the names of a model's expert modules and parameters to how transformers divides them."""
     plan: dict[str, str] = model._expand_parallel_plan(model.ep_plan)
     experts = {f"{name}.experts" if name else "experts" for name in moe_blocks(model)}
     divided = {name for name, style in plan.items() if style == "ep_dispatch_experts"}

@@ -1,4 +1,4 @@
-"""Hybrids: models whose layers keep states of fixed size, of convolutions or recurrences, besides key-values."""
+"""Hybrids: models with convolution or recurrent layers, whose state has a fixed size, besides attention layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_LIMITS = "time_step_limit"  # a Mamba layer's bounds of its step sizes
+_LIMITS = "time_step_limit"  # a Mamba layer's bounds on its step sizes
 _NO_LIMITS = (0.0, inf)
 
 
@@ -22,9 +22,9 @@ def keeps_states(config: PretrainedConfig) -> bool:
 
 
 def set_time_step_limits(model: PreTrainedModel) -> None:
-    """Sets the config's limits in Mamba layers, as servers and the published code of Nemotron-H do.
+    """Sets Mamba layers' step size limits to the config's, as servers and Nemotron-H's published code do.
 
-    transformers 5.23 raises Nemotron-H's lower bound to `time_step_min` instead.
+    transformers 5.23 raises Nemotron-H's lower limit to `time_step_min` instead.
     """
     limits = getattr(model.config.get_text_config(), _LIMITS, None)
     for layer in model.modules():
@@ -33,6 +33,6 @@ def set_time_step_limits(model: PreTrainedModel) -> None:
 
 
 def time_step_limits(model: PreTrainedModel) -> tuple[float, float] | None:
-    """Returns the limits, or None without any; transformers ignores them in a forward of one token."""
+    """Returns Mamba layers' step size limits, None if unlimited; transformers ignores them in one-token forwards."""
     limits = (getattr(layer, _LIMITS, _NO_LIMITS) for layer in model.modules())
     return next((limit for limit in limits if tuple(limit) != _NO_LIMITS), None)

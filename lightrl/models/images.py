@@ -1,13 +1,13 @@
-"""Images: what a vision model needs besides token ids, from strings in a prompt to the forward.
+"""Images: reads those of a prompt and turns them into the inputs of a vision model's forward.
 
     Prompt.images ─► a table of pixel values ─► features ──────► embeddings of the image's tokens
     paths, data:     [P, ...], grids [M, 3]     [K, H] of each   and their positions
 
-An image is K image tokens, which the token ids of its prompt or observation contain from the start: a fixed number for
-Llava and Gemma 3, one per square of patches for Qwen's models. Image tokens that the policy samples, after those of the
-row's images, are text and have text positions.
+An image takes K image tokens, which the token ids of its prompt or observation contain from the start: a fixed number
+for Llava and Gemma 3, one per square of patches for Qwen's models. Image tokens that the policy samples come after
+those of the row's images; they are text and have text positions.
 
-Shapes: B trajectories, T tokens, M images, P their entries in the table, I most images of a row, H hidden size.
+Shapes: B trajectories, T tokens, M images, P their entries in the table, I the most images in a row, H hidden size.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedModel
 
-# Llava's vision towers, with a fixed number of tokens per image, and how many tokens each adds to its patches.
+# Llava's vision towers → the tokens that each adds to those of an image's patches.
 _EXTRA_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 # Models whose images are grids of patches, with positions in three dimensions.
 _GRIDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
@@ -46,11 +46,11 @@ SUPPORTED = (
     "siglip_vision_model"
 )
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # without EPS, which would run Ghostscript
-_CACHE_BYTES = 256 * 2**20  # of pixel values: the samples of a group have the same image
+_CACHE_BYTES = 256 * 2**20  # of pixel values; all trajectories of a group read the same images
 
 
 class ImageTable(NamedTuple):
-    """Concatenated images, and the images of each row; fields of an Experience.
+    """Pixel values of all images, and which of them each row shows; fields of an Experience.
 
     Example:
         Images of 2 × 4 and 4 × 4 patches of 96 numbers; the first row shows both, the second none:
@@ -58,12 +58,12 @@ class ImageTable(NamedTuple):
     """
 
     pixel_values: Tensor  # float32 [P, ...]: patches [D] of a grid, or images [C, height, width]
-    image_grids: Tensor  # int64 [M, 3]; an image has as many entries as their product; read on the host
-    image_rows: Tensor  # int64 [B, I], the images of each row in order, padded with -1; read on the host
+    image_grids: Tensor  # int64 [M, 3], whose product is the image's number of entries; read on the host
+    image_rows: Tensor  # int64 [B, I], indices of each row's images in order, padded with -1; read on the host
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[str]], image_reader: ImageReader | None) -> ImageTable | None:
-        """Reads the rows' images, each once; None if there are none. Raises ValueError for a text-only policy."""
+        """Reads each of the rows' images once; None without images. Raises ValueError for a text-only policy."""
         index_of = {image: index for index, image in enumerate(dict.fromkeys(itertools.chain(*rows)))}
         if not index_of:
             return None
@@ -74,7 +74,7 @@ class ImageTable(NamedTuple):
         return image_reader.read(list(index_of))._replace(image_rows=torch.tensor(image_rows))
 
     def shown(self) -> ImageTable:
-        """Returns the same rows with only the images that they show, renumbered."""
+        """Removes the images that no row shows, and renumbers the others."""
         values, grids, rows = self.pixel_values, on_host(self.image_grids), on_host(self.image_rows)
         is_shown, new_rows = renumbered(rows, len(grids))
         if not is_shown.all():
@@ -85,7 +85,7 @@ class ImageTable(NamedTuple):
 
 def renumbered(image_rows: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """Returns a mask [num] of the images that the rows show, and the rows [B, I] with those images renumbered."""
-    is_shown = torch.zeros(num + 1, dtype=torch.bool)  # the last stands for the padding, -1
+    is_shown = torch.zeros(num + 1, dtype=torch.bool)  # the last entry is for the padding, -1
     is_shown[image_rows] = True
     is_shown = is_shown[:-1]
     return is_shown, torch.cat([is_shown.cumsum(0) - 1, torch.tensor([-1])])[image_rows]
@@ -93,7 +93,7 @@ def renumbered(image_rows: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Reads the images of a model.
+    """Reads images as one model needs them, and counts their tokens.
 
     Example:
         ImageReader(image_token_id=32000, tokens_each=576, processor=CLIPImageProcessorPil(...))
@@ -101,16 +101,16 @@ class ImageReader:
 
     image_token_id: int
     tokens_each: int | None  # K; None if it depends on the image's size
-    processor: BaseImageProcessor  # on Pillow
-    frame: tuple[int, int] | None = None  # Gemma 3's tokens around an image's; its template writes the first
+    processor: BaseImageProcessor  # its Pillow version
+    frame: tuple[int, int] | None = None  # Gemma 3's tokens before and after an image; its template writes the first
     _cache: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> ImageReader | None:
         """Makes the reader for a model of this config; None if the model accepts only token ids.
 
-        The image processor comes from the checkpoint. Without one, images are scaled to the tower's size; those that
-        become grids keep their size.
+        The image processor comes from the checkpoint. If the checkpoint has none, images are scaled to the tower's
+        size, except those that become grids.
         """
         kind = image_kind(config)
         if kind is None:
@@ -126,7 +126,7 @@ class ImageReader:
         return cls(token_id, num_patches + _EXTRA_TOKENS[vision.model_type] - dropped, processor)
 
     def counts(self, images: Sequence[str]) -> list[int]:
-        """Returns K of each image from its size, without reading its pixels."""
+        """Returns each image's K, computed from its size without decoding it."""
         if self.tokens_each is not None:
             return [self.tokens_each] * len(images)
         made: Any = self.processor
@@ -134,7 +134,7 @@ class ImageReader:
         return [made.get_number_of_image_patches(high, wide, {}) // made.merge_size**2 for wide, high in sizes]
 
     def expanded(self, token_ids: Sequence[int], images: Sequence[str], *, where: str) -> list[int]:
-        """Returns token ids with K image tokens per image, from ids with one, or already K, per image."""
+        """Returns token ids with K image tokens per image; the given ids have one, or already K, per image."""
         token_ids, counts = list(token_ids), self.counts(images)
         num_tokens = token_ids.count(self.image_token_id)
         if num_tokens not in (len(images), sum(counts)):
@@ -145,22 +145,22 @@ class ImageReader:
         runs = (is_image for is_image, _ in itertools.groupby(token_ids, lambda token: token == self.image_token_id))
         if self.tokens_each is None and sum(runs) != len(images):
             raise ValueError(
-                f"{where} has two images with nothing between them, but positions in a grid need it. Put text between "
-                "them, or use a chat template that writes tokens around an image."
+                f"{where} has two adjacent images, but this model needs tokens between them. Put text between them, or "
+                "use a chat template that writes tokens around an image."
             )
         if num_tokens == sum(counts):
             return token_ids
-        left = iter(counts)
-        return [token for token in token_ids for _ in range(next(left) if token == self.image_token_id else 1)]
+        remaining = iter(counts)
+        return [token for token in token_ids for _ in range(next(remaining) if token == self.image_token_id else 1)]
 
     def collapsed(self, token_ids: Sequence[int], images: Sequence[str]) -> list[int]:
-        """The inverse of `expanded`: one image token for each image, as SGLang expects."""
-        left, tokens, short_ids = iter(self.counts(images)), iter(token_ids), []
+        """Inverts `expanded`: returns token ids with one image token per image, as SGLang expects."""
+        remaining, tokens, collapsed_ids = iter(self.counts(images)), iter(token_ids), []
         for token in tokens:
-            short_ids.append(token)
+            collapsed_ids.append(token)
             if token == self.image_token_id:
-                list(itertools.islice(tokens, next(left, 1) - 1))  # skips the image's other tokens
-        return short_ids
+                list(itertools.islice(tokens, next(remaining, 1) - 1))  # skips the image's other tokens
+        return collapsed_ids
 
     def check(self, images: Sequence[str], token_ids: Sequence[int]) -> None:
         """Raises ValueError if the token ids have too few image tokens for these images."""
@@ -173,7 +173,7 @@ class ImageReader:
             )
 
     def read(self, images: Sequence[str]) -> ImageTable:
-        """Returns a table with one row of these images; recent images are cached."""
+        """Returns a table with one row that shows these images; caches them."""
         pairs = []
         for image in images:
             pair = self._cache.get(image)
@@ -190,21 +190,21 @@ class ImageReader:
 
 @dataclass(frozen=True)
 class Attachments:
-    """The images of a prompt in the form that servers accept, and the prompt's tokens."""
+    """A prompt with images in the form that servers accept."""
 
-    prompt: list[int]  # the prompt's token ids, with one image token for each image: the server repeats it
-    body: dict[str, list[str]]  # for the body of a request: data: URLs, since servers may be on other machines
-    image_token_id: int  # the id that stands for an image
+    prompt: list[int]  # token ids with one image token per image; the server repeats it
+    body: dict[str, list[str]]  # fields of the request: data: URLs, since servers may be on other machines
+    image_token_id: int
 
     @classmethod
     def of(cls, image_reader: ImageReader | None, images: Sequence[str], token_ids: list[int]) -> Attachments:
-        """Makes the attachments of a prompt; raises ValueError if the policy cannot read them, or servers cannot."""
+        """Makes a prompt's attachments; raises ValueError if the policy or a server cannot read its images."""
         if image_reader is None:
             raise ValueError(refusal(len(images)))
         if image_reader.frame:
             raise ValueError(
-                "Servers cannot be used with images and models of type gemma3: they add line breaks around an image, "
-                "which the prompt's tokens already have. Use LocalEngine."
+                "Servers cannot read images for a gemma3 model: they add line breaks around each image, but the "
+                "prompt's tokens already have them. Use LocalEngine."
             )
         image_reader.check(images, token_ids)
         prompt = image_reader.collapsed(token_ids, images)
@@ -212,7 +212,7 @@ class Attachments:
         return cls(prompt, body, image_reader.image_token_id)
 
     def input_ids(self, generated: Sequence[int]) -> list[int]:
-        """Joins the prompt and its completion; raises RolloutError if a server would take a token for an image."""
+        """Joins the prompt and its completion; raises RolloutError if the completion has an image token."""
         token_ids = [*self.prompt, *generated]
         if token_ids.count(self.image_token_id) != len(self.body["image_data"]):
             raise RolloutError(
@@ -225,8 +225,8 @@ class Attachments:
 def image_kind(config: PretrainedConfig) -> Literal["plain", "grid", "bidirectional"] | None:
     """Returns how models with this config handle image tokens; None if lightrl cannot pass them images.
 
-    plain: an image's tokens have the positions and the mask of text. grid: they have positions in three dimensions.
-    bidirectional: they attend to each other in both directions.
+    plain: image tokens have the positions and the mask of text. grid: they have positions in three dimensions.
+    bidirectional: the tokens of an image attend to each other in both directions.
     """
     if config.model_type in _GRIDS:
         return "grid"
@@ -245,16 +245,16 @@ def auto_model(config: PretrainedConfig) -> Any:
 
 
 def new_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-    """Makes a language model with random weights; `options` are those of `from_config`."""
+    """Makes a language model with random weights; passes `options` to `from_config`."""
     model: PreTrainedModel = auto_model(config).from_config(config, **options)
     finish_model(model)
     return model
 
 
 def finish_model(model: PreTrainedModel) -> None:
-    """Sets Mamba layers' limits and a missing pad id, and lets a text model add image features in its layers.
+    """Sets Mamba layers' step size limits and a missing pad id, and registers the hook for image features in layers.
 
-    The pad id is set on a finished model: if embeddings were made with it, one row would have no gradient.
+    The pad id is set after construction, because an embedding made with a padding index has a row without gradient.
     """
     set_time_step_limits(model)
     text = model.config.get_text_config()
@@ -265,12 +265,12 @@ def finish_model(model: PreTrainedModel) -> None:
 
 
 def read_image(image: str) -> Image:
-    """Reads the image of a path or `data:` URL as RGB; raises ValueError above Pillow's limit of 179 million pixels."""
+    """Reads a path or `data:` URL as an RGB image; raises ValueError above Pillow's limit of 179 million pixels."""
     return _opened(image, lambda opened: opened.convert("RGB"))
 
 
 def _opened(image: str, read: Callable[[Image], _T]) -> _T:
-    """Returns `read` of an opened image, whose pixels are not read yet."""
+    """Opens an image without decoding its pixels, and returns `read` of it."""
     from PIL import Image
 
     try:
@@ -285,7 +285,7 @@ def _opened(image: str, read: Callable[[Image], _T]) -> _T:
 
 
 def data_url(image: str | bytes | Image) -> str:
-    """Returns an image as a `data:` URL, text that can be sent to other machines."""
+    """Returns an image as a `data:` URL, which can be sent to other machines."""
     if isinstance(image, str):
         if image.startswith("data:"):
             return image
@@ -298,7 +298,7 @@ def data_url(image: str | bytes | Image) -> str:
 
 
 def self_contained(answer: Any) -> Any:
-    """Returns the answer with data: URLs instead of image files, which may be gone after a resume."""
+    """Replaces image files in an environment's answer by data: URLs, since files may be gone after a resume."""
     if isinstance(answer, (list, tuple)):
         return [self_contained(item) for item in answer]
     if not isinstance(answer, dict):
@@ -306,13 +306,13 @@ def self_contained(answer: Any) -> Any:
     if answer.get("type") == "image":
         image = next((answer[key] for key in ("image", "path", "url") if answer.get(key)), None)
         if isinstance(image, str):
-            with suppress(ValueError):  # the conversation reports an image that cannot be read
+            with suppress(ValueError):  # an unreadable image is reported by the conversation
                 return {**answer, "image": data_url(image)}
     return {key: self_contained(item) for key, item in answer.items()}
 
 
 def refusal(num_images: int) -> str:
-    """Returns the message about images for a model that accepts only token ids."""
+    """Returns the error message for images in a prompt of a text-only policy."""
     return (
         f"Got {count_text(num_images, 'image')}, but the policy accepts only token ids. Use one of {SUPPORTED}, or "
         "leave the images out."
@@ -324,25 +324,25 @@ def image_inputs(
 ) -> dict[str, Any]:
     """Returns the model's arguments for rows with images: token embeddings with image features at the image tokens.
 
-    Each image goes through the vision tower once, however many rows show it. All ranks gather a sharded tower, so a
-    rank without images runs it on a blank image and multiplies the features by 0.
+    Each image passes through the vision tower once, however many rows show it. The forward of a sharded tower is
+    collective, so a rank without images runs it on a blank image and multiplies the features by 0.
 
     Args:
-        model: reads images.
+        model: a vision model.
         token_ids: [B, T], with all image tokens of the prompts.
-        images: of these rows.
-        positions: rows and columns [N] of the tokens to concatenate into one row; None keeps all rows.
+        images: the images of these rows.
+        positions: rows and columns [N] of the tokens to concatenate into one row; None keeps the rows separate.
 
     Returns:
         `inputs_embeds` [B, T, H], or [1, N, H] with `positions`; `position_ids` [3, B, T] or [3, 1, N] for grids;
-        `token_type_ids` [B, T] for Gemma 3; `image_layers`, which `_take_layers` reads, for Qwen3-VL.
+        `token_type_ids` [B, T] for Gemma 3; `image_layers`, for `_take_layers`, for Qwen3-VL.
 
     Raises:
-        ValueError: if the model cannot read images, or a row's number of image tokens does not match its images.
+        ValueError: if the model cannot read images, or a row has too few image tokens for its images.
     """
 
     def pick(values: Tensor) -> Tensor:
-        """Turns [B, T, ...] into [1, N, ...] if there are positions."""
+        """Selects the positions, [B, T, ...] → [1, N, ...], if there are any."""
         return values if positions is None else values[positions][None]
 
     config, kind = model.config, image_kind(model.config)
@@ -351,7 +351,7 @@ def image_inputs(
     embeddings = model.get_input_embeddings()(token_ids)
     images, device = images.shown(), embeddings.device
     is_blank = not len(images.image_grids)
-    from torch.distributed.fsdp import FSDPModule  # a fifth of the import time, which processes without training save
+    from torch.distributed.fsdp import FSDPModule  # late: a fifth of the import time, saved where nothing is trained
 
     if is_blank and not isinstance(model, FSDPModule):
         return {"inputs_embeds": pick(embeddings)}
@@ -360,14 +360,14 @@ def image_inputs(
         values = images.pixel_values.new_zeros(size**2, *images.pixel_values.shape[1:])
         images = ImageTable(values, torch.tensor([[1, size, size]]), images.image_rows)
     grids = {"image_grid_thw": to_device(images.image_grids, device)} if kind == "grid" else {}
-    read = model.base_model.get_image_features(images.pixel_values.to(embeddings), return_dict=True, **grids)
-    # The features of each image's tokens, and in some models further ones that layers add to them.
-    parts = [list(read.pooler_output), *map(list, getattr(read, "deepstack_features", None) or ())]
+    tower = model.base_model.get_image_features(images.pixel_values.to(embeddings), return_dict=True, **grids)
+    # Each image's features: those of its tokens, and in some models those that a decoder layer adds to its output.
+    levels = [list(tower.pooler_output), *map(list, getattr(tower, "deepstack_features", None) or ())]
     if is_blank:
-        return {"inputs_embeds": pick(embeddings + 0 * sum(part[0].sum() for part in parts))}
+        return {"inputs_embeds": pick(embeddings + 0 * sum(level[0].sum() for level in levels))}
     shown = images.image_rows[images.image_rows >= 0].tolist()
-    features, *layers = (torch.cat([part[index] for index in shown]).to(embeddings.dtype) for part in parts)
-    num_tokens = torch.tensor([*map(len, parts[0]), 0])[images.image_rows].sum(1, keepdim=True)
+    features, *layers = (torch.cat([level[index] for index in shown]).to(embeddings.dtype) for level in levels)
+    num_tokens = torch.tensor([*map(len, levels[0]), 0])[images.image_rows].sum(1, keepdim=True)
     host_ids = on_host(token_ids)
     is_image = host_ids == config.image_token_id
     is_image &= is_image.cumsum(1) <= num_tokens
@@ -379,24 +379,24 @@ def image_inputs(
     mask = to_device(is_image, device)
     inputs: dict[str, Any] = {"inputs_embeds": pick(embeddings.masked_scatter(mask[..., None], features))}
     if kind == "grid":
-        kinds = {"mm_token_type_ids": is_image.int(), "image_grid_thw": images.image_grids[shown]}
-        position_ids, _ = model.base_model.get_rope_index(host_ids, **kinds)
+        layout = {"mm_token_type_ids": is_image.int(), "image_grid_thw": images.image_grids[shown]}
+        position_ids, _ = model.base_model.get_rope_index(host_ids, **layout)
         inputs["position_ids"] = pick(to_device(position_ids, device).movedim(0, -1)).movedim(-1, 0)
     elif kind == "bidirectional":
         inputs["token_type_ids"] = mask.long()
     if layers:
-        if positions is not None:  # a prompt that rows share occurs once
-            numbers, at = is_image.flatten().cumsum(0).view_as(is_image) - 1, tuple(map(on_host, positions))
-            picked = to_device(numbers[at][is_image[at]], device)
+        if positions is not None:  # tokens of a prompt that rows share occur once
+            feature_index, at = is_image.flatten().cumsum(0).view_as(is_image) - 1, tuple(map(on_host, positions))
+            picked = to_device(feature_index[at][is_image[at]], device)
             layers = [layer[picked] for layer in layers]
         inputs["image_layers"] = {"visual_pos_masks": pick(mask), "deepstack_visual_embeds": layers}
     return inputs
 
 
 def _take_layers(module: torch.nn.Module, arguments: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Passes image features to a text model's layers; the outer model passes only features that it computed itself."""
-    of_images = settings.pop("image_layers", {})
-    return arguments, settings | of_images
+    """Passes `image_layers` to the text model; the outer model passes only image features that it computed itself."""
+    image_features = settings.pop("image_layers", {})
+    return arguments, settings | image_features
 
 
 def take_images(
@@ -405,13 +405,13 @@ def take_images(
     """Moves images out of messages; returns messages with bare image parts, and the images as paths or data: URLs.
 
     Args:
-        messages: image parts look like `{"type": "image", "image": "cats/3.png"}`; `path` and `url` also work, and a
-            part without any of them stands for the next of `images`.
-        images: the row's images; without image parts they go to the start of the last user turn.
-        folder: base of relative paths.
+        messages: image parts look like `{"type": "image", "image": "cats/3.png"}`. `path` and `url` also work; a part
+            without any of the three shows the next of `images`.
+        images: the row's images; if the messages have no image parts, they are put before the last user turn's text.
+        folder: relative paths start here.
 
     Raises:
-        ValueError: for an image part without an image, images that do not match the parts, or a web address.
+        ValueError: if an image part has no image, images remain without a part, or an image is a web address.
     """
     unplaced = [_image_text(image, folder) for image in images]
     placed: list[str] = []
@@ -446,7 +446,7 @@ def take_images(
 
 
 def _image_text(image: Any, folder: Path) -> str:
-    """Returns a path or data: URL, as Prompt stores images, of either, bytes, a Pillow image or a dict of datasets."""
+    """Turns a path, data: URL, bytes, Pillow image, or dict of `datasets` into a path or data: URL for a Prompt."""
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path")
     if not isinstance(image, str):
@@ -459,7 +459,7 @@ def _image_text(image: Any, folder: Path) -> str:
 
 
 def save_processor(config: PretrainedConfig, folder: Path) -> None:
-    """Writes the image processor next to an exported model, if the model reads images."""
+    """Writes the image processor into an exported model's folder, if the model reads images."""
     image_reader = ImageReader.of(config)
     if image_reader is not None:
         image_reader.processor.save_pretrained(folder)
@@ -485,5 +485,5 @@ def _load_processor(config: PretrainedConfig) -> BaseImageProcessor:
 def _bytes_of(url: str) -> bytes:
     kind, _, text = url.partition(",")
     if not kind.endswith(";base64"):
-        raise binascii.Error("no ;base64, in it")
+        raise binascii.Error("no ;base64, in the URL")
     return base64.b64decode(text, validate=True)

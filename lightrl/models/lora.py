@@ -1,6 +1,6 @@
-"""LoRA: small trained adapters on a frozen model, using `peft`; merged where whole parameters are needed.
+"""LoRA: trains small adapters on a frozen model, using `peft`, and merges them where whole parameters are needed.
 
-peft replaces linear layers by ones that hold the frozen weight W and the adapters A, B, and compute
+peft replaces each linear layer by one that holds the frozen weight W and the adapters A and B, and computes
 (W + scaling · B A) x. Source: LoRA, https://arxiv.org/abs/2106.09685.
 """
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 _ADAPTER = "default"  # peft's name of the only adapter
 _HEAD = "score"  # the head of critics and reward models is trained directly, without an adapter
 
-# peft's settings that can change the model beyond adding B A → the values that do not, the default first.
+# peft settings that can change the model beyond adding B A → the values that do not, the default first.
 _OFF: dict[str, Sequence[object]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change W
@@ -50,18 +50,18 @@ _OFF: dict[str, Sequence[object]] = {
 
 @dataclass(frozen=True)
 class LoRA(Tuning):
-    """Adapters to train instead of a model's own weights.
+    """Trains adapters instead of a model's own weights.
 
     Args:
-        rank: of the adapters, the inner dimension of B A.
+        rank: inner dimension of B A.
         alpha: the adapters are scaled by `alpha / rank`.
-        target_modules: names of the linear layers that get adapters; `all-linear` is all but the output head, the
-            routers and experts of a mixture, layers whose weights Mamba's kernels read, and the image tower of models
+        target_modules: names of the linear layers that get adapters; `all-linear` excludes the output head, the routers
+            and experts of a mixture, layers whose weights Mamba's kernels read directly, and the image tower of models
             other than Llava.
-        target_parameters: names of further parameters that get adapters, for example the experts' fused ones,
-            `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`: a pair A, B for each expert.
-        adapter: a folder in peft's format with adapters to start from; its rank, alpha and layers replace those given
-            here. None makes new adapters, which change nothing at first.
+        target_parameters: names of other parameters that get adapters, for example fused experts,
+            `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`, with a pair A, B for each expert.
+        adapter: a folder in peft's format with adapters to start from; its rank, alpha and layers replace the settings
+            here. None makes new adapters, which leave the model unchanged until they are trained.
     """
 
     rank: int = 16
@@ -84,12 +84,11 @@ class LoRA(Tuning):
             )
 
     def add_to(self, model: PreTrainedModel, *, seed: int = 0) -> None:
-        """Freezes the model and adds trainable adapters in float32; the head of a critic or reward model is trained
-        too.
+        """Freezes the model and adds trainable float32 adapters; a scalar head stays trainable and becomes float32.
 
         Args:
-            model: may have its parameters on the meta device; `added_values` then gives the adapters' values.
-            seed: of new adapters, which depend only on it and on their names.
+            model: if its parameters are on the meta device, the adapters' values come from `added_values` later.
+            seed: new adapters depend only on it and on their names.
 
         Raises:
             ImportError: if peft is not installed.
@@ -110,9 +109,9 @@ class LoRA(Tuning):
             for name, values in _OFF.items():
                 if given.get(name, values[0]) not in values:
                     raise ValueError(
-                        f"lora.adapter={self.adapter!r} must have {name}={values[0]!r}, so that it only adds A and B "
-                        f"to the model's weights, got {given[name]!r}. Merge that adapter into its model, and start "
-                        "from the result."
+                        f"lora.adapter={self.adapter!r} must have {name}={values[0]!r}, because only adapters that add "
+                        f"B A to the model's weights can be trained, got {given[name]!r}. Merge the adapter into its "
+                        "model and start from the result."
                     )
             config = LoraConfig.from_pretrained(self.adapter)
             config.init_lora_weights = True  # the folder's weights replace these
@@ -148,7 +147,7 @@ class LoRA(Tuning):
         log.info("LoRA: adapters on %d of %d parameters (%.1f %%).", num, total, 100 * num / total)
 
     def _check_targets(self, model: PreTrainedModel) -> None:
-        """Raises ValueError if a target does not exist, is tied or not linear, or a folder's adapters differ."""
+        """Raises ValueError if a target is missing, tied or not linear, or a folder's adapters are of other layers."""
         for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items():
             for layer in (name.rpartition(".")[0] for name in pair):
                 if hasattr(model.get_submodule(layer), "base_layer"):
@@ -197,15 +196,15 @@ class LoRA(Tuning):
         base, down, up = (f"{name}.{part}" for part in ("base_layer", f"lora_A.{_ADAPTER}", f"lora_B.{_ADAPTER}"))
         if style == "rowwise":
             return {base: style, down: style}
-        return {base: style, up: style, down: "replicate"}  # all ranks compute A x for the whole sequence
+        return {base: style, up: style, down: "replicate"}  # every rank computes A x for the whole sequence
 
     def adds(self, name: str) -> bool:
         return ".lora_A." in name or ".lora_B." in name
 
     def added_values(self, seed: int) -> Callable[[str, torch.Size], Tensor]:
-        """Returns the values from the folder `adapter`; without one, A as in a new linear layer, and B zero.
+        """Returns the values in the folder `adapter`; without a folder, A as in a new linear layer, and B zero.
 
-        New values depend only on seed and name, so any process can make any of them.
+        New values depend only on the seed and the name, so any process can make any of them.
         """
         if self.adapter is None:
             return lambda name, shape: _fresh(name, shape, seed)
@@ -228,7 +227,7 @@ class LoRA(Tuning):
         ]
         for parent, name, child in wrapped:
             bare = child.base_layer
-            while hasattr(bare, "base_layer"):  # one wrapper for each of the module's parameters
+            while hasattr(bare, "base_layer"):  # each adapted parameter of a module has a wrapper
                 bare = bare.base_layer
             setattr(parent, name, bare)
         try:
@@ -240,8 +239,8 @@ class LoRA(Tuning):
     @contextlib.contextmanager
     def base_only(self, model: torch.nn.Module) -> Iterator[None]:
         layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
-        # peft's `enable_adapters(False)` also clears `requires_grad`, which the gathered copy of a sharded parameter
-        # would keep.
+        # peft's `enable_adapters(False)` also clears `requires_grad`, and gathered copies of sharded parameters would
+        # keep it cleared.
         for layer in layers:
             layer._disable_adapters = True
         try:
@@ -251,7 +250,7 @@ class LoRA(Tuning):
                 layer._disable_adapters = False
 
     def sources(self, model: torch.nn.Module, part: Part = "whole") -> dict[str, list[str]]:
-        """Maps each name to one tensor, or to W, A and B."""
+        """Maps each exported name to its tensor, or to W, A and B."""
         names = list(held_tensors(model))
         if part == "added":
             return {name: [name] for name in names if self.adds(name)}
@@ -270,12 +269,12 @@ class LoRA(Tuning):
         weight, down, up = (tensor.detach() for tensor in tensors)
         module_name, _, parameter = name.rpartition(".")
         layer: Any = model.get_submodule(module_name)
-        while getattr(layer, "parameter_name", parameter) != parameter:  # each parameter has its own wrapper
+        while getattr(layer, "parameter_name", parameter) != parameter:  # each adapted parameter has a wrapper
             layer = layer.base_layer
         scaling = layer.scaling[_ADAPTER]
         if weight.dim() == 2:
             change = up @ down * scaling
-        else:  # A [E r, in], B [out, r E]; the weight is [E, out, in], or [E, in, out] if its module says so
+        else:  # A [E r, in], B [out, r E]; the weight is [E, out, in], or [E, in, out] if its module is transposed
             num_experts = weight.shape[0]
             pairs = up.reshape(up.shape[0], -1, num_experts), down.reshape(num_experts, -1, down.shape[1])
             is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)
@@ -294,13 +293,13 @@ class LoRA(Tuning):
             )
         downs = (name for name in self.sources(model, "added") if ".lora_A." in name)
         targets = sorted({name.partition(".lora_A.")[0].rpartition(".")[2] for name in downs})
-        config = json.loads(self.saved_config(model, None)) | {"target_modules": targets}  # peft may have paths
+        config = json.loads(self.saved_config(model, None)) | {"target_modules": targets}  # instead of peft's paths
         rank = config["r"]
         args = {
             "enable_lora": True,
             "max_lora_rank": rank,
             "lora_target_modules": targets,
-            "max_loras_per_batch": num_versions + 1,  # SGLang counts no adapter as one more
+            "max_loras_per_batch": num_versions + 1,  # SGLang counts the base as one more adapter
         }
         how_to_start = (
             f"Start the servers with --enable-lora --max-lora-rank {rank} --lora-target-modules {' '.join(targets)}, "
@@ -334,7 +333,7 @@ class LoRA(Tuning):
 
 
 def _without_adapters(model: PreTrainedModel) -> list[str]:
-    """Returns the names of the modules that `all-linear` excludes besides the output head."""
+    """Lists the modules that `all-linear` excludes; peft itself excludes the output head."""
     names = [_HEAD] if hasattr(model, _HEAD) else []
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     for block_name, block in moe_blocks(model).items():
@@ -355,7 +354,7 @@ def _without_adapters(model: PreTrainedModel) -> list[str]:
 
 @contextlib.contextmanager
 def _targets_as_given() -> Iterator[None]:
-    """Inside, peft uses names as given; otherwise it reads any layer's `gate_proj` as that of fused experts."""
+    """Inside, peft uses the targets' names as given; otherwise it takes any `gate_proj` for that of fused experts."""
     try:
         from peft.utils import transformers_weight_conversion as conversion
     except ImportError:  # this release converts no names
@@ -370,7 +369,7 @@ def _targets_as_given() -> Iterator[None]:
 
 
 def _fresh(name: str, shape: torch.Size, seed: int) -> Tensor:
-    weight = torch.zeros(shape, dtype=torch.float32)  # even if the default is bfloat16, as under bf16-true
+    weight = torch.zeros(shape, dtype=torch.float32)  # the default dtype may be bfloat16
     if ".lora_A." in name:
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

@@ -1,6 +1,6 @@
-"""Model folders in Hugging Face's format, made from checkpoints and written completely or not at all.
+"""Makes Hugging Face model folders from checkpoints, completely or not at all.
 
-A folder is written under a hidden name next to its destination, and is renamed when it is complete.
+A folder is written under a hidden name next to its destination and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# The files that `save_pretrained` of models and tokenizers writes. A folder with others is not replaced.
+# Suffixes of the files that `save_pretrained` writes. A folder with other files is not replaced.
 _SUFFIXES = frozenset({".json", ".safetensors", ".jinja", ".txt", ".model", ".bin", ".py"})
 
 # Families whose scalar head has a bias in SGLang but not in transformers.
 _BIASED_IN_SGLANG = frozenset({"qwen2", "qwen3"})
 
-# Classes that a checkpoint may name: importing them runs only transformers' code.
+# Model classes whose import runs only transformers' code.
 _OF_TRANSFORMERS = re.compile(r"transformers\.models\.\w+\.modeling_\w+\.\w+")
 
 HEAD_STAYS_BEHIND = (
@@ -49,20 +49,20 @@ HEAD_STAYS_BEHIND = (
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A model without its weights, as plain data in a checkpoint, so that the checkpoint can be exported.
+    """A model without its weights, as plain data in a checkpoint; makes the checkpoint exportable.
 
     Example:
         ModelDescription("transformers.Qwen3ForCausalLM", config='{"model_type": "qwen3", ...}',
                          generation_config=None, tokenizer="Qwen/Qwen3-0.6B")
 
-    With a tuning that keeps the base, the checkpoint holds only the added weights, and `base` is the model they belong
-    to. A critic that is a head on another role's body is described as the model that `with_head` makes of both.
+    If the tuning keeps the base, the checkpoint holds only the added weights, and `base` says which model they belong
+    to. A critic that is a head on another role's body is described as one model; `with_head` joins their tensors.
     """
 
     model_class: str  # dotted path
     config: str  # JSON
     generation_config: str | None  # JSON
-    tokenizer: str | None  # a name or path, as in ModelSpec; None if unknown
+    tokenizer: str | None  # as in ModelSpec; None if unknown
     tuning: str = ""  # a key of `TUNINGS`
     tuning_config: str | None = None  # JSON, see `Tuning.saved_config`; None if the checkpoint holds all weights
     base: str | None = None  # JSON, the ModelSpec of the base if the tuning keeps it
@@ -104,23 +104,23 @@ class ModelDescription:
         )
 
     def code_named(self) -> list[str]:
-        """Lists what this description would import, run or load besides data and transformers' classes."""
+        """Lists what building this model would run or load, apart from data and transformers' classes."""
         base = ModelSpec(**json.loads(self.base)) if self.base is not None else None
-        own = self.tokenizer if self.tokenizer is not None and names_function(self.tokenizer) else None
-        named = {
+        function = self.tokenizer if self.tokenizer is not None and names_function(self.tokenizer) else None
+        is_used = {
             f"the class {self.model_class}": not _OF_TRANSFORMERS.fullmatch(self.model_class),
-            f"the tokenizer function {own}": own is not None,
+            f"the tokenizer function {function}": function is not None,
             "trust_remote_code": base is not None and base.trust_remote_code,
             "options of from_pretrained": base is not None and bool(base.options),
         }
-        return [name for name, is_named in named.items() if is_named]
+        return [name for name in is_used if is_used[name]]
 
     def with_head(self, body: Mapping[str, torch.Tensor], weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns the tensors that `save` needs for a critic on another role's body.
 
         Args:
-            body: that role's weights; its head is omitted.
-            weight: of the critic's head, [1, hidden size].
+            body: that role's weights; its own head is left out.
+            weight: the critic's head, [1, hidden size].
         """
         prefix = f"{self._model_class().base_model_prefix}."
         return {**{name: value for name, value in body.items() if name.startswith(prefix)}, "score.weight": weight}
@@ -129,9 +129,9 @@ class ModelDescription:
         """Writes the model to a folder in Hugging Face's format, or only the weights that its tuning added to the base.
 
         Args:
-            tensors: from a checkpoint: all weights, or the trained ones if the tuning keeps the base.
+            tensors: the checkpoint's weights: all, or only the trained ones if the tuning keeps the base.
             folder: must exist.
-            merged: always write the whole model, as for critics and reward models, whose heads are trained too.
+            merged: write the whole model in any case, as is always done if a scalar head was trained.
         """
         tuning, config = self._tuning(), self.tuning_config
         if config is not None and not merged and all(tuning.adds(name) for name in tensors):
@@ -145,10 +145,10 @@ class ModelDescription:
         """Builds the model with these weights, without copying them; merges what the tuning added into the base.
 
         Args:
-            tensors: under the names of the model's `state_dict`; the second name of a shared weight may be missing.
+            tensors: by the names of the model's `state_dict`; a tied weight may have only one of its names.
 
         Raises:
-            ValueError: if a weight is missing or has another name or shape.
+            ValueError: if a weight is missing, unknown or of the wrong shape.
         """
         import torch
 
@@ -166,7 +166,7 @@ class ModelDescription:
                 generation_config = GenerationConfig.from_pretrained(folder)
         dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
         config.dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
-        config._attn_implementation = "eager"  # unused; others may be code from the hub
+        config._attn_implementation = "eager"  # no forward is run, and others may load code from the hub
         with torch.device("meta"):
             model: PreTrainedModel = model_class(config)
         if generation_config is not None:
@@ -202,24 +202,23 @@ class ModelDescription:
         return TUNINGS[self.tuning]()
 
     def _merged(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Loads the base from its source and merges what the tuning added; returns its weights."""
+        """Loads the base, merges the added weights into it, and returns the merged weights."""
         assert self.tuning_config is not None
         assert self.base is not None
         model = replace(ModelSpec(**json.loads(self.base)), attn_implementation=None).load_model()
         self._tuning().add_saved(model, tensors, self.tuning_config)
         head = scalar_head(model)
         if head is not None:
-            own = {name.removeprefix("score."): tensor for name, tensor in tensors.items() if name.startswith("score.")}
-            head.load_state_dict(own)
+            trained = {name: tensor for name, tensor in tensors.items() if name.startswith("score.")}
+            head.load_state_dict({name.removeprefix("score."): tensor for name, tensor in trained.items()})
         return {name: tensor.detach() for name, tensor in whole_parameters(model)}
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """Calls `save_pretrained`; if SGLang expects a bias in the scalar head, also writes a separate file with a bias of
-    0.
+    """Saves the model; if SGLang expects the scalar head to have a bias, also writes a zero bias in a separate file.
 
-    transformers' Qwen2 and Qwen3 heads have no bias, and loading warns about one in the model's file. SGLang reads all
-    files of a folder without an index, and initializes a missing bias randomly.
+    transformers' Qwen2 and Qwen3 heads have no bias, and transformers warns about one in the model's own file. SGLang
+    reads all files of a folder without an index, and initializes a missing bias randomly.
     """
     from safetensors.torch import save_file
 
@@ -232,7 +231,7 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Calls `save_pretrained`, and writes a class name of transformers 4, which llama.cpp's converter requires."""
+    """Saves the tokenizer under the class name of transformers 4, which llama.cpp's converter requires."""
     tokenizer.save_pretrained(folder)
     for config in folder.glob("tokenizer_config.json"):
         text = config.read_text("utf-8")
@@ -244,32 +243,32 @@ def check_model_folder(to: Path, *, asked_by: str, source: str = "") -> None:
 
     Args:
         to: the folder.
-        asked_by: the setting, for the message.
-        source: the path of the model.
+        asked_by: the setting's name, for the message.
+        source: the path that the model was loaded from.
 
     Raises:
-        ValueError: if it is a file, holds something other than an export, or is `source`.
+        ValueError: if `to` is a file, holds files that are not from an export, or is `source`.
     """
     if to.exists() and not to.is_dir():
         raise ValueError(f"{asked_by} needs a folder, got to={str(to)!r}, a file.")
     if source and Path(source).is_dir() and Path(source).resolve() == to.resolve():
         raise ValueError(
-            f"{asked_by} must not write to={str(to)!r}, the folder that the policy is loaded from: the run could not "
-            "be repeated. Choose another folder."
+            f"{asked_by} must not write to={str(to)!r}: the policy is loaded from that folder, so the run could not be "
+            "repeated. Choose another folder."
         )
     files = sorted(to.iterdir()) if to.is_dir() else []
     foreign = [path.name for path in files if not path.is_file() or path.suffix not in _SUFFIXES]
     marks = [tuning.config_file for tuning in TUNINGS.values()]
     if foreign or (files and not any((to / mark).exists() for mark in marks)):
         raise ValueError(
-            f"{asked_by} replaces all of to={str(to)!r}, which must be empty or an earlier export, but holds "
-            f"{(foreign or [files[0].name])[0]!r}. Choose another folder, or empty it."
+            f"{asked_by} replaces the whole folder to={str(to)!r}, so it must be empty or an earlier export, but it "
+            f"contains {(foreign or [files[0].name])[0]!r}. Choose another folder, or empty it."
         )
 
 
 @contextlib.contextmanager
 def replaced_folder(to: Path) -> Iterator[Path]:
-    """Yields an empty folder that replaces `to` if the block succeeds; after an exception `to` is unchanged."""
+    """Yields an empty folder that replaces `to` if the block succeeds; an exception leaves `to` unchanged."""
     place = to.absolute()
     restore(place)
     remove_left_behind(place.parent, ".*.unfinished-*")
@@ -287,23 +286,23 @@ def replaced_folder(to: Path) -> Iterator[Path]:
         if not is_disk_full(error):
             raise
         raise OSError(
-            f"The model could not be exported to {to}: {write_problem(error, place)}. It needs space for a whole model "
-            "besides the earlier export, which is intact. Free some space, or choose another folder."
+            f"The model could not be exported to {to}: {write_problem(error, place)}. An export needs space for a "
+            "second copy of the model; the earlier export is intact. Free some space, or choose another folder."
         ) from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-Models = Mapping[str, tuple["PreTrainedModel", Role]]  # a module's models, by the name of the role
+Models = Mapping[str, tuple["PreTrainedModel", Role]]  # a module's models by role name
 
 
 def keep_trained(checkpoint: dict[str, Any], models: Models, saved: Collection[str]) -> None:
-    """Removes weights that can be loaded from their source again from a checkpoint, and describes the saved models.
+    """Removes from a checkpoint the weights that a resume can reload from their source, and adds descriptions.
 
     Args:
-        checkpoint: has `state_dict`; its names begin with the names of roles.
+        checkpoint: has `state_dict`, where names begin with the role's name.
         models: all models of the module.
-        saved: the roles that the checkpoint keeps; only the trained weights if the tuning keeps the base.
+        saved: the roles whose weights stay: all of them, or only the trained ones if the tuning keeps the base.
     """
     state = checkpoint["state_dict"]
     for name, (model, role) in models.items():
@@ -316,9 +315,9 @@ def keep_trained(checkpoint: dict[str, Any], models: Models, saved: Collection[s
 
 
 def fill_in(checkpoint: dict[str, Any], models: Models, saved: Collection[str]) -> None:
-    """Adds the weights that `keep_trained` removed to a checkpoint before it is loaded, from the models.
+    """Copies the weights that `keep_trained` removed from the models into a checkpoint, before it is loaded.
 
-    A checkpoint that the strategy loads itself, tensor by tensor, is not changed.
+    Does nothing if the strategy loads the checkpoint itself, tensor by tensor.
     """
     if "state_dict" not in checkpoint:
         return
@@ -329,21 +328,21 @@ def fill_in(checkpoint: dict[str, Any], models: Models, saved: Collection[str]) 
 
 
 def parse_descriptions(saved: Any, checkpoint: Path) -> dict[str, ModelDescription]:
-    """Maps roles to descriptions, from `checkpoint["models"]`; empty for a checkpoint without descriptions.
+    """Parses `checkpoint["models"]`, which maps roles to descriptions' fields; returns {} if there is none.
 
     Raises:
-        ValueError: if a description, or the ModelSpec of its base, has other fields than in this release.
+        ValueError: if the fields of a description, or of its base's ModelSpec, differ from those of this release.
     """
     for role, values in (saved or {}).items():
         base = json.loads(values.get("base") or "{}")
         for kind, fields in ((ModelDescription, values), (ModelSpec, base)):
-            known = inspect.signature(kind).parameters
-            required = {name for name, field in known.items() if field.default is field.empty}
-            different = sorted(fields.keys() - known.keys() | required - fields.keys())
+            parameters = inspect.signature(kind).parameters
+            required = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
+            different = sorted(fields.keys() - parameters.keys() | required - fields.keys())
             if different:
                 raise ValueError(
-                    f"Checkpoint {str(checkpoint)!r} was saved by another release of lightrl, whose {kind.__name__} of "
-                    f"the {role} differs from this one's in {different[0]!r}. Export it with the release that saved "
-                    "it, or resume its run with this one and export the next checkpoint."
+                    f"Checkpoint {str(checkpoint)!r} was saved by another release of lightrl: the field "
+                    f"{different[0]!r} of the {role}'s {kind.__name__} differs from this release. Export it with the "
+                    "release that saved it, or resume its run with this one and export the next checkpoint."
                 )
     return {role: ModelDescription(**values) for role, values in (saved or {}).items()}

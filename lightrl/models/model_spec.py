@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LONGROPE_LENGTH = "original_max_position_embeddings"
-# For messages about the length of a row.
+# What limits a row's length, for error messages.
 CONTEXT = f"the model's context (with longrope, its {LONGROPE_LENGTH})"
 _HUB_ANSWER_S = 5.0
-_LONGEST_PROBLEM = 600  # characters; transformers lists all families that it knows
+_LONGEST_PROBLEM = 600  # characters of an exception; some of transformers list all model families
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 # Families with bidirectional attention, unless their config says is_decoder.
 _ENCODERS = {
@@ -41,7 +41,7 @@ _ENCODERS = {
     "xlm-roberta-xl", "xmod",
 }  # fmt: skip
 
-# Arguments of `from_pretrained` that say how weights are read, with one process or several ranks.
+# Arguments of `from_pretrained` about reading weights, which work in one process and on several ranks.
 _OPTIONS = ("key_mapping", "use_safetensors", "variant", "weights_only")
 
 
@@ -49,8 +49,8 @@ def loading(source: str, fix: str) -> AbstractContextManager[None]:
     """Turns exceptions of transformers inside into an OSError or a ValueError that names the source.
 
     Args:
-        source: the setting and its value, for the message.
-        fix: what to do.
+        source: the setting and its value.
+        fix: what the user should do.
     """
 
     def named(error: BaseException) -> Exception:
@@ -68,7 +68,7 @@ def global_seed() -> int:
 
 
 def check_given(values: Mapping[str, object], config: PretrainedConfig) -> None:
-    """Raises ValueError if a name in a config is nearly one of its family's, or a size is below 1."""
+    """Raises ValueError if a config's setting looks misspelled, or a size is below 1."""
     fields = {*config.to_dict(), *config.attribute_map}
     default = set(type(config)().to_dict()) | set(config.attribute_map)
     for name in values:
@@ -93,22 +93,19 @@ def check_family(config: PretrainedConfig, source: str) -> None:
 
 
 def check_outputs(config: PretrainedConfig, source: str) -> None:
-    """Raises ValueError for a config that asks for an additional loss or for outputs without names."""
+    """Raises ValueError for a config that requests an auxiliary loss or unnamed outputs."""
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if getattr(part, "output_router_logits", False):
             raise ValueError(
-                f"{source} has output_router_logits=true, which asks for the balancing loss of a mixture, but no "
-                "algorithm adds that loss yet. Set it to false in its config."
+                f"{source} has output_router_logits=true, which requests a mixture's load-balancing loss, but no "
+                "algorithm adds that loss yet. Set it to false in the model's config."
             )
         if getattr(part, "return_dict", True) is False:
             raise ValueError(f"{source} has return_dict=false, but outputs are read by name. Set it to true.")
 
 
 def check_files(folder: Path) -> None:
-    """Raises ValueError if a file has changed since the export, or a weight file is only a Git LFS pointer.
-
-    Folders of other programs have no checksums to compare.
-    """
+    """Raises ValueError if a file has changed since lightrl exported it, or is a Git LFS pointer instead of weights."""
     check_sums(
         folder, "Copy the folder again, or export it again. If you changed this file on purpose, delete its line there."
     )
@@ -119,9 +116,9 @@ def check_files(folder: Path) -> None:
 
 
 def check_loaded(source: str, model: PreTrainedModel, missing: Collection[str], unexpected: Collection[str]) -> None:
-    """Raises ValueError if a checkpoint lacks a weight of its config, or one holds NaN or infinity.
+    """Raises ValueError if a checkpoint lacks a weight that its config needs, or a weight has NaN or infinity.
 
-    If the checkpoint lacks the scalar head, the head is set to return 0.
+    If the checkpoint has no scalar head, the head is initialized to return 0.
     """
     head = scalar_head(model)
     if head is not None and "score.weight" in missing:
@@ -132,8 +129,8 @@ def check_loaded(source: str, model: PreTrainedModel, missing: Collection[str], 
     if missing:
         first = sorted(missing)[0]
         raise ValueError(
-            f"{source} lacks {len(missing)} weights of its config, for example {first!r}, which would be random. Copy "
-            "all of its files, or use the config.json that belongs to them."
+            f"{source} lacks {len(missing)} weights that its config needs, for example {first!r}. They would be "
+            "random. Copy all of its files, or use the config.json that belongs to them."
         )
     if unexpected:
         first = sorted(unexpected)[0]
@@ -150,18 +147,18 @@ class ModelSpec:
 
     Args:
         path: a Hugging Face hub name or a local folder with weights.
-        config: instead of `path`: the model's config, with `model_type`, for random weights.
-        url: instead of `path`: an SGLang server that has the model, for a teacher, a reference policy or a reward model
-            with the policy's tokens. The server's token comes from LIGHTRL_SERVER_TOKEN.
+        config: the model's config, with `model_type`, to start from random weights instead of a `path`.
+        url: the SGLang server that runs the model, instead of a `path`: for a teacher, a reference policy or a reward
+            model with the policy's vocabulary. LIGHTRL_SERVER_TOKEN is the server's token.
         tokenizer: a hub name, a local folder, or the dotted path of a function that returns one; `path` if None.
-        dtype: of the weights, for example `float32` or `bfloat16`; None is float32, which mixed precision expects.
+        dtype: type of the weights, for example `float32` or `bfloat16`; None is float32, which mixed precision expects.
         attn_implementation: as in transformers; None is its default.
-        seed: of the random weights with `config`; None is the seed of `seed_everything`.
-        trust_remote_code: run the Python code of a hub repository; only if you trust its owner.
-        options: further arguments of `from_pretrained` about reading weights: key_mapping, use_safetensors, variant and
+        seed: for random weights with `config`; None is the seed of `seed_everything`.
+        trust_remote_code: run Python code from the model's hub repository. Enable it only if you trust the owner.
+        options: other arguments of `from_pretrained` about reading weights: key_mapping, use_safetensors, variant and
             weights_only. Everything else has a setting, or belongs in the model's folder.
-        head: `vocabulary` for a language model; `scalar` for a critic or a reward model, one number per position, which
-            `AutoModelForSequenceClassification` loads. A checkpoint without such a head gets one that returns 0.
+        head: `vocabulary` for a language model; `scalar` for a critic or a reward model with one number per position,
+            loaded with `AutoModelForSequenceClassification`. If the checkpoint has no such head, it starts at 0.
     """
 
     path: str | None = None
@@ -178,9 +175,9 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if (self.path is None) + (self.config is None) + (self.url is None) != 2:
             raise ValueError(
-                "A model needs exactly one of path (a checkpoint), config (random weights) and url (a server that has "
-                f"it), got path={self.path!r}, config={self.config!r} and url={self.url!r}. Set one from an earlier "
-                "configuration file to null to remove it."
+                "A model needs exactly one of path (a checkpoint), config (random weights) and url (a server), got "
+                f"path={self.path!r}, config={self.config!r} and url={self.url!r}. To remove one that an earlier "
+                "configuration file sets, set it to null."
             )
         if "" in (self.path, self.url, self.tokenizer):
             raise ValueError(f"A model's path, url or tokenizer must not be empty, got {self!r:.200}.")
@@ -190,12 +187,13 @@ class ModelSpec:
             raise ValueError(f"A model's config needs model_type, for example qwen3, got {sorted(self.config)}.")
         if self.dtype is not None and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise ValueError(f"dtype must be a torch dtype such as float32 or bfloat16, got {self.dtype!r}.")
-        others = sorted(self.options if self.path is None else self.options.keys() - set(_OPTIONS))
-        if others:
+        invalid = sorted(self.options if self.path is None else self.options.keys() - set(_OPTIONS))
+        if invalid:
             raise ValueError(
-                f"options must have only {', '.join(_OPTIONS)}, with path, got {others[0]!r}, which would not reach "
-                "every strategy and tokenizer. Set the model's dtype, attn_implementation or trust_remote_code, or the "
-                "trainer's devices; or make a folder of files, `hf download … --local-dir FOLDER`, and set path to it."
+                f"options may only have {', '.join(_OPTIONS)}, and only with path, got {invalid[0]!r}, which some "
+                "strategies and tokenizers would ignore. Use the model's dtype, attn_implementation or "
+                "trust_remote_code, or the trainer's devices; for other files of the repository, run `hf download … "
+                "--local-dir FOLDER` and set path to that folder."
             )
         if self.path is not None and _looks_local(self.path) and not Path(self.path).is_dir():
             raise ValueError(
@@ -205,7 +203,7 @@ class ModelSpec:
 
     @classmethod
     def of(cls, model: str | ModelSpec) -> ModelSpec:
-        """Returns a ModelSpec unchanged, and turns a string, a path, into one."""
+        """Makes a ModelSpec from a path; returns a ModelSpec unchanged."""
         return model if isinstance(model, ModelSpec) else cls(path=model)
 
     @property
@@ -219,13 +217,13 @@ class ModelSpec:
         if self.url is not None:
             raise ValueError(
                 f"This model is loaded in the trainer, so it needs path or config, got url={self.url!r}. Only a "
-                "teacher, a reference policy or a reward model of an RLModule can be behind a server."
+                "teacher, a reference policy or a reward model of an RLModule can run on a server."
             )
         if self.config is None:
             with loading(self._named, "It must be a hub name, or a folder with a complete config.json."):
                 config = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
         else:
-            # Random weights have no end token: the family's default id may be any token of this tokenizer.
+            # No end token by default: the family's default id may be any token of this tokenizer.
             values = {"eos_token_id": None, **copy.deepcopy(self.config)}
             with loading(self._named, "Fix the config."):
                 config = AutoConfig.for_model(values.pop("model_type"), **values)
@@ -233,7 +231,7 @@ class ModelSpec:
         check_family(config, self._named)
         parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
         names = [str(getattr(part, "_attn_implementation", None)) for part in parts]
-        kernel = next((name for name in names if "/" in name), None)  # a repository of the hub
+        kernel = next((name for name in names if "/" in name), None)  # a hub repository
         if kernel is not None and self.attn_implementation is None:
             raise ValueError(
                 f"The config of {self.path or self.config!r} names attention code on the hub, {kernel!r}, which would "
@@ -242,7 +240,7 @@ class ModelSpec:
         return config
 
     def check_reachable(self) -> None:
-        """Raises OSError if the config is on a hub that does not respond; the hub's client would retry for 30 s."""
+        """Raises OSError if the config must come from a hub that does not answer; the client would retry for 30 s."""
         from huggingface_hub import constants, try_to_load_from_cache
 
         hub = urlsplit(constants.ENDPOINT)
@@ -259,7 +257,7 @@ class ModelSpec:
             ) from error
 
     def load_model(self) -> PreTrainedModel:
-        """Loads the model on the CPU, in `dtype` and evaluation mode (no dropout: engine and trainer must agree)."""
+        """Loads the model on the CPU, in `dtype` and evaluation mode (dropout would make engine and trainer differ)."""
         with torch.device("cpu"):  # Lightning's default device would sample other weights
             return self._load_model()
 
@@ -271,14 +269,14 @@ class ModelSpec:
         config, is_scalar = self.load_config(), self.head == "scalar"
         if is_scalar and image_kind(config) == "plain":
             raise ValueError(
-                "A Llava cannot have a scalar head. Use critic='shared', which is a head on the policy's body, or "
-                "another reward."
+                "A Llava model cannot have a scalar head. Use critic='shared', which puts a head on the policy's body, "
+                "or another reward."
             )
         tokens = getattr(config.get_text_config(), "max_position_embeddings", None)
         if self.path is not None and tokens is not None and context_tokens(config) != tokens:
             limit = f"{LONGROPE_LENGTH}, {context_tokens(config)} of {tokens} tokens"
-            problem = "Beyond that, its logprobs would depend on the other rows"
-            log.warning("%s has longrope: a row is limited to its %s. %s.", self._named, limit, problem)
+            problem = "A longer row would change the logprobs of other rows"
+            log.warning("%s uses longrope, so rows are limited to its %s. %s.", self._named, limit, problem)
         kind = AutoModelForSequenceClassification if is_scalar else auto_model(config)
         options = self.build_options
         missing: Collection[str]
@@ -288,7 +286,7 @@ class ModelSpec:
             with loading(self._named, "Fix the config."), torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(self.random_seed)
                 model = auto_model(config).from_config(config, **options)
-                if is_scalar:  # with the body of a language model of this config and seed
+                if is_scalar:  # the body is that of a language model with this config and seed
                     body, config.num_labels = model.base_model.state_dict(), 1
                     model = kind.from_config(config, **options)
                     model.base_model.load_state_dict(body)
@@ -304,7 +302,7 @@ class ModelSpec:
                 )
             missing, unexpected = loading_info["missing_keys"], loading_info["unexpected_keys"]
             if is_scalar and "score.weight" in missing:
-                log.info("%s has no scalar head, so this one starts at 0.", self._named)
+                log.info("%s has no scalar head, so a new one starts at 0.", self._named)
         if is_scalar and scalar_head(model) is None:
             raise ValueError(
                 f"A critic or a reward model needs a linear layer `score`, which {type(model).__name__} does not have. "
@@ -316,13 +314,13 @@ class ModelSpec:
 
     @property
     def build_options(self) -> dict[str, Any]:
-        """The dtype and attention arguments of transformers' constructors."""
+        """The arguments for transformers' constructors: dtype and attention."""
         attention = {} if self.attn_implementation is None else {"attn_implementation": self.attn_implementation}
         return {"dtype": getattr(torch, self.dtype or "float32"), **attention}
 
     @property
     def _named(self) -> str:
-        """The model's name in messages."""
+        """How messages name the model."""
         return f"Model {self.path!r}" if self.config is None else f"A model of config={self.config!r:.200}"
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -345,23 +343,23 @@ class ModelSpec:
 
 
 def context_tokens(config: PretrainedConfig) -> int | None:
-    """Returns the most tokens of a row, prompt and completion together; None if the config sets no limit.
+    """Returns how many tokens a row may have, prompt and completion together; None if the config sets no limit.
 
-    If any row of a batch exceeds the original length, longrope uses another set of factors for all tokens of the batch.
+    If any row of a batch exceeds the original length, longrope uses another set of factors for all rows of the batch.
     lightrl keeps all rows within that length, so that a row's logprobs do not depend on other rows.
     """
     text = config.get_text_config()
     tokens: int | None = getattr(text, "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None) or {}
     ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    if tokens is None or not any(one.get("rope_type") == "longrope" for one in ropes):
+    if tokens is None or not any(settings.get("rope_type") == "longrope" for settings in ropes):
         return tokens
-    originals = [getattr(text, LONGROPE_LENGTH, None), *(one.get(LONGROPE_LENGTH) for one in ropes)]
+    originals = [getattr(text, LONGROPE_LENGTH, None), *(settings.get(LONGROPE_LENGTH) for settings in ropes)]
     return min(tokens, *(int(length) for length in originals if length))
 
 
 def cache_argument(model: torch.nn.Module) -> str:
-    """Returns the name of the key-values in a model's inputs and outputs, `cache` since transformers 5.24, or ""."""
+    """Returns the name of a model's key-value cache argument and output (`cache` since transformers 5.24), or ""."""
     accepted = inspect.signature(model.forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in accepted), "")
 
@@ -373,13 +371,13 @@ def scalar_head(model: PreTrainedModel) -> torch.nn.Linear | None:
 
 
 def is_silent(model: PreTrainedModel) -> bool:
-    """Whether the scalar head always returns 0, as a new one does; False for a model without weights."""
+    """Whether the scalar head has only zeros, as a new one does; False if its weights are not loaded."""
     head = scalar_head(model)
     return head is not None and not any(value.is_meta or bool(value.any()) for value in head.parameters())
 
 
 def untrained_reward_model(spec: ModelSpec) -> ValueError:
-    """Returns the error about a reward model with an untrained head."""
+    """Returns the error for a reward model whose head is not trained."""
     return ValueError(
         f"reward_model={spec.path or spec.config or spec.url!r} is a language model without a trained head. Train a "
         "reward model with RewardModel first, and use its export."
@@ -391,12 +389,12 @@ def _looks_local(path: str) -> bool:
 
 
 def names_function(tokenizer: str) -> bool:
-    """Whether this is the dotted path of a function, not a folder or a hub name with its owner."""
+    """Whether this is the dotted path of a function, not a folder or a hub name (owner/name)."""
     return "." in tokenizer and not Path(tokenizer).exists() and all(map(str.isidentifier, tokenizer.split(".")))
 
 
 def _dotted(name: str) -> Callable[[], object] | None:
-    """Imports the function `package.module.function`; returns None if the name has another form or is a folder."""
+    """Imports `package.module.function`; returns None if the name is not such a path."""
     if not names_function(name):
         return None
     module, _, attribute = name.rpartition(".")

@@ -1,11 +1,11 @@
 """Mixture of experts: finds the experts and routers of a transformers model.
 
-A block computes router logits of each token, selects its top k experts, and sums their outputs:
+A MoE block computes each token's router logits, selects its top k experts, and adds up their weighted outputs:
 
     layers.3.mlp            a MoE block, [tokens, H] → [tokens, H]
     layers.3.mlp.gate       its router (`router` in some families), [tokens, H] → [tokens, E]
     layers.3.mlp.experts    its E experts, fused: each parameter is [E, ...]
-    layers.3.mlp.shared_*   computed for every token, in some families
+    layers.3.mlp.shared_*   experts that every token uses, in some families
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import nn
 
 
 def moe_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the blocks by their names in `model`, from the first layer to the last; {} if it is dense.
+    """Returns the MoE blocks by their names in `model`, first layer first; {} if it is dense.
 
-    A module with experts but without a known router is not a block: its model is handled as a dense one.
+    A module with experts but no known router is skipped, so its model is handled as a dense one.
     """
     return {
         name: module
@@ -26,7 +26,7 @@ def moe_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def router_of(block: nn.Module) -> nn.Module:
-    """Returns the module of a MoE block that chooses the experts."""
+    """Returns the router of a MoE block, the module that chooses the experts."""
     return _routers(block)[0]
 
 
@@ -36,7 +36,7 @@ def _routers(module: nn.Module) -> list[nn.Module]:
 
 
 def num_experts(block: nn.Module) -> int:
-    """Returns E, the number of experts of a MoE block, even if this rank holds only some of them.
+    """Returns E, the number of experts of a MoE block over all ranks.
 
     Raises:
         ValueError: if its router has no matrix.

@@ -1,4 +1,4 @@
-"""The optimizer of an RLModule: parameters by role, a learning rate that follows the iterations."""
+"""The optimizer of an RLModule: parameter groups by role, and a learning-rate schedule over iterations."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def model_children(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Returns the models of a module, and a critic's head on one, by attribute name."""
+    """Returns a module's models, and a critic's head on one of them, by attribute name."""
     return {key: child for key, child in module.named_children() if key == "value_head" or hasattr(child, "base_model")}
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Returns the parameters outside the models by name, for example a learned coefficient."""
+    """Returns the module's parameters outside its models by name, for example a learned coefficient."""
     models = model_children(module)
     return {name: item for name, item in module.named_parameters() if name.partition(".")[0] not in models}
 
@@ -26,7 +26,7 @@ def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 def by_role(
     module: torch.nn.Module, roles: Iterable[str], parameters: Iterable[torch.nn.Parameter]
 ) -> dict[str, list[torch.nn.Parameter]]:
-    """Groups parameters by role, an attribute of the module; those that belong to no other role go to the policy."""
+    """Groups parameters by role, each an attribute of the module; parameters outside any role go to the policy."""
     role_of = {item: name for name in roles if name != "policy" for item in getattr(module, name).parameters()}
     parts: dict[str, list[torch.nn.Parameter]] = {name: [] for name in ("policy", *roles)}
     for item in parameters:
@@ -37,12 +37,12 @@ def by_role(
 def parameter_groups(
     module: torch.nn.Module, roles: Mapping[str, Role], *, lr: float | None = None
 ) -> list[dict[str, Any]]:
-    """Makes a parameter group for each trained role, with its `lr`, which may be 0, and `weight_decay`.
+    """Makes a parameter group for each trained role, with the role's `lr` and `weight_decay`.
 
     Args:
         module: has each role's model as an attribute.
         roles: the trained roles, the policy first.
-        lr: for roles that set none; None is the optimizer's.
+        lr: for roles without `lr`; None is the optimizer's.
     """
     trained = [item for item in module.parameters() if item.requires_grad]
     groups: list[dict[str, Any]] = []
@@ -70,9 +70,9 @@ def with_schedule(
     """Builds the return value of `configure_optimizers`: a linear warm-up and a decay, stepped once per iteration.
 
     Args:
-        num_iterations: of the whole run; infinite if it has no known end.
-        warmup: a number of iterations, or below 1 a fraction of the run.
-        min_lr_ratio: fraction of the learning rate that remains at the end of the decay.
+        num_iterations: length of the run; infinite if its end is not known.
+        warmup: a number of iterations, or a fraction of the run if below 1.
+        min_lr_ratio: the fraction of the learning rate that the decay ends at.
         decay_start: the iteration at which the decay starts.
     """
     if num_iterations == math.inf and (lr_decay != "constant" or 0 < warmup < 1):

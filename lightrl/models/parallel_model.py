@@ -1,4 +1,4 @@
-"""ParallelModel: what a strategy can do with a role's model, and Outputs, what the model returns."""
+"""ParallelModel, the operations of a strategy on a role's model, and Outputs, their results."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from lightrl.weights import Bucket
 
 @dataclass(frozen=True)
 class Outputs:
-    """A model's outputs for an Experience, aligned to its tokens; with gradient if the forward has one.
+    """A model's outputs for an Experience, aligned to its tokens; they carry the forward's gradient, if it has one.
 
-    A separate critic has no distribution over tokens: its logprobs and entropy are 0.
+    A separate critic has no distribution over tokens, so its logprobs and entropy are 0.
     """
 
     logprobs: Tensor  # [B, T], nats, of `token_ids`; 0 at position 0
     entropy: Tensor  # [B, T], nats, of the distribution that `token_ids[b, t]` was sampled from
-    values: Tensor | None = None  # [B, T], with a scalar head: of the state before `token_ids[b, t]` was sampled
-    # [B, T, K], nats, logprobs of the teacher's top-k tokens: `experience["teacher_topk_ids"]` for a policy in
-    # training, `teacher_topk_ids` for the teacher.
+    values: Tensor | None = None  # [B, T] from a scalar head: of the state before `token_ids[b, t]` was sampled
+    # [B, T, K], nats, logprobs of the teacher's top-k tokens. The teacher returns their ids below; the trained policy
+    # reads them from `experience["teacher_topk_ids"]`.
     teacher_topk: Tensor | None = None
     teacher_topk_ids: Tensor | None = None  # int64 [B, T, K], the most likely first; only from the teacher
 
 
 LossFunction = Callable[[Experience, Outputs], Tensor]
 
-# A metric that a loss hook returns, [B, T] or [B]: values, or a pair of values and their weights (>= 0).
+# A metric that a loss hook returns: values [B, T] or [B], or a pair of values and their weights (>= 0).
 Metric = Tensor | tuple[Tensor, Tensor]
 Backward = Callable[[Tensor], None]
 
 
-# Tokens whose logprobs a model also computes: int64 [B, T, K], K at each position, or the number K for its own top-k.
+# More tokens to compute logprobs of: their ids, int64 [B, T, K], or the number K for the model's own top-k.
 Candidates = Tensor | int
 
 
@@ -46,9 +46,9 @@ class ParallelModel(Protocol):
     """One model under one strategy, on any number of processes."""
 
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterable[Outputs]:
-        """Yields logprobs and entropy of each microbatch, and its top-k tokens with their logprobs; without gradient.
+        """Yields each microbatch's logprobs and entropy, and its top-k tokens with their logprobs; without gradient.
 
-        Read all results, one by one: the device need not hold those of all microbatches.
+        The caller must read all results. It should drop each before reading the next, to save device memory.
         """
         ...
 
@@ -60,7 +60,7 @@ class ParallelModel(Protocol):
         ...
 
     def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
-        """Computes the outputs of one microbatch with gradient; every rank must run the backward of its loss."""
+        """Computes one microbatch's outputs with gradient; every rank must run the backward of its loss."""
         ...
 
     def full_parameters(
@@ -68,15 +68,15 @@ class ParallelModel(Protocol):
     ) -> Iterator[Bucket]:
         """Yields whole parameters by their Hugging Face names, in buckets of about `bucket_bytes`; collective.
 
-        Rank 0 gets all of them and the others one empty bucket; with `is_spread` each rank gets different parameters.
-        Every rank must read all its buckets.
+        Rank 0 gets all parameters, and other ranks get one empty bucket; with `is_spread` each rank gets different
+        parameters. Every rank must read all its buckets.
 
         Args:
-            part: the `whole` weights after training, those of the `base`, or those that training `added` to it.
+            part: the `whole` trained weights, the `base` weights, or the weights that training `added` to the base.
             names: those of the model's modules, or of its checkpoint, which servers expect; see conversion.py.
         """
         ...
 
     def move_to(self, device: torch.device) -> None:
-        """Moves this process's part of an untrained model."""
+        """Moves this process's shard of a model that is not trained."""
         ...

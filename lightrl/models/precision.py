@@ -1,4 +1,4 @@
-"""Limits of bfloat16 weights: modules that stay float32 in a rounded model, and a warning about the others."""
+"""Keeps some modules in float32 when a model is rounded to bfloat16, and warns if updates would round away."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NUM_SAMPLED = 2**20  # weights of a parameter
-_MOST = 0.9  # fraction of the weights that must be able to change
+_NUM_SAMPLED = 2**20  # how many weights of a parameter are tested
+_MOST = 0.9  # the fraction of weights that an update must be able to change
 
 
 def keep_float32(module: torch.nn.Module) -> None:
-    """Makes a module float32 and keeps it so when the model around it is rounded, as by `bf16-true`.
+    """Makes a module float32 and keeps it float32 when the model around it is rounded, as `bf16-true` does.
 
-    For weights that change by less than bfloat16 resolves: adapters, heads and averages.
+    Use it for weights whose updates are too small for bfloat16: adapters, heads and averages.
     """
     module.float()
     module._apply = functools.partial(_apply_unrounded, module)  # type: ignore[method-assign]
@@ -34,9 +34,9 @@ def _apply_unrounded(module: torch.nn.Module, change: Callable[[Tensor], Tensor]
 def rounding_warning(
     optimizers: Iterable[torch.optim.Optimizer], total: Callable[[Tensor], Tensor] = lambda counts: counts
 ) -> str | None:
-    """Returns a warning about trained weights below float32 that a step of `lr` cannot change; None if most can.
+    """Returns a warning if a step of size `lr` leaves too many trained weights below float32 unchanged, else None.
 
-    AdamW moves a weight by about `lr`; less than half of the distance to the next number is rounded away.
+    AdamW moves a weight by about `lr`; a step of less than half the distance to the next number is rounded away.
 
     Args:
         total: sums counts over ranks.
@@ -47,15 +47,15 @@ def rounding_warning(
         for parameter in group["params"] if lr else ():
             part = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             if part.element_size() < 4 and part.numel():
-                some = part.flatten()[:: part.numel() // _NUM_SAMPLED + 1]
-                up, down = ((some.float() + step).to(some.dtype) != some for step in (lr, -lr))
+                sample = part.flatten()[:: part.numel() // _NUM_SAMPLED + 1]
+                moves_up, moves_down = ((sample.float() + step).to(sample.dtype) != sample for step in (lr, -lr))
                 lrs.add(lr)
-                counts += part.numel() * torch.tensor([1.0, float((up | down).double().mean())])
+                counts += part.numel() * torch.tensor([1.0, float((moves_up | moves_down).double().mean())])
     num, num_movable = total(counts).tolist()
     if num_movable >= _MOST * num:
         return None
     return (
-        f"An update of {' or '.join(f'{lr:g}' for lr in sorted(lrs))} (lr) can change {num_movable / num:.1%} of the "
-        "trained weights below float32 precision, for example bfloat16: the others round it away. Use float32 weights "
-        "(no dtype, trainer.precision bf16-mixed), lora, whose adapters are float32, or a larger lr."
+        f"An update of size lr={' or '.join(f'{lr:g}' for lr in sorted(lrs))} changes only {num_movable / num:.1%} of "
+        "the trained weights that are less precise than float32; in the others it rounds away. Use float32 weights (no "
+        "dtype, trainer.precision bf16-mixed), lora, whose adapters are float32, or a larger lr."
     )

@@ -1,4 +1,4 @@
-"""Role: a model in a run: its source, how it is trained, and on which ranks; load_role loads it."""
+"""Role: a model in a run, with its source, its training settings and its ranks; load_role loads it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class RoleMesh:
     Roles on different ranks run in parallel; roles that share a rank run one after another.
 
     Args:
-        first_rank: the first rank, counted over the whole run.
-        num_ranks: how many consecutive ranks; None for all that follow.
+        first_rank: the first of the role's ranks.
+        num_ranks: the number of consecutive ranks; None takes all from `first_rank` on.
         pp: pipeline stages, as in Parallel3DStrategy; 1 under FSDP2Strategy.
         tp: tensor parallel ranks, as in Parallel3DStrategy; 1 under FSDP2Strategy.
 
@@ -67,12 +67,12 @@ class Role:
 
     Args:
         model: its source: a hub name, a local folder, or a ModelSpec.
-        lr: learning rate of this role, which may be 0; None is the module's.
-        weight_decay: of this role; None is the module's.
+        lr: this role's learning rate, which may be 0; None is the module's.
+        weight_decay: this role's; None is the module's.
         frozen: do not train this critic; the policy is always trained.
         lora: train small adapters instead of the weights; needs `pip install peft`.
-        offload: keep the model in CPU memory between uses; for roles that are not trained.
-        mesh: the ranks for this role's model; None is all ranks, split as the strategy says.
+        offload: keep the model in CPU memory between uses; only for roles that are not trained.
+        mesh: the ranks that run this role's model; None is all ranks, split by the strategy.
 
     Example:
         Role("my/model", lora=LoRA(rank=8), lr=1e-5)
@@ -93,7 +93,7 @@ class Role:
 
     @classmethod
     def of(cls, role: str | ModelSpec | Role) -> Role:
-        """Returns a Role unchanged, and makes one without further settings from a path or a ModelSpec."""
+        """Makes a Role with default settings from a path or a ModelSpec; returns a Role unchanged."""
         if not isinstance(role, str | ModelSpec | Role):
             raise TypeError(
                 f"A model must be a hub name, a folder, a ModelSpec or a Role, got {type(role).__name__}. If your "
@@ -116,12 +116,12 @@ class Role:
 
     @property
     def initial(self) -> Self | None:
-        """The policy that training starts from, as a role; None if it is this policy's base."""
+        """The role of the policy that training starts from; None if that policy is the adapters' base."""
         is_base = self.lora is not None and self.lora.adapter is None
         return None if is_base else replace(self, lr=None, weight_decay=None)
 
     def load_model(self) -> PreTrainedModel:
-        """Loads the model and adds the tuning's weights; inside `models_made_by`, returns that function's model."""
+        """Loads the model and adds the tuning's weights; inside `models_made_by(make)`, returns `make(self)`."""
         make = _MAKE.get()
         if make is not None:
             return make(self)
@@ -132,13 +132,13 @@ class Role:
 
 TUNINGS: dict[str, type[Tuning]] = {tuning.kind: tuning for tuning in (Tuning, LoRA)}
 
-# Makes models in place of `Role.load_model`.
+# Replaces `Role.load_model`.
 _MAKE: ContextVar[Callable[[Role], PreTrainedModel] | None] = ContextVar("make_model", default=None)
 
 
 @contextlib.contextmanager
 def models_made_by(make: Callable[[Role], PreTrainedModel]) -> Iterator[None]:
-    """Inside, `Role.load_model` returns `make`'s model: for strategies that divide models over processes."""
+    """Inside, `Role.load_model` returns what `make` returns. Strategies use it to build sharded models."""
     token = _MAKE.set(make)
     try:
         yield
@@ -146,37 +146,38 @@ def models_made_by(make: Callable[[Role], PreTrainedModel]) -> Iterator[None]:
         _MAKE.reset(token)
 
 
-MAX_OTHER_TOKENS = 0.01  # fraction of the policy's: within a family, reserved tokens may have other names
+MAX_OTHER_TOKENS = 0.01  # fraction of the policy's ids; within a family, names of reserved tokens may differ
 
 
 def check_size(role: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError if the policy's tokenizer has ids that the role's model has no embedding for."""
+    """Raises ValueError if the role's model has too few embeddings for the policy's tokenizer."""
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise ValueError(
-            f"The policy's tokenizer has {len(tokenizer)} tokens but the vocabulary of the {role} has only {rows}. All "
-            "models read the same tokens: use models and a tokenizer that belong together, or a larger vocab_size."
+            f"The policy's tokenizer has {len(tokenizer)} tokens, but the vocabulary of the {role} has only {rows}. "
+            "All models read the same tokens. Use models and a tokenizer that belong together, or a larger vocab_size."
         )
 
 
 def check_tokens(role: str, spec: ModelSpec, policy: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError if more than a few ids mean different tokens in the role's tokenizer and the policy's."""
+    """Raises ValueError if the role's tokenizer and the policy's differ in more than MAX_OTHER_TOKENS of the ids."""
     from transformers.utils import cached_file
 
     source = spec.tokenizer or spec.path
     if source == (policy.tokenizer or policy.path):
         return
-    own_file = "tokenizer_config.json"  # without this file transformers makes an empty tokenizer
-    if not spec.tokenizer and not cached_file(spec.path, own_file, _raise_exceptions_for_missing_entries=False):
+    config = "tokenizer_config.json"  # transformers makes an empty tokenizer for a model without this file
+    if not spec.tokenizer and not cached_file(spec.path, config, _raise_exceptions_for_missing_entries=False):
         return
-    theirs = {index: token for token, index in spec.load_tokenizer().get_vocab().items()}
+    role_tokens = {index: token for token, index in spec.load_tokenizer().get_vocab().items()}
     ours = sorted((index, token) for token, index in tokenizer.get_vocab().items())
-    others = [(index, token, theirs[index]) for index, token in ours if theirs.get(index, token) != token]
-    if not others:
+    differing = [(index, token) for index, token in ours if role_tokens.get(index, token) != token]
+    if not differing:
         return
-    index, token, other = others[0]
-    difference = f"{len(others)} of the policy's {len(ours)} ids, for example {other!r} at {index} instead of {token!r}"
-    if len(others) <= MAX_OTHER_TOKENS * len(ours):
+    index, token = differing[0]
+    example = f"{role_tokens[index]!r} at {index} instead of {token!r}"
+    difference = f"{len(differing)} of the policy's {len(ours)} ids, for example {example}"
+    if len(differing) <= MAX_OTHER_TOKENS * len(ours):
         log.warning("The tokenizer of the %s (%s) has other tokens at %s.", role, source, difference)
         return
     raise ValueError(
@@ -187,16 +188,16 @@ def check_tokens(role: str, spec: ModelSpec, policy: ModelSpec, tokenizer: PreTr
 
 
 def trainable_policy(policy: str | ModelSpec | Role) -> Role:
-    """Returns the policy's role; raises ValueError if it is behind a server or frozen."""
+    """Returns the policy's role; raises ValueError if it has a url or is frozen."""
     role = Role.of(policy)
     if role.spec.url is not None:
         raise ValueError(
-            f"policy must have a path or config, got url={role.spec.url!r}: it is trained here. Servers that generate "
-            "its rollouts belong to trainer.engine."
+            f"policy must have a path or config, because it is trained here, got url={role.spec.url!r}. Servers that "
+            "generate its rollouts belong in trainer.engine."
         )
     if role.frozen:
         raise ValueError(
-            "policy must not be frozen: updates train it. Set its lr to 0 to keep its weights; frozen is for a critic."
+            "policy must not be frozen: only a critic can be. To keep the policy's weights unchanged, set its lr to 0."
         )
     return role
 
@@ -204,12 +205,12 @@ def trainable_policy(policy: str | ModelSpec | Role) -> Role:
 def load_role(
     name: str, role: Role, policy: Role, tokenizer: PreTrainedTokenizerBase, *, is_trained: bool
 ) -> PreTrainedModel:
-    """Loads and checks the model of a role, without gradients if it is not trained.
+    """Loads and checks a role's model; freezes it if it is not trained.
 
     Args:
-        name: of the role, for example `critic`.
+        name: the role's name, for example `critic`.
         policy: the policy's role.
-        tokenizer: the policy's.
+        tokenizer: the policy's tokenizer.
     """
     check_tokens(name, role.spec, policy.spec, tokenizer)
     model = role.load_model()
@@ -218,8 +219,7 @@ def load_role(
         model.requires_grad_(False)
     elif role.offload:
         raise ValueError(
-            f"Role {name!r} is trained, so offload must be false: updates need its model. Set offload for roles that "
-            "are not trained."
+            f"Role {name!r} is trained, so its offload must be false. Set offload only for roles that are not trained."
         )
     if name == "reward_model" and not is_trained and is_silent(model):
         raise untrained_reward_model(role.spec)

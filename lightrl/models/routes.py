@@ -1,18 +1,18 @@
-"""Routes: the experts that each token was sampled with, recorded by the engine and replayed by the trainer.
+"""Routes: the experts that the engine chose for each token; the trainer replays them.
 
-With another precision or other kernels, the trainer's router may choose other experts than the engine's, and would
-train a token on weights that never computed it. Routes therefore travel with the tokens, as supports do:
+Because its precision or kernels differ, the trainer's router may choose other experts than the engine's, and would then
+train weights that took no part in sampling the token. Routes therefore travel with the tokens, as supports do:
 
     engine ── routes ──► Completion ──► Trajectory ──► Experience ── replaying ──► top-k over the experts
 
-A token's routes are bytes: its k experts in each MoE block, first block first, each a uint8, or an int16 in models of
-more than 256 experts. If all bytes of a block are 255, its experts are unknown, and the block routes natively. A
-completion also has the routes of its prompt, but none for its last token, which no forward has read yet; a trajectory
-ends with 255s.
+A token's routes are bytes: its k experts in each MoE block, first block first, each a uint8, or an int16 in models with
+more than 256 experts. If all bytes of a block are 255, the experts are unknown, and the router chooses them. A
+completion also has the routes of its prompt, but none for its last token, which no forward has read yet; in a
+trajectory that token has 255s.
 
 Source: rollout routing replay, https://arxiv.org/abs/2510.11370.
 
-Shapes: N tokens of a forward, L MoE blocks, E experts of a block, k of them for a token, w bytes of a token's routes.
+Shapes: N tokens of a forward, L MoE blocks, E experts of a block, k experts of a token, w bytes of a token's routes.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _TOPK: Any = {torch.topk, torch.Tensor.topk}
-_ROUTED = "lightrl_routed"  # attribute of a block whose forward is wrapped, maybe again by others
+_ROUTED = "lightrl_routed"  # attribute of a block whose forward is wrapped; others may wrap it again
 _MASKS: Any = {torch.masked_fill, torch.Tensor.masked_fill}
 _OFF = "Set record_routes of the engine to false."
 _SAME_MODEL = "Let the engine serve the trainer's model, or set its record_routes to false."
-NOT_COMPILED = f"compile_layers is true, but compiled layers cannot replay the engine's routes. Omit it. Or: {_OFF}"
+NOT_COMPILED = f"Compiled layers cannot replay the engine's routes. Omit compile_layers. Or: {_OFF}"
 
 
 @dataclass(frozen=True)
 class RouteLayout:
-    """How the routes of a model's tokens are laid out.
+    """Which layers and experts a model's routes stand for.
 
-    Example, a model of 3 layers, the first one dense:
+    Example, a model of 3 layers, of which the first is dense:
         RouteLayout(layers=(1, 2), num_layers=3, num_experts=128)
     """
 
-    layers: tuple[int, ...]  # the decoder layer of each MoE block
-    num_layers: int  # dense ones too
+    layers: tuple[int, ...]  # index of each MoE block's decoder layer
+    num_layers: int  # including dense ones
     num_experts: int  # E
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> RouteLayout | None:
-        """Returns the layout for models of this config; None without experts. Builds a model without memory."""
+        """Returns the layout for a config; None without experts. Builds the model on the meta device."""
         text = config.get_text_config()
         if not any("expert" in name or "moe" in name for name in vars(text)):
             return None
@@ -75,7 +75,7 @@ class RouteLayout:
         return cls(indices, text.num_hidden_layers, num_experts(next(iter(blocks.values()))))
 
     def encode(self, experts: np.ndarray[Any, np.dtype[Any]]) -> TokenArray[int]:
-        """Encodes expert ids of all layers, including dense ones, [N, num_layers, k]; an id below 0 is unknown.
+        """Encodes expert ids [N, num_layers, k], with ids for dense layers too; an id below 0 is unknown.
 
         Raises:
             ValueError: if the model has no such expert.
@@ -86,14 +86,14 @@ class RouteLayout:
         return TokenArray.of_stored(as_bytes(torch.from_numpy(ids), self.num_experts).numpy().tobytes(), b"", "B")
 
     def encode_sent(self, experts: np.ndarray[Any, np.dtype[Any]], num_tokens: int) -> TokenArray[int]:
-        """Encodes the flat ids that a server sent; raises ValueError as `encode` does, or if their number is wrong."""
+        """Encodes a server's flat list of ids; raises ValueError as `encode` does, or if their number is wrong."""
         return self.encode(experts.reshape(num_tokens, self.num_layers, -1))
 
     def load(self, routes: Tensor) -> Tensor:
-        """Counts the tokens of each expert in each MoE block, int64 [L, E], from routes uint8 [..., w]."""
+        """Counts how many tokens each expert got in each MoE block, int64 [L, E], from routes uint8 [..., w]."""
         blocks = range(len(self.layers))
         ids = [_decode(routes.flatten(0, -2), index, len(blocks), self.num_experts) for index in blocks]
-        return torch.stack([torch.bincount(each[each >= 0], minlength=self.num_experts) for each in ids])
+        return torch.stack([torch.bincount(of_block[of_block >= 0], minlength=self.num_experts) for of_block in ids])
 
 
 def sent_encoders(
@@ -129,22 +129,23 @@ def sent_encoders(
 
 
 def check_compiled(records_columns: bool, config: PretrainedConfig) -> None:
-    """Raises ValueError if compiled layers of this model would have to replay the engine's routes."""
+    """Raises ValueError if a model with compiled layers would have to replay the engine's routes."""
     if records_columns and RouteLayout.of(config) is not None:
         raise ValueError(NOT_COMPILED)
 
 
 def load_entropy(load: Tensor) -> float:
-    """Returns the entropy of the experts' shares of the load [L, E], mean over blocks: log E nats if all are equal.
+    """Returns the entropy in nats of the load's distribution over experts, averaged over blocks; log E if uniform.
 
-    Blocks without load do not count; NaN if no block has any.
+    Args:
+        load: [L, E], tokens per expert. Blocks without tokens are left out; NaN if no block has any.
     """
     counts = load[load.sum(1) > 0].double()
     return float(torch.special.entr(counts / counts.sum(1, keepdim=True)).sum(1).mean())
 
 
 def _routed_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns a model's MoE blocks; none if their number of experts is unknown or differs: then they route natively."""
+    """Returns a model's MoE blocks; {} if their numbers of experts differ or are unknown, so no routes are replayed."""
     blocks = moe_blocks(model)
     try:
         return blocks if len({num_experts(block) for block in blocks.values()}) == 1 else {}
@@ -153,13 +154,13 @@ def _routed_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def as_bytes(ids: Tensor, num_experts: int) -> Tensor:
-    """Encodes experts [N, L, k] as bytes, uint8 [N, w]; blocks with an id below 0 are unknown."""
+    """Encodes expert ids [N, L, k] as bytes, uint8 [N, w]; an id below 0 makes the block's experts unknown."""
     ids = ids.where((ids >= 0).all(-1, keepdim=True), -1)  # -1 is 255 as uint8, twice 255 as int16
     return ids.to(torch.uint8 if num_experts <= 2**8 else torch.int16).contiguous().view(torch.uint8).flatten(1)
 
 
 def wrap_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Wraps the forward of each MoE block, once, so that it can record or replay its experts; returns the blocks."""
+    """Lets each MoE block record or replay its experts, by wrapping its forward once; returns the blocks."""
     blocks = _routed_blocks(model)
     for index, block in enumerate(blocks.values()):
         if not hasattr(block, _ROUTED):
@@ -170,22 +171,22 @@ def wrap_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 @dataclass
 class _Forward:
-    """Routes of one forward of a model: replayed, or recorded by its blocks."""
+    """The routes of one forward: those to replay, or those that its blocks record."""
 
-    routes: Tensor | None = None  # uint8 [N, w], replayed; None records instead
+    routes: Tensor | None = None  # uint8 [N, w], to replay; None records instead
     recorded: list[Tensor] = field(default_factory=list)  # int64 [N, k] of each block
 
 
-# The forward that this thread is in; blocks read it to know what to record or replay.
+# The forward that is running in this thread; its blocks read here what to record or replay.
 _forward: ContextVar[_Forward | None] = ContextVar("routes of a forward", default=None)
 
 
 class Routes:
-    """Records or replays which experts the MoE blocks of a model choose.
+    """Records or replays the experts that a model's MoE blocks choose.
 
     Args:
-        model: of transformers; its blocks get a wrapped forward, which changes nothing outside `recording` and
-            `replaying`. If a block is a whole layer, wrap it before the layer is checkpointed.
+        model: a transformers model. Wraps the forward of its blocks; outside `recording` and `replaying` they work as
+            before. If a block is a whole layer, wrap it before the layer is checkpointed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -193,10 +194,9 @@ class Routes:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Callable[[], Tensor]]:
-        """Records one forward; yields a function that returns its routes afterwards, uint8 [N, w].
+        """Records one forward; yields a function that then returns its routes, uint8 [N, w].
 
-        Raises:
-            ValueError: from the function, if a block did not choose its experts by exactly one top-k.
+        The function raises ValueError if a block did not choose its experts by exactly one top-k.
         """
         forward = _Forward()
 
@@ -210,12 +210,12 @@ class Routes:
             yield read
 
     def replaying(self, routes: Tensor | None) -> contextlib.AbstractContextManager[None]:
-        """Routes one forward, and its recomputation in a backward, by routes uint8 [N, w]; without any, natively."""
+        """Inside, one forward and its recomputation in a backward use routes uint8 [N, w], or the router's if None."""
         return contextlib.nullcontext() if routes is None or not len(routes) else _Within(_Forward(routes))
 
 
 class _Within:
-    """A context in which this thread is in a forward; can be entered repeatedly, but not nested."""
+    """Sets `_forward` inside; can be entered repeatedly, but not nested."""
 
     def __init__(self, forward: _Forward | None) -> None:
         self._inner = forward
@@ -230,19 +230,16 @@ class _Within:
 
 
 def recompute_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """Returns contexts for a checkpointed forward and for its recomputation, which replays the same routes.
-
-    For `context_fn` of `torch.utils.checkpoint.checkpoint`.
-    """
+    """Returns the `context_fn` contexts of `torch.utils.checkpoint`; the recomputation replays the same routes."""
     return contextlib.nullcontext(), _Within(_forward.get())
 
 
-def _run_block(run: Callable[..., Any], place: tuple[int, int], num_experts: int, *args: Any, **kwargs: Any) -> Any:
-    """Runs a MoE block, number `place[0]` of `place[1]`."""
+def _run_block(run: Callable[..., Any], position: tuple[int, int], num_experts: int, *args: Any, **kwargs: Any) -> Any:
+    """Runs a MoE block; its `position` is (index, number of blocks)."""
     forward = _forward.get()
     if forward is None:
         return run(*args, **kwargs)
-    given = None if forward.routes is None else _decode(forward.routes, *place, num_experts)
+    given = None if forward.routes is None else _decode(forward.routes, *position, num_experts)
     with _TopK(num_experts, given) as topk:
         output = run(*args, **kwargs)
     if given is None:
@@ -253,7 +250,7 @@ def _run_block(run: Callable[..., Any], place: tuple[int, int], num_experts: int
 
 
 def _decode(routes: Tensor, index: int, num_blocks: int, num_experts: int) -> Tensor:
-    """Decodes the experts of one block, int64 [N, k]; all -1 for a token whose experts are unknown."""
+    """Decodes the experts of one block, int64 [N, k]; -1 for a token whose experts are unknown."""
     size = 1 if num_experts <= 2**8 else 2
     if routes.shape[1] % (num_blocks * size):
         raise ValueError(
@@ -267,14 +264,14 @@ def _decode(routes: Tensor, index: int, num_blocks: int, num_experts: int) -> Te
 
 
 class _TopK(TorchFunctionMode):
-    """Replaces the top-k over the experts, or records it.
+    """Replaces or records the top-k over a router's scores [N, E].
 
-    The values of replayed experts are read from the scores, so that the router gets a gradient, even if a limit to
-    some groups of experts has masked them.
+    The values of replayed experts are read from the scores, so that the router gets a gradient. If the router has
+    masked some groups of experts, the scores before masking are used.
 
     Args:
-        num_experts: E; a top-k over another number is not changed.
-        given: the experts to use instead, int64 [N, k]; -1 for a token that routes natively. None only records.
+        num_experts: E; a top-k over another number of scores is left alone.
+        given: the experts to use instead, int64 [N, k]; -1 where the router chooses. None only records.
     """
 
     def __init__(self, num_experts: int, given: Tensor | None) -> None:

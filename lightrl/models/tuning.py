@@ -1,7 +1,7 @@
-"""Tuning: what training changes in a model: all of its weights, or weights that are added to a frozen base.
+"""Tuning: which weights of a model training changes, all of them or weights added to a frozen base.
 
 Strategies, engines and weight sync call a model's tuning (`tuning_of`) without knowing its kind. To add a kind, write a
-subclass and a setting of Role in role.py.
+subclass and add a setting to Role in role.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ATTRIBUTE = "lightrl_tuning"  # set on models with a tuning other than `ALL_WEIGHTS`
 
-# The exported weights: with those that training added, without them, or only the added ones.
+# Which weights to export: the base with the added weights merged, the base alone, or only the added weights.
 Part = Literal["whole", "base", "added"]
 
 
@@ -29,38 +29,38 @@ Part = Literal["whole", "base", "added"]
 class Tuning:
     """Trains all weights of a model and adds none."""
 
-    kind: ClassVar[str] = ""  # in checkpoints
-    keeps_base: ClassVar[bool] = False  # whether loaded weights are frozen, so that checkpoints hold only added ones
-    config_file: ClassVar[str] = "config.json"  # in folders that `save` writes
+    kind: ClassVar[str] = ""  # its name in checkpoints
+    keeps_base: ClassVar[bool] = False  # whether the loaded weights are frozen and left out of checkpoints
+    config_file: ClassVar[str] = "config.json"  # marks folders that `save` has written
 
     def add_to(self, model: PreTrainedModel, *, seed: int = 0) -> None:
-        """Freezes untrained weights, and adds weights that depend on the seed; on the meta device without values."""
+        """Freezes untrained weights and adds new ones that depend on the seed; on the meta device without values."""
 
     def check_split(self, role: str, model: PreTrainedModel, modules: Collection[str] | None) -> None:
-        """Raises ValueError if weights are added outside the layers, or to modules of a layer not listed here."""
+        """Raises ValueError if weights are added outside the layers, or to modules of a layer not in `modules`."""
 
     def split_styles(self, name: str, module: torch.nn.Module, style: str) -> dict[str, str]:
-        """Maps the modules of a linear layer to how tensor ranks split them: `colwise`, `rowwise` or `replicate`."""
+        """Maps a linear layer's modules to their tensor-parallel style: `colwise`, `rowwise` or `replicate`."""
         return {name: style}
 
     def adds(self, name: str) -> bool:
-        """Whether the parameter of this name was added to the base."""
+        """Whether this parameter was added to the base."""
         return False
 
     def added_values(self, seed: int) -> Callable[[str, torch.Size], Tensor]:
-        """Returns a function from an added parameter's name and shape to its initial values."""
+        """Returns a function that makes an added parameter's initial values from its name and shape."""
         return lambda name, shape: torch.zeros(shape)
 
     def base_name(self, name: str) -> str:
-        """Returns the Hugging Face name of a parameter of the base."""
+        """Returns the Hugging Face name of a base parameter."""
         return name
 
     def base_modules(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Inside, the model has only its base's modules, so that parameters have the base's names."""
+        """Inside, the model has only its base's modules, so parameters have the base's names."""
         return contextlib.nullcontext()
 
     def base_only(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Inside, the model computes as its base does, without using more memory."""
+        """Inside, the model computes as its base does; needs no memory for a copy."""
         raise ValueError("Training changes all weights of this model, so it cannot compute as it did at the start.")
 
     def sources(self, model: torch.nn.Module, part: Part = "whole") -> dict[str, list[str]]:
@@ -68,27 +68,27 @@ class Tuning:
         return {} if part == "added" else {name: [name] for name in held_tensors(model)}
 
     def merge(self, model: torch.nn.Module, name: str, tensors: Sequence[Tensor]) -> Tensor:
-        """Returns the exported tensor of this name, from its whole sources."""
+        """Returns the exported tensor of this name, merged from its whole sources."""
         return tensors[0]
 
     def saved_name(self, name: str) -> str:
-        """Returns the name of an added parameter in exported folders and on servers."""
+        """Returns an added parameter's name in exported folders and on servers."""
         raise KeyError(name)
 
     def served_form(self, model: PreTrainedModel, num_versions: int) -> ServedForm:
-        """Returns how servers hold this many versions of the added weights; raises ValueError if they cannot."""
+        """Returns how servers hold `num_versions` versions of the added weights; raises ValueError if they cannot."""
         raise NotImplementedError
 
     def saved_config(self, model: PreTrainedModel, base: str | None) -> str | None:
-        """Returns JSON for `save` and `add_saved`; None if checkpoints hold all weights. `base` is a folder or name."""
+        """Returns JSON for `save` and `add_saved`, which names the base; None if checkpoints hold all weights."""
         return None
 
     def save(self, tensors: Mapping[str, Tensor], config: str, folder: Path) -> None:
-        """Writes added parameters, by name, to an existing folder."""
+        """Writes the added parameters to an existing folder."""
         raise NotImplementedError
 
     def add_saved(self, model: PreTrainedModel, tensors: Mapping[str, Tensor], config: str) -> None:
-        """Adds a checkpoint's parameters, by name, to the base."""
+        """Adds a checkpoint's added parameters to `model`, the base."""
         raise NotImplementedError
 
 
@@ -100,27 +100,27 @@ class ServedForm:
     """How servers hold the weights that training adds to a model's base."""
 
     tuning: Tuning
-    num_versions: int  # that a server holds at the same time
+    num_versions: int  # how many versions a server holds at the same time
     config: dict[str, Any]  # sent to a server with each version
-    server_args: dict[str, Any]  # SGLang's, for servers that are started here
-    how_to_start: str  # tells users how to start other servers
+    server_args: dict[str, Any]  # SGLang's arguments for servers that the run starts
+    how_to_start: str  # for users who start the servers themselves
 
 
 def tuning_of(model: torch.nn.Module) -> Tuning:
-    """Returns what training changes in this model."""
+    """Returns the model's tuning."""
     tuning: Tuning = getattr(model, ATTRIBUTE, ALL_WEIGHTS)
     return tuning
 
 
 def held_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns the model's parameters, and persistent buffers, for example a mixture's biases."""
+    """Returns the model's parameters and persistent buffers, for example a router's biases."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = {name: value for name, value in model.state_dict().items() if name not in parameters}
     return {**dict(model.named_parameters()), **buffers}
 
 
 def whole_parameters(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the parameters by their Hugging Face names, with added weights merged into them."""
+    """Yields the parameters by their Hugging Face names, with the added weights merged."""
     tuning, held = tuning_of(model), held_tensors(model)
     for name, sources in tuning.sources(model).items():
         yield name, tuning.merge(model, name, [held[source] for source in sources])

@@ -1,20 +1,20 @@
-"""Strategies: where a model's parameters and computation live. Each makes a ParallelModel (models package) for a role.
+"""Strategies place a model's parameters and computation on devices. Each makes a role's ParallelModel (models package).
 
 Reading order:
     single.py            one process, one device: no padding, logprobs from hidden states
-    head.py              the tokens whose logprobs the output head reads, and its results
+    head.py              the output head: the tokens whose logprobs it computes, and its results
     layouts/             how a microbatch goes through a model without its padding
-    checkpoint/          written completely or not at all, read without running code
+    checkpoint/          checkpoints, written completely or not at all, and read without running code
     ranks/               the processes of a run, their communication, and the detection of failures
-    sharded_experience/  an iteration's trajectories across ranks: where each row trains, what is sent
+    sharded_experience/  an iteration's trajectories on all ranks: where each row trains, what is sent
     fsdp2.py             FSDP2Strategy: sharded models; offload.py: activations and optimizer state in host memory
-    fsdp2_model.py       one sharded model
+    fsdp2_model.py       a sharded model
     parallel_3d.py       Parallel3DStrategy: pipeline x data x tensor parallelism
     stages.py            this rank's part of a model; pipeline.py: schedules and their execution
-    tensor_plans.py      how a model is split, from transformers' plans; tensor_parallel.py: parameters split over tp
-    empty_model.py       a model without memory, filled tensor by tensor
+    tensor_plans.py      how to split a model, from transformers' plans; tensor_parallel.py: parameters split over tp
+    empty_model.py       builds models without memory and fills them tensor by tensor
     precision.py         Lightning's precision plugins: batches unchanged, gradients clipped over all ranks
-    known_strategies.py  which strategies train an RLModule
+    known_strategies.py  the strategies that can train an RLModule
 
 May import: errors, checks, trajectory, experience, functional, weights, models, Lightning. To add a strategy, subclass
 FSDP2Strategy.

@@ -1,7 +1,7 @@
-"""Models without memory, and their weights: each rank reads its own shards, one tensor at a time.
+"""Builds models without memory and loads their weights: each rank reads its shards, one tensor at a time.
 
-So a model can be trained that does not fit into the memory of one rank. Buffers get memory from the start: they are
-small, and unsaved ones (the angles of rotary embeddings) would be garbage if they were created on the meta device.
+A model may therefore be larger than one rank's memory. Buffers have memory from the start: they are small, and unsaved
+buffers (the angles of rotary embeddings) would be garbage if they were created on the meta device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ROLE = "lightrl_role"  # attribute of a model without weights: the role that loads them
+_ROLE = "lightrl_role"  # attribute of a model without weights, its role
 
 
 def empty_model(role: Role) -> PreTrainedModel:
@@ -43,8 +43,8 @@ def empty_model(role: Role) -> PreTrainedModel:
     config = spec.load_config()
     if any(getattr(part, "quantization_config", None) for part in (config, config.get_text_config())):
         raise ValueError(
-            f"Model {spec.path or spec.config!r} is quantized, and ranks would read its weights without their scales. "
-            "Use its unquantized checkpoint, or dequantize it and save_pretrained the result."
+            f"Model {spec.path or spec.config!r} is quantized, so ranks would read its weights without their scales. "
+            "Use its unquantized checkpoint, or dequantize it and save it with save_pretrained."
         )
     make = new_model
     if spec.head == "scalar":
@@ -61,16 +61,16 @@ def empty_model(role: Role) -> PreTrainedModel:
 
 
 def take_role(model: torch.nn.Module) -> Role | None:
-    """Removes and returns the role that a model without memory gets its weights from; None if it has weights."""
+    """Removes and returns the role of a model without weights; None if the model has weights."""
     role: Role | None = vars(model).pop(_ROLE, None)
     return role
 
 
 def fill_model(model: PreTrainedModel, role: Role, device: torch.device, ranks: Ranks) -> None:
-    """Gives a sharded model of `empty_model` its weights; collective.
+    """Loads the weights of a sharded model of `empty_model`; collective.
 
-    Each rank reads its own shards from the checkpoint's files. The first rank makes and distributes the rest: random
-    weights and parameters that the tuning adds.
+    Each rank reads its shards from the checkpoint's files. The first rank makes and distributes random weights and
+    parameters that the tuning adds.
 
     Args:
         device: device of the shards.
@@ -88,7 +88,7 @@ def fill_model(model: PreTrainedModel, role: Role, device: torch.device, ranks: 
     made: dict[str, Tensor] = {}
     if not has_files and ranks.is_main:
         if role.spec.path is not None:
-            log.warning("Rank 0 loads all of %s into memory: ranks cannot read parts of its files.", role.spec.path)
+            log.warning("Rank 0 loads all of %s into memory, because ranks cannot read parts of it.", role.spec.path)
         made = held_tensors(role.spec.load_model())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -102,7 +102,7 @@ def fill_model(model: PreTrainedModel, role: Role, device: torch.device, ranks: 
 
 
 def give_memory(model: torch.nn.Module, device: torch.device) -> None:
-    """Moves a model without memory to a device: parameters uninitialized, buffers with their values."""
+    """Moves a model without memory to a device, with uninitialized parameters and with its buffers' values."""
     buffers = [
         (module, name, buffer.to(device))
         for module in model.modules()
@@ -115,10 +115,10 @@ def give_memory(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _fill(parameter: Tensor, whole: Tensor | None) -> None:
-    """Distributes rank 0's tensor (None on other ranks) to the shards of a parameter."""
+    """Distributes rank 0's tensor, None on other ranks, to a parameter's shards."""
     assert isinstance(parameter, DTensor), "fully_shard makes all of them DTensors"
-    home, shape, dtype = parameter.device_mesh.device_type, parameter.shape, parameter.dtype
-    sent = torch.empty(shape, dtype=dtype, device=home) if whole is None else whole.to(home, dtype)
+    device, shape, dtype = parameter.device_mesh.device_type, parameter.shape, parameter.dtype
+    sent = torch.empty(shape, dtype=dtype, device=device) if whole is None else whole.to(device, dtype)
     placements = parameter.placements
     if all(placement.is_shard() or placement.is_replicate() for placement in placements):
         part = distribute_tensor(sent, parameter.device_mesh, placements).to_local()
@@ -130,7 +130,7 @@ def _fill(parameter: Tensor, whole: Tensor | None) -> None:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Moves parameters to the meta device as soon as a module registers them; buffers keep their memory."""
+    """Inside, parameters move to the meta device when a module registers them; buffers keep their memory."""
     register = torch.nn.Module.register_parameter
 
     def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:

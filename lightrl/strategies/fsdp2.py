@@ -1,11 +1,11 @@
 """FSDP2Strategy: parameters, gradients and optimizer state sharded over all ranks; same results as one process.
 
 Each decoder layer is gathered when it is needed and freed afterwards (`fully_shard`), so a rank holds its shards and
-one or two layers. Models start without memory; each rank reads its own part of the checkpoint.
+one or two layers. Models start without memory; each rank reads its shards from the checkpoint.
 
-    world 8, num_replicas 2:   replica 0: ranks 0 1 2 3, each a quarter of the model
+    world 8, num_replicas 2:   replica 0: ranks 0 1 2 3, each with a quarter of the model
                                replica 1: ranks 4 5 6 7, the same; gradients are averaged over both
-    with ep 2 too:             ranks 0 2 share the first half of each layer's experts, ranks 1 3 the second
+    and ep 2:                  ranks 0 2 share the first half of each layer's experts, ranks 1 3 the second
 """
 
 from __future__ import annotations
@@ -70,35 +70,36 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from transformers import PreTrainedModel
 
-EXIT_S = 5.0  # time for gloo's threads to finish when the process exits
+EXIT_S = 5.0  # how long to wait for gloo's threads when the process exits
 
 
 class FSDP2Strategy(ModelParallelStrategy):
     """Data parallelism with sharded models, for an RLModule: `Trainer(devices=8, strategy=FSDP2Strategy())`.
 
     Shards every role's model, trained or not, over all ranks or those of its `Role.mesh`. The Trainer sets precision
-    and gradient clipping: `bf16-mixed` is autocast as in one process, with float32 shards and hidden states, but layers
-    are gathered in bfloat16, which also rounds the weights of their norms; `bf16-true` keeps bfloat16.
+    and gradient clipping. `bf16-mixed` is autocast as in one process, with float32 shards and hidden states, but layers
+    are gathered in bfloat16, which also rounds the weights of their norms. `bf16-true` keeps everything in bfloat16.
 
     Args:
         num_replicas: copies of the model, each sharded over `world size / num_replicas` ranks (hybrid sharding). With
-            one per node, parameters are gathered within a node and only gradients cross nodes.
-        ep: number of ranks among which the experts of each mixture layer are divided. A rank gathers only its own
-            experts, and tokens are sent to theirs. Must divide the number of experts and the ranks of a replica; needs
-            torch >= 2.11, and excludes compile_layers, parameters in offload_to_cpu, 16-mixed and meshes of roles.
+            one copy per node, parameters are gathered within a node, and only gradients cross nodes.
+        ep: number of ranks that each mixture layer's experts are divided over. A rank gathers only its own experts, and
+            tokens are sent to the ranks of their experts. Must divide the number of experts and the ranks of a replica;
+            needs torch >= 2.11, and excludes compile_layers, parameters in offload_to_cpu, 16-mixed and meshes of
+            roles.
         cp: number of ranks that share the tokens of each microbatch, for long trajectories; attention exchanges heads.
             Must divide ranks and attention heads; needs models that can be packed, and excludes meshes of roles.
         reshard_after_forward: free a layer's parameters after its forward and gather them again for its backward. False
             is faster, but keeps the whole model in memory between forward and backward.
         activation_checkpointing: keep only each layer's input and recompute the layer in the backward.
-        offload_to_cpu: what is kept in CPU memory: `parameters` (shards, gradients and optimizer state, and updates run
-            there), `optimizer` (its state between updates), `activations` (each layer's, until its backward; few with
+        offload_to_cpu: data to keep in CPU memory: `parameters` (shards, gradients and optimizer state; updates run on
+            the CPU), `optimizer` (its state between updates), `activations` (each layer's, until its backward; few with
             activation_checkpointing). A GPU waits for the copies of activations and optimizer state.
-        reduce_every_microbatch: reduce gradients after each microbatch instead of once per minibatch: less memory,
-            because no rank keeps whole gradients, and more communication.
-        compile_layers: `torch.compile` each decoder layer; None does so on NVIDIA GPUs for models without experts,
+        reduce_every_microbatch: reduce gradients after each microbatch instead of once per minibatch. This saves
+            memory, because no rank keeps whole gradients, and costs communication.
+        compile_layers: `torch.compile` each decoder layer. None does so on NVIDIA GPUs for models without experts,
             since compiled layers cannot replay an engine's experts, and without states (models/hybrids.py).
-        hang_timeout_s: end the run if a rank waits this long for another; the error names the other. Before training,
+        hang_timeout_s: end the run if a rank waits this long for another rank, which the error names. Before training,
             while models are loaded, the limit is at least 25 minutes.
         save_async: continue training while a checkpoint is written, from a copy in CPU memory. The next save, or the
             end of the run, raises any error.
@@ -139,14 +140,14 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._mesh: DeviceMesh | None = None
         self._expert_mesh: DeviceMesh | None = None  # with ep
         self._context_group: dist.ProcessGroup | None = None  # with cp
-        self._places: dict[tuple[str, RoleMesh], Place] = {}  # roles with their own mesh
+        self._places: dict[tuple[str, RoleMesh], Place] = {}  # of roles with a mesh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.ranks.dp_size, "rank": self.ranks.dp_rank}
 
     def check_sizes(self, module: L.LightningModule | None = None) -> None:
-        """Raises ValueError for sizes that do not fit, naming the nearest that do, before any device is used."""
+        """Raises ValueError for sizes that do not fit, with the nearest that do, before any device is used."""
         world = self.num_processes * self.num_nodes
         processes = f"processes (devices={self.num_processes} × num_nodes={self.num_nodes})"
         _check_divides("num_replicas", self.num_replicas, {processes: world})
@@ -155,8 +156,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         for role, mesh in role_meshes(module).items():
             if mesh.pp * mesh.tp > 1:
                 raise ValueError(
-                    f"The {role} has mesh={mesh}, but FSDP2Strategy shards over all ranks of a mesh. Remove pp and tp, "
-                    "or use Parallel3DStrategy."
+                    f"The {role} has mesh={mesh}, but FSDP2Strategy only shards over all ranks of a mesh. Remove pp "
+                    "and tp, or use Parallel3DStrategy."
                 )
         if self.ep > 1:
             self._check_ep(module, world)
@@ -184,7 +185,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         roles = planned_roles(module)
         if role_meshes(module) or (module is not None and not roles):
             raise ValueError(
-                f"cp={self.cp} needs a module whose roles (GRPO, SFT, …) have no mesh of their own, got "
+                f"cp={self.cp} needs one of lightrl's modules (GRPO, SFT, …) whose roles have no mesh, got "
                 f"{type(module).__name__}. Remove the meshes, or set cp to 1."
             )
         numbers = {"ranks": world}
@@ -201,8 +202,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         module = self.lightning_module
         if not hasattr(module, "parallel_models"):
             raise ValueError(
-                f"{type(self).__name__} can only train lightrl's modules, got a {type(module).__name__}. Use "
-                "Lightning's ModelParallelStrategy or ddp for it."
+                f"{type(self).__name__} can only train lightrl's modules, got a {type(module).__name__}. For that, use "
+                "Lightning's ModelParallelStrategy or ddp."
             )
         if self.process_group_backend is None and self.root_device.type == "cuda":
             self._process_group_backend = "cpu:gloo,cuda:nccl"
@@ -234,7 +235,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         return dp_mesh.get_group()
 
     def barrier(self, name: str | None = None) -> None:
-        self.ranks.step()  # a missing rank has made fewer steps
+        self.ranks.step()  # shows which rank is missing: it has made fewer steps
         super().barrier(name)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -250,13 +251,13 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Makes models of a Role without memory; `setup` gives them their shards."""
+        """Inside, roles' models are made without memory; `setup` loads their shards."""
         with super().tensor_init_context(empty_init), models_made_by(empty_model):
             yield
 
     def setup(self, trainer: L.Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            paths = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
+            paths = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
             for path in paths:
                 check_local(dirpath=path)
             check_all_see(sorted({Path(path) for path in paths if path is not None}), self.ranks)
@@ -268,7 +269,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         super().setup(trainer)
 
     def _spread_models(self) -> None:
-        """Splits each model of the module over its ranks, and removes it from the others."""
+        """Splits each of the module's models over its ranks, and removes it from other ranks."""
         assert self.lightning_module is not None
         assert isinstance(self.ranks, ProcessRanks)
         place_by_role: dict[str, Place] = {}
@@ -299,10 +300,10 @@ class FSDP2Strategy(ModelParallelStrategy):
         return not isinstance(model, FSDPModule)
 
     def shard(self, model: torch.nn.Module, place: Place | None = None) -> None:
-        """Shards a model in place, layer by layer, and loads its weights if it has no memory yet; collective."""
+        """Shards a model in place, layer by layer, and loads its weights if it has none yet; collective."""
         ranks = self.ranks if place is None else place.ranks
         is_mixed = self.precision_plugin.precision == "bf16-mixed"
-        # Halves the bytes to gather. Autocast would round the same weights, except those of norms.
+        # Halves the bytes to gather. Autocast would round the same weights, except those of the norms.
         mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         shard = functools.partial(
             fully_shard,
@@ -314,17 +315,17 @@ class FSDP2Strategy(ModelParallelStrategy):
             conversions(model)
         if not layers and hasattr(model, "config"):
             raise ValueError(
-                f"FSDP2Strategy needs models that name their decoder layers in _no_split_modules, which "
+                f"FSDP2Strategy needs models that name their decoder layers in _no_split_modules, but "
                 f"{type(model).__name__} does not."
             )
         is_compiled = compiles(model, self.root_device, self.compile_layers)
         if self._expert_mesh is not None and moe_blocks(model):
             split_experts(cast("PreTrainedModel", model), self._expert_mesh)
-        if self.activation_checkpointing:  # before layers are wrapped: a layer that is itself a block must replay too
+        if self.activation_checkpointing:  # before layers are wrapped, since a layer that is a block must replay too
             wrap_blocks(model)
         if is_mixed:
             setattr(model, LAYER_DTYPE, torch.bfloat16)
-        for layer in reversed(layers):  # a layer within another one first
+        for layer in reversed(layers):  # layers inside other layers first
             trains = any(parameter.requires_grad for parameter in layer.parameters())
             if is_compiled:
                 layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -344,7 +345,7 @@ class FSDP2Strategy(ModelParallelStrategy):
                     experts = shard(
                         block.experts, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy
                     )
-                    # The backward already sums over the ep axis, so divide by all ranks; gloo has no premultiplied sum.
+                    # The backward already sums over the ep axis, so divide by all ranks. gloo cannot scale in a sum.
                     experts.set_gradient_divide_factor(ranks.size)
                     experts.set_force_sum_reduction_for_comms(self._expert_mesh["shard"].size() > 1)
             shard(layer, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
@@ -352,8 +353,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         shard(model, reshard_after_forward=False)
         role = take_role(model)
         if role is not None:
-            home = HOST if self._offloads_parameters else self.root_device
-            fill_model(model, role, home, ranks)
+            device = HOST if self._offloads_parameters else self.root_device
+            fill_model(model, role, device, ranks)
 
     @property
     def _offloads_parameters(self) -> bool:
@@ -364,8 +365,8 @@ class FSDP2Strategy(ModelParallelStrategy):
             super().model_to_device()
             return
         assert self.lightning_module is not None
-        _update_properties(self.lightning_module, device=self.root_device)  # `module.device`, where batches go
-        for parameter in own_parameters(self.lightning_module).values():  # every rank holds them whole
+        _update_properties(self.lightning_module, device=self.root_device)  # sets `module.device`, for batches
+        for parameter in own_parameters(self.lightning_module).values():  # these are not sharded
             parameter.data = parameter.data.to(self.root_device)
         for module in self.lightning_module.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -395,12 +396,12 @@ class FSDP2Strategy(ModelParallelStrategy):
         )
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Keeps an offloaded optimizer state on the device from the end of the backward to the end of the update."""
+        """Runs the update; an offloaded optimizer state is on the device from the end of the backward to its end."""
         moves_state = "optimizer" in self.offload_to_cpu and not self._offloads_parameters
 
         def closure_and_state() -> Any:
             result = closure()
-            self.ranks.average_gradients()  # an RLModule's loop has averaged them already; this changes nothing
+            self.ranks.average_gradients()  # changes nothing if an RLModule's loop has averaged them already
             if moves_state:
                 move_state(optimizer, self.root_device)
             return result
@@ -418,7 +419,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Writes a folder, which gets its name once every rank has written its part; raises OSError on failure."""
+        """Writes a folder, which is renamed when all ranks have written their parts; raises OSError on failure."""
         name, mark = self.broadcast((str(filepath), f"{own_mark()}-{secrets.token_hex(8)}"))
         place = Path(name)
         assert self._save_group is not None
@@ -428,9 +429,9 @@ class FSDP2Strategy(ModelParallelStrategy):
             writer_mark=mark,
             group=self._save_group,
             is_main=self.is_global_zero,
-            copies=self.save_async and self.root_device.type == "cpu",  # elsewhere the state is already a copy
+            copies=self.save_async and self.root_device.type == "cpu",  # on GPUs the state is already a copy
         )
-        with self.ranks.phase("checkpoint", has_own_deadline=True):  # it may last as long as the disk makes progress
+        with self.ranks.phase("checkpoint", has_own_deadline=True):  # may take long while the disk makes progress
             if self.save_async:
                 self._writes.add(place, write)
                 return
@@ -442,7 +443,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             self._writes.remove(filepath)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads weights and optimizers in place and returns the rest, like `load_folder`."""
+        """Loads weights and optimizers in place and returns the other entries; see `load_folder`."""
         self._writes.wait()
         assert self.model is not None
         rest = load_folder(Path(self.broadcast(str(checkpoint_path))), self.model, self.optimizers)
@@ -453,15 +454,15 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 def _check_divides(name: str, size: int, numbers: dict[str, int]) -> None:
     """Raises ValueError, with the nearest sizes that fit, unless `size` divides all numbers (name → number)."""
-    for what, number in numbers.items():
+    for number_name, number in numbers.items():
         if number % size:
             sizes = " or ".join(map(str, nearest_divisors(math.gcd(*numbers.values()), size)))
-            raise ValueError(f"{name}={size} must divide the {number} {what}. Set it to {sizes}.")
+            raise ValueError(f"{name}={size} must divide the {number} {number_name}. Set it to {sizes}.")
 
 
 @functools.cache
 def destroy_groups_at_exit() -> None:
-    """Destroys groups at exit: they live as long as the process, and gloo's threads would abort it."""
+    """Destroys process groups at exit, because gloo's threads would otherwise abort the process."""
 
     def destroy() -> None:
         deadline = time.monotonic() + EXIT_S

@@ -1,4 +1,4 @@
-"""FSDP2Model: one sharded model as a ParallelModel."""
+"""FSDP2Model: a sharded model as a ParallelModel."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 
 class FSDP2Model(SingleModel):
-    """SingleModel's arithmetic on a sharded model: everything that reads parameters runs inside the root's forward.
+    """SingleModel's computation on a sharded model; all code that reads parameters runs inside the root's forward.
 
-    All ranks must call the model equally often: a rank with fewer rectangles adds calls on one token and ignores their
-    results.
+    All ranks must call the model equally often, so a rank with fewer rectangles adds calls with one token and ignores
+    their results.
 
     Args:
         model: sharded by FSDP2Strategy.
         settings: the engine's changes to the logits.
-        ranks: the ranks that share the model; each passes the same number of microbatches.
+        ranks: the ranks that share the model; all must pass the same number of microbatches.
         value_head: a critic's head, also sharded.
         reduce_every_microbatch: reduce gradients after each microbatch instead of after the last.
         is_offloaded: whether the strategy keeps all shards in CPU memory.
@@ -64,12 +64,12 @@ class FSDP2Model(SingleModel):
         self.is_offloaded = is_offloaded
         self._root = model
         self._gather: PlannedGather | None = None
-        # Gathers the root's parameters for `function`, which returns tensors, possibly in tuples or dicts: FSDP
-        # searches these for the start of the backward.
+        # Gathers the root's parameters for `function`, which returns tensors, maybe in tuples or dicts, where FSDP
+        # searches for the start of the backward.
         self._root.run_inside = lambda function, *args, **kwargs: function(*args, **kwargs)
         register_fsdp_forward_method(model, "run_inside")
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # a few tokens are not worth a compilation
-            # The strategy compiled the layers before it sharded them.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # the probes have too few tokens to compile for
+            # No compile_layers, because the strategy has compiled the layers before sharding them.
             self._root.run_inside(
                 super().__init__,
                 model,
@@ -80,7 +80,7 @@ class FSDP2Model(SingleModel):
                 context_group=context_group,
             )
         reshard(self._root)
-        self.forms.layouts = {}  # their number of calls depends on the rows
+        self.forms.layouts = {}  # because their number of model calls depends on the rows
         if context_group is not None and not (self.forms.can_pack and may_be_cut(model.config)):
             raise cp_refused(context_group.size(), model.config.model_type)
         self.forms.form = "packed" if self.forms.can_pack else "rectangles"
@@ -130,14 +130,14 @@ class FSDP2Model(SingleModel):
             super().move_to(device)
 
     def _calls(self, microbatches: Sequence[Experience]) -> list[int]:
-        """Returns how often to call the model for each microbatch: as often as the rank that needs the most calls."""
+        """Returns how often to call the model for each microbatch: the most calls that any rank needs."""
         if self.forms.packs_all(microbatches):
             return [1] * len(microbatches)
         lengths = [[max(1, tokens - 1) for tokens in rows] for rows in lengths_of(microbatches)]
         return self.ranks.max_each([len(rectangles(rows, CALL_OVERHEAD_TOKENS)) for rows in lengths])
 
     def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
-        # Tensors, not Outputs: FSDP searches known containers for the start of the backward.
+        # A tuple instead of Outputs, because FSDP searches only known containers for the start of the backward.
         return Outputs(*self._root.run_inside(self._tensors, experience, candidates))
 
     def _tensors(self, experience: Experience, candidates: Candidates) -> tuple[Tensor | None, ...]:
@@ -148,19 +148,19 @@ class FSDP2Model(SingleModel):
 def cp_refused(cp: int, model_type: str) -> ValueError:
     """Builds the error for a model whose rows cp cannot cut."""
     return ValueError(
-        f"cp={cp} cuts packed rows, which a model of type {model_type!r} does not allow: its tokens interact beyond "
+        f"cp={cp} cuts packed rows, but a model of type {model_type!r} does not allow it: its tokens interact beyond "
         "causal SDPA attention (a state, sparse attention, sinks), or it changes logits. Set cp to 1."
     )
 
 
 def whole(value: Tensor) -> Tensor:
-    """Gathers the whole tensor of a shard, without gradient; collective. Returns other tensors unchanged."""
+    """Gathers a sharded tensor, without gradient; collective. Returns other tensors unchanged."""
     plain: Tensor = value.detach()
     return plain.full_tensor() if isinstance(plain, DTensor) else plain
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Frees gathered parameters, which a forward without a backward leaves in memory."""
+    """Frees gathered parameters, which stay in memory after a forward without a backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

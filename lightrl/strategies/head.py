@@ -1,8 +1,8 @@
-"""The output head: the tokens whose logprobs it reads at each predicting position, and its results.
+"""The output head: the tokens whose logprobs it computes at each predicting position, and its results.
 
-Unsplit models and the last stage of a split model read the same Targets, each with its own functions.
+Whole models and the last stage of a split model have the same Targets, but different functions for them.
 
-Shapes: B trajectories, T tokens; N positions that predict a token, K further tokens whose logprobs are read at each.
+Shapes: B trajectories, T tokens; N positions that predict a token, K more tokens whose logprobs are computed at each.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from lightrl.models import Candidates
 
 @dataclass(frozen=True)
 class LogprobSettings:
-    """The engine's changes to logits before sampling, which the trainer's logprobs must reproduce."""
+    """How the engine changes logits before sampling, which the trainer's logprobs must reproduce."""
 
     temperature: float = 1.0
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     entropy_needs_gradient: bool = True
-    num_ids: int | None = None  # the top-k considers only the first ids, the policy's vocabulary; None for all
+    num_ids: int | None = None  # the top-k is among the first so many ids, the policy's vocabulary; None for all
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The tokens whose logprobs the head reads at N predicting positions, and which tokens could be sampled there."""
+    """The tokens whose logprobs the head computes at N predicting positions, and the tokens allowed there."""
 
     token_ids: Tensor  # int64 [N], the tokens that the positions predict
-    candidates: Candidates  # int64 [N, K], further tokens at each position; or K, to read the head's top-k
+    candidates: Candidates  # int64 [N, K], more tokens at each position; or K, for the head's top-k
     masked_rows: Tensor | None  # bool [N], True where stop tokens could not be sampled; None if they always could
     supports: Supports | None  # the tokens that could be sampled; None for all
 
@@ -75,7 +75,7 @@ Logprobs = Callable[..., tuple[Tensor, Tensor]]
 
 
 def whole_head(head: torch.nn.Linear, hidden: Tensor) -> tuple[TopK, Logprobs]:
-    """Returns the readers of hidden states [N, H] for a head that this process holds completely."""
+    """Returns the functions for `read_head` with hidden states [N, H] and a head that this process holds completely."""
     inputs: dict[str, Any] = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
     return functools.partial(hidden_topk, **inputs), functools.partial(hidden_logprobs, **inputs)
 
@@ -91,18 +91,18 @@ def read_head(
     """Computes the fields of Outputs at the N positions of the targets: [N], or [N, K] for the top-k.
 
     Args:
-        topk, logprobs: the readers for these positions.
-        logit_scale: factor that the model applies to its logits and the readers do not.
+        topk, logprobs: the functions for these positions.
+        logit_scale: a factor that the model applies to its logits, but these functions do not.
     """
     masks: dict[str, Any] = {}
     if targets.masked_rows is not None:
         stop_ids = torch.tensor(settings.stop_token_ids, dtype=torch.int64)
         masks = {"masked_ids": to_device(stop_ids, targets.masked_rows.device), "masked_rows": targets.masked_rows}
     candidates = targets.candidates
-    further = None if isinstance(candidates, int) else candidates
+    more_ids = None if isinstance(candidates, int) else candidates
     if isinstance(candidates, int) and candidates > 0:
-        further = topk(num=candidates, num_ids=settings.num_ids, **masks)
-    ids = targets.token_ids if further is None else torch.cat([targets.token_ids[:, None], further], -1)
+        more_ids = topk(num=candidates, num_ids=settings.num_ids, **masks)
+    ids = targets.token_ids if more_ids is None else torch.cat([targets.token_ids[:, None], more_ids], -1)
     values, entropy = logprobs(
         token_ids=ids,
         temperature=settings.temperature / logit_scale,
@@ -110,16 +110,16 @@ def read_head(
         supports=targets.supports,
         **masks,
     )
-    if further is None:
+    if more_ids is None:
         return {"logprobs": values, "entropy": entropy}
     outputs = {"logprobs": values[:, 0], "entropy": entropy, "teacher_topk": values[:, 1:]}
-    return {**outputs, "teacher_topk_ids": further} if isinstance(candidates, int) else outputs
+    return {**outputs, "teacher_topk_ids": more_ids} if isinstance(candidates, int) else outputs
 
 
 def stops_are_masked(weight_versions: Tensor, min_new_tokens: int) -> Tensor:
     """Returns [B, T], True where the engine could not sample a stop token: the first `min_new_tokens` of each turn.
 
-    Weight versions mark generated tokens; the loss mask does not, since a callback may have removed some.
+    Generated tokens are those with a weight version; the loss mask may lack some, which a callback has removed.
     """
     is_generated = weight_versions >= 0
     count = is_generated.long().cumsum(1)

@@ -1,4 +1,4 @@
-"""The strategies that can train an RLModule, one device or FSDP2Strategy and its subclasses, and what they provide."""
+"""The strategies that can train an RLModule: a single device, or FSDP2Strategy and its subclasses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) -> None:
-    """Raises ValueError unless this is a single device or FSDP2Strategy, and for models that do not fit."""
+    """Raises ValueError if this strategy cannot train an RLModule, or the module's models do not fit it."""
     if isinstance(strategy, SingleDeviceStrategy):
         check_meshes(module, 1)
     elif isinstance(strategy, FSDP2Strategy):
@@ -40,7 +40,7 @@ def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) 
 
 
 def named_strategy(strategy: Strategy | str) -> Strategy | str:
-    """Returns lightrl's strategy of this name, with defaults; keeps Lightning's names; raises ValueError for others."""
+    """Returns lightrl's strategy of this name; keeps Lightning's names; raises ValueError for others."""
     if not isinstance(strategy, str):
         return strategy
     ours: dict[str, Callable[[], Strategy]] = {kind.__name__: kind for kind in (FSDP2Strategy, Parallel3DStrategy)}
@@ -50,10 +50,11 @@ def named_strategy(strategy: Strategy | str) -> Strategy | str:
     if strategy == "auto" or strategy.lower() in theirs:
         return strategy
     names = {name.lower().removesuffix("strategy"): name for name in ("auto", *theirs, *ours)}
-    near = difflib.get_close_matches(strategy.lower().removesuffix("strategy"), names)
-    best = next((name for name in near if names[name] in ours), near[0] if near else None)  # only ours fit an RLModule
-    meant = f" Did you mean {names[best]}?" if best else ""
-    raise ValueError(f"Unknown strategy {strategy!r}. Use {', '.join(ours)} or one of Lightning's, like auto.{meant}")
+    similar = difflib.get_close_matches(strategy.lower().removesuffix("strategy"), names)
+    # Prefers lightrl's, which can train an RLModule.
+    best = next((name for name in similar if names[name] in ours), similar[0] if similar else None)
+    hint = f" Did you mean {names[best]}?" if best else ""
+    raise ValueError(f"Unknown strategy {strategy!r}. Use {', '.join(ours)} or one of Lightning's, like auto.{hint}")
 
 
 def parallel_model(
@@ -64,7 +65,7 @@ def parallel_model(
     role: str = "policy",
     value_head: torch.nn.Linear | None = None,
 ) -> ParallelModel:
-    """Returns the ParallelModel of this role's model; with `value_head`, a critic shares its body."""
+    """Returns the ParallelModel of this role's model; `value_head` is a critic's head on its body."""
     check_strategy(strategy)
     check_outputs(model.config, f"The {role}")  # configure_model may have changed it
     if isinstance(strategy, FSDP2Strategy):

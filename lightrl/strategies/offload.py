@@ -1,4 +1,4 @@
-"""Offload: keeps data in host memory while the device does not need it; values stay identical to the bit."""
+"""Offload: keeps data in host memory while the device does not need it, without changing a bit."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from torch.optim import Optimizer
 
 from lightrl.strategies.tensor_parallel import local
 
-# `parameters` includes their gradients and the optimizer's state, and updates run on the CPU.
+# `parameters` includes gradients and the optimizer's state, and makes updates run on the CPU.
 Offloadable = Literal["parameters", "optimizer", "activations"]
 OFFLOADABLE = get_args(Offloadable)
 HOST = torch.device("cpu")
 
 
 def offload_activations(layer: nn.Module) -> None:
-    """Keeps the tensors that the layer's backward needs, except its parameters, in host memory until then.
+    """Keeps the tensors that the layer's backward needs, except its parameters, in host memory until the backward.
 
     Copies run on the device's compute stream, so computation waits for them.
     """
     forward = layer.forward
-    # A tensor that several operations save, like the input of q, k and v, is copied once and freed with the last use.
+    # A tensor that several operations save, like the input of q, k and v, is copied once and freed after its last use.
     copies: WeakValueDictionary[Any, _HostCopy] = WeakValueDictionary()
 
     def pack(tensor: Tensor) -> Tensor | _HostCopy:
         storage = tensor.untyped_storage()
         if any(storage._cdata == local(parameter).untyped_storage()._cdata for parameter in layer.parameters()):
-            return tensor  # FSDP2 frees and gathers its memory
-        # A weak reference prevents another storage from getting this address, but does not keep the memory.
-        form = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-        key = StorageWeakRef(storage), tensor._version, form  # type: ignore[no-untyped-call]
+            return tensor  # FSDP2 frees and gathers parameters
+        # A weak reference does not keep the memory, but prevents another storage from getting this address.
+        view = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        key = StorageWeakRef(storage), tensor._version, view  # type: ignore[no-untyped-call]
         copy = copies.get(key)
         if copy is None:
             copy = copies[key] = _HostCopy(tensor)
@@ -50,7 +50,7 @@ def offload_activations(layer: nn.Module) -> None:
 
 
 class _HostCopy:
-    """A copy of a tensor in host memory, for that tensor's device."""
+    """A copy of a tensor in host memory, with the tensor's device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.to(HOST, non_blocking=True)  # torch uses pinned memory for copies to the host
@@ -59,7 +59,7 @@ class _HostCopy:
 
 @torch.no_grad()
 def move_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Moves the optimizer's moments to the device or to host memory; its step counts stay where they are."""
+    """Moves the optimizer's moments to a device or to host memory; does not move its step counts."""
     sources = set()
     for state in optimizer.state.values():
         for name, value in state.items():
@@ -72,4 +72,4 @@ def move_state(optimizer: Optimizer, device: torch.device) -> None:
                 else:
                     part.data = moved
     for source in sources - {HOST, device}:
-        torch.get_device_module(source).synchronize(source)  # a checkpoint may read them immediately
+        torch.get_device_module(source).synchronize(source)  # because a checkpoint may read the copies at once

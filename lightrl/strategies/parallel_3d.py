@@ -2,10 +2,10 @@
 
 World rank = (pp · dp_size + dp) · tp_size + tp, so the tp ranks, which communicate most, are neighbors. The ranks with
 the same dp index hold one copy of the model and process the same rows. The last stage computes the loss that is
-minimized; the others recompute it from the same outputs, without gradient, for the metrics.
+minimized; other stages recompute it from the same outputs, without gradient, for the metrics.
 
-There is no context-parallel axis: torch's ring attention supports only causal masks, without packed sequences, sliding
-windows or a Hugging Face attention interface. For longer sequences use tp, which also splits along the sequence.
+There is no context-parallel axis, because torch's ring attention supports only causal masks, without packed sequences,
+sliding windows or a Hugging Face attention interface. For longer sequences use tp, which also splits the sequence.
 """
 
 from __future__ import annotations
@@ -50,20 +50,19 @@ AXES = ("pp", "dp", "tp")
 class Parallel3DStrategy(FSDP2Strategy):
     """Pipeline, data and tensor parallelism: `Parallel3DStrategy(pp=2, tp=2)` on 8 devices has dp 2.
 
-    Splits dense families for which transformers has plans, see docs/models.md. Every role, trained or not, is split
-    the same way, unless its `Role.mesh` says otherwise. In a stage, parameters are sharded over dp as in FSDP2Strategy.
+    Splits dense families for which transformers has plans; see docs/models.md. All roles, trained or not, are split
+    the same way, unless they have a `Role.mesh`. In a stage, parameters are sharded over dp as in FSDP2Strategy.
 
     Args:
-        pp: ranks of the pipeline; each holds an equal share of the layers, counting embedding and head as layers.
-        dp: ranks with different trajectories; None for the world size divided by pp · tp.
-        tp: ranks that share each layer and the vocabulary; must divide the key-value heads.
-        schedule: `1F1B`, or `Interleaved1F1B` with several stages per rank: less idle time, more messages. The idle
+        pp: number of ranks of the pipeline. Each holds an equal share of the layers (embedding and head count too).
+        dp: number of ranks with different trajectories; None is the world size divided by pp · tp.
+        tp: number of ranks that share each layer and the vocabulary; must divide the key-value heads.
+        schedule: `1F1B`, or `Interleaved1F1B` with several stages per rank, which idles less but sends more. The idle
             fraction is about (pp - 1) / (stages per rank · microbatches + pp - 1); a smaller `microbatch_tokens` makes
             more microbatches.
         stages_per_rank: number of stages per rank; None is 2 for `Interleaved1F1B` and 1 otherwise.
         activation_checkpointing: keep only each layer's input and recompute the layer in the backward.
-        hang_timeout_s: end the run if a rank waits this long for another; the error names the other.
-        save_async: as in FSDP2Strategy.
+        hang_timeout_s, save_async: as in FSDP2Strategy.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Parallel3DStrategy(FSDP2Strategy):
         self.stages_per_rank = stages_per_rank or (1 if schedule == "1F1B" else 2)
         check_schedule(schedule, self.stages_per_rank)
         self._splits: dict[torch.nn.Module, SplitModel] = {}
-        self._ends: dict[DeviceMesh, dist.ProcessGroup | None] = {}  # the ends of pipelines, for tied embeddings
+        self._ends: dict[DeviceMesh, dist.ProcessGroup | None] = {}  # mesh → its `ends_group`, for tied embeddings
 
     @property
     def dp_size(self) -> int:
@@ -112,7 +111,7 @@ class Parallel3DStrategy(FSDP2Strategy):
             pp, tp = (self.pp, self.tp) if role.mesh is None else (role.mesh.pp, role.mesh.tp)
             if pp > 1 and self.precision_plugin.precision == "bf16-true":
                 raise ValueError(
-                    f"precision='bf16-true' does not support a pipeline yet, got pp={pp} for the {name}: its stages "
+                    f"precision='bf16-true' does not support a pipeline yet, got pp={pp} for the {name}. Its stages "
                     "would send activations of different dtypes. Set trainer.precision to bf16-mixed."
                 )
             config = role.spec.load_config()
@@ -134,7 +133,7 @@ class Parallel3DStrategy(FSDP2Strategy):
 
     @property
     def _value_head(self) -> torch.nn.Linear | None:
-        """The critic's head on the policy's body; it is split together with the policy."""
+        """The critic's head on the policy's body, which is split together with the policy."""
         return getattr(self.lightning_module, "value_head", None)
 
     def _needs_split(self, model: torch.nn.Module) -> bool:
@@ -154,7 +153,7 @@ class Parallel3DStrategy(FSDP2Strategy):
         return place
 
     def shard(self, model: torch.nn.Module, place: Place | None = None) -> None:
-        """Splits a model in place, the policy with the critic's head on its body; collective over its ranks."""
+        """Splits a model in place, together with a critic's head on its body; collective over its ranks."""
         mesh = self.device_mesh if place is None else place.mesh
         schedule, stages_per_rank = self._schedule_at(mesh["pp"].size())
         split = split_model(
@@ -170,7 +169,7 @@ class Parallel3DStrategy(FSDP2Strategy):
         self._splits[model] = split
 
     def _schedule_at(self, pp: int) -> tuple[str, int]:
-        """Returns the schedule for `pp` stages: a role with its own mesh may have no pipeline to interleave."""
+        """Returns the schedule for `pp` stages, since a role's mesh may have no pipeline to interleave."""
         return (self.schedule, self.stages_per_rank) if pp > 1 or pp == self.pp else ("1F1B", 1)
 
     def parallel_model(
@@ -188,13 +187,13 @@ class Parallel3DStrategy(FSDP2Strategy):
 
 
 class Parallel3DModel:
-    """A split model as a ParallelModel; every call is collective over the ranks that share its dp index.
+    """A split model as a ParallelModel; every call is collective over the ranks with the same dp index.
 
     Args:
-        split: the model, split by `split_model`.
+        split: result of `split_model`.
         settings: the engine's changes to the logits.
-        is_packed: pack each microbatch into one row, for models with plain causal attention; None packs on all devices
-            except the CPU, where separate rows are faster.
+        is_packed: pack each microbatch into one row, if the model has plain causal attention. None packs except on the
+            CPU, where separate rows are faster.
         group: all ranks that share the model; None for all ranks of the run.
     """
 
@@ -216,7 +215,7 @@ class Parallel3DModel:
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
-        """Returns the outputs of each microbatch on every rank, without gradient."""
+        """Returns each microbatch's outputs, on every rank, without gradient."""
         parts = [branch_rows(microbatch) for microbatch in microbatches]
         feeds = self._feeds([rows for rows, _ in parts], [topk] * len(parts))
         results = self._results(feeds, None)
@@ -227,16 +226,16 @@ class Parallel3DModel:
         ]
 
     def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
-        """Runs the stages' backwards in the backward of the loss, which every rank of the pipeline must call.
+        """Computes one microbatch's outputs. Their backward, which all ranks must call, runs the stages' backwards.
 
-        The rows are cut into parts so that stages can work at the same time.
+        Cuts the rows into parts, so that the stages can work at the same time.
         """
         num = 2 * self.split.pipeline.num_stages if self.split.pipeline.num_ranks > 1 else 1
         size = -(-len(microbatch) // num)
         starts = range(0, len(microbatch), size)
         parts = [microbatch.select(range(start, min(start + size, len(microbatch)))) for start in starts]
         feeds, held = self._feeds(parts, [topk] * len(parts)), HeldActivations() if torch.is_grad_enabled() else None
-        # Before the forwards, which replace the modules' parameters with gathered ones that have no gradients.
+        # Listed before the forwards, which replace the parameters by gathered ones without gradients.
         parameters: list[Tensor] = [value for stage in self.split.stages.values() for value in stage.parameters()]
         result = torch.cat(self._results(feeds, held))
         if held is None:
@@ -245,15 +244,14 @@ class Parallel3DModel:
             run_backward = functools.partial(self._backward, feeds, held, parameters)
             start = torch.zeros((), requires_grad=True)
             result = _Results.apply(run_backward, start, result)  # type: ignore[no-untyped-call]
-        # The positions of all parts, in order.
-        whole = replace(feeds[0], positions=predicting_positions(microbatch.loss_mask))
+        whole = replace(feeds[0], positions=predicting_positions(microbatch.loss_mask))  # those of all parts, in order
         return self._outputs(result, whole, microbatch)
 
     def _backward(self, feeds: list[Feed], held: HeldActivations, parameters: list[Tensor], gradient: Tensor) -> None:
-        """Backpropagates `gradient`, of all results [N, width], and adds to the parameters' gradients."""
+        """Backpropagates the gradient of all results, [N, width], and adds to the parameters' gradients."""
         gradients = torch.split(gradient, [len(feed.rows) for feed in feeds])
         earlier = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-        for parameter, _ in earlier:  # complete already: they would be summed over ranks again
+        for parameter, _ in earlier:  # these are complete, and must not be summed over ranks again
             parameter.grad = None
 
         def run(stage: int, index: int, output: Tensor, gradient: Tensor | None, is_last: bool) -> None:
@@ -267,7 +265,7 @@ class Parallel3DModel:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def _results(self, feeds: list[Feed], held: HeldActivations | None) -> list[Tensor]:
-        """Returns the last stage's results for each feed, [N, width], on every pipeline rank, without gradient."""
+        """Returns the last stage's results [N, width] for each feed, on every pipeline rank, without gradient."""
         results: dict[int, Tensor] = {}
 
         def forward(stage: int, index: int, hidden: Tensor | None) -> Tensor:
@@ -281,11 +279,11 @@ class Parallel3DModel:
 
     @torch.enable_grad()
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
-        """Computes the same as one process: `backward` is called on the last stage's ranks, `loss_fn` on all.
+        """Computes the same as one process; calls `backward` on the last stage's ranks, and `loss_fn` on all ranks.
 
-        Gradients must be None or zero before; afterwards they are averaged over dp and complete along the other axes.
+        Gradients must be None or zero before. Afterwards they are averaged over dp and complete along the other axes.
         """
-        microbatches = list(microbatches)  # a pipeline reads each several times
+        microbatches = list(microbatches)  # each is read several times
         parts = [branch_rows(microbatch) for microbatch in microbatches]
         feeds = self._feeds([rows for rows, _ in parts], [teacher_candidates(rows) for rows, _ in parts])
         results: dict[int, Tensor] = {}
@@ -328,7 +326,7 @@ class Parallel3DModel:
         return self._gather.buckets(held, bucket_bytes, part=part, names=names, is_spread=is_spread)
 
     def move_to(self, device: torch.device) -> None:
-        for stage in self.split.stages.values():  # not the model: FSDP shards it by stage
+        for stage in self.split.stages.values():  # not the model, because FSDP shards each stage
             stage.to(device)
 
     def _feeds(self, microbatches: Sequence[Experience], candidates: Sequence[Candidates]) -> list[Feed]:
@@ -345,7 +343,7 @@ class Parallel3DModel:
         return torch.Size(shape), next(self.split.whole.parameters()).dtype
 
     def _from_last(self, result: Tensor | None, feed: Feed) -> Tensor:
-        """Broadcasts the last stage's result, [N, width], to every rank of the pipeline."""
+        """Broadcasts the last stage's result [N, width] to all ranks of the pipeline."""
         pipeline = self.split.pipeline
         if result is None:
             result = torch.empty(len(feed.rows), feed.width, device=pipeline.device)

@@ -1,13 +1,13 @@
-"""Pipeline schedules: a plan of which rank computes what and when, and its execution.
+"""Pipeline schedules: plans when each rank computes which stage and microbatch, and executes the plan.
 
-A stage is a slice of the model; stage s lives on pipeline rank s mod p. A plan is a list of slots. In each slot every
-rank runs at most one action, the forward or backward of one microbatch through one stage; then the results of the slot
-are sent to the neighbors that need them:
+A stage is a slice of the model; stage s is on pipeline rank s mod p. A plan is a list of slots. In each slot every rank
+runs at most one action, the forward or backward of one microbatch through one stage; then the results of the slot are
+sent to the neighbors that need them:
 
     1F1B, p = 2, m = 3    rank 0   F0 F1 B0 F2 B1 -- B2        F: forward, B: backward of a microbatch
                           rank 1   -- F0 B0 F1 B1 F2 B2 ...
 
-Every rank knows every transfer, so no shapes are sent. Any number and sizes of microbatches work, and a rank holds only
+Every rank knows all transfers, so no shapes are sent. Microbatches may have any number and sizes, and a rank holds only
 the activations that the schedule has in flight.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Action:
-    """One microbatch through one stage."""
+    """The forward or backward of one microbatch through one stage."""
 
     is_backward: bool
     stage: int
@@ -32,19 +32,19 @@ class Action:
 
     @property
     def previous(self) -> Action:
-        """The action on the neighboring stage whose result this one needs; at the ends that stage does not exist."""
+        """The action whose result this one needs, on a neighboring stage (which may lie past the first or last)."""
         return Action(self.is_backward, self.stage + (1 if self.is_backward else -1), self.microbatch)
 
 
 # The action of each rank in a slot.
 Slot = list[Action | None]
 
-# (stage, microbatch) → input and output, with their autograd graph.
+# (stage, microbatch) → input and output of a forward, with their autograd graph.
 HeldActivations = dict[tuple[int, int], tuple[Tensor | None, Tensor]]
 
 
 def max_in_flight(rank: int, num_ranks: int, stages_per_rank: int) -> int:
-    """Returns how many activations, each of one microbatch in one stage, a rank may hold at a time.
+    """Returns how many microbatches' activations a rank may hold at a time, counted per stage.
 
     Source: 1F1B, https://arxiv.org/abs/1806.03377; interleaved, https://arxiv.org/abs/2104.04473.
     """
@@ -54,18 +54,18 @@ def max_in_flight(rank: int, num_ranks: int, stages_per_rank: int) -> int:
 
 
 def plan(num_ranks: int, stages_per_rank: int, num_microbatches: int, *, has_backward: bool = True) -> list[Slot]:
-    """Plans 1F1B, or Interleaved1F1B if a rank has several stages; only forwards if `has_backward` is False.
+    """Plans 1F1B, or Interleaved1F1B if a rank has several stages.
 
-    Forwards go depth first: p microbatches through a rank's first stage, then through its second.
+    A rank runs the forwards of p microbatches through its first stage, then through its second, and so on.
 
     Args:
         num_ranks: p, the number of pipeline ranks.
         stages_per_rank: v; the stages of rank r are r, r + p, r + 2p …
-        num_microbatches: m, any number.
-        has_backward: False for a pass without gradients.
+        num_microbatches: m.
+        has_backward: False plans only forwards, for a pass without gradients.
     """
     num_stages = num_ranks * stages_per_rank
-    # Interleaving needs full rounds of p microbatches: missing ones are planned, then removed.
+    # Interleaving needs full rounds of p microbatches, so missing ones are planned and then removed.
     planned = num_microbatches if stages_per_rank == 1 else num_microbatches + -num_microbatches % num_ranks
     orders = [_order(rank, num_ranks, stages_per_rank, planned, has_backward) for rank in range(num_ranks)]
     done: set[Action] = set()
@@ -82,14 +82,14 @@ def plan(num_ranks: int, stages_per_rank: int, num_microbatches: int, *, has_bac
         slot = [next_action(rank) for rank in range(num_ranks)]
         assert any(slot), f"the schedule is stuck: {num_ranks} ranks, {stages_per_rank} stages, {num_microbatches}"
         done.update(action for action in slot if action is not None)
-        here = [None if action is None or action.microbatch >= num_microbatches else action for action in slot]
-        if any(here):
-            slots.append(here)
+        real = [None if action is None or action.microbatch >= num_microbatches else action for action in slot]
+        if any(real):
+            slots.append(real)
     return slots
 
 
 def _order(rank: int, num_ranks: int, stages_per_rank: int, num_microbatches: int, has_backward: bool) -> deque[Action]:
-    """Orders a rank's actions: forwards up to its limit in flight, then alternately one backward and one forward."""
+    """Orders a rank's actions: forwards up to the limit in flight, then backwards and forwards in turn."""
     chunks = range(stages_per_rank)
 
     def all_of(is_backward: bool) -> deque[Action]:
@@ -119,13 +119,13 @@ def _order(rank: int, num_ranks: int, stages_per_rank: int, num_microbatches: in
 
 @dataclass
 class _Transfers:
-    """One rank's sends and receives in one slot."""
+    """A rank's sends and receives in a slot."""
 
     works: list[dist.Work]
     sent: list[Tensor]  # kept until they have arrived
 
     def wait(self) -> None:
-        while self.works:  # gloo hangs if you wait for a receive twice
+        while self.works:  # gloo hangs if a receive is awaited twice
             self.works.pop().wait()
         self.sent.clear()
 
@@ -168,14 +168,14 @@ class Pipeline:
             num_microbatches: the same on all ranks of the pipeline.
             forward: (stage, microbatch, input from the previous stage) → input of the next stage; for the last stage,
                 the output that `backward` gets.
-            backward: (stage, microbatch, output, its gradient or None for the last stage, whether it is the stage's
-                last one); None for a pass without gradients.
+            backward: gets stage, microbatch, output, its gradient (None for the last stage), and whether this is the
+                stage's last backward; None for a pass without gradients.
             activation: microbatch → shape and dtype of the tensors that stages send each other.
-            held: a call without `backward` fills it; a later call without `forward` runs the backwards from it.
+            held: filled by a call without `backward`; a later call without `forward` runs the backwards from it.
         """
         is_both = forward is not None and backward is not None
         slots = plan(self.num_ranks, self.stages_per_rank, num_microbatches, has_backward=is_both)
-        if forward is None:  # the plan of the forwards, mirrored
+        if forward is None:  # the reversed plan of the forwards
             slots = [[action and replace(action, is_backward=True) for action in slot] for slot in reversed(slots)]
         has_gradients = backward is not None or held is not None
         held = {} if held is None else held
@@ -198,7 +198,7 @@ class Pipeline:
                 gradient = self._take(received, action)
                 num_backwards[action.stage] += 1
                 is_last = num_backwards[action.stage] == num_microbatches
-                if output.requires_grad:  # a first stage with only frozen parameters has no gradients
+                if output.requires_grad:  # False for a first stage with only frozen parameters
                     backward(action.stage, action.microbatch, output, gradient, is_last)
                 result = None if hidden is None else hidden.grad
             if self.num_ranks > 1:
@@ -207,7 +207,7 @@ class Pipeline:
             sending.popleft().wait()
 
     def _take(self, received: dict[Action, tuple[Tensor, _Transfers]], action: Action) -> Tensor | None:
-        """Returns the tensor that the neighboring stage sent for this action; None at the ends."""
+        """Returns the tensor that the neighboring stage sent for this action; None if there is no such stage."""
         if not 0 <= action.previous.stage < self.num_stages:
             return None
         tensor, transfers = received.pop(action.previous)
@@ -244,8 +244,8 @@ class Pipeline:
         if not operations:
             return
         transfers = _Transfers(dist.batch_isend_irecv(operations), sent)
-        for what, tensor in arriving:
-            received[what] = tensor, transfers
+        for action, tensor in arriving:
+            received[action] = tensor, transfers
         sending.append(transfers)
-        if len(sending) > 2:  # tensors are kept until they have arrived
+        if len(sending) > 2:  # limits the memory of tensors that have not arrived yet
             sending.popleft().wait()

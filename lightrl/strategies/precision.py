@@ -1,4 +1,4 @@
-"""Precision: subclasses of Lightning's plugins that leave batches unchanged or clip shards; experts under autocast."""
+"""Precision: Lightning's plugins with unchanged batches or clipped shards; the dtypes of experts under autocast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightrl.strategies.tensor_parallel import local
 
 
 class LeavesBatches(Precision):
-    """Leaves batches unchanged: Lightning's search of a batch for floats fails on frozen dataclasses."""
+    """Leaves batches unchanged, because Lightning's search for floats in a batch fails on frozen dataclasses."""
 
     def convert_input(self, data: object) -> object:
         return data
@@ -29,10 +29,10 @@ class ClipsByStrategy(Precision):
     strategy: Any  # an FSDP2Strategy
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clips this rank's parts by the norm of the whole gradient, over all meshes of its parameters; collective."""
-        present = gradients(optimizer)
-        scale = clip_val / (self.strategy.ranks.total_norm(present) + 1e-6)
-        for gradient in present if scale < 1 else ():
+        """Clips this rank's shards by the norm of the whole gradient, over all meshes; collective."""
+        shards = gradients(optimizer)
+        scale = clip_val / (self.strategy.ranks.total_norm(shards) + 1e-6)
+        for gradient in shards if scale < 1 else ():
             local(gradient).mul_(scale)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -41,15 +41,15 @@ class ClipsByStrategy(Precision):
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
-    """Returns the gradients of an optimizer's parameters that have one."""
-    values = [value.grad for group in optimizer.param_groups for value in group["params"]]
+    """Returns the gradients of an optimizer's parameters, without None."""
+    values = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
     return [value for value in values if value is not None]
 
 
 def set_expert_precision(model: torch.nn.Module) -> None:
-    """Makes the routers of a mixture compute in float32 under autocast, and its experts in autocast's dtype.
+    """Makes a mixture's routers compute in float32 under autocast, and its experts in autocast's dtype.
 
-    Autocast alone would round router logits, which sends tokens to other experts, and leave fused experts in float32.
+    Autocast alone would round router logits, which sends tokens to other experts, and leaves fused experts in float32.
     """
     for block in moe_blocks(model).values():
         experts: Any = block.experts
@@ -68,9 +68,8 @@ def _call_in_float32(router: torch.nn.Module, forward: Callable[..., Any], hidde
 
 def _call_in_autocast_dtype(experts: torch.nn.Module, forward: Callable[..., Any], hidden: Tensor, *others: Any) -> Any:
     device = hidden.device.type
-    if not torch.is_autocast_enabled(device) or hasattr(
-        experts, "base_layer"
-    ):  # peft's wrapper, which has its own parameters
+    is_peft_wrapper = hasattr(experts, "base_layer")  # which has parameters of its own
+    if not torch.is_autocast_enabled(device) or is_peft_wrapper:
         return forward(hidden, *others)
     dtype = torch.get_autocast_dtype(device)
     weights = dict(experts.named_parameters())
@@ -84,7 +83,7 @@ _Change = TypeVar("_Change", bound=Precision)
 
 
 def subclassed(plugin: Precision, change: type[_Change]) -> _Change:
-    """Returns a copy of the plugin as a subclass with the methods of `change`; the class name in checkpoints stays."""
+    """Returns a copy of the plugin whose class, with the same name, also has the methods of `change`."""
     kind = type(plugin)
     changed = copy.copy(plugin)
     changed.__class__ = type(kind.__name__, (change, kind), {"__qualname__": kind.__qualname__})

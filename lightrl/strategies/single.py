@@ -1,7 +1,7 @@
-"""SingleModel: one model in one process. Padding is removed before the forward; results come back as [B, T].
+"""SingleModel: a model in one process. Removes padding before the forward, and returns results as [B, T].
 
-Shapes: B trajectories, T tokens, N loss tokens, H hidden size. Logprobs come from the hidden states at the N positions
-that predict loss tokens, so no [B, T, V] tensor is made. On NVIDIA GPUs decoder layers are compiled.
+Shapes: B trajectories, T tokens, N loss tokens, H hidden size. Logprobs are computed from the hidden states at the N
+positions that predict loss tokens, without a [B, T, V] tensor. On NVIDIA GPUs decoder layers are compiled.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 
 class SingleModel:
-    """An unmodified Hugging Face causal language model as the ParallelModel of one process.
+    """A Hugging Face causal language model as the ParallelModel of one process.
 
     Args:
-        model: has a body (`base_model`) and an output head that is only a matrix product, which a probe checks; other
-            models compute their logits themselves, one rectangle at a time.
+        model: has a body (`base_model`) and an output head. If a probe shows that the head is more than a matrix
+            product, the model computes its logits itself, one rectangle at a time.
         settings: the engine's changes to the logits.
         value_head: a critic's head on this policy's body; a separate critic contains its head, `score`.
-        form: how padding is removed; None chooses the cheapest exact form for each microbatch.
-        compile_layers: `torch.compile` each decoder layer; None does so on NVIDIA GPUs for models without experts and
+        form: how to remove padding; None chooses the cheapest exact form for each microbatch.
+        compile_layers: `torch.compile` each decoder layer. None does so on NVIDIA GPUs for models without experts and
             states (models/hybrids.py). Layers of the same shapes share compiled code, for microbatches of any lengths.
-        is_policy: whether this model sampled the tokens, so that recorded expert routes are its own.
+        is_policy: whether this model sampled the tokens, and so replays their recorded routes.
         context_group: ranks that share packed rows and pass the same microbatches; None for one rank.
 
     Raises:
@@ -83,7 +83,7 @@ class SingleModel:
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterator[Outputs]:
-        """Yields logprobs and entropy of each microbatch, [B, T], 0 outside the loss mask; without gradient."""
+        """Yields each microbatch's logprobs and entropy, [B, T], 0 outside the loss mask; without gradient."""
         for microbatch in microbatches:
             yield self._outputs(microbatch, topk)
 
@@ -105,7 +105,7 @@ class SingleModel:
         return self._outputs(microbatch, topk)
 
     def _trained_parameters(self) -> list[Tensor]:
-        """Returns each trained parameter once; the model includes a separate critic's head, but not one on its body."""
+        """Returns each trained parameter once, including those of a critic's head."""
         heads = () if self.value_head is None else self.value_head.parameters()
         parameters = {id(parameter): parameter for parameter in (*self.model.parameters(), *heads)}
         return [parameter for parameter in parameters.values() if parameter.requires_grad]
@@ -136,20 +136,20 @@ class SingleModel:
             {"rows": rows, "columns": columns, **self._read(experience, rows, columns, states, candidates)}
             for rows, columns, states in self.forms.states(experience)
         ]
-        results = parts[0]  # a single part is not copied: the host knows its rows and columns
+        results = parts[0]  # a single part is not copied, so the host still has its rows and columns
         if len(parts) > 1:
             results = {name: torch.cat([part[name] for part in parts]) for name in results}
         rows, columns, shape = results.pop("rows"), results.pop("columns"), experience.token_ids.shape
         results = {name: aligned_to_tokens(value, rows, columns, shape) for name, value in results.items()}
         group = self.forms.context_group
-        if group is not None and self.forms.choose(experience)[0] == "packed":  # otherwise each rank has all of it
+        if group is not None and self.forms.choose(experience)[0] == "packed":  # otherwise each rank has all rows
             results = {name: Total.apply(value, group) for name, value in results.items()}  # type: ignore[no-untyped-call]
         return Outputs(**results)
 
     def _read(
         self, experience: Experience, rows: Tensor, columns: Tensor, states: Tensor, candidates: Candidates
     ) -> dict[str, Tensor]:
-        """Computes the fields of Outputs for the tokens predicted at (rows [N], columns [N]) from these states."""
+        """Computes the fields of Outputs from states, for the tokens predicted at (rows [N], columns [N])."""
         zeros = torch.zeros(len(rows), device=states.device)
         results = {"logprobs": zeros, "entropy": zeros}
         if self.has_logprobs:
@@ -160,6 +160,6 @@ class SingleModel:
             else:
                 results = read_head(*whole_head(self.model.get_output_embeddings(), states), targets, self.settings)
         if self.value_head is not None:
-            # A token's value is the value of the state before it was sampled.
+            # A token's value is that of the state before it was sampled.
             results["values"] = self.value_head(states.to(self.value_head.weight.dtype))[:, 0].float()
         return results

@@ -1,7 +1,7 @@
-"""Stages: a Hugging Face model reduced to this rank's part, by pipeline stage, tensor slice and data shard.
+"""Stages: reduces a Hugging Face model to this rank's part, by pipeline stage, tensor slice and data shard.
 
-The model object remains, without the layers of other ranks, so every parameter keeps its Hugging Face name. A Stage
-runs some of its layers in order; the last one turns hidden states into logprobs, entropies and values.
+The model object remains, without the layers of other ranks, so parameters keep their Hugging Face names. A Stage runs
+consecutive layers; the last stage turns hidden states into logprobs, entropies and values.
 
 Shapes: B trajectories, T tokens; R rows and W columns of a forward, W a multiple of tp; N predicting positions, K
 teacher tokens at each; H hidden size. Stages send each other [R, W / tp, H].
@@ -54,14 +54,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Feed:
-    """One microbatch as input to the stages, without padding to other microbatches; the same on all its ranks."""
+    """A microbatch as input for the stages; the same on all ranks that share it."""
 
     token_ids: Tensor  # int64 [R, W]
-    position_ids: Tensor | None  # int64 [1, W], restart at each trajectory of a packed row
-    packed_rows: PackedRows | None  # for the attention of a packed row
+    position_ids: Tensor | None  # int64 [1, W], which restart at each trajectory; None if not packed
+    packed_rows: PackedRows | None  # for the attention; None if not packed
     rows: Tensor  # [N], rows of the predicting positions in [R, W]
-    columns: Tensor
-    positions: tuple[Tensor, Tensor]  # [N] each, row and column of these positions in the Experience
+    columns: Tensor  # [N], their columns
+    positions: tuple[Tensor, Tensor]  # [N] each, their rows and columns in the Experience
     targets: Targets  # at these positions
 
     @classmethod
@@ -74,7 +74,7 @@ class Feed:
         multiple: int,
         is_packed: bool,
     ) -> Feed:
-        """Builds the feed of a microbatch; W is a multiple of `multiple`."""
+        """Builds a microbatch's feed, with W a multiple of `multiple`."""
         rows, columns = positions = predicting_positions(experience.loss_mask)
         device = experience.token_ids.device
         packed_rows = position_ids = None
@@ -85,7 +85,7 @@ class Feed:
             tokens = to_device(nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, extra)), device)
             token_ids, position_ids = experience.token_ids[tokens[0], tokens[1]][None], tokens[1][None]
             rows, columns = torch.zeros_like(rows), to_device(layout.flat_indices, device)[rows, columns]
-        else:  # no token sees the padding at the end of its row; a row's last token predicts nothing
+        else:  # no token sees the padding at a row's end, and a row's last token predicts nothing
             width = max(1, int(on_host(experience.lengths).max()) - 1)
             width += -width % multiple
             token_ids = experience.token_ids[:, :width]
@@ -102,7 +102,7 @@ class Feed:
 
     @property
     def num_candidates(self) -> int:
-        """The number K of further tokens per position."""
+        """K, the number of more tokens per position."""
         candidates = self.targets.candidates
         return candidates if isinstance(candidates, int) else candidates.shape[1]
 
@@ -113,17 +113,17 @@ class Feed:
 
 
 class Stage(nn.Module):
-    """Consecutive layers of a model: the model's body, with identities in place of other stages' parts.
+    """Consecutive layers of a model: the model's body, with identities in place of other stages' layers.
 
     Shares its modules with the model, which keeps their names.
 
     Args:
         model: the Hugging Face model, already without the parts of other ranks.
         layers: indices of its layers; the stage with the first layer reads token ids instead of hidden states.
-        is_last: return logprob, entropy and value of each predicted token, [N, 3], 0 if the model has no head for it,
-            followed by the logprobs of the K further tokens and the ids of the top-k, instead of hidden states.
+        is_last: return results instead of hidden states: logprob, entropy and value of each predicted token, [N, 3], 0
+            if the model has no head for it, then the logprobs of the K other tokens, and for a top-k their ids.
         tp: mesh of the tp axis.
-        logits: the model's changes to the head's outputs.
+        logits: how the model changes the head's outputs.
         value_head: the critic's head on this policy's body; a separate critic contains its head, `score`.
     """
 
@@ -140,27 +140,27 @@ class Stage(nn.Module):
         super().__init__()
         self.is_last, self.tp, self.logits = is_last, tp, logits
         self.body = copy.copy(model.base_model)
-        self.body._modules = dict(self.body._modules)  # a separate dict of children: the model keeps its own
+        self.body._modules = dict(self.body._modules)  # a copy, so that the model keeps its children
         held = dict(self.body.layers.named_children())
         indices, identity = range(model.config.num_hidden_layers), semi_private("PipelineIdentityLayer")
         parts = [held[str(index)] if index in layers else identity() for index in indices]
         self.body.layers = nn.ModuleList(parts)
         if layers.start > 0:
-            self.body.embed_tokens = None  # FSDP shards a parameter in one stage only
+            self.body.embed_tokens = None  # because FSDP shards a parameter in only one stage
         if not is_last:
             self.body.norm = identity()
         self.head = model.get_output_embeddings() if is_last else None
         own_head = scalar_head(model)
         self.value_head = (value_head if own_head is None else own_head) if is_last else None
         self._received: Tensor | None = None
-        # FSDP's hook reads the inputs, so this hook must run first.
+        # Must run before FSDP's hook, which reads the inputs.
         parts[layers.start].register_forward_pre_hook(self._enter, prepend=True)
 
     def forward(self, hidden: Tensor | None, feed: Feed, settings: LogprobSettings) -> Tensor:
-        """Maps the previous stage's hidden states, None at the start, to [R, W / tp, H]; at the end [N, width]."""
+        """Maps the previous stage's hidden states (the first has None) to [R, W / tp, H], or [N, width] on the last."""
         self._received = hidden
         inputs: dict[str, Any] = {"input_ids": feed.token_ids}
-        if hidden is not None:  # only gives shape, dtype and device: the first layer gets `hidden`
+        if hidden is not None:  # only gives shape, dtype and device; `_enter` passes `hidden` to the first layer
             inputs = {"inputs_embeds": hidden.new_empty(1).expand(*feed.token_ids.shape, hidden.shape[-1])}
         if feed.packed_rows is not None:
             inputs |= {"position_ids": feed.position_ids, "packed_rows": feed.packed_rows}
@@ -169,7 +169,7 @@ class Stage(nn.Module):
         return self._results(hidden, feed, settings) if self.is_last else hidden
 
     def _enter(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Passes the stage's first layer its part of the embedded sequence, or the previous stage's hidden states."""
+        """Gives the first layer this rank's part of the embedded sequence, or the previous stage's hidden states."""
         hidden, self._received = self._received, None
         if hidden is None:
             hidden = part_of_sequence(args[0], self.tp) if self.tp.size() > 1 else args[0]
@@ -185,15 +185,15 @@ class Stage(nn.Module):
             values = scalars[feed.rows, feed.columns, 0].float()
         if self.head is not None:
             whole = whole_sequence(hidden, self.tp, gradients_add_up=True) if is_split else hidden
-            readers = self._readers(whole[feed.rows, feed.columns])
-            results = read_head(*readers, feed.targets, settings, logit_scale=self.logits.scale)
+            functions = self._head_functions(whole[feed.rows, feed.columns])
+            results = read_head(*functions, feed.targets, settings, logit_scale=self.logits.scale)
         columns = [results["logprobs"][:, None], results["entropy"][:, None], values[:, None]]
-        # Ids are exact up to 2^24, which no vocabulary reaches.
+        # float32 is exact for ids up to 2^24, which no vocabulary reaches.
         columns += [results[name].float() for name in ("teacher_topk", "teacher_topk_ids") if name in results]
         return torch.cat(columns, 1)
 
-    def _readers(self, hidden: Tensor) -> tuple[TopK, Logprobs]:
-        """Returns the functions that read the head at positions with these hidden states [N, H]."""
+    def _head_functions(self, hidden: Tensor) -> tuple[TopK, Logprobs]:
+        """Returns the functions for `read_head` at positions with these hidden states [N, H]."""
         head: Any = self.head
         if self.tp.size() == 1 and self.logits.cap is None:
             return whole_head(head, hidden)
@@ -217,12 +217,12 @@ class SplitModel:
     pipeline: Pipeline
     stages: dict[int, Stage]
     stage_of: dict[str, int]  # name in the whole model's `held_tensors` → stage
-    has_values: bool  # whether it has a scalar head, its own or a critic's
-    tied: Tensor | None  # this rank's embedding if another rank uses it as output head, or the reverse
+    has_values: bool  # whether it has a scalar head, or a critic's head on its body
+    tied: Tensor | None  # this rank's embedding or output head, if another rank holds the other end of the tie
     tied_group: dist.ProcessGroup | None
 
     def set_last_backward(self, stage: int, is_last: bool) -> None:
-        """Makes FSDP reduce gradients over dp only after a stage's last backward."""
+        """Makes FSDP reduce gradients over dp only after the stage's last backward."""
         module = self.stages[stage]
         if isinstance(module, FSDPModule):
             module.set_is_last_backward(is_last)
@@ -230,12 +230,12 @@ class SplitModel:
             module.set_requires_gradient_sync(is_last)
 
     def reshard(self) -> None:
-        """Frees gathered parameters after forwards without a backward."""
+        """Frees parameters that forwards without a backward have gathered."""
         for stage in self.stages.values():
             reshard(stage)
 
     def finish_gradients(self) -> None:
-        """Completes gradients after the last backward: sums over tp ranks, and over both ends of a tied embedding."""
+        """Completes gradients after the last backward: sums them over tp, and over both ends of a tied embedding."""
         for parameter in (parameter for stage in self.stages.values() for parameter in stage.parameters()):
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
@@ -247,11 +247,11 @@ class SplitModel:
 
     @property
     def copy(self) -> Tensor | None:
-        """The parameter that this rank shares with another rank, which includes it in gradient norms."""
+        """A tied parameter that another rank also has, and includes in gradient norms; None if there is none here."""
         return self.tied if self.pipeline.rank != 0 else None
 
     def held_tensors(self) -> dict[str, Tensor]:
-        """Returns name → this rank's part of the parameter or buffer, without the copy of a tied embedding."""
+        """Returns this rank's part of the parameters and buffers by name, without the copy of a tied embedding."""
         mine, here = held_tensors(self.model), self.pipeline.rank
         return {name: mine[name] for name, stage in self.stage_of.items() if stage % self.pipeline.num_ranks == here}
 
@@ -271,9 +271,9 @@ def split_model(
 
     Args:
         model: has a vocabulary head, a scalar head or both.
-        mesh, ends: mesh with the axes pp, dp, tp, and its `ends_group`.
+        mesh, ends: a mesh with the axes pp, dp and tp, and its `ends_group`.
         schedule, stages_per_rank: as in Parallel3DStrategy.
-        device: device of the part; None for the CPU.
+        device: where to put the part; None for the CPU.
         checkpoint_activations: keep only each layer's input and recompute the layer in the backward.
         value_head: the critic's head on this model's body; only the last stage's ranks keep its parameters.
 
@@ -309,7 +309,7 @@ def split_model(
     if checkpoint_activations:
         for layer in body.layers.children():
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    if mesh["dp"].size() > 1:  # parameters stay whole with a pipeline, which would gather them per microbatch
+    if mesh["dp"].size() > 1:  # a pipeline does not reshard, since it would gather again for each microbatch
         for layer in body.layers.children():
             fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=pp.size() == 1)
     stages = {
@@ -327,7 +327,7 @@ def split_model(
 def _drop_other_stages(
     model: PreTrainedModel, value_head: nn.Linear | None, held: Mapping[int, range], last: int
 ) -> None:
-    """Removes the parts of a model, and of the value head on its body, that only other ranks need."""
+    """Removes the parts of a model and of its value head that this rank does not need."""
     body = model.base_model
     held_layers = {str(index) for layers in held.values() for index in layers}
     for name in [name for name, _ in body.layers.named_children() if name not in held_layers]:
@@ -344,7 +344,7 @@ def _drop_other_stages(
 
 
 def _split_over_tp(model: PreTrainedModel, value_head: nn.Linear | None, tp: DeviceMesh) -> None:
-    """Splits this rank's part of the model, and the value head if it is here, over the tp axis."""
+    """Splits this rank's part of the model, and the value head if this rank has it, over the tp axis."""
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     plan = tensor_plan(model.config)
     split_parameters(model.base_model, model.get_output_embeddings(), plan, tp, tuning_of(model))
@@ -356,7 +356,7 @@ def _split_over_tp(model: PreTrainedModel, value_head: nn.Linear | None, tp: Dev
 
 
 def _load_held(model: PreTrainedModel, role: Role, device: torch.device, *, is_tied: bool) -> None:
-    """Loads the weights of this rank's part of a model without memory; each rank reads its own."""
+    """Loads the weights of this rank's part of a model without memory."""
     spec = role.spec
     give_memory(model, device)
     if spec.path is not None:
@@ -388,7 +388,7 @@ def _stage_of(name: str, ranges: list[range]) -> int:
 
 
 def ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Makes the group of a pipeline's first and last rank; None on the ranks between. Collective over the run."""
+    """Makes the process group of a pipeline's first and last rank; None on ranks between. Collective over the run."""
     own_group: dist.ProcessGroup | None = None
     for ranks in mesh.mesh.flatten(1).T.tolist() if mesh.mesh.shape[0] > 1 else []:
         ends = [ranks[0], ranks[-1]]

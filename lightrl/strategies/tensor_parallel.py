@@ -1,7 +1,7 @@
-"""Tensor parallelism: parameters split over the tp axis, and the computations that need all of its ranks.
+"""Tensor parallelism: splits parameters over the tp axis, and runs the computations that need all of its ranks.
 
-Shapes: N positions that predict a token, J tokens whose logprobs are read at each, H hidden size, V vocabulary; each tp
-rank holds V / tp. Between projections the hidden states are split along the sequence (sequence parallelism), so
+Shapes: N positions that predict a token, J tokens whose logprobs are computed at each, H hidden size, V vocabulary;
+each tp rank holds V / tp. Between projections the hidden states are split along the sequence (sequence parallelism), so
 norms and residuals cost each rank 1 / tp of the time and memory, and a pipeline sends 1 / tp of the bytes. Logits are
 never gathered: logprobs and entropies need one MAX and one SUM over the tp axis, of [N] and [2 + J, N] numbers.
 """
@@ -25,19 +25,19 @@ from lightrl.models.tuning import Tuning
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Logits computed at a time (128 MiB in float32).
+# How many logits are computed at a time (128 MiB in float32).
 _CHUNK_LOGITS = 2**25
 
 
 def split_parameters(
     body: nn.Module, head: nn.Linear | None, plan: Mapping[str, str], mesh: DeviceMesh, tuning: Tuning
 ) -> None:
-    """Turns the parameters of a causal language model into DTensors on the tp mesh, in place.
+    """Turns a causal language model's parameters into DTensors on the tp mesh, in place.
 
     Args:
         body: has `layers`, and `embed_tokens` and `norm` if this rank holds them.
         head: the output head, if this rank holds it; a tied head stays tied to the embedding.
-        plan: from `tensor_plan`.
+        plan: result of `tensor_plan`.
         mesh: mesh of the tp axis.
         tuning: the model's tuning.
     """
@@ -80,14 +80,14 @@ def _split_layer(layer: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, tu
 def _gather_input(
     mesh: DeviceMesh, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Gathers the hidden states of the whole sequence for attention or MLP: the first argument, positional or not."""
+    """Gathers the whole sequence's hidden states, the first argument (positional or not) of attention or MLP."""
     hidden = args[0] if args else kwargs["hidden_states"]
     whole = DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False).redistribute(mesh, [Replicate()])
     return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": whole})
 
 
 def share_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Keeps a module's direct parameters whole on every tp rank, as DTensors.
+    """Replicates a module's direct parameters on all tp ranks, as DTensors.
 
     Each rank runs the module on its part of the tokens or heads, so a parameter's gradient is the sum over ranks.
     """
@@ -97,7 +97,7 @@ def share_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _call_with_local_parameters(module: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
-    """Runs the module's forward on plain tensors, since its operations do not accept DTensors.
+    """Runs the module's forward with plain tensors, because its operations do not accept DTensors.
 
     `functional_call` replaces the parameters and calls the module, which calls this function a second time.
     """
@@ -114,12 +114,12 @@ def _call_with_local_parameters(module: nn.Module, forward: Callable[..., Any], 
 def _distribute_parameters(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
     """Turns the module's direct parameters into DTensors with this placement, in place."""
     for key, parameter in list(module.named_parameters(recurse=False)):
-        held = distribute_tensor(parameter, mesh, [placement])
-        module.register_parameter(key, nn.Parameter(held, requires_grad=parameter.requires_grad))
+        distributed = distribute_tensor(parameter, mesh, [placement])
+        module.register_parameter(key, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
 
 
 def _embed(embedding: nn.Embedding, mesh: DeviceMesh, token_ids: Tensor) -> Tensor:
-    """Embeds tokens, [B, T, H], with the embedding's rows split over tp."""
+    """Embeds tokens, [B, T, H], if the embedding's rows are split over tp."""
     weight = local(embedding.weight)
     first = mesh.get_local_rank() * weight.shape[0]
     is_here = (token_ids >= first) & (token_ids < first + weight.shape[0])
@@ -137,7 +137,7 @@ def _embed(embedding: nn.Embedding, mesh: DeviceMesh, token_ids: Tensor) -> Tens
 
 
 def part_of_sequence(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Returns this rank's part, [B, T / tp, ...], of hidden states [B, T, ...] that all ranks hold."""
+    """Returns this rank's part [B, T / tp, ...] of hidden states [B, T, ...] that all ranks have."""
     whole = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
     part: Tensor = whole.redistribute(mesh, [Shard(1)]).to_local()
     return part
@@ -146,7 +146,8 @@ def part_of_sequence(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
 def whole_sequence(hidden: Tensor, mesh: DeviceMesh, *, gradients_add_up: bool) -> Tensor:
     """Gathers [B, T, ...] from each rank's part [B, T / tp, ...].
 
-    `gradients_add_up`: each rank computes a summand of the gradient, from its vocabulary part; if False, all of it.
+    Args:
+        gradients_add_up: whether each rank computes only a summand of the gradient, as from its part of the vocabulary.
     """
     split = DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False)
     gradient = Partial() if gradients_add_up else Replicate()
@@ -172,7 +173,7 @@ def vocab_parallel_logprobs(
     masked_rows: Tensor | None = None,
     supports: Supports | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `functional.hidden_logprobs` when each rank of `group` holds an equal part of the head's rows, in order.
+    """Computes `functional.hidden_logprobs` if each rank of `group` holds an equal part of the head's rows, in order.
 
     Args:
         hidden: [N, H], the same on all ranks; its gradient is this rank's summand.
@@ -226,19 +227,19 @@ def vocab_parallel_topk(
     Args:
         hidden, weight, group, cap, masked_ids, masked_rows: as for `vocab_parallel_logprobs`.
         num: at most V.
-        num_ids: considers only the first `num_ids` ids; None for all.
+        num_ids: only the first `num_ids` ids are candidates; None for all.
     """
     hidden, weight, _, chunk_tokens = prepared(hidden, weight, None, _chunk_tokens(weight))
     first, mask = _own_part(weight, group, masked_ids, masked_rows)
-    own = min(num, weight.shape[0])
-    scores = hidden.new_empty(0, own, dtype=torch.float32)
-    ids = torch.empty(0, own, dtype=torch.int64, device=hidden.device)
+    num_local = min(num, weight.shape[0])
+    scores = hidden.new_empty(0, num_local, dtype=torch.float32)
+    ids = torch.empty(0, num_local, dtype=torch.int64, device=hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
         for chunk in chunks(hidden.shape[0], chunk_tokens):
             chunk_scores, _ = _scores(hidden, weight, 1.0, cap, mask, chunk)
             if num_ids is not None:
                 chunk_scores[:, max(0, num_ids - first) :] = -torch.inf
-            largest = chunk_scores.topk(own, dim=1)
+            largest = chunk_scores.topk(num_local, dim=1)
             scores, ids = torch.cat([scores, largest.values]), torch.cat([ids, largest.indices + first])
     if group is not None:
         scores, ids = _gathered(scores, group), _gathered(ids, group)
@@ -255,7 +256,7 @@ def _gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _own_part(
     weight: Tensor, group: dist.ProcessGroup | None, masked_ids: Tensor | None, masked_rows: Tensor | None
 ) -> tuple[int, Mask | None]:
-    """Returns this rank's first id, and its part of the mask."""
+    """Returns this rank's first token id, and the mask's part for this rank's ids."""
     first = 0 if group is None else dist.get_rank(group) * weight.shape[0]
     if masked_ids is None or masked_rows is None:
         return first, None
@@ -269,17 +270,17 @@ def _chunk_tokens(weight: Tensor) -> int:
 def _scores(
     hidden: Tensor, weight: Tensor, temperature: float, cap: float | None, mask: Mask | None, chunk: slice
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the softmax's input, float32 [n, V / tp], and with a cap d score / d logit times the temperature."""
+    """Returns the softmax's input, float32 [n, V / tp], and with a cap its slope, d capped logit / d logit."""
     logits, slope = nn.functional.linear(hidden[chunk], weight), None
     if cap is not None:
         logits = logits.float() if logits.dtype.itemsize < 4 else logits
-        bent = torch.tanh(logits / cap)
-        logits, slope = bent * cap, 1 - bent.square()
+        tanh = torch.tanh(logits / cap)
+        logits, slope = tanh * cap, 1 - tanh.square()
     return masked_scores(logits, temperature, mask_of(mask, chunk)), slope
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """Keeps [N, J] numbers and the head; the backward recomputes each chunk's logits."""
+    """Stores only [N, J] numbers and the head; the backward recomputes each chunk's logits."""
 
     @staticmethod
     def forward(
@@ -310,7 +311,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         if group is not None:
             largest = own_largest.clone()
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        # Shift the sums from this rank's largest score to the largest of all ranks.
+        # The sums are relative to this rank's largest score; make them relative to the largest of all ranks.
         shift = own_largest - largest
         sums = torch.stack([total * shift.exp(), (weighted + total * shift) * shift.exp(), *token_scores])
         if group is not None:
@@ -330,7 +331,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, ids, is_here, normalizer, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        # Summed in at least float32: a bfloat16 sum over hundreds of chunks would lose most small terms.
+        # Sum in at least float32, because a bfloat16 sum over hundreds of chunks loses most small terms.
         grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         for chunk in ctx.chunks:
             scores, slope = _scores(hidden, weight, ctx.temperature, ctx.cap, ctx.mask, chunk)

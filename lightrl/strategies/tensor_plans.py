@@ -1,7 +1,7 @@
-"""Plans for 3D parallelism, from Hugging Face's: how layers are split over tp, and which layers form a pipeline stage.
+"""Plans for 3D parallelism: how to split layers over tp, and which layers form a pipeline stage.
 
-A config's class has a plan for each: `base_model_tp_plan` and `base_model_pp_plan`. Running the model without memory
-shows what the plans leave open; no function needs devices or process groups.
+They follow transformers' plans in a config's class, `base_model_tp_plan` and `base_model_pp_plan`. A run of the model
+without memory shows what these leave open; no function needs devices or process groups.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 SCHEDULES = ("1F1B", "Interleaved1F1B")
 
-# The ways in which a plan may split a module of a layer: its rows, its columns, or only its heads' activations.
+# How a plan may split a module of a layer: by rows, by columns, or only by its heads' activations.
 _STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
 _BODY = {"embed_tokens", "layers", "norm"}
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """Turns the head's outputs x into logits: scale · x, or cap · tanh(x / cap) if there is a cap."""
+    """How a model turns the head's outputs x into logits: scale · x, or cap · tanh(x / cap) if there is a cap."""
 
     scale: float = 1.0
     cap: float | None = None
 
 
 def tensor_plan(config: PretrainedConfig) -> dict[str, str]:
-    """Returns the tp plan of the model's family: module of a layer, for example `self_attn.q_proj` → its style.
+    """Returns the tp plan of the model's family: a layer's module, for example `self_attn.q_proj` → its style.
 
     Raises:
         ValueError: if there is no plan, or Parallel3DStrategy does not support it.
@@ -51,7 +51,7 @@ def tensor_plan(config: PretrainedConfig) -> dict[str, str]:
 
 
 def check_model(config: PretrainedConfig, tp: int) -> LogitTransform:
-    """Runs a model without memory to see how its parts fit together; returns its changes to logits.
+    """Runs a model without memory to see how its parts fit together; returns how it changes logits.
 
     Raises:
         ValueError: if stages or tensor slices would not compute the same as the whole model.
@@ -73,13 +73,13 @@ def check_model(config: PretrainedConfig, tp: int) -> LogitTransform:
         _refuse(config, "its output head has a bias")
     if tp > 1 and type(body.embed_tokens) is not nn.Embedding and not hasattr(body.embed_tokens, "embed_scale"):
         _refuse(config, f"its embedding is a {type(body.embed_tokens).__name__}")
-    # Large numbers, since a cap like 30 · tanh(logits / 30) hardly changes logits near 0.
+    # Large numbers, because a cap like 30 · tanh(logits / 30) hardly changes logits near 0.
     hidden, raw = torch.linspace(-1, 1, 6).view(1, 2, 3), torch.linspace(-99, 101, 8).view(1, 2, 4)
     fake_layer, fake_head = _Fake(hidden), _Fake(raw)
     body.layers = nn.ModuleList([fake_layer for _ in body.layers])
     body.norm = nn.Identity()
     model.set_output_embeddings(fake_head)
-    mask = torch.empty(1, 1, 1, 1, dtype=torch.bool)  # so that transformers makes none, which would read positions
+    mask = torch.empty(1, 1, 1, 1, dtype=torch.bool)  # without it transformers would make one, which reads positions
     with torch.no_grad():
         token_ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
         logits = model(input_ids=token_ids, attention_mask=mask, use_cache=False).logits
@@ -101,14 +101,14 @@ def _check_layer(config: PretrainedConfig, layer: nn.Module) -> None:
         if plan.get(name) in ("colwise", "rowwise"):
             continue
         shapes = [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]
-        # Each rank has all features of some tokens, or in attention all features of some heads.
+        # A rank has all features of some tokens, or in attention all features of some heads.
         size = head_size(config) if name.startswith("self_attn.") else config.hidden_size
         if shapes and ("norm" not in type(module).__name__.lower() or {*shapes} != {(size,)}):
             _refuse(config, f"no part of {name} ({type(module).__name__}) can be computed separately")
 
 
 class _Fake(nn.Module):
-    """A layer or head that keeps its input and returns a given tensor."""
+    """A layer or head that stores its input and returns a given tensor."""
 
     def __init__(self, output: Tensor) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def _refuse(config: PretrainedConfig, reason: str) -> NoReturn:
 
 
 def check_world(pp: int, dp: int, tp: int, world_size: int) -> None:
-    """Raises ValueError, naming sizes that fit, if pp · dp · tp is not the world size."""
+    """Raises ValueError, with sizes that fit, if pp · dp · tp is not the world size."""
     if min(pp, dp, tp) < 1:
         raise ValueError(f"pp, dp and tp must be at least 1, got {pp}, {dp} and {tp}.")
     if pp * dp * tp == world_size:
@@ -143,7 +143,7 @@ def check_world(pp: int, dp: int, tp: int, world_size: int) -> None:
 
 
 def check_sizes(config: PretrainedConfig, pp: int, tp: int, schedule: str, stages_per_rank: int) -> None:
-    """Raises ValueError, naming the nearest valid choice, if the config shows that this split is impossible."""
+    """Raises ValueError, with the nearest valid choice, if the config shows that this split is impossible."""
     if pp > 1 and set(getattr(config, "base_model_pp_plan", None) or {}) != _BODY:
         _refuse(config, "transformers has no plan of embed_tokens, layers and norm for its stages (base_model_pp_plan)")
     sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
@@ -164,8 +164,8 @@ def check_sizes(config: PretrainedConfig, pp: int, tp: int, schedule: str, stage
             ]
             nearest = min(fitting, key=lambda size: (abs(size - tp), size))
             raise ValueError(
-                f"tp={tp} must divide the model's {name}={count}, and all of heads, key-value heads, intermediate and "
-                f"vocabulary size. Set tp to {nearest} (possible: {_listed(fitting)})."
+                f"tp={tp} must divide the model's {name}={count}, as well as its heads, key-value heads, intermediate "
+                f"size and vocabulary. Set tp to {nearest} (possible: {_listed(fitting)})."
             )
     num_stages = pp * stages_per_rank
     if config.num_hidden_layers < num_stages:
@@ -181,7 +181,7 @@ def check_schedule(schedule: str, stages_per_rank: int) -> None:
     if schedule not in SCHEDULES:
         reason = ""
         if "zero" in schedule.lower() or "zbv" in schedule.lower() or "dualpipe" in schedule.lower():
-            reason = " Under nested fully_shard zero-bubble schedules give wrong gradients without any error."
+            reason = " With nested fully_shard, zero-bubble schedules give wrong gradients without any error."
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}.{reason}")
     required = "1" if schedule == "1F1B" else "at least 2"
     if (stages_per_rank == 1) != (schedule == "1F1B") or stages_per_rank < 1:
@@ -210,7 +210,7 @@ def head_size(config: PretrainedConfig) -> int:
 
 
 def layer_parameters(config: PretrainedConfig) -> int:
-    """Counts the parameters of one decoder layer, without norms and biases."""
+    """Counts the parameters of a decoder layer, without norms and biases."""
     attention = 2 * config.hidden_size * head_size(config) * (config.num_attention_heads + config.num_key_value_heads)
     return int(attention + 3 * config.hidden_size * config.intermediate_size)
 

@@ -1,19 +1,19 @@
 """Weights on their way from trainer to engine: buckets and their transports. Depends on neither HTTP nor Lightning.
 
 Reading order:
-    bucket.py         Bucket, the generator that cuts parameters into buckets, and ServerForm
+    bucket.py         cuts parameters into buckets and converts them to the form that servers need
     block_fp8.py      linear weights in float8, with a scale per block
-    server_layout.py  how servers hold parameters
-    digests.py        the checksums that a server reports if it has the trainer's weights
+    server_layout.py  how servers store parameters
+    digests.py        computes the checksums that a server with the trainer's weights reports
     gather_plan.py    which rank gathers each parameter, and what the others send it
-    disk.py           versions as safetensors folders, complete or absent, written by one rank or several
-    delta.py          bitwise changes between versions, on the trainer; delta_folder.py  on a server's host
-    broadcast.py      a process group of trainer and servers, outside the default one
-    shared_memory.py  a bucket for servers on the same host
+    disk.py           weight versions as safetensors folders, written by one rank or several, completely or not at all
+    delta.py          bitwise changes between versions, made by the trainer; delta_folder.py applies them
+    broadcast.py      a process group of the trainer and the servers
+    shared_memory.py  hands a bucket to servers on the same host
 
-Within a process a bucket needs no transport. engines/servers/sync/server_sync.py sends the requests around a transfer.
+An engine in the same process needs no transport. engines/servers/sync/server_sync.py makes a transfer's requests.
 
-May import: errors, checks, trajectory, experience, functional. To add a transport, put its sender here; it accepts
+May import: errors, checks, trajectory, experience, functional. To add a transport, put its sender here; it takes
 buckets one by one and needs memory for at most one more. Its requests go into engines/servers/sync/transports/.
 """
 

@@ -1,8 +1,8 @@
-"""Block FP8: linear weights in float8 with a scale per block of 128 × 128, which halves the weights for rollouts.
+"""Block FP8: linear weights in float8 with a scale per block of 128 × 128, half the memory of bfloat16 in rollouts.
 
-This is the format of FP8 checkpoints like Qwen3-8B-FP8: `q_proj.weight` [N, K] in float8_e4m3fn, and the factor of each
-block in `q_proj.weight_scale_inv` [N / 128, K / 128], float32. Embedding, head, routers, norms and biases stay as they
-are. Scales are powers of two: float8's precision is the same at every scale, and products are exact in bfloat16.
+This is the format of FP8 checkpoints like Qwen3-8B-FP8: `q_proj.weight` [N, K] in float8_e4m3fn, and each block's
+scale in `q_proj.weight_scale_inv` [N / 128, K / 128], float32. Embedding, head, routers, norms and biases are not
+quantized. Scales are powers of two, which cost no precision and make products exact in bfloat16.
 
 Source: DeepSeek-V3 (https://arxiv.org/abs/2412.19437), section 3.3; transformers 5.23, integrations/finegrained_fp8.py.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"  # the suffix of a weight's scales
-# The entry in the config of such checkpoints.
+# `quantization_config` in the config.json of such checkpoints.
 QUANTIZATION_CONFIG: dict[str, Any] = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -39,15 +39,15 @@ _UNQUANTIZED = re.compile(r"(.*\.)?(embed_tokens|lm_head|gate)\.weight")
 
 
 def quantized_config(config: PretrainedConfig, tp: int = 1, ep: int = 1) -> PretrainedConfig:
-    """Copies a model's config, changed so that a server with `tp` ranks holds the weights in block FP8.
+    """Returns a copy of a model's config that makes a server with `tp` ranks hold the weights in block FP8.
 
     Raises:
-        ValueError: if the model family's layout on servers is unknown, or the ranks would split a block.
+        ValueError: if the servers' layout for this model family is unknown, or ranks would split a block.
     """
     if config.model_type not in FAMILIES:
         raise ValueError(
-            f"quantization='fp8' is for {', '.join(sorted(FAMILIES))}; the model is {config.model_type!r}, whose "
-            "weights on servers could not be verified. Omit quantization."
+            f"quantization='fp8' works only for {', '.join(sorted(FAMILIES))}, because only their weights on servers "
+            f"can be verified; the model is {config.model_type!r}. Omit quantization."
         )
     width = "moe_intermediate_size" if hasattr(config, "moe_intermediate_size") else "intermediate_size"
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -70,7 +70,7 @@ def quantized_config(config: PretrainedConfig, tp: int = 1, ep: int = 1) -> Pret
 
 
 def is_block_fp8(config: PretrainedConfig) -> bool:
-    """Whether weights under this config are in block FP8."""
+    """Whether this config says that the weights are in block FP8."""
     values = getattr(config, "quantization_config", None) or {}
     return all(values.get(name) == value for name, value in QUANTIZATION_CONFIG.items())
 
@@ -86,23 +86,23 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     *groups, padded_rows, padded_columns = padded.shape
     blocks = padded.reshape(*groups, padded_rows // BLOCK, BLOCK, padded_columns // BLOCK, BLOCK)
     largest = blocks.abs().amax(dim=(-3, -1))
-    fraction, exponent = torch.frexp(largest / _LARGEST)  # fraction: from 1/2 to below 1
+    fraction, exponent = torch.frexp(largest / _LARGEST)  # 1/2 <= fraction < 1
     exponent = (exponent - (fraction == 0.5).to(exponent.dtype)).clamp(min=_SMALLEST_EXPONENT)
-    power = ((exponent + 127) << 23).view(torch.float32)  # 2 ** exponent to the bit on any device
+    power = ((exponent + 127) << 23).view(torch.float32)  # 2 ** exponent, exact on every device
     scale = torch.where(largest.isfinite(), power, torch.nan)
     scaled = (blocks / scale[..., :, None, :, None]).clamp_(-_LARGEST, _LARGEST).to(FP8)
     return scaled.flatten(-2).flatten(-3, -2)[..., :rows, :columns].contiguous(), scale
 
 
 def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
-    """Restores the rounded input of `quantize`, [..., N, K] in bfloat16; the product with the scale is exact."""
+    """Multiplies a weight by its scales; returns the rounded weight [..., N, K] in bfloat16, which is exact."""
     rows, columns = weight.shape[-2:]
     scales = scale.repeat_interleave(BLOCK, dim=-2).repeat_interleave(BLOCK, dim=-1)
     return (weight.float() * scales[..., :rows, :columns]).bfloat16()
 
 
 def quantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the parameters in the form that servers load: each linear weight in float8, followed by its scales."""
+    """Returns the parameters as servers load them: each linear weight in float8, followed by its scales."""
     served: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if is_linear(name, tensor):
@@ -113,7 +113,7 @@ def quantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def dequantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Inverts `quantized`, except for its rounding: returns parameters in bfloat16, without scales."""
+    """Inverts `quantized` up to rounding: returns quantized weights in bfloat16, and removes the scales."""
     return {
         name: dequantize(tensor, tensors[name + SCALE]) if tensor.dtype == FP8 else tensor
         for name, tensor in tensors.items()
@@ -123,6 +123,6 @@ def dequantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def is_linear(name: str, tensor: Tensor) -> bool:
     """Whether block FP8 quantizes this parameter."""
-    if tensor.dim() == 3:  # all experts of a layer in one tensor, as in the trainer's module
+    if tensor.dim() == 3:  # the fused experts of a layer, as in the trainer's module
         return ".experts." in name
     return tensor.dim() == 2 and name.endswith(".weight") and _UNQUANTIZED.fullmatch(name) is None

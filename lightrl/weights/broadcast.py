@@ -1,8 +1,8 @@
-"""BroadcastGroup: one sender and its receivers in a separate process group, outside torch's default one.
+"""BroadcastGroup: a process group, separate from torch's default one, in which the trainer sends weights to servers.
 
-Rank 0 is the trainer and sends; the servers follow, each with one rank per tensor-parallel part. The group is built as
-SGLang builds its side (`init_weights_update_group`): a store at tcp://host:port under the group's name, then torch's
-own helper. A group cannot lose a member: if one dies, close the group and build another one under a new name.
+Rank 0 is the trainer; the other ranks are the servers' tensor-parallel ranks. The group is built as SGLang builds its
+side (`init_weights_update_group`): a store at tcp://host:port, then torch's helper function. A group cannot lose a
+member: if one dies, close the group and build another one under a new name.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class BroadcastGroup:
-    """Forms the group and broadcasts tensors from rank 0; every call blocks, up to the group's deadline.
+    """Forms the group and broadcasts tensors from rank 0; each call blocks for at most `timeout_s`.
 
     Args:
         host, port: address of rank 0's store.
-        rank, world_size: this process's rank, and the number of all members.
+        rank, world_size: this process's rank, and the number of members.
         name: the group's name, unique in this process.
         backend: `nccl` between GPUs, `gloo` on the CPU.
-        timeout_s: limit for the others to join, and for each transfer.
+        timeout_s: limit for all members to join, and for each transfer.
         listener: rank 0's socket at this port, see `listen`; the store takes ownership of it.
         interface: network interface for gloo, unless GLOO_SOCKET_IFNAME is set; NCCL reads NCCL_SOCKET_IFNAME.
     """
@@ -67,10 +67,10 @@ class BroadcastGroup:
         c10d._world.pg_group_ranks[self._group] = {member: member for member in range(world_size)}
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Sends (rank 0) or fills (others) the contiguous tensors in this order; returns when all have arrived.
+        """Sends the contiguous tensors in this order from rank 0, or receives into them; returns when all have arrived.
 
         Raises:
-            WeightSyncError: if a member is gone or the deadline passes. The group is unusable afterwards.
+            WeightSyncError: if a member has died or the deadline passes. The group is then unusable.
         """
         with self._translated("failed a transfer"):
             works = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for tensor in tensors]
@@ -78,20 +78,20 @@ class BroadcastGroup:
                 while works:
                     works.pop(0).wait()
             finally:
-                works.clear()  # works keep connections open, and an exception would keep this frame
+                works.clear()  # they keep connections open as long as an exception refers to this frame
 
     def close(self) -> None:
         """Leaves the group, which closes its connections. May be called twice."""
         group, self._group = self._group, None  # a reference would keep the connections open
         if group in c10d._world.pg_map:
-            with contextlib.suppress(RuntimeError):  # members that are gone
+            with contextlib.suppress(RuntimeError):  # a member has died
                 dist.destroy_process_group(group)
 
     @contextlib.contextmanager
     def _translated(self, what: str) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # torch's DistError family
+        except RuntimeError as error:  # the base class of torch's DistError
             raise WeightSyncError(
                 f"{self._where} {what} within {self.timeout_s:g} s: {str(error).splitlines()[0]}. Check the servers' "
                 "logs, and that they can reach this host and port."
@@ -99,16 +99,16 @@ class BroadcastGroup:
 
 
 def listen(host: str = "127.0.0.1") -> socket.socket:
-    """Opens rank 0's socket on a free port of this address, which must belong to this machine.
+    """Opens rank 0's listening socket on a free port of `host`, an address of this machine.
 
-    It listens before any member joins, so no other program can take the port.
+    Since it listens before the port is announced, no other program can take the port.
     """
     return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 @contextlib.contextmanager
 def _gloo_interface(name: str | None) -> Iterator[None]:
-    """Makes groups that form inside use this network interface; by default gloo uses that of the host name."""
+    """Inside, new gloo groups use this network interface; by default gloo uses the host name's interface."""
     if name is None or _GLOO_INTERFACE in os.environ:
         yield
         return

@@ -1,4 +1,4 @@
-"""Buckets: parameters in parts of bounded size, so that no export holds a model twice; the form that a server needs."""
+"""Buckets of parameters, whose size is bounded so that an export never holds a model twice; the form for servers."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class WrittenFile:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some parameters under their Hugging Face names, each whole (not sharded).
+    """Some of a model's parameters by Hugging Face name, each whole (not sharded).
 
-    An iterator of buckets empties each bucket before it yields the next, so that only one is in memory. The tensors may
-    be the trainer's own: copy them to keep them.
+    An iterator of buckets empties each bucket before it yields the next, so only one is in memory. The tensors may be
+    the trainer's parameters themselves; copy them to keep them.
     """
 
     tensors: dict[str, Tensor]
     is_last: bool = False
-    files: tuple[WrittenFile, ...] = ()  # further parameters, for an engine that loads files
+    files: tuple[WrittenFile, ...] = ()  # more parameters, already written by other ranks
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """Hugging Face name → shape of all its parameters, including those in `files`."""
+        """Maps all parameters, including those in `files`, to their shapes."""
         shapes = {name: list(tensor.shape) for name, tensor in self.tensors.items()}
         for file in self.files:
             shapes |= file.shapes
@@ -53,11 +53,11 @@ def bucketed(parameters: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Ite
     """Cuts (name, tensor) pairs into buckets of at most `bucket_bytes`, unless a single tensor is larger.
 
     Args:
-        parameters: pairs in a fixed order; read once, at most one bucket ahead.
-        bucket_bytes: upper bound on a bucket's size in bytes.
+        parameters: read once; the iterator is at most one parameter ahead of the bucket.
+        bucket_bytes: the largest size of a bucket.
 
     Returns:
-        The buckets in order; the last one is marked. Without parameters there is one empty bucket.
+        The buckets in order; the last one has `is_last`. Without parameters, one empty bucket.
     """
     held: dict[str, Tensor] = {}
     size = 0
@@ -72,14 +72,14 @@ def bucketed(parameters: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Ite
     yield Bucket(held, is_last=True)
 
 
-OUTPUT_HEAD = "lm_head.weight"  # Hugging Face name of the output head, in every family that ties it
+OUTPUT_HEAD = "lm_head.weight"  # the output head's Hugging Face name in all families that tie it
 
 
 class ServerForm:
-    """Converts a bucket one tensor at a time; only `quantized` makes another copy of it, in float8.
+    """The form in which a server needs parameters; converts one tensor at a time, except for `quantized`.
 
     Args:
-        dtype: dtype of floating-point parameters, for example `torch.bfloat16`; None keeps the trainer's.
+        dtype: of floating-point parameters, for example `torch.bfloat16`; None keeps the trainer's.
         skip_names: Hugging Face names that the server does not load: the output head of a model with tied embeddings.
         is_block_fp8: whether the server loads linear weights in block FP8.
     """
@@ -93,21 +93,21 @@ class ServerForm:
 
     @classmethod
     def of(cls, config: PretrainedConfig, dtype: torch.dtype | None = None) -> ServerForm:
-        """Builds the form for a model of this config; a tied output head is the embedding, which is sent anyway."""
+        """Makes the form for a model of this config; skips a tied output head, since the embedding is sent."""
         skip_names = [OUTPUT_HEAD] if getattr(config, "tie_word_embeddings", False) else []
         return cls(dtype, skip_names, block_fp8.is_block_fp8(config))
 
     def quantized(self, bucket: Bucket) -> Bucket:
-        """Quantizes linear weights to block FP8 if the server needs it; pass the result to `tensors` and `layout`."""
+        """Quantizes linear weights if the server loads block FP8. Call it before `tensors` and `layout`."""
         return replace(bucket, tensors=block_fp8.quantized(bucket.tensors)) if self.is_block_fp8 else bucket
 
     def tensors(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, tensor) in the bucket's order; contiguous, without gradient."""
+        """Yields (name, tensor) in the bucket's order; the tensors are contiguous and have no gradient."""
         for name, dtype, _ in self.layout(bucket):
             yield name, bucket.tensors[name].detach().to(dtype).contiguous()
 
     def layout(self, bucket: Bucket) -> list[tuple[str, torch.dtype, torch.Size]]:
-        """Returns (name, dtype, shape) of each of `tensors`, without converting them."""
+        """Returns the name, dtype and shape of each tensor that `tensors` yields."""
         return [
             (name, self._dtype(name, tensor), tensor.shape)
             for name, tensor in bucket.tensors.items()

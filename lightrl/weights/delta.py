@@ -1,15 +1,14 @@
-"""Delta: the bitwise difference between two versions of a model: encoding, application, digests.
+"""Deltas: the bitwise differences between two versions of a model. Computes, encodes and applies them.
 
-The functions work on the bits of tensors, flat and as unsigned integers, in chunks of `CHUNK` elements. An update of
-1e-6 moves about one bfloat16 value in a hundred, mostly to the neighboring one. So a chunk is sent as
+The functions work on chunks of `CHUNK` elements of a flat tensor, whose bits are read as unsigned integers. An update
+of 1e-6 changes about one bfloat16 value in a hundred, mostly to the neighboring value. A chunk is therefore sent as
 
     sparse    the gaps between changed elements, a byte each, and the differences of their bits
     dense     the difference of each element's bits, if a quarter or more of the elements changed
     nothing   if no element changed
 
-compressed unless that takes longer than it saves. The difference is `new - old` of the bits, so it can be undone.
-
-Several chunks form a block for numpy. A part of a delta consists of blocks, each `[lengths][header][body]`.
+and compressed, unless that takes longer than it saves. Differences are `new - old`, so a delta can be undone. A block
+encodes several chunks, for numpy; a part is a sequence of blocks, each `[lengths][header][body]`.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from torch import Tensor
 from lightrl.weights.bucket import Bucket, ServerForm, bucketed
 from lightrl.weights.disk import write_safetensors
 
-CHUNK = 2**19  # elements; they stay in a core's cache between the steps of the comparison
+CHUNK = 2**19  # elements; a chunk stays in a core's cache while it is compared
 BLOCK_CHUNKS = 8  # the most chunks in a block
-PART_BYTES = 16 * 2**20  # about the size of a delta's part
+PART_BYTES = 16 * 2**20  # approximate size of a part
 _ESCAPE = 255  # marks a gap this large or larger, which follows as four bytes
-_DENSE_FRACTION = 0.25  # with more changed elements, their positions cost more than zeros
-_STORED_FRACTION = 1 / 16  # below it, gaps are nearly random: compressing them takes longer than sending them
-_LARGE, _LARGE_FRACTION = 15, 1 / 8  # differences of 15 or more follow in full, if there are few
+_DENSE_FRACTION = 0.25  # if more elements changed, sending positions costs more than sending zeros
+_STORED_FRACTION = 1 / 16  # if fewer changed, gaps are nearly random: compressing them takes longer than sending them
+_LARGE, _LARGE_FRACTION = 15, 1 / 8  # if few differences are 15 or more, these follow the half bytes in full
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LENGTHS = struct.Struct("<II")
 
@@ -61,15 +60,15 @@ class Change(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The changes of several chunks in the form in which they are sent."""
+    """The encoded changes of several chunks."""
 
-    chunks: list[tuple[str, int, int, bool]]  # name, number, how many values are sent, is it sparse
+    chunks: list[tuple[str, int, int, bool]]  # of each change: name, number, number of values, whether it is sparse
     width: int  # bytes of an element
     body: bytes
 
 
 def bits_of(tensor: Tensor) -> Bits:
-    """Returns the bits of a contiguous CPU tensor, flat, as a view of its memory."""
+    """Returns the bits of a contiguous CPU tensor as a flat view of its memory."""
     size = tensor.element_size()
     return tensor.detach().reshape(-1).view(_SIGNED[size]).numpy().view(f"u{size}")
 
@@ -91,9 +90,9 @@ def replaced(name: str, number: int, old: Bits, new: Bits) -> Change | None:
         values = new - old
         old[:] = new
         return Change(name, number, None, values)
-    moved = new[positions]
-    values = moved - old[positions]
-    old[positions] = moved
+    changed = new[positions]
+    values = changed - old[positions]
+    old[positions] = changed
     return Change(name, number, positions, values)
 
 
@@ -116,12 +115,12 @@ def apply(change: Change, bits: Bits, *, backward: bool = False) -> None:
 
 def packed(changes: Sequence[Change]) -> Block:
     """Packs at most `BLOCK_CHUNKS` changes, all of the same element size, into a block."""
-    sparse = [index * CHUNK + one.positions for index, one in enumerate(changes) if one.positions is not None]
+    sparse = [index * CHUNK + change.positions for index, change in enumerate(changes) if change.positions is not None]
     gaps = np.diff(np.concatenate(sparse), prepend=-1) if sparse else np.empty(0, np.int64)
     gap_bytes = [np.minimum(gaps, _ESCAPE).astype(np.uint8).tobytes(), gaps[gaps >= _ESCAPE].astype("<u4").tobytes()]
     body = _packed(gap_bytes, 0 if len(gaps) < _STORED_FRACTION * CHUNK * len(sparse) else 1)
-    values = np.concatenate([one.values for one in changes])
-    chunks = [(one.name, one.number, len(one.values), one.positions is not None) for one in changes]
+    values = np.concatenate([change.values for change in changes])
+    chunks = [(name, number, len(values), positions is not None) for name, number, positions, values in changes]
     return Block(chunks, values.dtype.itemsize, body + _packed_values(values))
 
 
@@ -137,16 +136,16 @@ def unpacked(block: Block) -> list[Change]:
     except (zlib.error, ValueError, TypeError) as error:
         raise DeltaError(f"The delta is corrupt: {error}.") from error
     positions = np.cumsum(gaps)
-    changes, first, start = [], 0, 0  # the last two index a chunk's positions and values
+    changes, position, value = [], 0, 0  # the last two are where the chunk's positions and values start
     for index, (name, number, num, is_sparse) in enumerate(block.chunks):
-        own = positions[first : first + num] - (index * CHUNK + 1) if is_sparse else None
-        changes.append(Change(name, number, own, values[start : start + num]))
-        first, start = first + num * is_sparse, start + num
+        in_chunk = positions[position : position + num] - (index * CHUNK + 1) if is_sparse else None
+        changes.append(Change(name, number, in_chunk, values[value : value + num]))
+        position, value = position + num * is_sparse, value + num
     return changes
 
 
 def parts(blocks: Iterable[Block | None], part_bytes: int = PART_BYTES) -> Iterator[bytes]:
-    """Yields the blocks in parts of about `part_bytes`; None stands for a block without changes."""
+    """Yields the encoded blocks in parts of about `part_bytes`; skips None, a block without changes."""
     held: list[bytes] = []
     size = 0
     for block in blocks:
@@ -181,15 +180,15 @@ def read_part(part: bytes) -> list[Block]:
 
 
 def checksum(bits: Bits | bytes) -> int:
-    """Computes the checksum of a chunk or part; it detects random damage and is 14 times as fast as a CRC."""
+    """Returns the checksum of a chunk or part, which detects random damage and is 14 times as fast as a CRC."""
     return xxhash.xxh3_64_intdigest(bits)  # type: ignore[arg-type]  # any buffer
 
 
 def version_digest(run: str, weight_version: int, checksums: Mapping[str, Sequence[int]]) -> str:
-    """Identifies a version of a run and its content.
+    """Returns a digest that identifies a version of a run by its content.
 
     Args:
-        run: a random word that distinguishes runs whose versions have the same number and content.
+        run: the run's random id, so that two runs never have the same digest.
         checksums: parameter → checksums of its chunks.
     """
     content = json.dumps([run, weight_version, sorted(checksums.items())], separators=(",", ":"))
@@ -197,7 +196,7 @@ def version_digest(run: str, weight_version: int, checksums: Mapping[str, Sequen
 
 
 def _packed(streams: Sequence[bytes], level: int = 1) -> bytes:
-    """Compresses to one zlib stream with separate Huffman codes per input; skips matches, which are rare here."""
+    """Compresses to one zlib stream with a Huffman code per input; does not search for matches, which are rare."""
     packer = zlib.compressobj(level, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_RLE)
     packed = []
     for stream in streams:
@@ -206,11 +205,11 @@ def _packed(streams: Sequence[bytes], level: int = 1) -> bytes:
 
 
 def _packed_values(values: Bits) -> bytes:
-    """Packs values into half a byte each if nearly all are small, 5 times as fast as compression; else compresses."""
+    """Packs values into half a byte each if nearly all are small, 5 times as fast as zlib; otherwise uses zlib."""
     width = values.dtype.itemsize
     folded = (values << 1) ^ -(values >> (8 * width - 1))  # 0, -1, 1, -2 … become 0, 1, 2, 3 …
     large = folded[folded >= _LARGE]
-    if len(large) > _LARGE_FRACTION * len(folded):  # all lowest bytes, then the next ones …
+    if len(large) > _LARGE_FRACTION * len(folded):  # the lowest byte of each value, then the next byte of each …
         return b"P" + _packed([plane.tobytes() for plane in folded.view(np.uint8).reshape(-1, width).T])
     halves = np.zeros(len(folded) + len(folded) % 2, np.uint8)
     halves[: len(folded)] = np.minimum(folded, _LARGE)
@@ -223,9 +222,9 @@ def _values(packed: bytes, num_values: int, dtype: np.dtype[Any]) -> Bits:
         planes = np.frombuffer(zlib.decompress(packed[1:]), np.uint8).reshape(dtype.itemsize, num_values)
         folded = np.ascontiguousarray(planes.T).reshape(-1).view(dtype)
     else:
-        both = np.frombuffer(packed, np.uint8, (num_values + 1) // 2, offset=1)
-        values = _PAIRS[dtype.itemsize].take(both).view(dtype)[:num_values]
-        large = np.frombuffer(packed[1 + len(both) :], dtype)
+        pairs = np.frombuffer(packed, np.uint8, (num_values + 1) // 2, offset=1)
+        values = _PAIRS[dtype.itemsize].take(pairs).view(dtype)[:num_values]
+        large = np.frombuffer(packed[1 + len(pairs) :], dtype)
         values[values == _unfolded(np.array([_LARGE], dtype))] = _unfolded(large)
         return values
     return _unfolded(folded)
@@ -235,24 +234,24 @@ def _unfolded(folded: Bits) -> Bits:
     return (folded >> 1) ^ -(folded & 1)
 
 
-# Element size in bytes → for each byte, the two values in its halves, as one item.
+# Element size in bytes → a table from each byte to the two values in its halves, as one item.
 _HALVES = np.array([[byte & _LARGE, byte >> 4] for byte in range(256)])
 _PAIRS = {width: _unfolded(_HALVES.astype(f"u{width}")).view(f"V{2 * width}").ravel() for width in (1, 2, 4, 8)}
 
 
 class HostCopy:
-    """Copies buckets to host memory, so that the trainer may change its parameters afterwards.
+    """A copy of the whole model in host memory, so that the trainer may change its parameters before they are sent.
 
-    Holds the whole model once, beyond the size of a bucket. Each copy reuses the storage of the previous one, to avoid
-    allocating pages again: `add` overwrites buckets that it returned before.
+    Each version overwrites the previous one in place, including the buckets that `add` returned, because allocating
+    pages again is slow.
     """
 
     def __init__(self, form: ServerForm | None = None) -> None:
         self.form = form or ServerForm()
-        self.weight_version = -1  # version of the copy, once it is complete
+        self.weight_version = -1  # -1 while the copy is incomplete
         self._coming_version = -1
         self._tensors: dict[str, Tensor] = {}
-        self._names: list[list[str]] = []  # a list for each bucket
+        self._names: list[list[str]] = []  # the parameters of each bucket
 
     def begin(self, weight_version: int) -> None:
         """Starts copying a version; the copy is incomplete until its last bucket."""
@@ -261,7 +260,7 @@ class HostCopy:
         self._names = []
 
     def add(self, bucket: Bucket, copy: Callable[[str, Tensor, Tensor], object] | None = None) -> Bucket:
-        """Copies a bucket; returns the copy. `copy`, if given, gets name, stored tensor and trainer's tensor."""
+        """Copies a bucket and returns the copy; calls `copy(name, stored, tensor)`, if given, instead of copying."""
         copied: dict[str, Tensor] = {}
         for name, dtype, shape in self.form.layout(bucket):
             tensor = bucket.tensors[name].detach()
@@ -280,22 +279,22 @@ class HostCopy:
         return Bucket(copied, is_last=bucket.is_last)
 
     def buckets(self) -> Iterator[Bucket]:
-        """Yields the copy in the original buckets."""
+        """Yields the copied buckets again."""
         for index, names in enumerate(self._names):
             yield Bucket({name: self._tensors[name] for name in names}, is_last=index + 1 == len(self._names))
 
 
 _THREADS = min(8, os.cpu_count() or 1)
-_Task = tuple[str, int, Bits, Tensor, torch.dtype]  # a chunk: name, number, kept bits, the trainer's tensor
+_Task = tuple[str, int, Bits, Tensor, torch.dtype]  # a chunk: name, number, stored bits, trainer's tensor, sent dtype
 
 
 class DeltaCopy(HostCopy):
-    """Keeps the version sent last; casts, compares and copies chunk by chunk, so that each chunk is read once."""
+    """Holds the last version that was sent. Casts, compares and copies each chunk while it is in the cache."""
 
     def __init__(self, form: ServerForm | None = None) -> None:
         super().__init__(form)
         self.checksums: dict[str, list[int]] = {}  # parameter → checksums of its chunks
-        # With more than one, OpenMP's threads would compete with the pool's.
+        # One torch thread each: OpenMP's threads would compete with the pool's.
         self._pool = ThreadPoolExecutor(_THREADS, "lightrl-delta", torch.set_num_threads, (1,))
 
     def close(self) -> None:
@@ -307,7 +306,7 @@ class DeltaCopy(HostCopy):
         self.checksums = {}
 
     def take_delta(self, bucket: Bucket, has_base: bool) -> tuple[list[bytes], Bucket]:
-        """Copies a bucket; returns the parts of its delta (none without a base) and the copy."""
+        """Copies a bucket; returns the parts of its delta to the last version, none unless `has_base`, and the copy."""
         tasks: list[_Task] = []
 
         def plan(name: str, stored: Tensor, tensor: Tensor) -> None:
@@ -317,7 +316,7 @@ class DeltaCopy(HostCopy):
                 tasks.append((name, index, chunk(old, index), source, stored.dtype))
             self.checksums[name] = []
 
-        def copied(group: Sequence[_Task]) -> tuple[Block | None, list[int]]:
+        def compare(group: Sequence[_Task]) -> tuple[Block | None, list[int]]:
             changes, sums = [], []
             for name, index, old, source, dtype in group:
                 new = bits_of(source.to(dtype=dtype, device="cpu"))
@@ -333,11 +332,11 @@ class DeltaCopy(HostCopy):
         groups = [run[i : i + BLOCK_CHUNKS] for run in by_width for i in range(0, len(run), BLOCK_CHUNKS)]
         num_threads = torch.get_num_threads()
         blocks = []
-        for group, (block, sums) in zip(groups, self._pool.map(copied, groups), strict=True):
+        for group, (block, sums) in zip(groups, self._pool.map(compare, groups), strict=True):
             blocks.append(block)
-            for task, one in zip(group, sums, strict=True):
-                self.checksums[task[0]].append(one)
-        torch.set_num_threads(num_threads)  # the pool's threads changed it for all new threads
+            for task, chunk_sum in zip(group, sums, strict=True):
+                self.checksums[task[0]].append(chunk_sum)
+        torch.set_num_threads(num_threads)  # starting the pool's threads changed it for all new threads
         return list(parts(blocks)), copy
 
 

@@ -1,13 +1,13 @@
-"""DeltaFolder: one weight version in a folder on a server's host; full versions replace it and deltas update it.
+"""DeltaFolder: a folder on a server's host with one weight version; full versions replace it, and deltas update it.
 
-    root/version-00000012/   model-00001.safetensors …, index, config.json, version.json: what a server loads
-    root/incoming/           parts of the version that is arriving; the version above is still unchanged
-    root/.changing/          the version above, while a delta is applied in place; renames start and end this state
-    root/undo/               the parts of the last delta, which can also be undone
+    root/version-00000012/   what a server loads: model-00001.safetensors …, index, config.json, version.json
+    root/incoming/           parts of the next version while they arrive; the version above is unchanged
+    root/.changing/          the version while a delta is applied to it in place; it is renamed before and after
+    root/undo/               the parts of the last delta, so it can be undone
 
-So the disk holds the model once, plus a delta. Whenever a process is killed, a folder named version-… is complete;
-the next start removes everything else. Before a version gets its name, its digest is computed from the files and must
-equal the trainer's.
+The disk holds the model once, plus a delta. A folder named version-… is complete, even if a process is killed; the next
+start removes everything else. Before a version gets its name, its digest is computed from the files and must equal
+the trainer's.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from lightrl.weights.disk import INDEX_FILE
 
 _STATE_FILE, _VERSION = "version.json", re.compile(r"version-\d+")
 _THREADS = min(8, os.cpu_count() or 1)
-_LENGTH_BYTES = 8  # size of the header's length field in a safetensors file
+_LENGTH_BYTES = 8  # a safetensors file starts with the length of its header
 
 
 class NotTheBase(DeltaError):
-    """The folder holds a different version from the one that the delta starts from."""
+    """The folder does not hold the version that the delta starts from."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """A weight version of a run, with its `version_digest`."""
+    """A weight version of a run; `digest` is its `version_digest`."""
 
     run: str
     weight_version: int
@@ -64,21 +64,21 @@ NOTHING = Version("", -1, "")
 
 
 class DeltaFolder:
-    """Keeps one version; only `write` may be called concurrently.
+    """Holds one version; only `write` may be called concurrently.
 
     Args:
-        root: an empty folder, or one from an earlier DeltaFolder; only this object may write there.
+        root: an empty folder, or one of an earlier DeltaFolder. Nothing else may write there.
     """
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root).absolute()
         self.root.mkdir(parents=True, exist_ok=True)
         self.version = NOTHING
-        self._session = ""  # session of the version that is arriving
-        self._base = ""
-        self._checks: dict[int, int] = {}  # checksums of the parts that have arrived
-        self._files: dict[str, int] = {}  # file of the version → bytes
-        self._bits: dict[str, Bits] = {}  # parameter of the version → its bits in the files
+        self._session = ""  # the current upload's
+        self._base = ""  # as in `begin`
+        self._checks: dict[int, int] = {}  # uploaded part → checksum
+        self._files: dict[str, int] = {}  # the version's files → bytes
+        self._bits: dict[str, Bits] = {}  # the version's parameters → their bits, mapped from the files
         self._pool = ThreadPoolExecutor(_THREADS, "lightrl-delta")
         self._take_over()
 
@@ -95,12 +95,12 @@ class DeltaFolder:
         return NOTHING
 
     def begin(self, session: str, base: str) -> None:
-        """Prepares for the parts of a version, and discards those of an unfinished one.
+        """Starts the upload of a version, and discards an unfinished one.
 
         Args:
-            session: a word that the sender chooses and sends with each part.
-            base: the digest of the version that the delta starts from; empty for a full version, which removes the
-                present one immediately, to free its space.
+            session: the upload's id, which the sender chooses and sends with each part.
+            base: the digest of the version that the delta starts from. Empty for a full version; the current version
+                is then removed immediately, to free its space.
         """
         self._session = ""
         self._remove("incoming")
@@ -121,19 +121,19 @@ class DeltaFolder:
         self._checks[index] = check
 
     def finish(self, session: str, version: Version, num_parts: int, config: Mapping[str, Any]) -> Path:
-        """Builds the version from its parts, which are the files of a full version or of a delta.
+        """Builds the version from the uploaded parts, the safetensors files of a full version or the parts of a delta.
 
         Args:
             session: as in `begin`.
-            num_parts: number of parts that were sent.
-            config: the content of config.json; a delta leaves that file unchanged.
+            num_parts: how many parts were sent.
+            config: the content of config.json; ignored for a delta.
 
         Returns:
             The folder that a server loads.
 
         Raises:
-            DeltaError: if parts are missing or corrupt, in which case nothing changes; or if the result is not the
-                trainer's version, in which case the folder is emptied.
+            DeltaError: if parts are missing or corrupt (nothing changes), or the result is not the trainer's version
+                (the folder is emptied).
         """
         self._check_session(session)
         self._session = ""
@@ -148,7 +148,7 @@ class DeltaFolder:
             self._change(parts, version)
             self._remove("undo")
             (incoming / _STATE_FILE).write_text(json.dumps(asdict(previous)))
-            incoming.rename(self.root / "undo")  # the same parts can restore the previous version
+            incoming.rename(self.root / "undo")
         else:
             self._open(incoming)
             (incoming / "config.json").write_text(json.dumps(config, indent=2))
@@ -156,17 +156,17 @@ class DeltaFolder:
         return self.path
 
     def revert(self, digest: str) -> Path:
-        """Undoes the last delta; `digest` must be that of the version before it."""
+        """Undoes the last delta; `digest` must be the previous version's."""
         undo = self.undo
         if not digest or undo.digest != digest:
-            raise NotTheBase("There is no delta to undo that restores this version.")
+            raise NotTheBase("The last delta here did not start from this version, so it cannot be restored.")
         parts = sorted((self.root / "undo").glob("part-*"))
         self._change(parts, undo, backward=True)
         self._remove("undo")
         return self.path
 
     def clear(self) -> None:
-        """Removes everything."""
+        """Removes all files."""
         self.version = NOTHING
         self._bits, self._files = {}, {}
         for path in self.root.iterdir():
@@ -183,7 +183,7 @@ class DeltaFolder:
             version = Version(**json.loads((folder / _STATE_FILE).read_text()))
             self._open(folder)
             self._name(folder, version)
-        except (OSError, ValueError, TypeError, KeyError):  # none, several, or corrupt: the next sync sends all
+        except (OSError, ValueError, TypeError, KeyError):  # no version, several, or a bad one: the next sync is full
             self.clear()
         for name in (".changing", "incoming"):
             self._remove(name)
@@ -204,7 +204,7 @@ class DeltaFolder:
         source = self.path
         sizes = {path.name: path.stat().st_size for path in source.glob("*.safetensors")}
         if sizes != self._files:
-            self.clear()  # without touching mapped pages that are gone
+            self.clear()  # before anything reads a mapped page that no longer exists
             raise DeltaError(f"The files of {source} have changed: one is missing or has another size.")
         source.rename(changing)
         self.version = NOTHING
@@ -223,26 +223,26 @@ class DeltaFolder:
             raise
 
     def _changed(self, block: Block, *, backward: bool) -> dict[tuple[str, int], int]:
-        """Changes the chunks of a block; returns their new checksums, computed while each chunk is in the cache."""
+        """Changes the chunks of a block; returns their checksums, computed while a chunk is in the cache."""
         sums = {}
         for change in unpacked(block):
             name, number = change.name, change.number
             bits = self._bits.get(name)
             if bits is None or not 0 <= number < num_chunks(len(bits)):
                 raise DeltaError(f"The delta changes chunk {number} of {name!r}, which the model lacks.")
-            own = chunk(bits, number)
-            apply(change, own, backward=backward)
-            sums[name, number] = checksum(own)
+            chunk_bits = chunk(bits, number)
+            apply(change, chunk_bits, backward=backward)
+            sums[name, number] = checksum(chunk_bits)
         return sums
 
     def _name(self, folder: Path, version: Version, sums: Mapping[tuple[str, int], int] | None = None) -> None:
-        """Renames the folder to the version's name if its digest matches; `sums` are checksums computed before."""
+        """Renames the folder to the version's name if its digest matches; `sums` are the chunks' known checksums."""
         all_sums = dict(sums or {})
         chunks = {name: [(name, index) for index in range(num_chunks(len(bits)))] for name, bits in self._bits.items()}
-        missing = [place for chunk_ids in chunks.values() for place in chunk_ids if place not in all_sums]
-        added = self._pool.map(lambda place: checksum(chunk(self._bits[place[0]], place[1])), missing)
+        missing = [key for keys in chunks.values() for key in keys if key not in all_sums]
+        added = self._pool.map(lambda key: checksum(chunk(self._bits[key[0]], key[1])), missing)
         all_sums |= dict(zip(missing, added, strict=True))
-        checksums = {name: [all_sums[place] for place in chunk_ids] for name, chunk_ids in chunks.items()}
+        checksums = {name: [all_sums[key] for key in keys] for name, keys in chunks.items()}
         if version_digest(version.run, version.weight_version, checksums) != version.digest:
             self.clear()
             raise DeltaError(f"The result is not the trainer's version {version.weight_version}: its digest differs.")
@@ -273,7 +273,7 @@ class DeltaFolder:
 
 
 def folder_in_memory(prefix: str) -> Path:
-    """Makes a new folder below /dev/shm, or in the temporary folder if this process may not write there."""
+    """Makes a new folder in /dev/shm, or in the temporary folder if this process may not write there."""
     memory = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
     return Path(tempfile.mkdtemp(prefix=own_prefix(prefix, memory), dir=memory))
 
@@ -298,7 +298,7 @@ def _mapped(path: Path) -> Iterator[tuple[str, Bits]]:
 
 
 def _check_space(root: Path, num_bytes: int) -> None:
-    """Raises OSError (ENOSPC) if space is short; for a folder in memory, also if available memory is short."""
+    """Raises OSError (ENOSPC) if less than `num_bytes` of disk, or of memory for a folder in memory, are free."""
     free = shutil.disk_usage(root).free
     if root.is_relative_to("/dev/shm"):
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -1,11 +1,11 @@
-"""Digests of the weights that the trainer sends, in a server's dtype and layout, to compare with the server's own.
+"""Digests of the trainer's weights in a server's dtype and layout, to be compared with those the server reports.
 
 SGLang's `/weights_checker` and vLLM's `/weight_checker` return a digest per parameter and rank. Servers fuse q, k and v
-into one tensor, gate and up into one, all experts of a layer into two, hold a shard per rank, and pad the vocabulary
-with zeros. `Digests` computes the same digests from the buckets:
+into one tensor, gate and up into one, all experts of a layer into two; each rank holds a shard; the vocabulary is
+padded with zeros. `Digests` computes the same digests from the buckets:
 
     bucket ─► parts of a tensor ─► complete? ─► a thread: cast, cut into shards, hash ─► digests by rank and name
-                  (q, k, v)         no: kept as a copy
+                  (q, k, v)         no: copied, to wait for the other parts
 
 Source: SGLang 0.5.23, srt/utils/weight_checker.py, layers/linear.py, layers/vocab_parallel_embedding.py,
 layers/moe/fused_moe_triton/layer.py, configs/update_config.py (the padding on a CPU),
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 import re
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,7 +34,7 @@ from lightrl.weights.server_layout import CPU_PADDING, ServerLayout
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# SGLang's GPU hash of a tensor, in torch: mixes each 32-bit word with its position and sums tiles of 8192 words.
+# Constants of SGLang's GPU hash, which mixes each 32-bit word with its position and sums tiles of 8192 words.
 _SEED = 0x243F6A88
 _SECOND_SEED = ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF
 _MIX = (0x85EBCA6B, 0xC2B2AE35)
@@ -45,7 +46,7 @@ _MASK = 2**64 - 1
 
 
 def tile_hash(tensor: Tensor) -> int:
-    """Hashes the tensor's bytes to 64 bits on its own device; 0 if it is empty."""
+    """Computes SGLang's 64-bit GPU hash of a tensor's bytes, on the tensor's device; 0 if it is empty."""
     content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     num_bytes = content.numel()
     if num_bytes == 0:
@@ -58,9 +59,9 @@ def tile_hash(tensor: Tensor) -> int:
     for start in range(0, words.numel(), _TILE_WORDS * _TILES_AT_ONCE):
         block = words[start : start + _TILE_WORDS * _TILES_AT_ONCE].to(torch.int64) & _WORD
         position = torch.arange(start, start + block.numel(), device=words.device) & _WORD
-        for index, (factor, seed, turn) in enumerate(zip(_POSITION, (_SEED, _SECOND_SEED), (15, 13), strict=True)):
-            turned = ((position << turn) | (position >> (32 - turn))) & _WORD
-            mixed = _mixed(block ^ (((position * factor + seed) & _WORD) ^ turned))
+        for index, (factor, seed, shift) in enumerate(zip(_POSITION, (_SEED, _SECOND_SEED), (15, 13), strict=True)):
+            rotated = ((position << shift) | (position >> (32 - shift))) & _WORD
+            mixed = _mixed(block ^ (((position * factor + seed) & _WORD) ^ rotated))
             padding = -mixed.numel() % _TILE_WORDS
             tiles = torch.nn.functional.pad(mixed, (0, padding)).view(-1, _TILE_WORDS).sum(1) & _WORD
             sums[index] += _mixed(tiles ^ size).sum()
@@ -69,7 +70,7 @@ def tile_hash(tensor: Tensor) -> int:
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """Applies murmur3's finalizer to 32-bit words in int64; products keep only their low 32 bits."""
+    """Applies murmur3's finalizer to 32-bit words in int64, modulo 2 ** 32."""
     words = words ^ (words >> 16)
     words = (words * _MIX[0]) & _WORD
     words = words ^ (words >> 13)
@@ -92,18 +93,18 @@ _EMBEDDING = "model.embed_tokens.weight"
 _FUSED = {"q_proj": ("qkv_proj", 0, 3), "k_proj": ("qkv_proj", 1, 3), "v_proj": ("qkv_proj", 2, 3),
           "gate_proj": ("gate_up_proj", 0, 2), "up_proj": ("gate_up_proj", 1, 2)}  # fmt: skip
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
-# Projection of an expert → the fused parameter [E, ...], its index among the expert's parts there, and their number.
+# An expert's projection → the fused parameter [E, ...], and this part's index and the number of parts there.
 _OF_EXPERT = {"gate_proj": ("w13_weight", 0, 2), "up_proj": ("w13_weight", 1, 2), "down_proj": ("w2_weight", 0, 1),
               "w1": ("w13_weight", 0, 2), "w3": ("w13_weight", 1, 2), "w2": ("w2_weight", 0, 1)}  # fmt: skip
 _VOCABULARY_PADDING = 64
 
 
 class Digests:
-    """Hashes the buckets of one version during their transfer; keeps only the parts of incomplete tensors.
+    """Hashes a version's buckets while they are transferred; copies only parts of incomplete tensors.
 
     Args:
-        form: dtype and names that are sent.
-        layouts: layouts of the servers.
+        form: the dtype and names that are sent.
+        layouts: the servers' layouts.
         timeout_s: limit for hashing one bucket.
     """
 
@@ -128,7 +129,7 @@ class Digests:
         }
 
     def add(self, bucket: Bucket) -> None:
-        """Starts hashing a bucket once the previous one is done; `bucket` must not change until the next `wait`."""
+        """Waits for the previous bucket and starts hashing this one, which must not change until the next `wait`."""
         self.wait()
         if not self._layouts:
             return
@@ -145,7 +146,7 @@ class Digests:
                 del self._parts[fused]
                 self._running.append(self._threads.submit(self._hash, fused, [parts[i] for i in range(num)]))
         for fused, index in added:
-            if fused in self._parts:  # completed by a later bucket; this one must be freed
+            if fused in self._parts:  # a later bucket completes it, but this one is freed now
                 self._parts[fused][index] = tuple(tensor.clone() for tensor in self._parts[fused][index])
 
     def wait(self) -> None:
@@ -155,14 +156,14 @@ class Digests:
             WeightSyncError: if hashing takes longer than `timeout_s`.
         """
         running, self._running = self._running, []
-        for one in running:
+        for future in running:
             try:
-                one.result(self._timeout_s)
+                future.result(self._timeout_s)
             except FutureTimeout as error:
                 raise WeightSyncError(f"the digests of a bucket took longer than {self._timeout_s:g} s") from error
 
     def finish(self) -> dict[ServerLayout, RankDigests]:
-        """Returns the digests of the version, by layout; stops the threads."""
+        """Returns the version's digests by layout; stops the threads."""
         self.wait()
         self.close()
         return self._digests
@@ -171,10 +172,10 @@ class Digests:
         """Stops the threads. May be called twice."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _hash(self, name: str, given: list[_Part]) -> None:
-        # Servers hash quantized weights in bfloat16, whatever the dtype of the others.
-        parts = [part[0] if len(part) == 1 else block_fp8.dequantize(*part) for part in given]
-        is_cast = len(given[0]) == 1
+    def _hash(self, name: str, sent: list[_Part]) -> None:
+        # Servers hash quantized weights in bfloat16, whatever the dtype of other weights.
+        parts = [part[0] if len(part) == 1 else block_fp8.dequantize(*part) for part in sent]
+        is_cast = len(sent[0]) == 1
         if self._form.dtype is not None and is_cast:
             parts = [part.to(self._form.dtype) if part.is_floating_point() else part for part in parts]
         for layout in self._layouts:
@@ -187,17 +188,17 @@ class Digests:
                 group = rank * ep // layout.num_ranks
                 held = cast[group * num_held : (group + 1) * num_held]
                 shards = [self._shard(name, index, part, rank, layout) for index, part in enumerate(held)]
-                if previous is not None and all(one is other for one, other in zip(shards, previous[0], strict=True)):
+                if previous is not None and all(map(operator.is_, shards, previous[0])):
                     digest = previous[1]  # a replicated parameter
                 else:
                     digest = _digest(shards, layout)
                 previous = shards, digest
                 digests[rank][name] = digest
                 if name == _EMBEDDING and OUTPUT_HEAD in self._form.skip_names:
-                    digests[rank][OUTPUT_HEAD] = digest  # some servers hold a tied head twice
+                    digests[rank][OUTPUT_HEAD] = digest  # some servers hold a copy of a tied head
 
     def _shard(self, name: str, index: int, part: Tensor, rank: int, layout: ServerLayout) -> Tensor:
-        """Returns the shard of a part that `rank` holds, zero-padded as on servers; all of it if it is replicated."""
+        """Returns `rank`'s shard of a part, padded with zeros as on servers; the whole part if it is replicated."""
         *_, module, kind = ("", *name.split("."))
         num = layout.num_ranks
         if module == "embed_tokens" and self._config.model_type == "gemma3_text":
@@ -222,7 +223,7 @@ class Digests:
 
 
 def _fused(name: str, num_experts: int) -> tuple[str, int, int]:
-    """Returns the fused parameter's name, the index of this parameter among its parts, and their number."""
+    """Returns the name of a parameter's fused parameter, its index among the fused parts, and their number."""
     if (expert := _EXPERT.fullmatch(name)) is not None:
         fused, index, num = _OF_EXPERT[expert[3]]
         return f"{expert[1]}.{fused}", int(expert[2]) * num + index, num_experts * num
@@ -238,7 +239,7 @@ def _padded(size: int, unit: int) -> int:
 
 
 def _cut(tensor: Tensor, dim: int, size: int, num: int, index: int) -> Tensor:
-    """Cuts out shard `index` of `num` along a dimension that is first padded with zeros to `size`."""
+    """Pads dimension `dim` with zeros to `size`, and returns shard `index` of `num` along it."""
     if num == 1 and size == tensor.shape[dim]:
         return tensor
     length = size // num
@@ -252,10 +253,10 @@ def _cut(tensor: Tensor, dim: int, size: int, num: int, index: int) -> Tensor:
 
 
 def _digest(parts: list[Tensor], layout: ServerLayout) -> str:
-    """Computes the server's digest of the concatenated parts: SGLang's `tensor_hash` on a GPU, otherwise SHA-256."""
+    """Computes a server's digest of the concatenated parts: SGLang's GPU hash on its GPUs, otherwise SHA-256."""
     if not layout.is_cpu and not layout.is_vllm:
         return f"{tile_hash(torch.cat([part.reshape(-1) for part in parts])):016x}"
-    digest = hashlib.sha256()  # it releases the GIL
+    digest = hashlib.sha256()  # releases the GIL
     for part in parts:
         digest.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]

@@ -1,10 +1,10 @@
-"""WeightFolder: each weight version as a Hugging Face folder of safetensors, complete or absent.
+"""WeightFolder: writes each weight version as a Hugging Face folder of safetensors, completely or not at all.
 
     root/version-00000012/            model-00001.safetensors …, model.safetensors.index.json, config.json
-    root/.unfinished-00000013-4711/   being written; the rename makes the version exist
-    root/.share-3/                    rank 3 writes here if several ranks write; rank 0 moves its files to the version
+    root/.unfinished-00000013-4711/   a version that is being written; renamed when it is complete
+    root/.share-3/                    rank 3's files, if several ranks write; rank 0 moves them into the version
 
-Each bucket is written to a file directly from the tensors' memory, so that at most one tensor is copied.
+A bucket is written to a file directly from the tensors' memory, so that at most one tensor is copied.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightrl.weights.bucket import Bucket, ServerForm, WrittenFile
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-KEPT_VERSIONS = 2  # keeps the newest ones: servers can return to the previous version if a sync fails
+KEPT_VERSIONS = 2  # the newest two, so servers can return to the previous version if a sync fails
 INDEX_FILE = "model.safetensors.index.json"
 _FINISHED = re.compile(r"version-(\d+)")
 _DTYPE_NAMES = {
@@ -40,15 +40,15 @@ _DTYPE_NAMES = {
 
 
 class WeightFolder:
-    """Versions of a model's weights in one folder; the newest are kept, for rollbacks and servers that join late.
+    """The newest versions of a model's weights, for syncs, rollbacks and servers that join late.
 
-    A version is written under a hidden name and renamed, so a reader never sees a partial one. The next write removes
+    A version is written under a hidden name and renamed, so readers never see a partial one. The next write removes
     the leftovers of a killed writer. Only one process may write.
 
     Args:
-        root: holds the versions; created if missing; servers must be able to read it. Below /dev/shm it uses memory.
+        root: the versions' folder, created if missing; servers must be able to read it. In /dev/shm it uses memory.
         config: the model's config, written next to the weights.
-        form: dtype and names that the servers need.
+        form: the dtype and names that the servers need.
     """
 
     def __init__(self, root: str | Path, config: PretrainedConfig, *, form: ServerForm | None = None) -> None:
@@ -57,10 +57,10 @@ class WeightFolder:
         self.form = form or ServerForm.of(config)
 
     def write(self, buckets: Iterable[Bucket], weight_version: int) -> Path:
-        """Writes a version from all its buckets; returns its folder.
+        """Writes a version and returns its folder.
 
         Raises:
-            WeightSyncError: if the disk is full or fails; the version is removed, and earlier ones stay.
+            WeightSyncError: if the disk is full or fails; earlier versions stay.
         """
         writer = self.begin(weight_version)
         try:
@@ -71,7 +71,7 @@ class WeightFolder:
             writer.discard()
 
     def begin(self, weight_version: int) -> VersionWriter:
-        """Returns a writer of one version, for buckets that arrive one by one."""
+        """Starts writing a version bucket by bucket."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -90,14 +90,14 @@ class WeightFolder:
         return [number for number in numbers if is_whole(self.path_of(number))]
 
     def remove_old(self, but: Iterable[int] = ()) -> None:
-        """Removes all versions except the newest and those in `but`, which a server may be reading."""
+        """Removes all versions except the newest, and those in `but`, which servers may be reading."""
         numbers = self.versions()
         for number in set(numbers[:-KEPT_VERSIONS]) - set(but):
             shutil.rmtree(self.path_of(number), ignore_errors=True)
 
 
 class VersionWriter:
-    """One version being written; `finish` publishes it, `discard` removes it if it is unfinished.
+    """Writes one version; `finish` publishes it, and `discard` removes it if it is unfinished.
 
     `add` and `finish` raise WeightSyncError if the disk is full or fails.
     """
@@ -111,7 +111,7 @@ class VersionWriter:
         self._place = folder.root / f".unfinished-{weight_version:08d}-{os.getpid()}"
 
     def add(self, bucket: Bucket) -> None:
-        """Writes the bucket to a file, and moves in the files that other ranks have written."""
+        """Writes the bucket to a file, and moves files that other ranks have written into the version."""
         for rank_file in bucket.files:
             self._adopt(rank_file)
         layout = self.folder.form.layout(bucket)
@@ -129,7 +129,7 @@ class VersionWriter:
         self._file_of.update({parameter: name for parameter, _, _ in layout})
 
     def finish(self) -> Path:
-        """Gives the complete folder the version's name and returns it; removes old versions."""
+        """Renames the complete folder to the version's name and returns it; removes old versions."""
         if not self._files:
             raise WeightSyncError(f"Version {self.weight_version} has no parameters.")
         metadata = {"weight_version": self.weight_version, "file_bytes": self._files, "total_size": self.num_bytes}
@@ -140,7 +140,7 @@ class VersionWriter:
             config = served_config(self.folder.config, self.folder.form)
             (self._place / "config.json").write_text(json.dumps(config, indent=2))
             (self._place / INDEX_FILE).write_text(json.dumps(index, indent=2))
-            if place.exists():  # written before this run resumed from an older checkpoint
+            if place.exists():  # from before this run resumed from an older checkpoint
                 shutil.rmtree(replaced, ignore_errors=True)
                 place.rename(replaced)
             self._place.rename(place)
@@ -160,8 +160,8 @@ class VersionWriter:
             num_bytes = path.stat().st_size
             if num_bytes != file.num_bytes:
                 raise WeightSyncError(
-                    f"{file.path!r} has {num_bytes} bytes, but the rank that wrote it reported {file.num_bytes}: the "
-                    "folder is not the same on all hosts of the trainer. The servers keep the old weights."
+                    f"{file.path!r} has {num_bytes} bytes, but the rank that wrote it reported {file.num_bytes}. The "
+                    "folder must be shared by all hosts of the trainer. The servers keep the old weights."
                 )
             self._place.mkdir(exist_ok=True)
             path.rename(self._place / path.name)
@@ -172,9 +172,9 @@ class VersionWriter:
         self._file_of.update(dict.fromkeys(file.shapes, path.name))
 
     def _check_new(self, parameters: Iterable[str]) -> None:
-        twice = [parameter for parameter in parameters if parameter in self._file_of]
-        if twice:
-            raise WeightSyncError(f"Parameter {twice[0]!r} arrived twice in version {self.weight_version}.")
+        repeated = [parameter for parameter in parameters if parameter in self._file_of]
+        if repeated:
+            raise WeightSyncError(f"Parameter {repeated[0]!r} arrived twice in version {self.weight_version}.")
 
 
 def served_config(config: PretrainedConfig, form: ServerForm) -> dict[str, object]:
@@ -186,7 +186,7 @@ def served_config(config: PretrainedConfig, form: ServerForm) -> dict[str, objec
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a version has all its files, each of full length."""
+    """Whether a version has all its files in full length."""
     try:
         sizes: dict[str, int] = json.loads((folder / INDEX_FILE).read_text())["metadata"]["file_bytes"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -206,7 +206,7 @@ def write_safetensors(
     offset = 0
     for name, dtype, shape in layout:
         if dtype not in _DTYPE_NAMES:
-            raise WeightSyncError(f"Parameter {name!r} is {dtype}; safetensors has {sorted(_DTYPE_NAMES.values())}.")
+            raise WeightSyncError(f"Parameter {name!r} is {dtype}, not one of {sorted(_DTYPE_NAMES.values())}.")
         end = offset + shape.numel() * dtype.itemsize
         header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
@@ -219,7 +219,7 @@ def write_safetensors(
 
 
 def _write_all(file: BinaryIO, data: memoryview) -> None:
-    """Repeats the write until all data is written: an unbuffered one stops at 2 GiB, or when the disk is full."""
+    """Writes all data; a single unbuffered write stops at 2 GiB, or when the disk is full."""
     while len(data):
         data = data[file.write(data) :]
 
@@ -240,10 +240,10 @@ def _disk_error(error: OSError, root: Path, weight_version: int, num_bytes: int)
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """Everything that a rank needs to write its share; `vars` gives plain JSON."""
+    """What a rank needs to write its share of a version; its `vars` are plain JSON."""
 
     root: str
-    dtype: str | None  # torch's name of the floating-point dtype; None keeps the trainer's
+    dtype: str | None  # of floating-point weights, as in torch; None keeps the trainer's
     skip_names: list[str]
     timeout_s: float  # limit until every rank has written its share
     is_block_fp8: bool = False
@@ -255,7 +255,7 @@ class SharedFolder:
 
 
 class ShareWriter:
-    """Writes each bucket of this rank to a file. `record` reports a failure later: other ranks still need this one.
+    """Writes each of this rank's buckets to a file. A failure appears in `record`, since the export is collective.
 
     The constructor removes this rank's files of an earlier version.
     """
@@ -283,22 +283,22 @@ class ShareWriter:
             with path.open("wb", buffering=0) as file:
                 num_bytes = write_safetensors(file, layout, self._form.tensors(bucket))
         except OSError as error:
-            why = "the disk is full" if is_disk_full(error) else str(error)
-            self.problem = f"Rank {self._rank} could not write its share to {str(self._place)!r}: {why}."
+            reason = "the disk is full" if is_disk_full(error) else str(error)
+            self.problem = f"Rank {self._rank} could not write its share to {str(self._place)!r}: {reason}."
             return
         shapes = {name: list(shape) for name, _, shape in layout}
         self.files.append(WrittenFile(str(path), num_bytes, shapes))
 
     def record(self) -> dict[str, Any]:
-        """Describes the share to rank 0 as plain JSON."""
+        """Returns plain JSON that describes the share to rank 0."""
         return {"problem": self.problem, "files": [asdict(file) for file in self.files]}
 
 
 def files_of(records: list[dict[str, Any]]) -> tuple[WrittenFile, ...]:
-    """Returns the files of all ranks.
+    """Returns the files in all ranks' records.
 
     Raises:
-        WeightSyncError: if a rank could not write; the message names the rank.
+        WeightSyncError: if a rank failed; the message names the rank.
     """
     problems = [record["problem"] for record in records if record["problem"] is not None]
     if problems:
@@ -307,6 +307,6 @@ def files_of(records: list[dict[str, Any]]) -> tuple[WrittenFile, ...]:
 
 
 def read_back(files: Iterable[WrittenFile]) -> Iterator[Bucket]:
-    """Reads the tensors back from the folder, a bucket per file, for digests of the weights that servers will load."""
+    """Yields each file's tensors as a bucket, to compute digests of the weights that servers will load."""
     for file in files:
         yield Bucket(load_file(file.path))

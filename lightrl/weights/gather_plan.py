@@ -1,11 +1,11 @@
-"""GatherPlan: which rank gathers each parameter, and which ranks send which parts. Pure; no process group.
+"""GatherPlan: which rank gathers each parameter, and who sends which part. Pure functions, without a process group.
 
     parameter   held by                          owner   sent
     q_proj      ranks 0, 1, 2, 3, a quarter each     2   ranks 0, 1 and 3 send their quarters to rank 2
     norm        ranks 0 to 3, each all of it         1   nothing
 
-An owner never receives a part that it holds, and no part is sent twice. Parameters that a server fuses, like q, k and
-v, have the same owner, so that it can compute the digest of the fused tensor.
+An owner receives only parts that it lacks, and each of them once. Parameters that a server fuses, like q, k and v, have
+the same owner, which can therefore compute the digest of the fused tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes, one of each 
 
 @dataclass(frozen=True)
 class Layout:
-    """One parameter: its full shape, and the part of it that each rank holds.
+    """A parameter: its full shape, and the part that each rank holds.
 
     Example:
         Layout("lm_head.weight", (100, 8), 4, {0: ((0, 0), (50, 8)), 1: ((50, 0), (50, 8))})
@@ -29,7 +29,7 @@ class Layout:
     name: str
     shape: tuple[int, ...]
     item_bytes: int
-    boxes: Mapping[int, Box]  # rank → box; ranks with equal boxes hold copies, all others hold disjoint parts
+    boxes: Mapping[int, Box]  # rank → its part; two parts are either equal or disjoint
 
     @property
     def num_bytes(self) -> int:
@@ -38,7 +38,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Send:
-    """One part of a parameter on its way to the owner."""
+    """The transfer of one part of a parameter to the owner."""
 
     name: str
     source: int
@@ -49,28 +49,28 @@ class Send:
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """Owners, sends and rounds of an export; identical on every rank.
+    """The owners, sends and rounds of an export; the same on every rank.
 
-    `rounds` are lists of tensors to export. Within a round each owner gets at most one bucket, or one tensor that is
-    larger; all ranks finish a round before the next begins.
+    In a round each owner gathers at most one bucket, or one larger tensor; all ranks finish a round before the next
+    starts.
     """
 
     owners: Mapping[str, int]  # exported tensor → rank
     sends: Mapping[str, Sequence[Send]]  # exported tensor → sends of all its parameters
-    rounds: Sequence[Sequence[str]]
+    rounds: Sequence[Sequence[str]]  # exported tensors of each round
 
 
 def make_plan(
     layouts: Iterable[Layout], sources: Mapping[str, Sequence[str]], *, ranks: Sequence[int], bucket_bytes: int
 ) -> GatherPlan:
-    """Assigns each exported tensor to one of `ranks`, balanced by bytes, and lists what the others send to it.
+    """Assigns each exported tensor to an owner, balanced by bytes, and lists what other ranks send to it.
 
     Args:
-        layouts: layouts of the parameters.
+        layouts: the parameters.
         sources: exported tensor → the parameters that it is computed from, in order, for example a weight and its
             trained update.
-        ranks: ranks that may own tensors; [0] gathers everything on rank 0.
-        bucket_bytes: most bytes of parameters that a rank gathers at a time.
+        ranks: the ranks that may own tensors; [0] gathers everything on rank 0.
+        bucket_bytes: the most bytes that a rank gathers in a round.
 
     Raises:
         ValueError: if the parts of a parameter overlap or leave a gap.
@@ -88,16 +88,16 @@ def make_plan(
 
 
 def _unit(name: str) -> str:
-    """Returns the unit that must stay on one rank: the attention or MLP of a layer, whose projections servers fuse."""
+    """Returns the prefix of all parameters that must have the same owner: those of a layer's attention or MLP."""
     parts = name.split(".")
-    index = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+    index = next((index for index, part in enumerate(parts) if part.isdigit()), None)
     return name if index is None else ".".join(parts[: index + 2])
 
 
 def _owners(
     layouts: Mapping[str, Layout], sources: Mapping[str, Sequence[str]], ranks: Sequence[int]
 ) -> dict[str, int]:
-    """Assigns units, largest first, each to the least loaded of the ranks that hold most of it."""
+    """Assigns units, largest first, each to the least loaded of the ranks that hold much of it."""
     held: dict[str, Counter[int]] = {}
     size: Counter[str] = Counter()
     for name, parts in sources.items():
@@ -110,24 +110,24 @@ def _owners(
     owners: dict[str, int] = {}
     for unit in sorted(size, key=lambda unit: (-size[unit], unit)):
         most = max(held[unit][rank] for rank in ranks)
-        # Ranks with somewhat smaller shards still share the work; ranks of other pipeline stages hold nothing.
-        near = [rank for rank in ranks if 2 * held[unit][rank] >= most]
-        owner = min(near, key=lambda rank: (load[rank], rank))
+        # Half as much as the largest share is enough, to balance the load; other pipeline stages hold nothing.
+        candidates = [rank for rank in ranks if 2 * held[unit][rank] >= most]
+        owner = min(candidates, key=lambda rank: (load[rank], rank))
         owners[unit] = owner
         load[owner] += size[unit]
     return owners
 
 
 def _sends_of(layout: Layout, owner: int, sent: Counter[int]) -> list[Send]:
-    """Plans how the owner gets the parts it lacks, each from the holder that has sent least; updates `sent`."""
+    """Plans who sends the owner each part it lacks: the holder with the fewest bytes in `sent`, which is updated."""
     holders: dict[Box, list[int]] = {}
     for rank, box in sorted(layout.boxes.items()):
         if math.prod(box[1]):
             holders.setdefault(box, []).append(rank)
     if sum(math.prod(sizes) for _, sizes in holders) != math.prod(layout.shape):
         raise ValueError(
-            f"The parts of {layout.name} {list(layout.shape)} overlap or leave a gap: {dict(layout.boxes)}. Every "
-            "element must be on one rank, or on ranks that hold the same part."
+            f"The parts of {layout.name} {list(layout.shape)} overlap or leave a gap: {dict(layout.boxes)}. Each "
+            "element must be on one rank, or on several that hold the same part."
         )
     sends = []
     for box, ranks in holders.items():
@@ -141,7 +141,7 @@ def _sends_of(layout: Layout, owner: int, sent: Counter[int]) -> list[Send]:
 
 
 def _rounds(owners: Mapping[str, int], sizes: Mapping[str, int], bucket_bytes: int) -> list[list[str]]:
-    """Cuts each owner's tensors, in order, into buckets; round i contains every owner's bucket i."""
+    """Cuts each owner's tensors, in order, into buckets; round i has bucket i of every owner."""
     rounds: list[list[str]] = []
     index: Counter[int] = Counter()
     filled: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""ServerLayout: how a server stores its parameters, and which layouts are known here."""
+"""ServerLayout: how a server stores its parameters, and for which layouts lightrl can compute digests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Values of `model_type`. Gemma and Gemma 2 are missing: they add one to norms while loading, and SGLang 0.5.23 does not
-# start with their present configs, so their layout could not be tested.
+# Values of `model_type`. Gemma and Gemma 2 are missing because they add one to norms while loading, and their layout
+# could not be tested: SGLang 0.5.23 does not start with their current configs.
 FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe", "mixtral"})
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # a server's possible dtypes
-CPU_PADDING = 32  # the intermediate size is padded to a multiple of this times the ranks
+CPU_PADDING = 32  # the intermediate size is padded to a multiple of this times the number of ranks
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class ServerLayout:
     dtype: torch.dtype = torch.float32
     num_ranks: int = 1  # tensor-parallel
     is_cpu: bool = True
-    is_vllm: bool = False  # otherwise SGLang, which pads sizes on a CPU and uses another hash on a GPU
-    ep: int = 1  # groups of ranks among which experts are divided; a group's ranks split each expert
+    is_vllm: bool = False  # otherwise SGLang, which pads sizes on a CPU and has another hash on a GPU
+    ep: int = 1  # number of groups that share the experts; the ranks of a group split each of its experts
 
     @property
     def is_padded(self) -> bool:
@@ -39,9 +39,9 @@ class ServerLayout:
 def unknown_layout(config: PretrainedConfig, layout: ServerLayout) -> str | None:
     """Returns why the digests of this layout cannot be computed, or None if they can."""
     if config.model_type not in FAMILIES:
-        return f"the layout of model_type={config.model_type!r} on servers is unknown here"
+        return f"lightrl does not know how servers store model_type={config.model_type!r}"
     if layout.is_vllm and hasattr(config, "num_experts"):
-        return "vLLM's layout of experts is unknown here"
+        return "lightrl does not know how vLLM stores experts"
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
     if layout.is_padded and (heads % layout.num_ranks or key_value_heads % layout.num_ranks):
         return f"SGLang pads {heads} heads and {key_value_heads} key-value heads on {layout.num_ranks} CPU ranks"

@@ -1,8 +1,8 @@
 """SharedBucket: a bucket in shared memory, which servers on the same host read without a copy.
 
 **This is the only place where a pickle leaves the process**: SGLang's `/update_weights_from_tensor` and
-`/load_lora_adapter_from_tensors` accept nothing else. It is off by default. SGLang's allow-listed unpickler reads the
-pickle; lightrl unpickles nothing. The pickle of a bucket holds the name of a shared-memory file instead of the tensors.
+`/load_lora_adapter_from_tensors` accept nothing else. It is off by default. SGLang's unpickler allows only listed
+classes; lightrl unpickles nothing. A bucket's pickle holds the name of a shared-memory file instead of the tensors.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch.multiprocessing import reductions
 
 from lightrl.weights.bucket import Bucket, ServerForm
 
-ALIGNMENT_BYTES = 16  # tensors start at multiples: the receiver views the bytes in the tensor's dtype
+ALIGNMENT_BYTES = 16  # tensors start at multiples of it, since the receiver views the bytes in the tensor's dtype
 PART_BYTES = 32 * 2**20  # a block's default size
-LOAD_FORMAT = "flattened_bucket"  # SGLang's name for the result of `fill`
+LOAD_FORMAT = "flattened_bucket"  # SGLang's name for the format that `fill` writes
 
 
 class SharedBucket:
-    """One block of shared memory, reused for every bucket or part of one; as large as the largest.
+    """A block of shared memory that is reused for each bucket; it grows to the size of the largest.
 
-    Refill it only after all servers have answered for its previous content.
+    Refill it only after all servers have answered that they loaded its content.
 
     Args:
         form: dtype and names that the servers need.
@@ -44,7 +44,7 @@ class SharedBucket:
         self._content: dict[str, Any] = {}
 
     def fill(self, bucket: Bucket) -> None:
-        """Copies the bucket into the block, over the previous one."""
+        """Overwrites the block with this bucket."""
         entries, start = _entries(self.form.layout(bucket))
         if self._block is None or self._block.numel() < start:
             self._block = None  # free it before allocating the next one
@@ -55,13 +55,13 @@ class SharedBucket:
         for entry, (_, tensor) in zip(entries, self.form.tensors(bucket), strict=True):
             self._block[entry.start_idx : entry.end_idx].copy_(tensor.reshape(-1).view(torch.uint8))
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # the servers do not wait for our stream
+            torch.cuda.current_stream(self.device).synchronize()  # servers do not wait for this process's stream
         self._content = {"flattened_tensor": self._block[:start], "metadata": entries}
 
     def payload(self) -> str:
-        """Encodes the bucket for **one** receiver: one of SGLang's `serialized_named_tensors`, in base64.
+        """Encodes the bucket in base64 for **one** receiver, as an entry of SGLang's `serialized_named_tensors`.
 
-        Torch counts the receivers that will open the memory; if two opened one payload, it would be freed too early.
+        Torch expects each payload to be opened once; if two receivers opened it, the memory would be freed too early.
         """
         with _shared_by_name():
             content = io.BytesIO()
@@ -70,9 +70,9 @@ class SharedBucket:
 
 
 class _DevicesByUuid(ForkingPickler):
-    """Identifies a CUDA tensor's device by UUID: its number depends on the process's CUDA_VISIBLE_DEVICES.
+    """Identifies a CUDA tensor's device by UUID, because device numbers depend on CUDA_VISIBLE_DEVICES.
 
-    SGLang replaces torch's `rebuild_cuda_tensor` with one that accepts a UUID (srt/utils/patch_torch.py).
+    SGLang's version of torch's `rebuild_cuda_tensor` accepts a UUID (srt/utils/patch_torch.py).
     """
 
     def reducer_override(self, value: Any) -> Any:
@@ -86,12 +86,12 @@ _DEVICE_ARGUMENT = 6  # index of the device in rebuild_cuda_tensor's arguments
 
 
 def with_uuid(arguments: Sequence[Any], uuid: str) -> tuple[Any, ...]:
-    """Returns the arguments of torch's `rebuild_cuda_tensor`, with the device's UUID in place of its number."""
+    """Replaces the device's number by its UUID in the arguments of torch's `rebuild_cuda_tensor`."""
     return (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
 
 
 def payload_of(tensors: Mapping[str, Tensor]) -> str:
-    """Encodes tensors by value, in the same format, for receivers on any host."""
+    """Encodes tensors by value in the format of `SharedBucket.payload`, for receivers on any host."""
     layout = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
     entries, num_bytes = _entries(layout)
     flat = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -101,7 +101,7 @@ def payload_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _entries(layout: Sequence[tuple[str, torch.dtype, torch.Size]]) -> tuple[list[SimpleNamespace], int]:
-    """Returns SGLang's description of each tensor in a block, and the block's size in bytes."""
+    """Returns SGLang's metadata for each tensor in a block, and the block's size in bytes."""
     entries: list[SimpleNamespace] = []
     start = 0
     for name, dtype, shape in layout:
@@ -115,8 +115,8 @@ def _entries(layout: Sequence[tuple[str, torch.dtype, torch.Size]]) -> tuple[lis
 
 @contextlib.contextmanager
 def _shared_by_name() -> Iterator[None]:
-    """Shares memory by file name: torch's other strategy passes a descriptor, which only children can receive."""
-    sharing: Any = torch.multiprocessing  # without types
+    """Inside, torch shares memory by file name; its other strategy passes descriptors, which only children receive."""
+    sharing: Any = torch.multiprocessing  # untyped
     before = sharing.get_sharing_strategy()
     sharing.set_sharing_strategy("file_system")
     try:

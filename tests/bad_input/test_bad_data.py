@@ -69,7 +69,7 @@ FILES = [
     row("a message with `rol`", ("a.jsonl", message(rol="user", content="1")), "Row 1 of 'a.jsonl': message 1 must have a role", "'rol'"),
     row("a role with a typing error", ("a.jsonl", message(role="usr", content="1")), "message 1", "Did you mean user"),
     row("a role that is a list", ("a.jsonl", message(role=[], content="1")), "message 1 must have a role like user"),
-    row("a message without content", ("a.jsonl", message(role="user")), "message 1 must have a text as its content"),
+    row("a message without content", ("a.jsonl", message(role="user")), "message 1 must have text content"),
     row("parts without a type", ("a.jsonl", message(role="user", content=["1"])), "message 1 must have text or parts"),
     row("messages that are texts", ("a.jsonl", line(["1"])), "message 1 must be {'role': ..., 'content': ...}, got '1'"),
 ]  # fmt: skip
@@ -78,7 +78,7 @@ FILES = [
 SETTINGS = [
     row("a template with an open brace", {"prompt_template": "{question} {"}, "prompt_template", "Double any braces"),
     row("a template with a field without a name", {"prompt_template": "{question} {}"}, "prompt_template", "without a name"),
-    row("a template that uses no column", {"prompt_template": "Solve it."}, "prompt_template", "all prompts would be equal"),
+    row("a template that uses no column", {"prompt_template": "Solve it."}, "prompt_template", "all prompts would be the same"),
     row("a template with an unknown column", {"prompt_template": "{quest}"}, "prompt_template uses 'quest'", "Row 1 of 'a.jsonl'"),
     row("a template with a position", {"prompt_template": "{0}"}, "prompt_template='{0}'", "without a name"),
     row("a template with a conversion", {"prompt_template": "{question!x}"}, "prompt_template", "no conversion 'x'"),
@@ -171,7 +171,7 @@ def test_repeated_prompts_and_a_validation_on_train_prompts_are_logged(caplog):
     Path("a.jsonl").write_bytes(OK * 30)
     with caplog.at_level(logging.WARNING):
         set_up(validation="a.jsonl")
-    assert "29 of 30 train prompts repeat another one." in caplog.messages
+    assert "29 of 30 train prompts are repetitions." in caplog.messages
     assert any(text.startswith("30 of 30 validation prompts are also train prompts") for text in caplog.messages)
 
 

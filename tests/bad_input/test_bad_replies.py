@@ -189,5 +189,5 @@ def test_a_reply_of_another_form_names_the_server_and_the_route(client_type, ask
         return reply
 
     monkeypatch.setattr(client, "request", answer)
-    with pytest.raises(EngineError, match=r"http://there sent /\S+ in an unknown form .* Use (SGLang|vLLM) 0"):
+    with pytest.raises(EngineError, match=r"http://there answered /\S+ in an unknown format .* Use (SGLang|vLLM) 0"):
         asyncio.run(ask(client))

@@ -115,7 +115,7 @@ def test_the_folder_that_the_policy_comes_from_is_refused(tmp_path: Path) -> Non
     fit(Module(), HuggingFaceExport(str(tmp_path / "base")))
     module = Module()
     module.policy = LlamaForCausalLM.from_pretrained(tmp_path / "base")
-    with pytest.raises(ValueError, match="the folder that the policy is loaded from"):
+    with pytest.raises(ValueError, match="the policy is loaded from that folder"):
         fit(module, HuggingFaceExport(str(tmp_path / "base")))
 
 

@@ -26,5 +26,5 @@ def test_a_description_with_other_fields_is_refused_with_the_checkpoint_and_the_
     assert main(["export", str(file), "--to", str(tmp_path / "model")]) == 2
     message = capsys.readouterr().err
     assert f"Checkpoint {str(file)!r} was saved by another release of lightrl" in message
-    assert f"whose {kind} of the policy differs from this one's in {field!r}. Export it with the release" in message
+    assert f"field {field!r} of the policy's {kind} differs from this release. Export it with the release" in message
     assert not (tmp_path / "model").exists()

@@ -163,7 +163,7 @@ REFUSED = {
         SFTDataModule,
         {"text": "1+1=2"},
         {"prompt_column": "text", "answer_column": None},
-        r"Row 1 of '.*': 'text' must hold chats that begin with .* Text needs a prompt column",
+        r"Row 1 of '.*': 'text' must hold chats that begin with .* For text, add a prompt column",
     ),
     "unpaired preferences": (
         PreferenceDataModule,
@@ -187,7 +187,7 @@ REFUSED = {
         SFTDataModule,
         {"messages": [user("1+1?"), said("2"), said("5")]},
         MESSAGES,
-        r"'messages' must continue the prompt with one assistant message, not with two in a row",
+        r"'messages' must continue the prompt with an assistant message, and not have two in a row",
     ),
     "a chat that the user ends": (
         SFTDataModule,

@@ -57,7 +57,7 @@ def test_an_image_that_becomes_a_grid_has_a_token_for_each_square_of_its_patches
 
 
 def test_images_that_become_grids_need_something_between_them(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"Row 1 of .* has two images with nothing between them"):
+    with pytest.raises(ValueError, match=r"Row 1 of .* has two adjacent images"):
         prompts_of([{"image": [RED, BLUE], "question": "1"}], tmp_path, image_column="image", family="qwen2_5_vl")
 
 

@@ -134,7 +134,7 @@ def test_short_prompts_are_left_out_and_counted(plain_tokenizer, caplog: pytest.
         limits = {"min_prompt_tokens": 12, "max_prompt_tokens": 12}
         data = make_data(plain_tokenizer, "test_mixture.made_rows", batch_size=1, **limits)
     assert len(data.prompts["train"]) == 5
-    with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match=r"None of the 5 rows .* is left"):
+    with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match=r"All 5 rows .* were dropped"):
         make_data(plain_tokenizer, "test_mixture.made_rows", min_prompt_tokens=13)
     assert "Dropped 5 of 5 prompts with fewer than 13 tokens." in caplog.text
 

@@ -111,7 +111,7 @@ def test_weights_that_no_id_shows_are_said_to_be_unused(train_file: str, plain_t
             return [Prompt(id=name, messages=[{"role": "user", "content": "x"}]) for name in names]
 
     data = set_up(Own([DataSource(train_file, weight=3), DataSource(train_file)], batch_size=2), plain_tokenizer)
-    assert "Weights of sources are not used: make_prompts's id 'other' starts with no label" in caplog.text
+    assert "The sources' weights have no effect: id 'other' of make_prompts has no label" in caplog.text
     assert len(data.prompts["train"]) == 3
 
 

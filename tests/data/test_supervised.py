@@ -70,7 +70,9 @@ def test_chats_of_like_length_share_a_batch(tmp_path: Path, plain_tokenizer):
     ("settings", "message"),
     [
         pytest.param({"answer_column": "solution"}, r"Row 1 of '.*' has no column 'solution'", id="no such column"),
-        pytest.param({"answer_pattern_remove": ".*"}, r"'train-0' has nothing left in 'answer'", id="nothing left"),
+        pytest.param(
+            {"answer_pattern_remove": ".*"}, r"Column 'answer' of prompt 'train-0' is empty", id="nothing left"
+        ),
         pytest.param(
             {"answer_pattern_remove": "("},
             r"answer_pattern_remove must be a regular expression, got '\('",
@@ -80,7 +82,7 @@ def test_chats_of_like_length_share_a_batch(tmp_path: Path, plain_tokenizer):
         pytest.param({"max_tokens": 1}, "max_tokens must be >= 2, got 1", id="no room"),
         pytest.param(
             {"max_tokens": 12, "prompt_overflow": "drop"},
-            r"None of the 10 rows of train=.* is left: .* length limit \(more than 12 tokens, or a prompt of",
+            r"All 10 rows of train=.* or a length limit \(more than 12 tokens, or a prompt of",
             id="all dropped",
         ),
     ],
@@ -120,7 +122,9 @@ def test_calls_that_no_template_writes_are_refused_and_broken_ones_too(data: Any
         chats(tmp_path, chat_tokenizer, [*LOOKS, {"role": "user", "content": "!"}, *LOOKS[1:]], **settings)
     for call in ({"name": "look", "arguments": "[1]"}, {"name": "look", "arguments": [1]}, {"name": None}):
         broken = [LOOKS[0], {**LOOKS[1], "tool_calls": [{"function": call}]}]
-        with pytest.raises(ValueError, match=r"Row 1 of .*message 2 must have calls whose arguments are an object"):
+        with pytest.raises(
+            ValueError, match=r"Row 1 of .*message 2 must have tool calls with a name, and with arguments as an object"
+        ):
             chats(tmp_path, chat_tokenizer, broken, **settings)
     chat_tokenizer.chat_template = None
     if data is SFTDataModule:
@@ -149,7 +153,9 @@ def test_thinking_that_no_template_reads_is_counted(key: str, has_template: bool
     tokenizer = request.getfixturevalue("chat_tokenizer" if has_template else "plain_tokenizer")
     thinks = [LOOKS[0], {"role": "assistant", "content": "2", key: "one and one"}]
     chats(tmp_path, tokenizer, thinks, thinks, [LOOKS[0], {"role": "assistant", "content": "2"}], answer_column=None)
-    assert f"2 turns of train have {key}, which the chat template does not read" in caplog.text
+    assert (
+        f"2 turns of train have {key}, which is not trained because the chat template does not read it" in caplog.text
+    )
 
 
 def test_a_chat_stored_as_json_text_is_a_chat_and_other_text_is_text(tmp_path: Path, chat_tokenizer):

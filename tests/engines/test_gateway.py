@@ -319,7 +319,7 @@ def test_a_server_is_no_gateway_and_a_gateway_no_server(fake: FakeGateway, start
         SGLangEngine(urls=[fake.url]).start(LARGE)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nothing = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    with pytest.raises(EngineError, match=f"Gateway {nothing} gave no answer to /workers"):
+    with pytest.raises(EngineError, match=f"Gateway {nothing} did not answer /workers"):
         SGLangEngine(urls=[server.url], router=nothing).start(LARGE)
 
 

@@ -145,7 +145,7 @@ def test_the_trainers_address_is_by_default_that_of_the_route() -> None:
             "http://198.51.100.7:30000",
             "localhost",
             ValueError,
-            r"trainer_host='localhost' is 127\.0\.0\.1, which leads http.* to itself",
+            r"trainer_host='localhost' is 127\.0\.0\.1, where http.* would only reach itself",
         ),
         (
             "http://127.0.0.1:30000",

@@ -27,8 +27,8 @@ def test_servers_without_a_gpu_on_the_machine_are_given_none() -> None:
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
-        ("separate", r"need 3 GPUs .* next to the trainer's \[0, 1\], but there are 2 of 4.*to colocated"),
-        ("colocated", r"need 3 GPUs .* of the trainer, but there are 2 of 4.*to separate"),
+        ("separate", r"need 3 GPUs .* besides the trainer's \[0, 1\], but there are only 2 of 4.*to colocated"),
+        ("colocated", r"need 3 GPUs .* of the trainer, but there are only 2 of 4.*to separate"),
     ],
 )
 def test_gpus_that_do_not_suffice_are_refused(placement: Any, message: str) -> None:

@@ -145,7 +145,7 @@ def test_a_real_server_says_what_a_teacher_says_here(tmp_path: Path) -> None:
     with own_server(tmp_path, tmp_path / "model", **FOR_SCORES) as server:
         served = ModelSpec(url=server["url"])
         plain, found = (scored(served, below, teacher_topk=topk) for topk in (None, 5))
-        with pytest.raises(EngineError, match="scored token 0 in place of token 16"):
+        with pytest.raises(EngineError, match="the logprob of token 0 instead of token 16"):
             scored(served, experience)  # the last id: SGLang's own limit
     expected = scored(tiny_spec(seed=1), below, teacher_topk=5)
     assert torch.equal(found["teacher_topk_ids"], expected["teacher_topk_ids"])

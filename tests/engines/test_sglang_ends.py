@@ -139,7 +139,7 @@ def test_an_unknown_name_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     """`startup_s` is longer than the test may take."""
     monkeypatch.setattr(members, "_WARN_AFTER_S", 0.1)
     message = start_error("http://no-such-host.invalid:30000", timeouts=Timeouts(startup_s=3600))
-    assert "no machine named 'no-such-host.invalid' is known" in message
+    assert "the name 'no-such-host.invalid' cannot be resolved" in message
 
 
 @pytest.mark.parametrize("answers", ["refuses the connection", "is silent"])

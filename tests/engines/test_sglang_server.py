@@ -269,7 +269,7 @@ def test_each_server_has_a_token_of_its_own_unless_given(small_server):
 
 
 def test_a_token_that_sglang_takes_for_an_option_is_refused(small_server):
-    with pytest.raises(ValueError, match=r"starts with '-', which SGLang takes for an option"):
+    with pytest.raises(ValueError, match=r"starts with '-', so SGLang would take it for an option"):
         small_server(token="-mine")
 
 

@@ -264,7 +264,7 @@ def test_a_support_that_may_lack_tied_tokens_is_refused(num_possible, vocab_size
         draft.add(answer, "http://there")
         assert draft.finish_reason == "length"
     else:
-        with pytest.raises(MalformedAnswer, match=r"more than the 10 most likely tokens.* as likely as number 2"):
+        with pytest.raises(MalformedAnswer, match=r"only the 10 most likely tokens.* as likely as token 2"):
             draft.add(answer, "http://there")
 
 

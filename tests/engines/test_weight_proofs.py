@@ -208,9 +208,9 @@ def test_a_checkpoint_in_fp8_is_named_if_the_run_does_not_say_so(tmp_path):
     infos = {name: ServerInfo(model_path=str(tmp_path / name)) for name in ("plain", "quantized")}
     assert other_model(quantized, {}, infos["quantized"], []) is None
     told = str(other_model(plain, {}, infos["quantized"], []))
-    assert "are in block FP8: set trainer.engine.server_args.quantization to fp8" in told
+    assert "are in block FP8; set trainer.engine.server_args.quantization to fp8" in told
     told = str(other_model(quantized, {}, infos["plain"], []))
-    assert "are not block FP8: start it by lightrl serve or from such a checkpoint" in told
+    assert "are not block FP8; use lightrl serve or start it from an FP8 checkpoint" in told
 
 
 def server_of(info: ServerInfo) -> Server:

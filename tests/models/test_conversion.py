@@ -126,7 +126,7 @@ def test_a_scalar_head_that_the_folder_lacks_returns_zero(tmp_path):
     [
         pytest.param(lambda weight: weight.fill_(torch.nan), "NaN or infinity in weight 'model.norm.weight'", id="NaN"),
         pytest.param(lambda weight: weight[:5].clone(), r"'model.norm.weight' .* has shape \(5,\)", id="shape"),
-        pytest.param(None, "lacks 1 weights of its config, for example 'model.norm.weight'", id="missing"),
+        pytest.param(None, "lacks 1 weights that its config needs, for example 'model.norm.weight'", id="missing"),
     ],
 )
 def test_a_damaged_weight_is_refused_by_name(change, message, tmp_path):
@@ -205,7 +205,7 @@ def test_the_head_of_a_part_is_read_from_an_embedding_without_prefix_or_reported
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert torch.equal(read_part(spec).lm_head.weight, tensors.pop("embed_tokens.weight"))
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks 1 weights of its config, for example 'lm_head\.weight'"):
+    with pytest.raises(ValueError, match=r"lacks 1 weights that its config needs, for example 'lm_head\.weight'"):
         read_part(spec)
 
 

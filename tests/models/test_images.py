@@ -105,7 +105,7 @@ def test_two_images_of_a_grid_have_something_between_them(times):
     first, second = ([IMAGE_TOKEN] * num for num in times)
     expanded = [*[IMAGE_TOKEN] * 8, 3, *[IMAGE_TOKEN] * 4]
     assert read.expanded([*first, 3, *second], [WIDE, RED], where="Row 1") == expanded
-    with pytest.raises(ValueError, match="Row 1 has two images with nothing between them"):
+    with pytest.raises(ValueError, match="Row 1 has two adjacent images"):
         read.expanded([*first, *second], [WIDE, RED], where="Row 1")
 
 
@@ -321,5 +321,5 @@ def test_an_image_token_that_the_policy_sampled_drops_what_a_server_would_take_f
 
 def test_servers_refuse_images_of_gemma_3_with_the_reason():
     read = image_reader("gemma3")
-    with pytest.raises(ValueError, match="models of type gemma3: they add line breaks"):
+    with pytest.raises(ValueError, match="a gemma3 model: they add line breaks"):
         Attachments.of(read, [RED], [IMAGE_TOKEN] * TOKENS_EACH)

@@ -101,7 +101,7 @@ def test_adapters_that_would_change_the_policy_without_them_are_refused(tmp_path
     adapted(tiny_model()).save_pretrained(tmp_path)
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
-    with pytest.raises(ValueError, match=rf"must have {min(settings)}=.*Merge that adapter into its model"):
+    with pytest.raises(ValueError, match=rf"must have {min(settings)}=.*Merge the adapter into its model"):
         LoRA(adapter=str(tmp_path)).add_to(tiny_model())
 
 

@@ -35,7 +35,7 @@ def test_a_spec_that_cannot_load_is_refused(fields: dict[str, Any], message: str
 def test_a_config_that_asks_for_other_outputs_is_refused_by_the_settings_name(where: str, settings: Any) -> None:
     changes = settings if where == "config" else {"model_type": "llama4", "text_config": settings}
     spec = tiny_spec(config={"model_type": "qwen3_moe", **changes})
-    with pytest.raises(ValueError, match=r"has (output_router_logits=true|return_dict=false), (which asks|but)"):
+    with pytest.raises(ValueError, match=r"has (output_router_logits=true|return_dict=false), (which requests|but)"):
         check_outputs(spec.load_config(), "The policy")
 
 
@@ -104,7 +104,7 @@ def test_a_folder_that_lacks_a_weight_of_the_body_is_refused_by_its_name(head: s
     tensors = {name: value for name, value in model.state_dict().items() if name != "model.norm.weight"}
     model.save_pretrained(tmp_path, state_dict=tensors)
     spec = ModelSpec(path=str(tmp_path), head=head, options={"use_safetensors": True})
-    message = rf"Model '{tmp_path}' lacks 1 weights of its config, for example 'model\.norm\.weight'"
+    message = rf"Model '{tmp_path}' lacks 1 weights that its config needs, for example 'model\.norm\.weight'"
     with pytest.raises(ValueError, match=message):
         spec.load_model()
 
@@ -113,7 +113,7 @@ def test_a_scalar_head_that_the_folder_lacks_is_logged(tmp_path: Path, caplog: p
     tiny_model().save_pretrained(tmp_path)
     with caplog.at_level("INFO", logger="lightrl"):
         ModelSpec(path=str(tmp_path), head="scalar").load_model()
-    assert f"Model '{tmp_path}' has no scalar head, so this one starts at 0." in caplog.messages
+    assert f"Model '{tmp_path}' has no scalar head, so a new one starts at 0." in caplog.messages
 
 
 def test_a_dotted_path_makes_the_tokenizer() -> None:

@@ -15,7 +15,7 @@ def test_the_warning_gives_the_share_of_weights_that_a_step_can_change(dtype: to
     values = torch.tensor([1, -1, 1 / 8, 0, 8, -8, 16, 32, 8, 8], dtype=dtype) * unit
     parameter = torch.nn.Parameter(values.clone())
     optimizer = torch.optim.AdamW([parameter], lr=2.0**-10)
-    assert "0.000976562 (lr) can change 40.0% of" in str(rounding_warning([optimizer]))
+    assert "lr=0.000976562 changes only 40.0% of" in str(rounding_warning([optimizer]))
     parameter.grad = torch.ones_like(values)
     optimizer.step()
     assert int((parameter != values).sum()) == 4

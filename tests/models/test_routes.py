@@ -150,7 +150,7 @@ def test_compiled_layers_refuse_routes(monkeypatch):
     model = moe_model()
     experience = Experience.from_trajectories(sampled(model))
     single = SingleModel(model, LogprobSettings(), compile_layers=True)
-    with pytest.raises(ValueError, match="compile_layers is true, but compiled layers cannot replay"):
+    with pytest.raises(ValueError, match="Compiled layers cannot replay"):
         list(single.forward([experience]))
 
 

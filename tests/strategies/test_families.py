@@ -75,7 +75,7 @@ def test_gradients_of_ranks_equal_those_of_one_process(family, num_ranks, settin
 @pytest.mark.parametrize("family", sorted({*REFUSED, *NOT_PACKED}))
 def test_a_family_whose_rows_cannot_be_cut_is_refused(family, tmp_path):
     make_folder(family, str(tmp_path))
-    with pytest.raises(ValueError, match=f"'{family}' does not allow: its tokens interact beyond causal SDPA"):
+    with pytest.raises(ValueError, match=f"'{family}' does not allow it: its tokens interact beyond causal SDPA"):
         measure_ranks(str(tmp_path), 2, cp=2)
 
 

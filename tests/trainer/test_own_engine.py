@@ -46,7 +46,7 @@ def test_it_trains_and_validates_with_each_callback(max_staleness: int, tmp_path
 
 def test_workflow_workers_are_refused_before_anything_starts(tmp_path: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"workflow_workers=2 needs an engine of servers.* OwnEngine generates in rank"
+        ValueError, match=r"workflow_workers=2 needs an engine with servers.* OwnEngine generates in rank"
     ):
         make_trainer(tmp_path, engine=OwnEngine()).fit(TinyGRPO(workflow_workers=2), Digits())
 

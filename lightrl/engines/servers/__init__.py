@@ -1,4 +1,4 @@
-"""What all server engines share: the fleet, requests to it, and how weights get there.
+"""The code that all server engines share: the fleet of servers, requests to it, and weight syncs.
 
 Reading order:
     engine.py        ServerEngine, made of what follows; timeouts.py  its deadlines
@@ -13,6 +13,6 @@ Reading order:
     home_loop.py     the event loop of all this, and how other threads reach it
       client.py      requests to one server; connection.py  HTTP with retries and deadlines
 
-May import: what engines/ may, no kind of server. Each kind has its own package, as sglang/ and vllm/ are, with three
+May import: what engines/ may, but no kind of server. Each kind is a package, such as sglang/ and vllm/, with three
 classes: a ServerClient (its paths), a ModelProcess (its command line) and a ServerEngine.
 """

@@ -40,21 +40,21 @@ def addresses_from_environment() -> list[str]:
 
 
 def read_addresses(name: str) -> list[str]:
-    """Returns the comma-separated addresses in an environment variable; none if it is not set."""
+    """Returns the comma-separated addresses in an environment variable; [] if it is not set."""
     return [as_url(part.strip()) for part in os.environ.get(name, "").split(",") if part.strip()]
 
 
 def remote_servers(urls: Iterable[str]) -> list[str]:
     """Returns the servers on other machines; raises EngineUnreachable if a name is unknown or has no route."""
     ends = {url: _route_to(url) for url in urls}
-    return [url for url, (there, here) in ends.items() if there != here and not ip_address(there).is_loopback]
+    return [url for url, (server, here) in ends.items() if server != here and not ip_address(server).is_loopback]
 
 
 def trainer_address(urls: Iterable[str], trainer_host: str | None = None) -> str:
-    """Returns this machine's address for these servers: `trainer_host`, or the source address of the route to them.
+    """Returns the address at which these servers reach this machine: `trainer_host`, or that of the route to them.
 
     Raises:
-        ValueError: if remote servers cannot reach it, it is not this machine's, or the routes to the servers differ.
+        ValueError: if the address is not this machine's, remote servers cannot reach it, or the routes to them differ.
         EngineUnreachable: if a server's name is unknown or has no route.
     """
     remote = remote_servers(urls)
@@ -62,18 +62,18 @@ def trainer_address(urls: Iterable[str], trainer_host: str | None = None) -> str
         addresses = {_route_to(url)[1] for url in remote} or {"127.0.0.1"}
         if len(addresses) > 1:
             raise ValueError(
-                f"The routes to {', '.join(remote)} start at {len(addresses)} addresses of this machine, "
+                f"This machine reaches {', '.join(remote)} from {len(addresses)} different addresses, "
                 f"{', '.join(sorted(addresses))}. Set engine.trainer_host to the one that all servers can reach."
             )
         return addresses.pop()
     try:
         address = str(socket.getaddrinfo(trainer_host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise ValueError(f"engine.trainer_host={trainer_host!r} is not a known name: {error}.") from error
+        raise ValueError(f"engine.trainer_host={trainer_host!r} cannot be resolved: {error}.") from error
     if remote and ip_address(address).is_loopback:
         raise ValueError(
-            f"engine.trainer_host={trainer_host!r} is {address}, which leads {remote[0]} to itself. Set it to an "
-            "address of this machine that the servers can reach, or omit it for the one on the route to them."
+            f"engine.trainer_host={trainer_host!r} is {address}, where {remote[0]} would only reach itself. Set it to "
+            "an address of this machine that the servers can reach, or omit it to use that of the route to them."
         )
     try:
         with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET):
@@ -81,13 +81,13 @@ def trainer_address(urls: Iterable[str], trainer_host: str | None = None) -> str
     except OSError as error:
         raise ValueError(
             f"engine.trainer_host={trainer_host!r} ({address}) is not an address of this machine: {error}. Set it to "
-            "one, or omit it for the one on the route to the servers."
+            "one, or omit it to use that of the route to the servers."
         ) from error
     return address
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the network interface with this IPv4 address; None if there is none, or the system is not Linux."""
+    """Returns the network interface with this IPv4 address; None if no interface has it, or without Linux."""
     try:
         import fcntl
 
@@ -106,7 +106,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _route_to(url: str) -> tuple[str, str]:
-    """Returns the server's address and this machine's address on the route to it; sends nothing."""
+    """Returns the server's IP address and this machine's on the route to it; sends nothing."""
     parts = urlsplit(url)
     try:
         family, kind, _, _, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]

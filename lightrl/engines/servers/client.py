@@ -1,4 +1,4 @@
-"""ServerClient: the engine's requests to one server; each kind of server has a subclass with its own paths.
+"""ServerClient: the engine's requests to one server; each kind of server has a subclass with its paths.
 
 A `timeout_s` of 0 means `timeouts.request_s`, or `timeouts.generate_s` for `generate`.
 """
@@ -25,7 +25,7 @@ ABORT_TIMEOUT_S = 5.0
 Reader = Callable[[bytes], Any]
 TensorLayout = Sequence[tuple[str, torch.dtype, torch.Size]]  # name, dtype and shape of each tensor
 MemoryPart = Literal["weights", "cuda_graph", "kv_cache"]
-MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "cuda_graph", "kv_cache")  # order to resume: the cache last
+MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "cuda_graph", "kv_cache")  # resumed in this order
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class GroupPlace:
 
     master_address: str
     master_port: int
-    rank_offset: int  # rank of its first tp rank
+    rank_offset: int  # group rank of the server's first tp rank
     world_size: int
     backend: str
 
@@ -42,43 +42,45 @@ class GroupPlace:
 class ServerClient(Connection, ABC):
     """A client of one server; see `Connection` for the arguments.
 
-    Each kind of server implements the abstract methods. It overrides those that raise NotImplementedError if it
-    supports the transports or the placement that need them.
+    A subclass implements the abstract methods. It overrides a method that raises NotImplementedError if its kind of
+    server supports the transport or placement that needs it.
     """
 
-    version: str  # program and version of the server it expects, for messages
-    column_help: ClassVar[Mapping[str, str]]  # name of a column -> how to make the server return it
+    version: str  # the program and version that it was written for, for messages
+    column_help: ClassVar[Mapping[str, str]]  # column name → how to make the server return it
 
     @staticmethod
     @abstractmethod
     def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, Any]:
-        """Returns the body of the next request, for the missing tokens; it shares key-values under `cache_key`."""
+        """Returns the body of the next request, for the missing tokens; shares key-values under `cache_key`."""
 
     @staticmethod
     @abstractmethod
     def read_answer(content: bytes) -> Answer:
-        """Reads the answer to that request; raises ValueError if it is not JSON."""
+        """Parses the answer to that request; raises ValueError if it is not JSON."""
 
     async def generate(
         self, body: dict[str, Any], *, num_retries: int | None = None, timeout_s: float = 0.0, read: Reader = json.loads
     ) -> Any:
-        """Returns the answer as parsed by `read`: by default a dict, or a list of them for a batch.
+        """Sends a generation request; returns the answer as `read` parses it, by default a dict, or a list for a batch.
 
-        A cancellation closes the connection, which the server notices seconds later; `abort` ends the request now.
+        A cancellation closes the connection, which the server notices seconds later; `abort` ends the request at once.
         """
         path = self.generate_path
         return await self.request("POST", path, body, timeout_s=timeout_s, num_retries=num_retries, read=read)
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[None]:
-        """Raises EngineError if reading an answer of `path` inside fails because its format is unexpected."""
+        """Raises EngineError if the code inside fails because an answer of `path` has an unexpected format."""
         try:
             yield
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"{self.name} sent {path} in an unknown form ({error!r}). Use {self.version}.") from error
+            raise EngineError(
+                f"{self.name} answered {path} in an unknown format ({error!r}). Use {self.version}."
+            ) from error
 
     async def has_path(self, path: str, timeout_s: float) -> bool:
-        """Whether it answers a GET of this path, which shows what kind of server it is."""
+        """Whether the server answers a GET of this path; shows what kind of server it is."""
         try:
             await self.request("GET", path, timeout_s=timeout_s, num_retries=0, read=None)
         except EngineError:
@@ -87,45 +89,42 @@ class ServerClient(Connection, ABC):
 
     @abstractmethod
     async def logprobs(self, token_ids: list[int], *, weights: str | None = None) -> list[float]:
-        """Returns logprobs of these tokens at temperature 1, 0 for the first; empty if the server returns none.
+        """Returns these tokens' logprobs at temperature 1, 0 for the first; [] if the server cannot compute them.
 
         Args:
-            weights: name of the weights to use, as in `NamedVersion`; None: the server's only weights.
+            weights: the name of a `NamedVersion`; None for the server's only weights.
         """
 
     @abstractmethod
     async def num_cached(self, token_ids: list[int], rid: str, cache_key: str, *, timeout_s: float) -> int:
-        """Generates one token after these; returns how many of them were in the prefix cache under this key."""
+        """Generates one token after these, and returns how many of these were in the prefix cache under this key."""
 
     @abstractmethod
     async def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
-        """Ends the requests whose id starts with `rid` at the next token; `generate` returns their tokens so far."""
+        """Ends requests whose id starts with `rid` at the next token; `generate` then returns their tokens so far."""
 
     @abstractmethod
     async def model_info(self, *, timeout_s: float = 0.0, num_retries: int | None = None) -> Mapping[str, Any]:
-        """Returns the live `weight_version` and what `other_model` compares; also the cheapest liveness check."""
+        """Returns the current `weight_version` and the fields for `other_model`; also the cheapest liveness check."""
 
     @abstractmethod
     async def server_info(self, *, timeout_s: float = 0.0) -> ServerInfo: ...
 
     @abstractmethod
     async def pause(self, *, timeout_s: float = 0.0) -> None:
-        """Stops running requests at a token; after `resume` they continue with recomputed key-values."""
+        """Stops running requests between tokens; after `resume` they continue with recomputed key-values."""
 
     @abstractmethod
     async def resume(self, *, timeout_s: float = 0.0) -> None:
-        """Continues generation; harmless if it was not paused."""
+        """Continues generation; has no effect if it was not paused."""
 
     @abstractmethod
     async def flush_cache(self, *, wait_s: float = 0.0) -> None:
-        """Empties the prefix cache; refused if requests still run after `wait_s`, unless the server is paused.
-
-        A paused server has retracted its requests.
-        """
+        """Empties the prefix cache. The server refuses if requests still run after `wait_s`, unless it is paused."""
 
     @abstractmethod
     async def begin_weight_update(self) -> bool:
-        """Opens the bracket around updates by tensors or a group; returns False if the server has no bracket."""
+        """Announces updates by tensors or a group, until `end_weight_update`; returns False if that is not needed."""
 
     @abstractmethod
     async def end_weight_update(self) -> None: ...
@@ -136,28 +135,28 @@ class ServerClient(Connection, ABC):
 
     @abstractmethod
     async def set_weight_version(self, weight_version: str) -> None:
-        """Sets the version of the present weights; aborts no request."""
+        """Sets the version of the current weights; aborts no request."""
 
     @abstractmethod
     async def digests(self, *, timeout_s: float = 0.0) -> RankDigests | None:
         """Returns digests of the server's weights; None if it cannot compute them."""
 
     async def release_memory(self, tags: Sequence[MemoryPart]) -> None:
-        """Releases these parts of the memory; kills a server that is not idle."""
+        """Releases these parts of the server's memory. A server that is not idle dies."""
         raise NotImplementedError
 
     async def resume_memory(self, tags: Sequence[MemoryPart]) -> None:
-        """Allocates the memory again; a part that was not released kills the server."""
+        """Allocates these parts again. The server dies if one was not released."""
         raise NotImplementedError
 
     async def init_weights_group(self, name: str, place: GroupPlace, *, timeout_s: float) -> None:
-        """Joins a process group with the trainer, which joins as rank 0 at the same time."""
+        """Makes the server join a process group, at the same time as the trainer joins as rank 0."""
         raise NotImplementedError
 
     async def update_weights_from_distributed(
         self, layout: TensorLayout, group_name: str, weight_version: str | None, *, timeout_s: float
     ) -> None:
-        """Receives these tensors in order by broadcast from the group's rank 0; only the last call has a version."""
+        """Makes the server receive these tensors from the group's rank 0; only the last call has a version."""
         raise NotImplementedError
 
     async def destroy_weights_group(self, name: str) -> None:
@@ -179,7 +178,7 @@ class ServerClient(Connection, ABC):
 
 
 async def abort_at(clients: Iterable[ServerClient], rid: str = "", *, abort_all: bool = False) -> None:
-    """Calls `abort` of each client; ignores failures, and stops waiting after `ABORT_TIMEOUT_S`."""
+    """Calls each client's `abort`; ignores failures, and waits at most `ABORT_TIMEOUT_S`."""
 
     async def abort(client: ServerClient) -> None:
         with contextlib.suppress(EngineError, asyncio.TimeoutError):

@@ -1,9 +1,9 @@
 """Connection: HTTP to one server, with deadlines and retries; every failure names the server.
 
 Failed connections, 5xx answers and answers that are not JSON are retried after a wait that doubles, unless repeating
-the request would do harm. A busy server or balancer is asked again until the deadline, after the time in `Retry-After`
-if there is one; other 4xx answers are final. Generation and control have separate connections, so that a pause never
-queues behind 4,096 generations.
+the request would do harm. A request to a busy server or balancer is repeated until the deadline, after the time in
+`Retry-After` if there is one; other 4xx answers are final. Generation and control have separate connections, so that a
+pause never queues behind 4,096 generations.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 log = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 5.0
-BUSY_S = 30.0  # a warning follows after a request was refused as busy for this long
-_NOT_TAKEN = (408, 425, 429, 503)  # refused before it was read, so a repetition does no harm
-_SLICE_BYTES = 2**18  # size of the pieces in which a large body is sent
+BUSY_S = 30.0  # warn if a request has been refused as busy for this long
+_NOT_TAKEN = (408, 425, 429, 503)  # the request was refused before it was read, so repeating it does no harm
+_SLICE_BYTES = 2**18  # a large body is sent in slices of this size
 _MAX_ANSWER_BYTES = 2**30
-MAX_CONNECTIONS = 4096  # concurrent generations at a server; more of them queue here
-_KEPT_FILES = 128  # left for files, and for pipes and sockets of rewards and agents
-CONTROL_CONNECTIONS = 16  # to each server
+MAX_CONNECTIONS = 4096  # concurrent generations per server; more of them queue here
+_KEPT_FILES = 128  # reserved for files, and for pipes and sockets of rewards and agents
+CONTROL_CONNECTIONS = 16  # per server
 
 
 def raise_open_files() -> int:
-    """Allows as many open files as the system permits; returns the new limit."""
+    """Raises this process's limit of open files as far as the system permits; returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -51,7 +51,7 @@ def raise_open_files() -> int:
 
 
 def connections_within(limit: int, num_servers: int) -> int:
-    """Returns how many requests per server may be in flight without exceeding this process's limit of open files."""
+    """Returns how many requests per server may be in flight within this limit of open files."""
     num_open = sum(1 for _ in Path("/dev/fd").iterdir())
     return max(1, (limit - num_open - _KEPT_FILES) // max(1, num_servers) - CONTROL_CONNECTIONS)
 
@@ -62,8 +62,8 @@ def connections_to_each(num_servers: int) -> int:
     num = min(MAX_CONNECTIONS, connections_within(limit, num_servers))
     if num < MAX_CONNECTIONS:
         log.warning(
-            "This process may open %d files (ulimit -n, LimitNOFILE), so at most %d requests go to each server at "
-            "a time instead of %d; others queue here.",
+            "This process may open only %d files (ulimit -n, LimitNOFILE), so it sends each server at most %d requests "
+            "at a time instead of %d; others queue here.",
             limit,
             num,
             MAX_CONNECTIONS,
@@ -72,7 +72,7 @@ def connections_to_each(num_servers: int) -> int:
 
 
 def is_out_of_files(error: BaseException | None) -> bool:
-    """Whether this process or machine could not open another file, which is no fault of a server."""
+    """Whether this process or machine could not open another file, so the server is not the cause."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
@@ -86,7 +86,7 @@ class ServerRefused(EngineError):
 
     @property
     def is_busy(self) -> bool:
-        """Whether the server, or a balancer in front of it, may accept the same request a little later."""
+        """Whether the server, or a balancer in front of it, may accept the same request later."""
         return self.status in BUSY
 
     @property
@@ -109,14 +109,14 @@ class Connection:
 
     Args:
         token: the server's API key; None if it has none.
-        num_retries: for a request that may be repeated.
+        num_retries: for requests that may be repeated.
         backoff_s: wait before the first retry; doubled each time up to 5 s, with jitter.
-        max_connections: concurrent generations; others queue here.
+        max_connections: concurrent generations; more of them queue here.
     """
 
     generate_path = "/generate"
     program = "the right server"
-    hints: ClassVar[Mapping[tuple[int, str], str]] = {}  # HTTP status and path to what to do
+    hints: ClassVar[Mapping[tuple[int, str], str]] = {}  # (HTTP status, path) → what the user should do
 
     def __init__(
         self,
@@ -132,8 +132,8 @@ class Connection:
             raise ValueError(f"A server's address must look like http://host:port, got {url!r}.")
         self.url = self.name = url.rstrip("/")  # the name is for messages
         self.timeouts = timeouts or Timeouts()
-        self.last_answer_at: float | None = None  # seconds, monotonic
-        self._last_path = ""  # path of that answer
+        self.last_answer_at: float | None = None  # monotonic seconds
+        self._last_path = ""  # the path that was answered then
         self._num_retries = num_retries
         self._backoff_s = backoff_s
         self._max_connections = max_connections
@@ -156,9 +156,10 @@ class Connection:
     ) -> Any:
         """Returns the answer, parsed by `read`; a `timeout_s` of 0 means `timeouts.generate_s` or `timeouts.request_s`.
 
-        Adds the answer's headers to `headers`, with names in lower case.
+        A retry of a generation or batch gets a new random `rid` in `body`, since the server may still run the old one.
 
-        A retried generation or batch gets a new random `rid`, set in `body`: the server may still run the old request.
+        Args:
+            headers: the answer's headers are added to it, with names in lower case.
 
         Raises:
             ServerRefused: if the server answers with an error.
@@ -176,13 +177,13 @@ class Connection:
             try:
                 return await self._attempt(method, path, body, timeout_s, kind, read, headers)
             except EngineError as error:
-                # No retry after a deadline: the caller has waited long enough, and the server may still be working.
+                # A missed deadline is final: the caller has waited long enough, and the server may still be working.
                 is_passing = isinstance(error, EngineUnreachable | OutOfFiles)
                 is_passing |= isinstance(error, ServerRefused) and error.is_passing
                 may_repeat = attempt < retries and is_passing
                 if isinstance(error, ServerRefused) and error.is_busy:
                     wait_s = max(wait_s, error.retry_after_s)
-                    # The caller of a generation without retries tries other servers.
+                    # A caller that sends a generation without retries tries other servers itself.
                     is_harmless = retries > 0 or (kind == "control" and error.status in _NOT_TAKEN)
                     busy_s = time.monotonic() - start + wait_s
                     may_repeat = is_harmless and busy_s < timeout_s
@@ -200,24 +201,24 @@ class Connection:
     async def close(self, *, for_good: bool = False) -> None:
         """Closes the connections, on the event loop that opened them. Requests in flight fail and are not retried.
 
-        Later requests open new ones, or fail if this was `for_good`.
+        Later requests open new connections, or fail if `for_good`.
         """
         self._num_closes += 1
         self._is_over = self._is_over or for_good
         for kind in list(self._sessions):
-            # One at a time: if this is cancelled, the next close continues with the rest.
+            # One at a time, so that after a cancellation the next `close` continues with the others.
             session = self._sessions.pop(kind, None)
             if session is not None:
                 await session.close()
 
     def warn_if_busy(self, error: ServerRefused, busy_s: float) -> None:
-        """Warns once if a request will have been refused as busy for a long time by its next attempt."""
+        """Warns once if a request has been refused as busy for more than BUSY_S."""
         if busy_s > BUSY_S and not self._has_warned_of_busy:
             self._has_warned_of_busy = True
             log.warning("Still waiting for a server that refuses requests as busy: %s", error)
 
     def describe(self) -> str:
-        """Says what the server last answered, for messages."""
+        """Returns what the server last answered, for messages."""
         if self.last_answer_at is None:
             return f"{self.name} has never answered"
         return f"{self.name} last answered {self._last_path} {time.monotonic() - self.last_answer_at:.1f} s ago"
@@ -236,7 +237,7 @@ class Connection:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.timeouts.request_s)
         data: Any = json.dumps(body).encode() if isinstance(body, dict) else body
         headers = None
-        if isinstance(body, bytes):  # large: sent in slices, so that other requests continue in between
+        if isinstance(body, bytes):  # large, so sent in slices, between which other requests continue
             data, headers = _slices(body), {"Content-Length": str(len(body))}
         num_closes = self._num_closes
         try:
@@ -247,12 +248,12 @@ class Connection:
                 if answer_headers is not None:
                     answer_headers.update((key.lower(), value) for key, value in response.headers.items())
         except asyncio.CancelledError as error:
-            # Closing a session cancels requests that wait for a connection, although nobody cancelled this task.
+            # Closing a session cancels requests that wait for a connection, without cancelling this task.
             task = asyncio.current_task()
             if task is None or task.cancelling() or self._num_closes == num_closes:
                 raise
             raise EngineUnreachable(f"The connection to {self.name} was closed before it accepted {name}.") from error
-        except aiohttp.ServerTimeoutError as error:  # the connection's deadline; the request's is below
+        except aiohttp.ServerTimeoutError as error:  # deadline of the connection; that of the request is below
             raise EngineUnreachable(
                 f"{self.name} accepted no connection for {name} within engine.timeouts.request_s="
                 f"{self.timeouts.request_s:g}; {self.describe()}. It may hang, or have too many connections."
@@ -269,8 +270,8 @@ class Connection:
                     "(ulimit -n, LimitNOFILE) of this process."
                 ) from error
             raise EngineUnreachable(
-                f"{self.name} gave no answer to {name}: {_reason(error)}; {self.describe()}. Check that it is running "
-                "at this address."
+                f"{self.name} did not answer {name}: {_reason(error)}; {self.describe()}. Check that it is running at "
+                "this address."
             ) from error
         if content is None:
             raise EngineUnreachable(
@@ -323,7 +324,7 @@ def _reason(error: aiohttp.ClientError | OSError) -> str:
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     address = f"{error.host} port {error.port}" if isinstance(error, aiohttp.ClientConnectorError) else "the server"
     if isinstance(cause, socket.gaierror):
-        return f"no machine named {address.partition(' port ')[0]!r} is known"
+        return f"the name {address.partition(' port ')[0]!r} cannot be resolved"
     if isinstance(cause, ConnectionRefusedError):
         return f"{address} refused the connection; nothing listens there"
     if isinstance(cause, TimeoutError):

@@ -1,4 +1,4 @@
-"""ServerFleet: which servers may get requests, and which one a request goes to. Decisions only: no HTTP, no event loop.
+"""ServerFleet: decides which servers may get requests, and which server a request goes to. No HTTP, no event loop.
 
 join ─► starting ──(has the weights)──► routable ──► draining ──► forgotten
             ▲                              │
@@ -14,50 +14,50 @@ from dataclasses import dataclass, field
 
 from lightrl.engines.servers.server import ACTIVE, GONE, Server, State
 
-MAX_SESSIONS = 65536  # remembered; beyond that all are forgotten
+MAX_SESSIONS = 65536  # at this number of remembered sessions, all are forgotten
 # A server that is lost this often within this many weight versions is retired.
 MAX_LOSSES, WITHIN_VERSIONS = 4, 8
-SLOW_FACTOR = 3.0  # the log names a server that takes this many times as long per token as the others
+SLOW_FACTOR = 3.0  # warn of a server that takes this many times as long per token as the others
 
 
 @dataclass(eq=False, kw_only=True)
 class ServerFleet:
     """The servers of an engine, and the sessions whose prefixes they hold.
 
-    A server is routable only after it acknowledged the current weights. A session stays on its server while that server
-    is routable and at most `max_lead_tokens` busier than the least busy one: its prefix cache saves about that much.
+    A server is routable only after it has acknowledged the current weights. A session stays on its server while that
+    server is routable and at most `max_lead_tokens` busier than the least busy one, about what its prefix cache saves.
     """
 
-    may_grow: bool = False  # servers that are not known yet may join
+    may_grow: bool = False  # whether new servers may join
     max_lead_tokens: int = 65536
     salt: str = field(default_factory=lambda: secrets.token_hex(8))  # in cache keys, so that runs share no key-values
-    servers: dict[str, Server] = field(default_factory=dict)  # address to server
-    weight_version: int = -1  # all routable servers have it
-    newest_version: int = -1  # newest that a server may have: of the load in progress or the last one
-    is_loading: bool = False  # servers may report either version
-    sessions: dict[str, str] = field(default_factory=dict)  # session to the server with its prefix, until a load
+    servers: dict[str, Server] = field(default_factory=dict)  # address → server
+    weight_version: int = -1  # of all routable servers
+    newest_version: int = -1  # the newest version that a server may have: that of the current or last load
+    is_loading: bool = False  # meanwhile servers may report either version
+    sessions: dict[str, str] = field(default_factory=dict)  # session → server with its prefix; cleared by a load
 
     def join(self, server: Server) -> Server:
-        """Adds a server that is up but does not have this run's weights."""
+        """Adds a server that runs but does not have this run's weights."""
         self.servers[server.url] = server
         return server
 
     def admit(self, server: Server, weight_version: int) -> None:
-        """Makes a server routable that has acknowledged these weights."""
+        """Makes a server routable after it has acknowledged these weights."""
         server.state, server.reason, server.may_return = "routable", "", False
         server.weight_version = weight_version
 
     def drain(self, server: Server) -> bool:
-        """Sends no new requests to a server that is about to leave; returns False if it has none to finish."""
+        """Excludes a leaving server from new requests; returns whether it still has requests to finish."""
         if server.state in ACTIVE:
             server.state, server.reason = "draining", "it leaves"
         return server.state == "draining" and server.num_requests > 0
 
     def lose(self, server: Server, reason: str, *, is_given_up: bool = False) -> bool:
-        """Marks a server that is gone or whose weights are unknown; returns False if it was marked before.
+        """Marks a server as lost if it is gone or its weights are unknown; returns False if it was lost before.
 
-        Requests wait for a server started by the engine, which is restarted until it `is_given_up`, and for any other
-        that may answer again. A server that was lost too often is retired, unless it is the last.
+        A server that the engine started is restarted until it `is_given_up`; any other may return by itself. Requests
+        wait for both. A server that was lost too often is retired, unless it is the last.
         """
         if not self.has(server):
             return False
@@ -69,8 +69,8 @@ class ServerFleet:
         was_gone = server.state in GONE
         newest = max(item.weight_version for item in self.servers.values())
         server.losses = (*server.losses, newest)[-MAX_LOSSES:]
-        flaps = len(server.losses) == MAX_LOSSES and newest - server.losses[0] <= WITHIN_VERSIONS
-        if may_return and flaps and any(item is not server for item in self.in_state(*ACTIVE)):
+        is_unstable = len(server.losses) == MAX_LOSSES and newest - server.losses[0] <= WITHIN_VERSIONS
+        if may_return and is_unstable and any(item is not server for item in self.in_state(*ACTIVE)):
             reason = f"it was lost {MAX_LOSSES} times within {WITHIN_VERSIONS} weight versions, the last time: {reason}"
             server.state, may_return = "retired", False
         else:
@@ -79,7 +79,7 @@ class ServerFleet:
         return not was_gone
 
     def forget(self, server: Server) -> None:
-        """Drops a server that left, or was restarted at another address."""
+        """Removes a server that has left, or was restarted at another address."""
         if self.has(server):
             del self.servers[server.url]
 
@@ -87,9 +87,9 @@ class ServerFleet:
         return self.servers.get(server.url) is server
 
     def choose(self, session: str, *, min_version: int = -1, excluded: Collection[Server] = ()) -> Server | None:
-        """Returns the server for a request of this session, or None; avoids those `excluded` if another one fits."""
-        fitting = [server for server in self.in_state("routable") if server.weight_version >= min_version]
-        candidates = [server for server in fitting if server not in excluded] or fitting
+        """Returns the server for a request of this session, or None; avoids `excluded` servers if there are others."""
+        eligible = [server for server in self.in_state("routable") if server.weight_version >= min_version]
+        candidates = [server for server in eligible if server not in excluded] or eligible
         if not candidates:
             return None
         best = min(candidates, key=lambda server: (server.outstanding_tokens, server.num_requests))
@@ -110,23 +110,23 @@ class ServerFleet:
         server.num_requests -= 1
 
     def note_answer(self, url: str, seconds: float, num_tokens: int) -> str | None:
-        """Counts an answer; returns a warning about a server that has become slower than the others."""
+        """Records an answer's speed; returns a warning if the server has become much slower than the others."""
         server = self.servers.get(url)
         if server is None:
             return None
         server.note_answer(seconds, num_tokens)
-        speeds = [one.ms_per_token for one in self.servers.values() if one is not server]
-        others = [speed for speed in speeds if speed is not None]
-        own = server.ms_per_token
-        if own is None or not others:
+        speeds = [other.ms_per_token for other in self.servers.values() if other is not server]
+        other_speeds = [speed for speed in speeds if speed is not None]
+        speed = server.ms_per_token
+        if speed is None or not other_speeds:
             return None
-        usual, was_slow = statistics.median(others), server.is_slow
-        server.is_slow = own > SLOW_FACTOR * usual
+        median, was_slow = statistics.median(other_speeds), server.is_slow
+        server.is_slow = speed > SLOW_FACTOR * median
         if was_slow or not server.is_slow:
             return None
         return (
-            f"The server at {url} takes {own:.3g} ms for a token, the others {usual:.3g} ms. Look for another program "
-            "on its GPU, throttling, different arguments, or a slow network."
+            f"The server at {url} takes {speed:.3g} ms for a token, the others {median:.3g} ms. Look for another "
+            "program on its GPU, throttling, different arguments, or a slow network."
         )
 
     def in_state(self, *states: State) -> list[Server]:
@@ -137,15 +137,15 @@ class ServerFleet:
         return [server.url for server in self.in_state(*states)]
 
     def cache_key(self, weight_version: int) -> str:
-        """Returns the key under which requests of this run and weight version share key-values on a server."""
+        """Returns the prefix cache key of this run's requests with a weight version."""
         return f"{self.salt}-{weight_version}"  # vLLM accepts no slash
 
     def has_hope(self) -> bool:
-        """Whether a server is routable or may become routable without intervention."""
+        """Whether a server is routable or may become routable without the user's help."""
         return self.may_grow or any(
             server.state not in ("lost", "retired") or server.may_return for server in self.servers.values()
         )
 
     def describe(self) -> str:
-        """Returns one clause per server, for messages."""
+        """Describes each server in a clause, for messages."""
         return "; ".join(server.describe() for server in self.servers.values())

@@ -1,4 +1,4 @@
-"""Follower: sends requests from a process other than the one that controls the servers; see leader.py."""
+"""Follower: sends requests from a process that does not control the servers; see leader.py."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ ReportServer = Callable[[str, str, str], object]  # called with the arguments of
 
 @dataclass(eq=False)
 class _FollowedMembers(Members):
-    """Members as the leader describes them; the leader decides which are lost."""
+    """A copy of the leader's members; the leader decides which servers are lost."""
 
     report: ReportServer
-    _suspects: set[Server] = field(default_factory=set)  # reported since the last state arrived
+    _suspects: set[Server] = field(default_factory=set)  # servers reported since the last state arrived
 
     def follow(self, state: FleetState, make_client: Callable[[str], ServerClient]) -> None:
         self._suspects.clear()
@@ -38,7 +38,7 @@ class _FollowedMembers(Members):
             if server is None:
                 server = self.fleet.join(Server(make_client(status.url)))
             elif status.state in GONE and server.state != status.state:
-                self.home.spawn(server.client.close())  # fails its requests at once
+                self.home.spawn(server.client.close())  # makes its requests fail at once
             server.state, server.weight_version = status.state, status.weight_version
             server.reason, server.may_return = status.reason, status.may_return
         for url in self.fleet.servers.keys() - {status.url for status in state.servers}:
@@ -55,12 +55,12 @@ class _FollowedMembers(Members):
 
 @dataclass
 class Follower:
-    """An engine that only requests completions; it is pickled, sent to another process and opened there.
+    """An engine that only generates; it is pickled, sent to another process and opened there.
 
     Args:
-        salt: the run's part of keys in the servers' prefix caches.
-        max_connections: connections of this process to each server; further requests queue here.
-        make_router: makes the router; from the leader's `Router.for_followers`.
+        salt: as in ServerFleet.
+        max_connections: this process's connections to each server; more requests queue here.
+        make_router: result of the leader's `Router.for_followers`.
     """
 
     client_type: type[ServerClient]
@@ -74,14 +74,14 @@ class Follower:
     continues_completions: ClassVar[bool] = True
 
     async def open(self, report: ReportServer) -> None:
-        """Called first, on the event loop of the requests; `report` tells the leader about failed servers."""
+        """Called first, on the event loop of the requests; `report` reports failed servers to the leader."""
         raise_open_files()
         self._fleet = ServerFleet(salt=self.salt)
         self._home = HomeLoop(self._fleet.describe, timeout_s=self.timeouts.request_s)
         router = self.make_router(self._fleet, timeouts=self.timeouts)
         self._members = _FollowedMembers(self._home, self._fleet, router, self.timeouts, report)
-        self._traffic = Traffic(is_held=True)  # until the first state
-        leader = Leader(self._home, self._members, self._traffic)  # has no followers
+        self._traffic = Traffic(is_held=True)  # until the first state arrives
+        leader = Leader(self._home, self._members, self._traffic)  # without followers
         self._requests = RequestLoop(
             self._home, self._members, self._traffic, leader, limits=self.limits, timeouts=self.timeouts
         )

@@ -1,10 +1,10 @@
-"""Gateway: SGLang's gateway (smg) chooses the server of each request; other calls go to each server directly.
+"""Gateway: lets SGLang's gateway (smg) choose the server of each request; other calls go directly to each server.
 
     RequestLoop ── /generate ──► smg ──► one of its workers
     Gateway.keep ── /workers ──► smg     keeps exactly the routable servers as workers
 
-So a request reaches only servers whose present weights are verified. Paths and fields are those of smg 1.13.0. A
-deleted worker gets no new request; for another 5 seconds it is listed as `draining` and cannot be added again.
+Requests therefore reach only servers whose current weights are verified. Paths and fields are those of smg 1.13.0. A
+deleted worker gets no new requests; it is listed as `draining` for 5 seconds, and cannot be added again meanwhile.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from smg.launch_router import main
 sys.argv.append("--api-key=" + os.environ.pop({TOKEN_VARIABLE!r}))
 main()
 """
-# lightrl retries requests itself and knows which servers are alive: one paused for a sync is not overloaded.
+# lightrl retries requests itself and knows which servers are alive; a server paused for a sync is not overloaded.
 _ARGUMENTS = [
     "--disable-retries", "--disable-circuit-breaker", "--disable-health-check", "--disable-worker-overload-protection",
     "--worker-stall-secs=1000000", "--worker-wedge-secs=1000000", "--request-timeout-secs=1000000",
@@ -53,13 +53,13 @@ _ARGUMENTS = [
 
 _SERVER_HEADER = "x-smg-routed-worker-id"
 _NOT_FOUND, _CONFLICT = 404, 409
-_SETTLING_S, _SETTLED_S = 0.1, 1.0  # interval between checks of its workers
-_CUT_AFTER_S = 1.0  # for requests to a lost server, then to the others, to end on their own
+_SETTLING_S, _SETTLED_S = 0.1, 1.0  # intervals between checks of its workers
+_CUT_AFTER_S = 1.0  # how long requests to a lost server, and then to the others, may take to end by themselves
 
 
 @dataclass(frozen=True)
 class GatewayState:
-    """The gateway's state, sent by the process that controls it to others that send requests through it."""
+    """The gateway's state, which the leader sends to followers."""
 
     serving: frozenset[str] = frozenset()  # servers to which it may send a request
     problem: str = ""  # why it cannot be used
@@ -67,11 +67,11 @@ class GatewayState:
 
 
 class Gateway(Connection, Router):
-    """A gateway used only by this run; it counts the requests on its servers.
+    """A gateway that only this run uses; it counts its servers' requests itself.
 
     Args:
         token: API key of the gateway and the servers; None if they have none.
-        fleet: knows which servers are routable.
+        fleet: its routable servers become the gateway's workers.
     """
 
     program = "SGLang's gateway"
@@ -84,7 +84,7 @@ class Gateway(Connection, Router):
         self.state = GatewayState()
         self.fleet = fleet
         self._key = {"api_key": token} if token is not None else {}
-        self._added: set[str] = set()  # addresses of all workers that the gateway ever had
+        self._added: set[str] = set()  # addresses of all workers that this object has added
 
     @property
     def problem(self) -> str:  # type: ignore[override]
@@ -104,13 +104,13 @@ class Gateway(Connection, Router):
         self.state = state
 
     def note_loads(self, loads: Iterable[tuple[str, int, int]]) -> None:
-        """Does nothing: `settle` reads the loads from the gateway."""
+        """Does nothing, because `settle` reads the loads from the gateway."""
 
     def may_reach(self, server: Server, *states: State) -> list[Server]:
         return self.fleet.in_state(*states)
 
     def start_request(self, server: Server, tokens: int) -> None:
-        """Does nothing: `settle` reads the number of requests from the gateway."""
+        """Does nothing, because `settle` reads the number of requests from the gateway."""
 
     end_request = start_request
 
@@ -138,7 +138,7 @@ class Gateway(Connection, Router):
         return cls(process.url, process.token, fleet, timeouts=timeouts)
 
     def can_send(self) -> bool:
-        """Whether all servers that it can choose, as far as known, are routable; `send` checks the one it chose."""
+        """Whether all servers that the gateway may choose are routable; `send` also checks the chosen server."""
         return bool(self.state.serving) and self.state.serving <= set(self.fleet.urls("routable"))
 
     async def send(self, server: Server, body: dict[str, Any], timeout_s: float) -> tuple[Answer, str]:
@@ -147,7 +147,7 @@ class Gateway(Connection, Router):
         try:
             answer = await self.request("POST", self.generate_path, body, read=server.client.read_answer, **settings)
         except ServerRefused as error:
-            if error.status == _NOT_FOUND:  # the gateway has no worker now
+            if error.status == _NOT_FOUND:  # the gateway has no worker
                 raise EngineUnreachable(str(error)) from error
             raise
         url = headers.get(_SERVER_HEADER, "a server that it does not name")
@@ -156,7 +156,7 @@ class Gateway(Connection, Router):
         return answer, url
 
     async def keep(self, home: HomeLoop) -> None:
-        """Keeps the gateway's workers equal to the routable servers."""
+        """Keeps the gateway's workers equal to the routable servers, as long as the engine runs."""
         while True:
             before = self.state
             await self.settle()
@@ -166,7 +166,7 @@ class Gateway(Connection, Router):
             await home.wait_for_change(_SETTLED_S if is_settled else _SETTLING_S)
 
     async def settle(self) -> None:
-        """Sets the gateway's workers to exactly the routable servers; on failure, `state` says why."""
+        """Sets the gateway's workers to the routable servers; if that fails, sets `state.problem`."""
         try:
             serving, problem = await self._settle(), ""
         except EngineError as error:
@@ -178,17 +178,17 @@ class Gateway(Connection, Router):
         self.state = replace(self.state, serving=serving, problem=problem)
 
     async def free(self, server: Server, home: HomeLoop) -> None:
-        home.spawn(abort_at([server.client], abort_all=True))  # in case it is alive; its answers are not used
+        home.spawn(abort_at([server.client], abort_all=True))  # in case it is alive; its answers are ignored
         await asyncio.sleep(_CUT_AFTER_S)
         await self.settle()
-        if self.fleet.has(server) and server.num_requests:  # it hangs, and which requests it has is unknown
-            await abort_at([one.client for one in self.fleet.in_state("routable")], abort_all=True)
-            await asyncio.sleep(_CUT_AFTER_S)  # the others return their tokens so far
+        if self.fleet.has(server) and server.num_requests:  # the server hangs, and its requests are unknown
+            await abort_at([other.client for other in self.fleet.in_state("routable")], abort_all=True)
+            await asyncio.sleep(_CUT_AFTER_S)  # meanwhile the other servers return their tokens so far
             await self.cut()
             home.wake()
 
     async def cut(self) -> None:
-        """Closes connections to the gateway, here and in followers; requests in flight are sent again."""
+        """Closes all connections to the gateway, here and in followers; requests in flight are sent again."""
         self.state = replace(self.state, num_cuts=self.state.num_cuts + 1)
         await self.close()
 
@@ -220,12 +220,12 @@ class Gateway(Connection, Router):
         try:
             await self.request(method, path, body, read=None)
         except ServerRefused as error:
-            if error.status not in (_NOT_FOUND, _CONFLICT):  # already done, or under way
+            if error.status not in (_NOT_FOUND, _CONFLICT):  # these mean already done, or in progress
                 raise
 
 
 def smg_process(token: str | None) -> ServerProcess:
-    """Returns a process for SGLang's gateway on this machine, not yet started."""
+    """Returns a process for SGLang's gateway on this machine; `start_all` starts it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         metrics_port = free.getsockname()[1]
     command = [sys.executable, "-c", _PROGRAM, *_ARGUMENTS, f"--prometheus-port={metrics_port}"]

@@ -23,13 +23,13 @@ _ENDED = "The engine's event loop ended. The log, or the previous error, says wh
 
 
 class HomeLoop:
-    """The controller's event loop, or its own loop in a thread while there is no controller.
+    """The controller's event loop, or an own loop in a thread while there is no controller.
 
-    Tasks started by `spawn` or running inside `counted` are cancelled when the loop changes; coroutines passed to
-    `keep` start again on the next loop.
+    When the loop changes, tasks of `spawn` and tasks inside `counted` are cancelled, and coroutines of `keep` start
+    again on the new loop.
 
     Args:
-        describe: returns the state of the servers, for the message about a missed deadline.
+        describe: describes the servers, for the error about a missed deadline.
     """
 
     def __init__(self, describe: Callable[[], str], *, timeout_s: float = 60.0) -> None:
@@ -44,8 +44,8 @@ class HomeLoop:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop; starts its own if there is none. Raises EngineError after `close`."""
-        if self._is_closed:  # a late supervising thread must not start a loop that nobody ends
+        """The loop; starts an own loop if there is none. Raises EngineError after `close`."""
+        if self._is_closed:  # a thread that is late must not start a loop that nothing ends
             raise EngineError("The engine is closed.")
         if self._loop is None:
             self._own_thread = LoopThread(
@@ -57,7 +57,7 @@ class HomeLoop:
         return self._loop
 
     async def move_here(self, leave: Callable[[], Work[None]]) -> None:
-        """Makes the running loop the home; `leave` runs on the previous loop if that was its own, which then ends."""
+        """Makes the running loop the home. If the home was an own loop, runs `leave` there and ends it."""
         here = asyncio.get_running_loop()
         old, thread = self._loop, self._own_thread
         if old is here:
@@ -69,13 +69,13 @@ class HomeLoop:
         self._enter(here)
 
     def forget(self) -> None:
-        """Called when the loop is about to end."""
+        """Forgets the loop, which is about to end."""
         self._loop = None
 
     def close(self, leave: Callable[[], Work[None]]) -> None:
-        """Runs `leave` on the loop, from another thread, and ends its own loop.
+        """Runs `leave` on the loop, from another thread, and ends an own loop.
 
-        A loop that does not answer in time, or is already ending, is left alone: its requests end with it.
+        If the loop does not answer in time or is already ending, `leave` does not run; its requests end with it.
         """
         loop, thread = self._loop, self._own_thread
         try:
@@ -92,7 +92,7 @@ class HomeLoop:
     async def end_tasks(self) -> None:
         """Cancels all tasks and waits for them; called on the loop.
 
-        A task that continues is cancelled again: aiohttp swallows a cancellation that arrives as its timeout expires.
+        Repeats this for tasks that continue: aiohttp swallows a cancellation that arrives when its timeout expires.
         """
         me = asyncio.current_task()
         while tasks := [task for task in self._tasks if task is not me and not task.done()]:
@@ -107,7 +107,7 @@ class HomeLoop:
             self._start_soon(start)
 
     def call(self, coroutine: Work[_T], timeout_s: float) -> _T:
-        """Returns the coroutine's result, from another thread; raises EngineError if the loop ends meanwhile."""
+        """Runs a coroutine on the loop, from another thread; raises EngineError if the loop ends meanwhile."""
         future, loop = self._submit(coroutine)
         deadline_s = time.monotonic() + timeout_s
 
@@ -121,15 +121,15 @@ class HomeLoop:
             wait_on_loop(loop, future, silent_s=math.inf, on_wait=check)  # the deadline catches a blocked loop
             return future.result()
         except LoopEnded as error:
-            death = error.__cause__
-            raise EngineError(_ENDED if death is None else f"{_ENDED} Its thread died: {death!r}.") from death
+            cause = error.__cause__
+            raise EngineError(_ENDED if cause is None else f"{_ENDED} Its thread died: {cause!r}.") from cause
         except concurrent.futures.CancelledError as error:
             raise EngineError(_ENDED) from error
         finally:
             future.cancel()  # no effect if it is done
 
     async def across(self, coroutine: Work[_T]) -> _T:
-        """Returns the coroutine's result; from any loop."""
+        """Runs a coroutine on the loop, from any loop."""
         if self._loop is asyncio.get_running_loop():
             return await coroutine
         return await asyncio.wrap_future(self._submit(coroutine)[0])
@@ -146,12 +146,12 @@ class HomeLoop:
             raise EngineError(_ENDED) from error
 
     def soon(self, action: Callable[[], object]) -> None:
-        """Runs `action` on the loop, if there is one; from any thread."""
+        """Calls `action` on the loop, if there is one; from any thread."""
         if self._loop is not None:
             wake_up(self._loop, action)
 
     def keep(self, start: Callable[[], Work[object]]) -> None:
-        """Runs this coroutine on the loop, and again on each later one; from any thread."""
+        """Starts a coroutine on the loop, and again on each new loop; from any thread."""
         self._kept.append(start)
         self._start_soon(start)
 
@@ -167,7 +167,7 @@ class HomeLoop:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Cancels the task inside when the loop changes."""
+        """Inside, the current task is cancelled when the loop changes."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)

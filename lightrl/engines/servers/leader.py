@@ -3,8 +3,8 @@
     rank 0: engine, Leader ── FleetState: servers, gate ─────────────► Follower ── /generate ──► servers
                                  ◄── FollowerState; servers that failed ────
 
-A follower knows only what the leader sends: it chooses among servers and moves requests to others as the engine does,
-but the leader decides whether a server is lost and when requests may begin.
+A follower chooses servers and repeats failed requests as the engine does, from the state that the leader sends. The
+leader decides whether a server is lost and when requests may begin.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lightrl.engines.servers.server import ServerStatus
 
 @dataclass
 class Traffic:
-    """Requests in flight, of this process or of all its followers, and whether new ones may begin."""
+    """The requests in flight, of this process or of all its followers, and whether new requests may begin."""
 
     num_running: int = 0  # completions that a server is generating
     num_waiting: int = 0  # completions that wait for the gate or for a server
     is_held: bool = False  # requests wait for a load to end
     is_paused: bool = False
-    has_minimum: bool = False  # a request has min_new_tokens: abort it, since after a pause servers count from 0
+    has_minimum: bool = False  # a request has min_new_tokens; abort it, since servers count from 0 after a pause
 
     @property
     def is_open(self) -> bool:
@@ -36,22 +36,22 @@ class Traffic:
 
 @dataclass(frozen=True)
 class FleetState:
-    """The state that followers need; it is pickled."""
+    """The state that followers get; it is pickled."""
 
     weight_version: int
     newest_version: int
-    is_open: bool  # requests may begin
-    may_grow: bool  # servers may join
+    is_open: bool  # whether requests may begin
+    may_grow: bool  # whether new servers may join
     servers: list[ServerStatus]
     router: Any  # the state of the leader's router
 
 
 @dataclass(frozen=True)
 class FollowerState:
-    """A follower's answer."""
+    """The state that a follower answers with."""
 
     num_running: int = 0  # completions that a server is generating
-    has_minimum: bool = False  # a request had `min_new_tokens`
+    has_minimum: bool = False  # whether a request had `min_new_tokens`
     loads: tuple[tuple[str, int, int], ...] = ()  # address, requests, outstanding tokens
 
 
@@ -59,7 +59,7 @@ class FollowerProcesses(Protocol):
     """The leader's connection to all followers."""
 
     async def notify(self) -> None:
-        """Returns when each follower has the leader's state and its own was noted, or it has ended."""
+        """Returns when each follower has the leader's state and has answered with its own, or has ended."""
         ...
 
     def post(self) -> object:
@@ -69,7 +69,7 @@ class FollowerProcesses(Protocol):
 
 @dataclass(eq=False)
 class Leader:
-    """Keeps the followers' view of the fleet up to date; does nothing while there are no followers."""
+    """Keeps the followers' copies of the fleet up to date; does nothing without followers."""
 
     home: HomeLoop
     members: Members
@@ -78,7 +78,7 @@ class Leader:
     _posting: asyncio.Task[Any] | None = None
 
     def lead(self, followers: FollowerProcesses | None) -> None:
-        """Leaves all requests to these processes, until called with None."""
+        """Lets these processes send all requests, until it is called with None."""
         if self._posting is not None:
             self._posting.cancel()
         self._followers = followers
@@ -90,7 +90,7 @@ class Leader:
             followers.post()
 
     async def notify(self) -> None:
-        """Returns when all followers have the present state and their states are noted."""
+        """Returns when all followers have the current state and have answered with theirs."""
         if self._followers is not None:
             await self._followers.notify()
 
@@ -101,13 +101,13 @@ class Leader:
         return FleetState(*versions, self.traffic.is_open, fleet.may_grow, servers, router.state)
 
     def on_follower_states(self, states: Sequence[FollowerState]) -> None:
-        """Counts the requests of all followers, given the latest state of each."""
+        """Adds up the requests of all followers, given each follower's latest state."""
         self.traffic.num_running = sum(state.num_running for state in states)
         self.traffic.has_minimum |= any(state.has_minimum for state in states)
         self.members.router.note_loads(load for state in states for load in state.loads)
 
     def on_server_failed(self, kind: str, url: str, reason: str) -> None:
-        """Called when a follower's request failed at a server, which is `lost` or `suspect`."""
+        """Called when a follower's request failed; `kind` says whether the server is `lost` or `suspect`."""
         server = self.members.fleet.servers.get(url)
         if server is None:
             return

@@ -1,4 +1,4 @@
-"""Members: changes of single servers: reached, lost, drained; `Watch` says when."""
+"""Members: changes the states of servers (reached, lost, drained) when `Watch` or a request calls it."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from lightrl.errors import EngineError, EngineTimeout
 log = logging.getLogger(__name__)
 
 _SHORT_S = 5.0
-_WARN_AFTER_S = 3.0  # a wrong port looks like a server that is still starting
+_WARN_AFTER_S = 3.0  # soon, because a wrong port looks like a server that is still starting
 _WARN_EVERY_S = 30.0
 _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 @dataclass(eq=False)
 class Members:
-    """Changes the fleet and the connections to its servers together; used on the home loop."""
+    """Changes the fleet together with the connections to its servers; used on the home loop."""
 
     home: HomeLoop
     fleet: ServerFleet
-    router: Router  # all requests go through it
+    router: Router  # sends all requests
     timeouts: Timeouts
 
     @property
     def probe_s(self) -> float:
-        """Deadline of a health check."""
+        """The deadline of a health check."""
         return min(self.timeouts.hang_s, self.timeouts.request_s)
 
     async def reach_all(self) -> None:
-        """Waits until every server answers, at most `startup_s`; raises EngineError if the router cannot be used."""
+        """Waits until every server answers, at most `startup_s`; raises EngineError if the router does not work."""
         await asyncio.gather(*(self.reach(server) for server in self.fleet.in_state()))
         await self.router.reach()
 
     async def identify_all(self) -> None:
-        """Asks every server for its identity; one that does not answer is asked again at the first load.
+        """Reads every server's identity. A server that does not answer is asked again at the first load.
 
         Raises:
             EngineError: if a server was started without arguments that rollouts need.
@@ -62,7 +62,7 @@ class Members:
         await asyncio.gather(*(identify(server) for server in self.fleet.in_state()))
 
     async def reach(self, server: Server) -> None:
-        """Waits while the server may still be starting; raises within seconds if its address is wrong."""
+        """Waits for a server that may still be starting; raises within seconds if its address is wrong."""
         start = time.monotonic()
         warn_after_s = _WARN_AFTER_S
         while True:
@@ -84,10 +84,10 @@ class Members:
             await asyncio.sleep(0.2)
 
     def lose(self, server: Server, reason: str, *, is_given_up: bool = False) -> None:
-        """Makes the server's requests fail now, so that they continue on other servers."""
+        """Marks a server as lost and makes its requests fail, so that they continue on other servers."""
         if self.fleet.lose(server, reason, is_given_up=is_given_up):
-            what = "retired" if server.state == "retired" else "lost"
-            log.warning("The server at %s is %s: %s", server.url, what, reason)
+            state = "retired" if server.state == "retired" else "lost"
+            log.warning("The server at %s is %s: %s", server.url, state, reason)
             if not self.fleet.in_state(*ACTIVE) and self.fleet.has_hope():
                 log.warning(
                     "No server is left; requests wait up to engine.timeouts.startup_s=%g s for one to return.",
@@ -102,7 +102,7 @@ class Members:
         await self.router.free(server, self.home)
 
     def check_hope(self, since: float) -> None:
-        """Raises if no server can become routable, or none was usable for `server_wait_s` after `since`, monotonic."""
+        """Raises EngineError if no server can become routable, or `server_wait_s` have passed since this time."""
         limit_s = self.timeouts.server_wait_s
         is_late = time.monotonic() - since > limit_s
         if is_late and self.fleet.urls("routable") and not self.router.can_send():
@@ -122,7 +122,7 @@ class Members:
             )
 
     async def wait_for_any(self) -> None:
-        """Waits at most `server_wait_s` for a server that may get weights."""
+        """Waits for a server that may get weights, at most `server_wait_s`."""
         since = time.monotonic()
         while not self.fleet.in_state(*ACTIVE):
             self.check_hope(since)
@@ -141,30 +141,30 @@ class Members:
                 self.lose(server, str(error))
 
     def sent_dtype(self, auto: torch.dtype) -> torch.dtype | None:
-        """Returns the servers' common dtype if it is narrower than float32; None sends the trainer's own.
+        """Returns the servers' common dtype if it is narrower than float32; None means the trainer's dtype.
 
         Args:
-            auto: dtype that `auto` means on servers started here; another server's config may differ.
+            auto: what `auto` means on servers that the engine started; another server's config may differ.
         """
         dtypes = set()
         for server in self.fleet.in_state():
-            is_ours = server.info is not None and server.info.is_auto and server.process is not None
-            dtypes.add(auto if is_ours else server.info.dtype if server.info is not None else None)
+            is_our_auto = server.info is not None and server.info.is_auto and server.process is not None
+            dtypes.add(auto if is_our_auto else server.info.dtype if server.info is not None else None)
         dtype = dtypes.pop() if len(dtypes) == 1 else None
         return None if dtype == torch.float32 else dtype
 
     async def drain(self, server: Server) -> None:
-        """Moves a leaving server's requests to others, waits at most `request_s` for that, and forgets the server."""
+        """Moves a leaving server's requests to other servers, for at most `request_s`, and forgets the server."""
         deadline = time.monotonic() + self.timeouts.request_s
         self.fleet.drain(server)
         await self.router.settle()
         while self.fleet.drain(server) and time.monotonic() < deadline:
-            self.home.wake()  # tells followers
+            self.home.wake()  # also notifies followers
             if self.fleet.urls("routable"):  # otherwise its requests cannot continue anywhere
                 with contextlib.suppress(EngineError):
                     await server.client.abort(abort_all=True)
             await asyncio.sleep(0.05)
-            await self.router.settle()  # a gateway counts the requests
+            await self.router.settle()  # updates the number of requests from a gateway
         await self.forget(server)
 
     async def forget(self, server: Server) -> None:
@@ -172,21 +172,21 @@ class Members:
         await server.client.close(for_good=True)
 
     async def disconnect(self, *, for_good: bool = False) -> None:
-        """Closes the connections; unless `for_good`, the next requests open new ones, on this or another loop."""
+        """Closes all connections; unless `for_good`, the next requests open new ones, on this or another loop."""
         for server in self.fleet.in_state():
             await server.client.close(for_good=for_good)
         await self.router.close(for_good=for_good)
 
 
 def _is_other_program(error: EngineError) -> bool:
-    """Whether another program answered: it refused the request or the token, or sent no JSON."""
+    """Whether another program answered: it refused the request or the token, or did not send JSON."""
     if isinstance(error, ServerRefused):
         return not error.is_passing
     return isinstance(error.__cause__, (TypeError, ValueError, aiohttp.ClientResponseError))
 
 
 def _is_nowhere(error: EngineError) -> bool:
-    """Whether no machine has this address: its name is unknown, or there is no route."""
+    """Whether the address cannot be reached: its name is unknown, or there is no route."""
     cause = error.__cause__
     cause = cause.os_error if isinstance(cause, aiohttp.ClientConnectorError) else cause
     return isinstance(cause, socket.gaierror) or getattr(cause, "errno", None) in _NO_ROUTE

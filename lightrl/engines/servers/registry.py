@@ -1,12 +1,12 @@
-"""Registry: a folder visible to all hosts where running servers announce their addresses until they leave or go silent.
+"""Registry: a folder shared by all hosts, in which running servers announce their addresses.
 
-    lightrl serve ─► Announcement: HOST-PORT.json, written again every 2 s ─► Registry ─► Watch: join, drain, lose
-                          leaving: true ──────────────────────────────────────► requests move to other servers
-                          waits until the file is gone ◄───────────────────────  removed once the server is unused
+    lightrl serve ─► Announcement: HOST-PORT.json, rewritten every 2 s ─────► Registry ─► Watch: join, drain, lose
+                          is_leaving: true ───────────────────────────────────► requests move to other servers
+                          waits until the file is removed ◄───────────────────  when the server is unused
 
-A run asks the server itself for anything else it needs (model, weight version, identity). Hosts' clocks are not
-compared: an entry is alive while its content changes, by the reader's clock. An entry older than the reader may belong
-to a server that was killed, so it counts only once it changes.
+Runs read a server's model, weight version and identity from the server itself. Hosts' clocks are not compared: an entry
+is alive while its content changes, by the reader's clock. An entry older than the reader may belong to a server that
+was killed, so it counts only after it has changed.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ log = logging.getLogger(__name__)
 SCHEME = "file://"
 BEAT_S = 2.0
 READ_EVERY_S = 0.5
-EXPIRE_S = 20.0  # without a beat; network file systems may show new content seconds late
+EXPIRE_S = 20.0  # after the last beat; network file systems may show new content seconds late
 
 
 @dataclass(frozen=True)
 class ServerEntry:
-    """A server's entry, written by the server."""
+    """A server's entry, which `lightrl serve` writes."""
 
     url: str
-    receiver: str | None = None  # weight receiver, for the delta transport
+    receiver: str | None = None  # address of its weight receiver, for the delta transport
     is_leaving: bool = False
 
 
 class Announcement:
-    """Keeps servers' entries in the registry, from a thread, until `leave`."""
+    """Keeps servers' entries in the registry up to date, in a thread, until `leave`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -54,16 +54,16 @@ class Announcement:
         self._thread = threading.Thread(target=self._run, name="lightrl-announcement", daemon=True)
 
     def start(self, servers: Sequence[ServerEntry]) -> None:
-        """Raises OSError if the folder cannot be written."""
+        """Announces these servers; raises OSError if the folder cannot be written."""
         self._servers = servers
         self._folder.mkdir(parents=True, exist_ok=True)
         self._beat()
         self._thread.start()
 
     def leave(self, timeout_s: float = 30.0) -> bool:
-        """Asks runs to move their requests elsewhere; returns True once they have, False after `timeout_s`.
+        """Waits until runs have moved their requests to other servers; returns False if that takes over `timeout_s`.
 
-        With a timeout of 0 no run is asked.
+        With a timeout of 0, removes the entries at once.
         """
         if not self._thread.is_alive() or not timeout_s:
             self.end()
@@ -76,7 +76,7 @@ class Announcement:
         return not is_used
 
     def end(self) -> None:
-        """Removes the entries without asking runs."""
+        """Removes the entries without waiting for runs."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(BEAT_S * 2)
@@ -99,7 +99,7 @@ class Announcement:
         self._num_beats += 1
         for server in self._servers:
             file = self._file(server)
-            if self._is_leaving and not file.exists():  # the run has released the server
+            if self._is_leaving and not file.exists():  # a run has released the server
                 continue
             content = asdict(server) | {"is_leaving": self._is_leaving, "beat": f"{self._start}-{self._num_beats}"}
             part = file.with_suffix(".part")
@@ -112,15 +112,15 @@ class Announcement:
 
 @dataclass
 class Registry:
-    """Reads the entries; any call may block on the file system, so call it in a thread."""
+    """Reads the entries. Calls may block on the file system, so make them in a thread."""
 
     folder: Path
-    num_expected: int = 1  # servers that a run waits for when it starts
-    _changes: dict[str, tuple[str, float]] = field(default_factory=dict)  # file to its content and when it changed
+    num_expected: int = 1  # how many servers a run waits for when it starts
+    _changes: dict[str, tuple[str, float]] = field(default_factory=dict)  # file → content, time of its last change
     _has_read: bool = False
 
     def read(self) -> dict[str, ServerEntry]:
-        """Returns the registered servers by address; an entry that cannot be read counts as silent."""
+        """Returns the registered servers by address; skips entries that are silent or cannot be read."""
         now = time.monotonic()
         servers = {}
         for file in sorted(self.folder.glob("*.json")):
@@ -136,34 +136,34 @@ class Registry:
         return servers
 
     def wait_for_servers(self, timeout_s: float) -> list[ServerEntry]:
-        """Returns the registered servers once there are as many as expected, or after `timeout_s`.
+        """Waits for the expected number of servers and returns them; after `timeout_s`, returns those that there are.
 
         Raises:
             EngineTimeout: if there are none by then.
         """
         deadline = time.monotonic() + timeout_s
-        while len(entries := [one for one in self.read().values() if not one.is_leaving]) < self.num_expected:
+        while len(entries := [entry for entry in self.read().values() if not entry.is_leaving]) < self.num_expected:
             if time.monotonic() > deadline:
-                few = f"{len(entries)} of {self.num_expected} servers announced themselves in {self.folder} within "
-                few += f"engine.timeouts.startup_s={timeout_s:g} s."
+                problem = f"Only {len(entries)} of {self.num_expected} servers announced themselves in {self.folder} "
+                problem += f"within engine.timeouts.startup_s={timeout_s:g} s."
                 if not entries:
-                    raise EngineTimeout(f"{few} Start one with `lightrl serve --register {self.folder}`.")
-                log.warning("%s Starting with these.", few)
+                    raise EngineTimeout(f"{problem} Start one with `lightrl serve --register {self.folder}`.")
+                log.warning("%s Starting without the others.", problem)
                 break
             time.sleep(READ_EVERY_S)
         return entries
 
     def release(self, url: str) -> None:
-        """Tells a leaving server that this run has no more requests on it."""
+        """Removes a leaving server's entry, because this run no longer uses the server."""
         with contextlib.suppress(OSError):
             (self.folder / _name(url)).unlink(missing_ok=True)
 
 
 def registry_at(urls: Sequence[str] | None) -> Registry | None:
-    """Returns the registry if the address is one, as in `file:///shared/servers` or with `?servers=4`; otherwise None.
+    """Returns the registry at a URL like `file:///shared/servers` or `file:///shared/servers?servers=4`, else None.
 
     Raises:
-        ValueError: if it is given together with addresses, or its path is not absolute.
+        ValueError: if there are other addresses too, or the path is not absolute.
     """
     if not any(url.startswith(SCHEME) for url in urls or ()):
         return None
@@ -172,8 +172,8 @@ def registry_at(urls: Sequence[str] | None) -> Registry | None:
     number = query.removeprefix("servers=") if query else "1"
     if len(urls) > 1 or not path.startswith("/") or not number.isdecimal():
         raise ValueError(
-            f"Give servers by a registry, such as `file:///shared/servers` (or `…?servers=4` to wait for "
-            f"4 at the start), or by their addresses, not both; got {', '.join(urls)}."
+            f"Set urls to a registry, such as `file:///shared/servers` (or `…?servers=4` to wait for 4 servers at the "
+            f"start), or to the servers' addresses, not both; got {', '.join(urls)}."
         )
     return Registry(Path(path), int(number))
 

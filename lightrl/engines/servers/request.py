@@ -1,7 +1,6 @@
-"""A completion over several requests: what is missing, and what an answer adds; checks of an answer. No I/O.
+"""CompletionDraft: a completion in progress, which may take several requests; Answer: a server's answer. No I/O.
 
-A completion may take several requests: after an abort for a sync, or the loss of its server, the next request contains
-the tokens so far as part of its prompt.
+After an abort for a sync, or the loss of its server, the next request has the tokens so far in its prompt.
 """
 
 from __future__ import annotations
@@ -25,70 +24,70 @@ from lightrl.functional import encode_supports
 from lightrl.models import Attachments
 from lightrl.trajectory import FinishReason, Sampling
 
-_ABOVE_0_NATS = 1e-3  # rounding
+_ABOVE_0_NATS = 1e-3  # how far rounding may raise a logprob above 0
 NO_IDS: TokenArray[int] = TokenArray((), "i")
 _NO_LOGPROBS: TokenArray[float] = TokenArray((), "f")
-# Encodes a server's data on the given number of tokens; raises ValueError if it belongs to another model.
+# Encodes a server's data for a number of tokens; raises ValueError if the data is from another model.
 Encode = Callable[[Any, int], TokenArray[Any]]
 
 
 class MalformedAnswer(EngineError):
-    """A server's answer is not a valid completion; the request goes to another server."""
+    """A server's answer is not a valid completion; the request is sent to another server."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The tokens of one request; each field has one entry per token."""
+    """The tokens that a server generated for one request."""
 
     token_ids: TokenArray[int] = NO_IDS
     logprobs: TokenArray[float] = _NO_LOGPROBS
     weight_versions: TokenArray[int] = NO_IDS
     finish: str = "abort"
-    columns: Mapping[str, TokenArray[Any]] = field(default_factory=dict)  # further data on the tokens
-    raw_columns: Mapping[str, Any] = field(default_factory=dict)  # further data as sent, for `CompletionDraft.encoders`
-    full_support: int | None = None  # smallest support with all tokens returned, so that it may lack some
-    rid: object = None  # the request that it answers
-    num_read: object = None  # tokens that the server read
-    problem: str = ""  # why it is unusable
+    columns: Mapping[str, TokenArray[Any]] = field(default_factory=dict)
+    raw_columns: Mapping[str, Any] = field(default_factory=dict)  # columns for `CompletionDraft.encoders` to encode
+    full_support: int | None = None  # size of the smallest support that may be incomplete, because no more was returned
+    rid: object = None  # id of the request that it answers
+    num_read: object = None  # number of tokens that the server read
+    problem: str = ""  # why the answer is unusable
 
 
 def check_answers(rid: str, num_sent: int | None, answer_rid: object, num_read: object, server: str) -> None:
-    """Raises MalformedAnswer unless this answers the request `rid` of `num_sent` tokens (None: any number)."""
+    """Raises MalformedAnswer if this does not answer request `rid` of `num_sent` tokens (None: any number)."""
     if answer_rid != rid or num_sent not in (None, num_read):
         raise MalformedAnswer(
-            f"{server} answered request {rid} of {num_sent} tokens as if it were {answer_rid} of {num_read}. Look "
-            "for a proxy or balancer that mixes connections up, changes requests, or names them (X-Request-Id)."
+            f"{server} answered request {rid} of {num_sent} tokens as if it were {answer_rid} of {num_read}. Look for "
+            "a proxy or balancer that mixes up connections, changes requests, or sets their id (X-Request-Id)."
         )
 
 
 @dataclass(frozen=True)
 class NamedVersion:
-    """A weight version that servers hold by name next to its base; tokens of requests for it get this version."""
+    """A weight version that servers hold under a name next to its base; the tokens of its requests get this version."""
 
     version: int
     name: str
-    base_version: int  # version that the server must report
+    base_version: int  # the version that the server must report
 
 
 @dataclass
 class CompletionDraft:
-    """One completion in progress."""
+    """A completion in progress."""
 
     prompt: list[int]
-    sampling: Sampling  # `max_new_tokens` counts all requests of the completion together
-    sample: int = 0  # index of the completion among the prompt's n
+    sampling: Sampling  # its `max_new_tokens` limits all requests of the completion together
+    sample: int = 0  # index among the prompt's n completions
     token_ids: TokenArray[int] = NO_IDS
     logprobs: TokenArray[float] = _NO_LOGPROBS
     weight_versions: TokenArray[int] = NO_IDS
     columns: Mapping[str, TokenArray[Any]] = field(default_factory=dict)  # of the prompt and the tokens so far
-    encoders: Mapping[str, Encode] = field(default_factory=dict)  # further columns to ask for
+    encoders: Mapping[str, Encode] = field(default_factory=dict)  # of the columns to request besides supports
     finish_reason: FinishReason | None = None
     attachments: Attachments | None = None
-    named_version: NamedVersion | None = None  # of the latest request; None: the server's only weights
+    named_version: NamedVersion | None = None  # of the latest request; None for the server's only weights
     vocab_size: int = 2**31
 
     def start_with(self, started: Completion) -> None:
-        """Continues a completion that was partly generated before."""
+        """Starts with the tokens of an unfinished completion."""
         self.token_ids = TokenArray.joined([started.token_ids], "i")
         self.logprobs = TokenArray.joined([started.logprobs], "f")
         self.weight_versions = TokenArray.joined([started.weight_versions], "i", as_runs=True)
@@ -100,18 +99,18 @@ class CompletionDraft:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the prompt and of the completion so far."""
+        """The number of tokens of the prompt and of the completion so far."""
         return len(self.prompt) + len(self.token_ids)
 
     @property
     def max_tokens(self) -> int:
-        """Largest number of tokens of prompt and completion; a measure of a server's load."""
+        """The largest number of tokens that prompt and completion can have; it measures a server's load."""
         return len(self.prompt) + self.sampling.max_new_tokens
 
     def add(
         self, answer: Answer, server: str, *, path: str = "/generate", column_help: Mapping[str, str] | None = None
     ) -> None:
-        """Appends an answer, or raises MalformedAnswer; sets `finish_reason` if this ends the completion."""
+        """Appends an answer, or raises MalformedAnswer; sets `finish_reason` if the completion has ended."""
         token_ids, logprobs, versions, finish = answer.token_ids, answer.logprobs, answer.weight_versions, answer.finish
         if answer.problem:
             raise MalformedAnswer(
@@ -154,9 +153,9 @@ class CompletionDraft:
                     )
             if self.sampling.is_truncated and (answer.full_support or self.vocab_size) < self.vocab_size:
                 raise MalformedAnswer(
-                    f"{server} may have sampled from more than the {answer.full_support} most likely tokens, which are "
-                    f"all that it returns: too many are as likely as number {self.sampling.max_support}. Use another "
-                    "top_k or top_p, or SGLangEngine."
+                    f"{server} returns only the {answer.full_support} most likely tokens, but may have sampled from "
+                    f"more, because others are as likely as token {self.sampling.max_support}. Use another top_k or "
+                    "top_p, or SGLangEngine."
                 )
             self.columns = extended(self.columns, self.num_tokens, columns, len(token_ids))
         self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
@@ -166,31 +165,31 @@ class CompletionDraft:
             self.finish_reason = "stop"
         elif len(self.token_ids) == self.sampling.max_new_tokens:
             self.finish_reason = "length"
-        elif token_ids and self._is_end(token_ids[-1]):  # SGLang aborts a request before it looks for the end
+        elif token_ids and self._is_end(token_ids[-1]):  # SGLang may abort a request before it notices the stop token
             self.finish_reason = "stop"
-        # otherwise it continues: it was aborted, or stopped at an end token in the model's config but not in `sampling`
+        # Otherwise it continues: it was aborted, or stopped at a token that stops in the model's config only.
 
     def check(self, answer: Answer, server: str, rid: str, oldest: int, newest: int) -> None:
         """Raises MalformedAnswer if this answers another request, or reports weights that the server cannot have had.
 
         Args:
-            oldest, newest: weight versions that it may have had, of the base if the version is named.
+            oldest, newest: the weight versions that it may have had; of the base, for a named version.
         """
         if answer.problem:  # `add` reports it
             return
-        # A server counts tokens of attachments differently, and none of a request that it aborts unread.
+        # Servers count tokens of attachments differently, and none for a request that they abort unread.
         is_counted = self.attachments is None and (answer.num_read is not None or answer.finish != "abort")
         num_sent = self.num_tokens if is_counted else None
         check_answers(rid, num_sent, answer.rid, answer.num_read, server)
         versions = [version for version, _ in answer.weight_versions.runs()]
         if wrong := [version for version in versions if not oldest <= version <= newest]:
             raise MalformedAnswer(
-                f"{server} says that weight versions {wrong} generated its answer, but since the request it can only "
-                f"have had {oldest} to {newest}. Look for another run that loads weights there."
+                f"{server} reports that weight versions {wrong} generated its answer, but since the request it can "
+                f"only have had {oldest} to {newest}. Look for another run that loads weights there."
             )
 
     def completion(self) -> Completion:
-        """Returns the completion so far; its finish reason is `abort` until it is finished."""
+        """Returns the completion so far, with finish reason `abort` if it is not finished."""
         columns = {
             name: column_named(name).of_completion(values, len(self.prompt), self.num_tokens)
             for name, values in (self.columns if self.token_ids else {}).items()
@@ -199,8 +198,8 @@ class CompletionDraft:
         return Completion(self.token_ids, self.logprobs, self.weight_versions, reason, columns)
 
     def _encoded(self, answer: Answer, server: str) -> dict[str, TokenArray[Any]]:
-        """Returns the encoded columns of those that the answer has as sent."""
-        num_read = self.num_tokens + len(answer.token_ids) - 1  # the model has not read the last one
+        """Encodes the answer's raw columns."""
+        num_read = self.num_tokens + len(answer.token_ids) - 1  # the model has not read the last token
         columns = {}
         for name, encode in self.encoders.items():
             if name not in answer.raw_columns:
@@ -209,7 +208,7 @@ class CompletionDraft:
                 columns[name] = encode(answer.raw_columns[name], num_read)
             except ValueError as error:
                 raise MalformedAnswer(
-                    f"{server} answered /generate with {name} of another model: {error}. Check that it serves the "
+                    f"{server} answered /generate with another model's {name}: {error}. Check that it serves the "
                     f"trainer's model, or set record_{name} to false."
                 ) from error
         return columns
@@ -219,15 +218,17 @@ class CompletionDraft:
 
 
 def request_seed(seed: int, sample: int) -> int:
-    """Returns the seed of all requests of a completion, 0 to 2**63 - 1; SGLang hashes it with each token's position."""
-    # So a completion gets the same tokens wherever it is interrupted.
+    """Returns the seed of all requests of a completion, 0 to 2**63 - 1.
+
+    SGLang hashes it with each token's position, so interruptions do not change a completion's tokens.
+    """
     if sample == 0 and seed >= 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _check_numbers(token_ids: TokenArray[int], logprobs: TokenArray[float]) -> None:
-    """Raises ValueError for values that no model samples: training on them might be a bad update that nobody sees."""
+    """Raises ValueError for impossible values, which training might not notice."""
     numbers = np.asarray(logprobs)
     if not (np.isfinite(numbers) & (numbers <= _ABOVE_0_NATS)).all():
         wrong = next(number for number in logprobs if not -math.inf < number <= _ABOVE_0_NATS)
@@ -238,25 +239,25 @@ def _check_numbers(token_ids: TokenArray[int], logprobs: TokenArray[float]) -> N
 
 @dataclass(frozen=True)
 class RawAnswer:
-    """The parts of an answer as a server sent them."""
+    """An unchecked answer, as a server sent it."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    logprob_ids: Sequence[int]  # the tokens that the logprobs belong to
+    logprob_ids: Sequence[int]  # the token of each logprob
     spans: Sequence[Mapping[str, Any]]  # for example `{"version": "7", "start": 0, "end": 12}`
     finish: str
     supports: Sequence[Sequence[int]] | None  # ids of each token's support, in any order
-    raw_columns: Mapping[str, str | None] = field(default_factory=dict)  # `Answer.raw_columns`, int32 in base64
+    raw_columns: Mapping[str, str | None] = field(default_factory=dict)  # `Answer.raw_columns`, as int32 in base64
     full_support: int | None = None  # `Answer.full_support`
     rid: object = None
     num_read: object = None
 
 
 def parse_answer(content: bytes, parse: Callable[[Any], RawAnswer]) -> Answer:
-    """Reads and checks an answer; raises ValueError if it is not JSON.
+    """Parses and checks an answer; raises ValueError if it is not JSON.
 
-    A thousand tokens are a thousand short-lived lists in JSON. The garbage collector is off meanwhile, since they would
-    trigger it and it would visit all trajectories in memory (0.9 of 2.2 ms per request).
+    The garbage collector is off meanwhile: the short-lived lists of a thousand tokens would trigger it, and it would
+    visit all trajectories in memory (0.9 of 2.2 ms per request).
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -312,7 +313,7 @@ def _token_versions(spans: Sequence[Mapping[str, Any]], num_tokens: int) -> Toke
 
 
 def _version(value: object) -> int:
-    """Reads a version, which servers keep as text; `int` would also accept 1.5, True and 1_0."""
+    """Parses a version, which servers store as text; `int` would also accept 1.5, True and 1_0."""
     if type(value) is int or (isinstance(value, str) and value.isascii() and value.removeprefix("-").isdigit()):
         return int(value)
     raise ValueError(f"the weight version {value!r}")

@@ -1,4 +1,4 @@
-"""RequestLoop: generates completions request by request: chooses servers, handles failures, and waits during a pause.
+"""RequestLoop: generates completions request by request; chooses servers, handles failures and waits during a pause.
 
     generate() ─► gate ─► ServerFleet.choose ─► ServerClient.generate ─► CompletionDraft.add ─► Completion
                  (pause)      │                    │ lost, 5xx, not JSON    │ aborted
@@ -39,12 +39,12 @@ from lightrl.trajectory import Sampling
 
 log = logging.getLogger(__name__)
 
-MAX_RETRIES = 8  # consecutive failures of a request, without a token in between
+MAX_RETRIES = 8  # how often in a row a request may fail, without a token in between
 
 
 @dataclass
 class _Failures:
-    """Consecutive failures of one request, without a token in between."""
+    """The failures of a request since its last token."""
 
     num: int = 0
     servers: set[Server] = field(default_factory=set)
@@ -53,12 +53,12 @@ class _Failures:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits of the servers' model."""
+    """What the servers' model can read and return."""
 
     vocab_size: int
-    max_context: int | None  # tokens of prompt and completion
-    image_reader: ImageReader | None  # how the model reads images; None if it does not
-    encoders: Mapping[str, Encode] = field(default_factory=dict)  # for the further columns that servers return
+    max_context: int | None  # the most tokens of prompt and completion together
+    image_reader: ImageReader | None  # None if the model accepts only token ids
+    encoders: Mapping[str, Encode] = field(default_factory=dict)  # for columns that servers return besides supports
 
     @classmethod
     def of(cls, config: PretrainedConfig, encoders: Mapping[str, Encode]) -> RequestLimits:
@@ -67,14 +67,14 @@ class RequestLimits:
 
 
 class ServedVersions:
-    """Chooses which of a server's weights a request uses: by default its only weights."""
+    """Chooses the weights that a request uses; here, the server's only weights."""
 
     def choose(self, started_with: NamedVersion | None) -> NamedVersion | None:
         """Returns the version for the next request of a completion that started with `started_with`."""
         return None
 
     def used(self, named: NamedVersion | None, rid: str, server: Server) -> contextlib.AbstractContextManager[None]:
-        """Returns a context inside which a request under this version runs."""
+        """Returns a context for a request with this version."""
         return contextlib.nullcontext()
 
     def min_version(self, draft: CompletionDraft) -> int:
@@ -82,7 +82,7 @@ class ServedVersions:
         return draft.last_version
 
     def is_missing(self, server: Server, error: EngineError) -> bool:
-        """Whether the server refused a request because it does not have the version."""
+        """Whether the server refused a request because it lacks the version."""
         return False
 
 
@@ -93,13 +93,13 @@ class RequestLoop:
     home: HomeLoop
     members: Members
     traffic: Traffic
-    leader: Leader  # if it has followers, only they send requests, and `traffic` counts theirs
+    leader: Leader  # if it has followers, only they send requests, and `traffic` counts their requests
     limits: RequestLimits
     timeouts: Timeouts
     versions: ServedVersions = field(default_factory=ServedVersions)
     _paused: set[Server] = field(default_factory=set)  # servers that `pause` paused and nothing has resumed
     _at_load: set[Server] = field(default_factory=set)  # servers that a load pauses and resumes
-    _drafts: dict[int, CompletionDraft] = field(default_factory=dict)  # seed to a completion with n = 1
+    _drafts: dict[int, CompletionDraft] = field(default_factory=dict)  # seed → completion in progress with n = 1
 
     @property
     def fleet(self) -> ServerFleet:
@@ -115,7 +115,7 @@ class RequestLoop:
         images: tuple[str, ...] = (),
         started: Completion | None = None,
     ) -> list[Completion]:
-        """Generates as RolloutEngine says; a cancellation aborts the requests on the servers."""
+        """Implements `RolloutEngine.generate`; a cancellation aborts the requests on the servers."""
         limits = self.limits
         check_request(token_ids, sampling, n, vocab_size=limits.vocab_size, max_context=limits.max_context)
         attachments = Attachments.of(limits.image_reader, images, token_ids) if images else None
@@ -140,10 +140,9 @@ class RequestLoop:
                     task.cancel()
 
     async def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
-        """Returns logprobs at temperature 1 of these sequences' tokens from each routable server, 0 for the first
-        token.
+        """Returns these sequences' logprobs at temperature 1 from each routable server, 0 for each first token.
 
-        A server without logprobs has empty lists; a server that is lost meanwhile is left out.
+        A server that cannot compute logprobs has empty lists; a server that is lost meanwhile is left out.
         """
         with self.home.counted():
             while True:
@@ -154,7 +153,7 @@ class RequestLoop:
                     return {server.url: rows for server, rows in zip(servers, answers, strict=True) if rows is not None}
 
     async def _logprobs_of(self, server: Server, sequences: list[list[int]]) -> list[list[float]] | None:
-        """Returns None if the server is lost."""
+        """Returns the sequences' logprobs from this server; None if it is lost."""
         failures = _Failures()
         while self.fleet.has(server) and server.state == "routable":
             try:
@@ -167,16 +166,16 @@ class RequestLoop:
         return None
 
     async def pause(self) -> None:
-        """Stops requests in flight at a token; new ones wait. Returns once the servers have paused."""
+        """Stops requests in flight between tokens; new requests wait. Returns when the servers have paused."""
         self.traffic.is_paused = True
         await self.leader.notify()
         if self.traffic.num_running:
             await self._pause_servers()
 
     async def unfinished(self) -> dict[int, Completion]:
-        """Returns the tokens so far of completions with n = 1, by seed; called while requests are paused.
+        """Returns the tokens so far of completions with n = 1, by seed; call it while requests are paused.
 
-        A server returns tokens only when it ends a request, so requests are aborted and sent again after the pause.
+        A server returns tokens only when a request ends, so requests are aborted, and sent again after the pause.
         """
         paused, self._paused = self._paused, set()
         for server in paused & set(self.fleet.in_state("routable")):
@@ -186,7 +185,7 @@ class RequestLoop:
 
     async def resume(self) -> None:
         """Continues all requests."""
-        # Even if all requests have ended since: nothing else resumes that server, unless a load is running.
+        # Also if all requests have ended since, because nothing else resumes these servers, unless a load is running.
         paused = self._paused - self._at_load
         servers = [server for server in self.fleet.in_state("routable") if server in paused]
         await asyncio.gather(*(self._try(server, server.client.resume, "resumed") for server in servers))
@@ -195,16 +194,16 @@ class RequestLoop:
         self.home.wake()
 
     def leave_to_load(self, servers: Collection[Server]) -> None:
-        """Lets a load pause and resume these servers, until `release`."""
+        """Leaves pausing and resuming these servers to a load, until `release`."""
         self._at_load.update(servers)
 
     async def close_gate(self) -> None:
-        """Makes new requests wait until `release`: a server reads a pause only after the requests sent before it."""
+        """Makes new requests wait until `release`. A server reads a pause only after the requests sent before it."""
         self.traffic.is_held = True
         await self.leader.notify()
 
     async def hold(self, servers: Collection[Server]) -> None:
-        """Closes the gate; if any request in flight has a minimum of tokens, aborts all of them."""
+        """Closes the gate; if any request in flight has `min_new_tokens`, aborts all requests."""
         await self.close_gate()
         if self.traffic.has_minimum:
             await self._abort_all(servers, within_s=self.timeouts.sync_s)
@@ -219,7 +218,7 @@ class RequestLoop:
             await self.leader.notify()
 
     async def release(self, servers: Collection[Server]) -> None:
-        """Called when these servers were loaded and resumed: requests continue, unless paused."""
+        """Opens the gate after these servers were loaded and resumed; requests continue, unless they are paused."""
         self._paused.difference_update(servers)
         self._at_load.difference_update(servers)
         if self.traffic.is_paused and self.traffic.num_running:
@@ -241,7 +240,7 @@ class RequestLoop:
             self.members.lose(server, f"it could not be {done}: {error}")
 
     async def _generate(self, draft: CompletionDraft, session: str) -> Completion:
-        """Sends requests until the completion is finished: another after an abort, to another server after a loss."""
+        """Sends requests until the completion is finished, to another server if one is lost."""
         failures = _Failures()
         while draft.finish_reason is None:
             min_version = self.versions.min_version(draft)
@@ -257,32 +256,32 @@ class RequestLoop:
         return draft.completion()
 
     async def _wait_to_retry(self, server: Server, error: EngineError, failures: _Failures) -> None:
-        """Waits and returns if the request may be sent again; otherwise raises."""
+        """Waits and returns if the request may be sent again; otherwise raises the error."""
         is_refused = isinstance(error, ServerRefused) and not error.is_passing
         if is_refused and self.versions.is_missing(server, error):
             self.members.lose(server, str(error))
             is_refused = False
-        passing = (ServerRefused, EngineUnreachable, EngineTimeout, MalformedAnswer, OutOfFiles)
-        if is_refused or not isinstance(error, passing):
+        temporary = (ServerRefused, EngineUnreachable, EngineTimeout, MalformedAnswer, OutOfFiles)
+        if is_refused or not isinstance(error, temporary):
             raise error
         if not isinstance(error, OutOfFiles):
             failures.servers.add(server)
-        if isinstance(error, (EngineTimeout, EngineUnreachable)):  # it may be alive
+        if isinstance(error, (EngineTimeout, EngineUnreachable)):  # the server may still be alive
             self.home.spawn(self.members.check(server))
         if isinstance(error, ServerRefused) and error.is_busy:
             failures.busy_since = failures.busy_since or time.monotonic()
             busy_s = time.monotonic() - failures.busy_since
             others = {*self.fleet.in_state("routable")} - failures.servers
             wait_s = max(0.1, min(busy_s, MAX_BACKOFF_S), 0.0 if others else error.retry_after_s)
-            is_over, how_long = busy_s + wait_s > self.timeouts.generate_s, f"was refused for {busy_s:.0f} s"
+            is_over, problem = busy_s + wait_s > self.timeouts.generate_s, f"was refused for {busy_s:.0f} s"
             server.client.warn_if_busy(error, busy_s + wait_s)
         else:
             failures.num += 1
             wait_s = min(0.05 * 2**failures.num, MAX_BACKOFF_S)
-            is_over, how_long = failures.num > MAX_RETRIES, f"failed {failures.num} times in a row"
+            is_over, problem = failures.num > MAX_RETRIES, f"failed {failures.num} times in a row"
         if is_over:
             raise EngineError(
-                f"A request {how_long}. Last failure: {error} Servers: {self.fleet.describe()}."
+                f"A request {problem}. Last failure: {error} Servers: {self.fleet.describe()}."
             ) from error
         await asyncio.sleep(wait_s * random.uniform(1.0, 1.2))
 
@@ -295,15 +294,15 @@ class RequestLoop:
 
         def abort() -> None:
             servers = router.may_reach(server, "routable", "draining")
-            self.home.spawn(abort_at([one.client for one in servers], rid))
+            self.home.spawn(abort_at([candidate.client for candidate in servers], rid))
 
-        limit_s = self.timeouts.generate_s  # then the server returns its tokens so far, unless it lost the request
+        limit_s = self.timeouts.generate_s  # after an abort the server returns its tokens so far, if it has the request
         overdue = asyncio.get_running_loop().call_later(limit_s, abort)
         try:
             draft.named_version = self.versions.choose(draft.named_version)
             with self.versions.used(draft.named_version, rid, server):
                 body = server.client.request_of(draft, rid, fleet.cache_key(server.weight_version))
-                oldest = min(one.weight_version for one in router.may_reach(server, "routable"))
+                oldest = min(candidate.weight_version for candidate in router.may_reach(server, "routable"))
                 since = time.monotonic()
                 with span("request", "server", server.url, prompt=len(draft.prompt)) as sent:
                     answer, url = await router.send(server, body, limit_s + ABORT_TIMEOUT_S)
@@ -321,7 +320,7 @@ class RequestLoop:
         draft.add(answer, url, path=server.client.generate_path, column_help=server.client.column_help)
 
     async def _find_server(self, session: str, failed: set[Server], *, min_version: int = -1) -> Server:
-        """Waits for the gate, a routable server and the router; a change of any of them ends the wait."""
+        """Waits until the gate is open, the router can send and a server is routable; returns the server."""
         since = time.monotonic()
         is_waiting = False
         try:

@@ -1,4 +1,4 @@
-"""Router: sends each request to the server that the fleet chooses; gateway.py has another router, a leaf."""
+"""Router: sends each request to the server that the fleet chooses. gateway.py has another router."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from lightrl.engines.servers.timeouts import Timeouts
 class Router:
     """Sends each request to the server that the fleet has chosen, and counts each server's requests."""
 
-    state: Any = None  # state for followers; it is pickled
-    problem: str = ""  # why it cannot send requests now
+    state: Any = None  # for followers; it is pickled
+    problem: str = ""  # why it cannot send requests
 
     def __init__(self, fleet: ServerFleet, *, timeouts: Timeouts) -> None:
         self.fleet = fleet
         self.timeouts = timeouts
 
     async def reach(self) -> None:
-        """Called once all servers answer; raises EngineError if it cannot be used."""
+        """Called when all servers answer; raises EngineError if the router does not work."""
 
     async def keep(self, home: HomeLoop) -> None:
-        """Runs as long as the engine."""
+        """Background work; runs as long as the engine."""
 
     async def settle(self) -> None:
-        """Returns when it sends requests only to the routable servers, or cannot do that now."""
+        """Returns when requests go only to routable servers, or the router has failed to arrange that."""
 
     def can_send(self) -> bool:
-        """Whether a request may be sent now; it goes to a server whose weights are verified."""
+        """Whether a request can be sent now to a server whose weights are verified."""
         return True
 
     def may_reach(self, server: Server, *states: State) -> list[Server]:
-        """Returns the servers that a request for `server` may go to; if the router chooses, all in these states."""
+        """Returns the servers that a request for `server` may reach; if the router chooses, all in these states."""
         return [server]
 
     def start_request(self, server: Server, tokens: int) -> None:
@@ -46,25 +46,25 @@ class Router:
         self.fleet.end_request(server, tokens)
 
     async def send(self, server: Server, body: dict[str, Any], timeout_s: float) -> tuple[Answer, str]:
-        """Returns the answer, and the address of the server that gave it."""
+        """Sends a request; returns the answer and the address of the server that gave it."""
         client = server.client
         return await client.generate(body, num_retries=0, timeout_s=timeout_s, read=client.read_answer), server.url
 
     async def free(self, server: Server, home: HomeLoop) -> None:
-        """Makes the requests at a lost server fail; the connections of this process are closed before."""
+        """Makes a lost server's requests fail; called after this process's connections to it are closed."""
 
     async def close(self, *, for_good: bool = False) -> None:
-        """Closes the router's own connections."""
+        """Closes the router's connections."""
 
     def for_followers(self) -> Callable[..., Router]:
-        """Returns a picklable function that makes another process's router from its fleet and `timeouts`."""
+        """Returns a picklable function that makes a follower's router from its fleet and `timeouts`."""
         return Router
 
     def follow(self, state: Any, home: HomeLoop) -> None:
         """Adopts the state of the leader's router."""
 
     def note_loads(self, loads: Iterable[tuple[str, int, int]]) -> None:
-        """Adds up all followers' loads: address, requests, outstanding tokens."""
+        """Adds up the followers' loads, given as (address, requests, outstanding tokens)."""
         servers = self.fleet.servers
         for server in servers.values():
             server.num_requests = server.outstanding_tokens = 0

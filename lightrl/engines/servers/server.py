@@ -1,4 +1,4 @@
-"""Server: one server of an engine, and all that the engine knows about it."""
+"""Server: one server of an engine, with its state, its load and what it reports."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from lightrl.engines.servers.server_info import ServerInfo
 State = Literal["starting", "routable", "draining", "restarting", "lost", "retired"]
 ACTIVE: tuple[State, ...] = ("starting", "routable")  # may get weights
 GONE: tuple[State, ...] = ("restarting", "lost", "retired")
-SPEED_ANSWERS = 64  # number of latest answers over which a server's speed is measured
+SPEED_ANSWERS = 64  # how many recent answers a server's speed is measured over
 
 
 @dataclass(eq=False)
 class Server:
-    """One server at one address, from when it joins until it is forgotten; used only on the home loop.
+    """A server at one address, from when it joins until it is forgotten; used only on the home loop.
 
-    `ServerFleet` decides its state; `Members` and `Watch` act on it. A restart of a server started by the engine gives
-    a new Server, with a new address and the same process object.
+    `ServerFleet` decides its state; `Members` and `Watch` act on it. If the engine restarts a server, the restarted one
+    is a new Server with a new address and the same process object.
     """
 
     client: ServerClient
     process: ServerProcess | None = None  # set if the engine started it
     state: State = "starting"
     reason: str = ""  # why it is not routable
-    may_return: bool = False  # lost, but admitted again if it answers
-    losses: tuple[int, ...] = ()  # the fleet's newest weight version at each of the latest losses
-    weight_version: int = -1  # acknowledged
+    may_return: bool = False  # it is lost, but will be admitted again if it answers
+    losses: tuple[int, ...] = ()  # the fleet's newest weight version at each of its latest losses
+    weight_version: int = -1  # the last version that it acknowledged
     verified_by: Verification = "version"  # the strongest check that the last load passed
-    info: ServerInfo | None = None  # None until it is asked
-    digest_dtype: torch.dtype | None = None  # dtype under which its digests equaled the trainer's
-    logged_check: Verification | None = None  # check that was logged for this process
-    released: set[MemoryPart] = field(default_factory=set)  # resuming any other part kills the server
+    info: ServerInfo | None = None  # None until `identify`
+    digest_dtype: torch.dtype | None = None  # the dtype for which its digests equaled the trainer's
+    logged_check: Verification | None = None  # the check that was logged for this process
+    released: set[MemoryPart] = field(default_factory=set)  # released memory; resuming another part kills the server
     num_requests: int = 0
-    outstanding_tokens: int = 0  # prompts of its requests, plus their max_new_tokens
+    outstanding_tokens: int = 0  # prompt tokens plus max_new_tokens of its requests
     num_answers: int = 0
-    recent_s: float = 0.0  # seconds and tokens of the latest answers, with decaying weights
+    recent_s: float = 0.0  # seconds and tokens of recent answers, with decaying weights
     recent_tokens: float = 0.0
-    is_slow: bool = False  # slower than the others, and the log says so
+    is_slow: bool = False  # slower than the others; this was logged
 
     @property
     def url(self) -> str:
@@ -54,7 +54,7 @@ class Server:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since it last answered anything: a busy server may delay one answer while it gives others."""
+        """Seconds since its last answer to any request; a busy server may delay one answer while it gives others."""
         last = self.client.last_answer_at
         return float("inf") if last is None else time.monotonic() - last
 
@@ -62,33 +62,33 @@ class Server:
         return ServerStatus(**{item.name: getattr(self, item.name) for item in fields(ServerStatus)})
 
     def describe(self) -> str:
-        """Returns one clause for messages."""
+        """Describes the server in a clause, for messages."""
         reason, requests = f" ({self.reason})" if self.reason else "", count_text(self.num_requests, "request")
         return f"{self.url} is {self.state} with version {self.weight_version} and {requests}{reason}"
 
     def rejoin(self) -> None:
-        """Called when the server is up again at its address, without this run's weights."""
+        """Called when the server answers again at its address, without this run's weights."""
         self.state, self.reason, self.may_return = "starting", "", False
         self.weight_version = -1
 
     async def identify(self, *, timeout_s: float = 0.0) -> bool:
-        """Asks which process answers at the address; returns True if it is not the one from before."""
+        """Updates `info`; returns whether another process answers at the address than before."""
         info = await self.client.server_info(timeout_s=timeout_s)
-        is_other = self.info is not None and self.info.identity != info.identity
-        if is_other:
+        is_other_process = self.info is not None and self.info.identity != info.identity
+        if is_other_process:
             self.digest_dtype = self.logged_check = None
         self.info = info
-        return is_other
+        return is_other_process
 
     async def release_memory(self) -> None:
-        """Releases the parts that it still holds; only while paused, since a server that is not idle dies."""
+        """Releases the memory that it still holds; only while it is paused, since a server that is not idle dies."""
         tags = [part for part in MEMORY_PARTS if part not in self.released]
-        self.released.update(tags)  # before the request: a server that fails in between is lost anyway
+        self.released.update(tags)  # before the request; a server that fails in between is lost anyway
         if tags:
             await self.client.release_memory(tags)
 
     async def resume_memory(self, parts: Collection[MemoryPart] = MEMORY_PARTS) -> None:
-        """Resumes those of `parts` that were released, one after the other."""
+        """Resumes the parts that were released, one after the other."""
         for part in MEMORY_PARTS:
             if part in parts and part in self.released:
                 self.released.discard(part)
@@ -102,14 +102,14 @@ class Server:
 
     @property
     def ms_per_token(self) -> float | None:
-        """Milliseconds per token over the latest answers; None while there are too few."""
+        """Milliseconds per token over recent answers; None while there are too few."""
         is_known = self.num_answers >= SPEED_ANSWERS and self.recent_tokens
         return 1000 * self.recent_s / self.recent_tokens if is_known else None
 
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """A server's state as plain values, for `lightrl status` and for processes that follow this one."""
+    """A server's state as plain values, for `lightrl status` and for followers."""
 
     url: str
     state: State

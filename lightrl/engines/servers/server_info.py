@@ -1,4 +1,4 @@
-"""ServerInfo: what a running server reports about itself; other_model: whether its model is the trainer's."""
+"""ServerInfo: what a running server reports about itself; other_model: how its model differs from the trainer's."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a running server reports: which process it is, its model, and how it stores weights.
+    """What a running server reports: its process, its model, and how it stores weights.
 
     Args:
-        identity: differs after a restart; None if the server does not report when it started.
+        identity: changes with a restart; None if the server does not report when it started.
         num_ranks: number of tensor-parallel ranks.
-        dtype: dtype of its weights; None if it reports only `auto`.
+        dtype: of its weights; None if it reports only `auto`.
         is_cpu: whether its weights are on a CPU.
         layout_problem: why its digests cannot be compared with the trainer's; None if they can.
-        model_path: path of the model it was started with.
+        model_path: the model that it was started with.
         overrides: overrides of that model's config, in JSON.
         page_tokens: number of tokens in a page of its key-value cache.
-        is_auto: whether its dtype follows from the config it was started with.
+        is_auto: whether its dtype comes from the config that it was started with.
         computes_in: torch's name of the coarsest dtype that it computes in, or `auto`.
         world_size: number of ranks, of tensor and pipeline parallelism together.
         is_vllm: whether it stores weights as vLLM does; see ServerLayout.
         returned_columns: names of the columns (lightrl/columns) that it was started to return.
-        ep: number of groups of ranks that divide the experts.
+        ep: as in ServerLayout.
     """
 
     identity: str | None = None
@@ -57,26 +57,26 @@ class ServerInfo:
     ep: int = 1
 
     def layouts(self, dtype: torch.dtype | None = None) -> list[ServerLayout]:
-        """Returns the layouts that it may have; pass `dtype` if it is known from an earlier load."""
+        """Returns the layouts that the server may have; `dtype` is its dtype if known from an earlier load."""
         dtypes = [self.dtype or dtype] if self.dtype or dtype else list(DTYPES)
-        return [ServerLayout(one, self.num_ranks, self.is_cpu, self.is_vllm, self.ep) for one in dtypes if one]
+        return [ServerLayout(item, self.num_ranks, self.is_cpu, self.is_vllm, self.ep) for item in dtypes if item]
 
 
 def other_model(
     config: PretrainedConfig, model_info: Mapping[str, Any], info: ServerInfo, names: Iterable[str]
 ) -> str | None:
-    """Returns how a server's model differs from the trainer's, as far as the server reports; None if it seems the same.
+    """Returns how a server's model differs from the trainer's; None if they seem to be the same.
 
-    A running server does not report its model's sizes. They are compared if this machine can read the config that the
-    server was started from.
+    A running server does not report its model's sizes. They are compared only if this machine can read the config that
+    the server was started with.
 
     Args:
         model_info: its `model_type` and `architectures`, if it reports them.
         names: the server's parameters.
     """
-    theirs = model_info.get("model_type")
-    if theirs is not None and theirs != config.model_type:
-        return f"it serves a model of type {theirs!r} ({info.model_path}); the trainer's is {config.model_type!r}"
+    model_type = model_info.get("model_type")
+    if model_type is not None and model_type != config.model_type:
+        return f"it serves a model of type {model_type!r} ({info.model_path}); the trainer's is {config.model_type!r}"
     architectures, ours = model_info.get("architectures"), config.architectures
     if architectures and ours and set(architectures) != set(ours):
         return f"it serves {', '.join(architectures)} ({info.model_path}); the trainer has {', '.join(ours)}"
@@ -97,9 +97,11 @@ def other_model(
     if differing:
         return f"its model ({info.model_path}, {served.model_type}) has {', '.join(differing)} (the trainer's)"
     if block_fp8.is_block_fp8(served) and not block_fp8.is_block_fp8(config) and not info.is_vllm:
-        return f"its weights ({info.model_path}) are in block FP8: set trainer.engine.server_args.quantization to fp8"
+        return f"its weights ({info.model_path}) are in block FP8; set trainer.engine.server_args.quantization to fp8"
     if block_fp8.is_block_fp8(config) and not block_fp8.is_block_fp8(served):
-        return f"its weights ({info.model_path}) are not block FP8: start it by lightrl serve or from such a checkpoint"
+        return (
+            f"its weights ({info.model_path}) are not block FP8; use lightrl serve or start it from an FP8 checkpoint"
+        )
     return None
 
 
@@ -108,7 +110,7 @@ def _readable_config(info: ServerInfo) -> PretrainedConfig | None:
 
     if not info.model_path:
         return None
-    with contextlib.suppress(OSError, ValueError):  # a path on the server's host, or a format unknown here
+    with contextlib.suppress(OSError, ValueError):  # the path is on the server's host, or transformers cannot read it
         served: PretrainedConfig = AutoConfig.from_pretrained(info.model_path, local_files_only=True)
         for name, value in json.loads(info.overrides).items():
             setattr(served, name, value)

@@ -15,8 +15,8 @@ class Timeouts:
         request_s: for a connection, and for the answer to a request that should be quick. A server that answers nothing
             for half this time is lost.
         sync_s: for each step of a weight sync.
-        startup_s: from a server's start to its first answer; also how long requests and weight syncs wait for a server
-            if all are starting, syncing or lost.
+        startup_s: from a server's start to its first answer. Requests and weight syncs also wait this long for a server
+            if all servers are starting, syncing or lost.
     """
 
     request_s: float = 60.0
@@ -28,24 +28,24 @@ class Timeouts:
 
     @property
     def hang_s(self) -> float:
-        """Silence after which a server is lost."""
+        """How long a server may be silent before it is lost."""
         return self.request_s / 2
 
     @property
     def probe_interval_s(self) -> float:
-        """Interval between health checks of a server."""
+        """The interval between health checks of a server."""
         return self.hang_s / 15
 
     @property
     def server_wait_s(self) -> float:
-        """How long to wait for a server if all are starting, syncing or lost."""
+        """How long to wait for a server if all servers are starting, syncing or lost."""
         return self.startup_s
 
     @property
     def generate_s(self) -> float:
-        """Deadline of one generation; then the server returns its tokens so far, and the rest is requested again.
+        """The deadline of one generation; then the server returns its tokens so far, and another request follows.
 
-        It is below StalenessControl's rollout_timeout_s, so that a request that a server lost is repeated before the
+        It is below StalenessControl's rollout_timeout_s, so that a request that a server forgot is repeated before the
         run ends.
         """
         return 900.0

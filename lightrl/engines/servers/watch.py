@@ -1,4 +1,4 @@
-"""Watch: checks all servers, started here or given by address, for those that are lost, come back, join or leave."""
+"""Watch: checks all servers, and reacts to those that are lost, return, join or leave."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from lightrl.errors import EngineError, EngineTimeout, LightRLError
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
-_IDENTIFY_EVERY = 5  # health checks: this request reaches the scheduler, so it costs more than a liveness check
-_FAILURES = (LightRLError, OSError, MemoryError, RuntimeError)  # of work in a thread, or of starting one
+_IDENTIFY_EVERY = 5  # every fifth health check, because this request reaches the scheduler and so costs more
+_FAILURES = (LightRLError, OSError, MemoryError, RuntimeError)  # of work in a thread, or of starting the thread
 
 
 @dataclass(eq=False)
 class Watch:
-    """Checks every server until it is forgotten, and reads the registry, if there is one; on the home loop.
+    """Checks every server until it is forgotten, and reads the registry, if any; used on the home loop.
 
-    A lost server is restarted if the engine started it; otherwise it is checked again and again. Each gets the weights
-    before it gets requests.
+    If the engine started a lost server, it is restarted; otherwise it is checked until it returns. It then gets the
+    weights before it gets requests.
     """
 
     home: HomeLoop
@@ -41,7 +41,7 @@ class Watch:
     source: ServerSource
     timeouts: Timeouts
     _watched: set[Server] = field(default_factory=set)
-    _leaving: set[str] = field(default_factory=set)  # addresses of servers that are being drained or will be
+    _leaving: set[str] = field(default_factory=set)  # addresses of servers that are or will be drained
 
     async def run(self) -> None:
         """Starts to watch all servers; called on each new loop."""
@@ -63,7 +63,7 @@ class Watch:
             self._watched.discard(server)
 
     async def _until_lost_for_good(self, server: Server) -> None:
-        """Checks a server regularly; one given by address even while it is lost, since it may come back."""
+        """Checks a server regularly; also while it is lost, if the engine did not start it, since it may return."""
         interval_s = self.timeouts.probe_interval_s
         answered_at = checked_at = time.monotonic()
         num_checks = 0
@@ -81,10 +81,10 @@ class Watch:
             try:
                 problem = await self._problem(server, should_identify=num_checks % _IDENTIFY_EVERY == 0)
             except OutOfFiles:
-                answered_at = time.monotonic()  # this machine could not ask
+                answered_at = time.monotonic()  # the server is not the cause
                 continue
             except EngineError as error:
-                is_gone = not isinstance(error, EngineTimeout | ServerRefused)  # or cannot serve rollouts
+                is_gone = not isinstance(error, EngineTimeout | ServerRefused)  # or it cannot serve rollouts
                 silent_s = min(time.monotonic() - answered_at, server.silent_s)
                 if server.state not in GONE and (is_gone or silent_s >= self.timeouts.hang_s):
                     self.members.lose(server, str(error))
@@ -96,7 +96,7 @@ class Watch:
                 self.members.lose(server, problem)
             elif server.state == "lost" and server.may_return and self.members.fleet.has(server):
                 server.rejoin()
-                self.home.wake()  # a sync may wait for it
+                self.home.wake()  # a sync may be waiting for it
                 await self._give_weights(server)
 
     async def _problem(self, server: Server, *, should_identify: bool) -> str | None:
@@ -114,7 +114,7 @@ class Watch:
         return None
 
     async def _give_weights(self, server: Server) -> bool:
-        """Loads the weights into a server that is up and admits it; marks it as lost if that fails."""
+        """Loads the weights into a running server and admits it; marks it as lost if that fails."""
         try:
             await in_thread(self.loader.give, server)
         except _FAILURES as error:
@@ -123,7 +123,7 @@ class Watch:
         return True
 
     async def _restart(self, lost: Server, process: ServerProcess) -> None:
-        """Restarts a server that the engine started, if its policy allows it, as a new Server at a new address."""
+        """Restarts a server that the engine started, if the restart policy allows it, as a new Server."""
         current = lost
 
         async def join_with_weights() -> None:
@@ -142,15 +142,15 @@ class Watch:
             self.members.lose(current, problem, is_given_up=True)
 
     async def _follow(self, registry: Registry) -> None:
-        """Lets servers join and leave as the registry says."""
+        """Lets servers join and leave according to the registry."""
         while True:
             await asyncio.sleep(READ_EVERY_S)
-            reading = asyncio.ensure_future(in_thread(registry.read))  # only one thread, however slow
+            reading = asyncio.ensure_future(in_thread(registry.read))  # never more than one thread at a time
             while not (await asyncio.wait({reading}, timeout=self.timeouts.request_s))[0]:
                 log.warning("The registry %s cannot be read: its disk does not answer. Waiting.", registry.folder)
             try:
                 entries = reading.result()
-            except (OSError, RuntimeError) as error:  # RuntimeError: no thread
+            except (OSError, RuntimeError) as error:  # RuntimeError if no thread can start
                 log.warning("The registry %s cannot be read: %r. Trying again.", registry.folder, error)
                 continue
             silent = set(self.members.fleet.urls("lost", "retired")) - set(entries)  # a server that answers stays

@@ -1,10 +1,10 @@
-"""What is specific to SGLang: its paths and its command line; engines/servers/ has the rest of a server engine.
+"""The code that is specific to SGLang: its paths and its command line; engines/servers/ has the code for all servers.
 
 Reading order:
     engine.py      SGLangEngine
     client.py      SGLang's paths as methods; generation.py  a completion's next request, and the answer
     command.py     a server's arguments, command line and environment
-    scoring.py     a teacher's logprobs or a reward model's rewards, from a server
+    scoring.py     gets a teacher's logprobs or a reward model's rewards from a server
 
 May import: what engines/ may. Nothing outside this package knows SGLang's paths, except the gateway's. To use
 another route of SGLang, add a method to client.py, its behavior to tests/fake_sglang/, and a test on a real server.

@@ -19,16 +19,16 @@ _RESERVED_TOKENS = 8
 
 
 def _fp8_kernels() -> dict[str, Any]:
-    """Returns arguments for kernels that keep block FP8 weights as loaded, so that new ones can be loaded."""
+    """Returns arguments for kernels that do not repack block FP8 weights, so that new weights can be loaded."""
     if not torch.cuda.is_available():
         return {}
     capability = torch.cuda.get_device_capability()
-    if capability < (8, 9):  # Marlin repacks them
+    if capability < (8, 9):  # Marlin would repack them
         raise ValueError(
             "server_args.quantization=fp8 needs GPUs of compute capability 8.9 or higher, like an H100; this one has "
             f"{'.'.join(map(str, capability))}. Omit it."
         )
-    if capability[0] == 10:  # DeepGEMM and TensorRT-LLM repack them
+    if capability[0] == 10:  # DeepGEMM and TensorRT-LLM would repack them
         return {"fp8_gemm_backend": "triton", "moe_runner_backend": "triton"}
     return {}
 
@@ -73,7 +73,7 @@ class SGLangProcess(ModelProcess):
     def args_for(self, config: Mapping[str, Any], tp: int, seed: int) -> dict[str, Any]:
         max_context = config.get("max_position_embeddings")
         kernels = {} if self.is_cpu_build or "quantization_config" not in config else _fp8_kernels()
-        # A context slightly above the model's: SGLang reserves up to 6 positions, which the trainer counts as usable.
+        # Slightly above the model's context, because SGLang reserves up to 6 positions that the trainer uses.
         context = {} if max_context is None else {"context_length": max_context + _RESERVED_TOKENS}
         return {"random_seed": seed, **context, **({"tp_size": tp} if tp > 1 else {}), **kernels}
 
@@ -87,7 +87,7 @@ class SGLangProcess(ModelProcess):
 
     def environment(self) -> dict[str, str]:
         variables = super().environment()
-        # Without it the last tokens of an interrupted request are lost (up to 49).
+        # Otherwise up to 49 tokens at the end of an interrupted request are lost.
         variables["SGLANG_FORCE_STREAM_INTERVAL"] = "1"
         variables["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # see `args_for`
         if self.is_cpu_build:

@@ -1,4 +1,4 @@
-"""SGLangEngine: rollouts on SGLang servers, given by address or started here."""
+"""SGLangEngine: rollouts on SGLang servers that are given by address or started by the engine."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lightrl.engines.sglang.generation import RETURNED
 
 
 class SGLangEngine(ServerEngine):
-    """A rollout engine on one or more SGLang servers: token ids in, token ids out, a weight version on each.
+    """A rollout engine with one or more SGLang servers: token ids in, token ids out, with a weight version on each.
 
     Logprobs are SGLang's `output_token_logprobs`; with top-p or top-k, those within the token's support, as
     `Completion` defines them. The seed of a request determines its tokens only if the servers run with
     `enable_deterministic_inference`. A colocated server needs `enable_memory_saver: true`.
 
     Args:
-        sglang_python: Python of the environment that has SGLang; for None see docs/serve-with-sglang.md.
-        settings: of `ServerEngine`; `server_args` such as `{mem_fraction_static: 0.8}`. With `{quantization: fp8}`
-            linear weights are sent in block FP8 (weights/block_fp8.py), also to servers of an FP8 checkpoint; not yet
-            tested on a GPU.
+        sglang_python: Python of the environment that has SGLang; None searches, see docs/serve-with-sglang.md.
+        settings: those of `ServerEngine`. `server_args` are SGLang's, such as `{mem_fraction_static: 0.8}`. With
+            `{quantization: fp8}` linear weights are sent in block FP8 (weights/block_fp8.py), as servers of an FP8
+            checkpoint need; not yet tested on a GPU.
     """
 
     client_type = SGLangClient

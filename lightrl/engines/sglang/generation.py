@@ -7,12 +7,12 @@ from typing import Any
 from lightrl.columns import ROUTES
 from lightrl.engines.servers.request import Answer, CompletionDraft, RawAnswer, parse_answer, request_seed
 
-# Column → SGLang's names for it: an argument of the server, and the fields of a request and of its answer.
+# Column → SGLang's names for it: the server's argument, the request's field, the answer's field.
 RETURNED = {ROUTES.name: ("enable_return_routed_experts", "return_routed_experts", "routed_experts")}
 
 
 def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, Any]:
-    """Returns the next request to `/generate`, for the missing tokens; it shares key-values under `cache_key`."""
+    """Returns the next request to `/generate`, for the missing tokens; shares key-values under `cache_key`."""
     sampling, num_generated = draft.sampling, len(draft.token_ids)
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
@@ -24,7 +24,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
     }
     if sampling.stop_token_ids:
         params["stop_token_ids"] = list(sampling.stop_token_ids)
-    else:  # with it SGLang would also ignore the request's stop ids
+    else:  # with stop ids it would make SGLang ignore these too
         params["ignore_eos"] = True
     attached = draft.attachments
     body = {
@@ -43,7 +43,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
 
 
 def read_answer(content: bytes) -> Answer:
-    """Reads the answer of `/generate`; raises ValueError if it is not JSON."""
+    """Parses the answer of `/generate`; raises ValueError if it is not JSON."""
     return parse_answer(content, _parse)
 
 
@@ -51,16 +51,16 @@ def _parse(answer: Any) -> RawAnswer:
     meta = answer["meta_info"]
     output_ids = answer.get("output_ids") or []
     triples = meta.get("output_token_logprobs") or []
-    chosen = meta.get("output_token_sampling_logprobs")  # after truncation; the others are before it
+    truncated = meta.get("output_token_sampling_logprobs")  # within the support
     # A server without spans (before 0.5.20) reports one version for all tokens.
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": len(output_ids)}]
     return RawAnswer(
         output_ids,
-        [triple[0] for triple in triples] if chosen is None else chosen,
+        [triple[0] for triple in triples] if truncated is None else truncated,
         [triple[1] for triple in triples],
         spans,
         str(meta["finish_reason"]["type"]),
-        None if chosen is None else meta["output_token_sampling_mask"],
+        None if truncated is None else meta["output_token_sampling_mask"],
         {name: meta.get(names[2]) for name, names in RETURNED.items()},
         rid=meta.get("id"),
         num_read=meta.get("prompt_tokens"),

@@ -1,4 +1,4 @@
-"""Models on an SGLang server: ServedScores returns logprobs of trajectories, ServedRewards a reward for each.
+"""Model calls to an SGLang server: ServedScores gets the logprobs of trajectories, ServedRewards a reward for each.
 
 Shapes: B trajectories, T tokens, the top K tokens.
 """
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from lightrl.experience import Experience
     from lightrl.functional import BranchRows
 
-MAX_CONCURRENT = 64  # trajectories at the server at the same time
-BATCH = 16  # trajectories in a request for rewards
+MAX_CONCURRENT = 64  # trajectories that are at the server at the same time
+BATCH = 16  # trajectories per request for rewards
 
 # Logprobs of a trajectory's tokens; with `topk`, (logprob, id) of the top tokens at each position but the first.
 _Scores = tuple[list[float], list[list[tuple[float, int]]]]
@@ -32,7 +32,7 @@ Answer = TypeVar("Answer")
 
 
 def with_server(call: ModelCall, *, is_scalar: bool) -> ModelCall:
-    """Returns the call with a `run` that asks the server at its `url`.
+    """Returns the call with a `run` that sends it to the server at its `url`.
 
     Args:
         is_scalar: whether the server's model has a scalar head.
@@ -44,19 +44,20 @@ def with_server(call: ModelCall, *, is_scalar: bool) -> ModelCall:
 
 @dataclass(frozen=True)
 class ServedScores:
-    """The `run` of a model call that a server answers; LIGHTRL_SERVER_TOKEN contains its token.
+    """The `run` of a model call to a server; LIGHTRL_SERVER_TOKEN is the server's token.
 
-    Runs its own event loop in the calling thread until all trajectories are scored.
+    Runs an event loop in the calling thread until the server has answered for all trajectories.
     """
 
     url: str
-    timeout_s: float = 1800.0  # deadline of one trajectory
-    topk: int = 0  # K; 0 scores only the tokens that were sampled
+    timeout_s: float = 1800.0  # deadline of a trajectory
+    topk: int = 0  # K; 0 gets the logprobs of the trajectories' tokens only
 
     def __call__(self, experience: Experience, trajectories: Sequence[Any]) -> Tensor | Mapping[str, Tensor]:
-        """Returns logprobs of the loss tokens at temperature 1, [B, T], 0 elsewhere.
+        """Returns the loss tokens' logprobs at temperature 1, [B, T], 0 elsewhere.
 
-        With `topk` they are `teacher_logprobs`, next to `teacher_topk_ids` and `teacher_topk_logprobs`, [B, T, K].
+        With `topk`, returns a mapping with `teacher_logprobs`, `teacher_topk_ids` and `teacher_topk_logprobs`; the last
+        two are [B, T, K].
         """
         import torch
 
@@ -71,7 +72,7 @@ class ServedScores:
         for index, (scores, top) in enumerate(asyncio.run(self._score(token_ids))):
             tensors["teacher_logprobs"][index, : len(scores)] = torch.tensor(scores)
             if top:
-                pairs = torch.tensor(top, dtype=torch.float64)  # exact for ids
+                pairs = torch.tensor(top, dtype=torch.float64)  # ids are exact in float64
                 tensors["teacher_topk_logprobs"][index, 1 : len(scores)] = pairs[..., 0].float()
                 tensors["teacher_topk_ids"][index, 1 : len(scores)] = pairs[..., 1].long()
         if tree is not None:
@@ -81,7 +82,7 @@ class ServedScores:
         return tensors if self.topk else tensors["teacher_logprobs"]
 
     async def _score(self, rows: list[list[int]]) -> list[_Scores]:
-        async def one(client: SGLangClient, token_ids: list[int]) -> _Scores:
+        async def ask(client: SGLangClient, token_ids: list[int]) -> _Scores:
             answer = await client.ask(
                 {
                     "input_ids": token_ids,
@@ -97,56 +98,56 @@ class ServedScores:
                 scores = meta.get("input_token_logprobs") or []
                 self._check_ids([entry[1] for entry in scores], token_ids)
                 top = meta.get("input_top_logprobs", [])[1:] if self.topk else []
-                if [len(place) for place in top] != [self.topk] * (len(token_ids) - 1 if self.topk else 0):
+                if [len(entries) for entries in top] != [self.topk] * (len(token_ids) - 1 if self.topk else 0):
                     raise EngineError(
                         f"The server at {self.url} returned top tokens at {len(top)} positions instead of "
                         f"{self.topk} at each of {len(token_ids) - 1}. Lower teacher_topk to at most the "
                         "server's vocabulary, or use SGLang 0.5.21 or later."
                     )
-                pairs = [[(float(entry[0]), int(entry[1])) for entry in place] for place in top]
+                pairs = [[(float(entry[0]), int(entry[1])) for entry in entries] for entries in top]
                 return [0.0, *(float(entry[0]) for entry in scores[1:])], pairs
 
-        return await _all_answers(self.url, one, rows, MAX_CONCURRENT)
+        return await _all_answers(self.url, ask, rows, MAX_CONCURRENT)
 
     def _check_ids(self, scored: list[int], sent: list[int]) -> None:
         if len(scored) != len(sent):
             raise EngineError(
-                f"The server at {self.url} scored {len(scored)} of the {len(sent)} tokens that it was sent. Use SGLang "
-                "0.5.21 or later."
+                f"The server at {self.url} returned logprobs of {len(scored)} of {len(sent)} tokens. Use SGLang 0.5.21 "
+                "or later."
             )
         for actual, expected in zip(scored, sent, strict=True):
             if actual != expected:
                 raise EngineError(
-                    f"The server at {self.url} scored token {actual} in place of token {expected}. SGLang 0.5.23 does "
-                    "this for the last id of a vocabulary: set the model's path instead of url, or use a checkpoint "
-                    "with a larger vocabulary than the tokenizer."
+                    f"The server at {self.url} returned the logprob of token {actual} instead of token {expected}. "
+                    "SGLang 0.5.23 does this for the last id of a vocabulary. Set the model's path instead of url, or "
+                    "use a checkpoint with a larger vocabulary than the tokenizer."
                 )
 
 
 @dataclass(frozen=True)
 class ServedRewards:
-    """Gets rewards as ServedScores gets logprobs, from a server of a reward model started with `--is-embedding`.
+    """Gets rewards, as ServedScores gets logprobs, from a reward model's server that was started with `--is-embedding`.
 
-    SGLang's Qwen2 and Qwen3 heads have a bias. For a checkpoint without one, which is what transformers writes, SGLang
-    initializes it at random, which shifts all rewards; docs/model-calls.md shows how to set it to 0.
+    SGLang's Qwen2 and Qwen3 heads have a bias. Checkpoints of transformers have none, so SGLang initializes it at
+    random, which shifts all rewards; docs/model-calls.md shows how to set it to 0.
     """
 
     url: str
-    timeout_s: float = 1800.0  # deadline of one request of BATCH trajectories
+    timeout_s: float = 1800.0  # deadline of a request of BATCH trajectories
 
     def __call__(self, experience: Experience, trajectories: Sequence[Any]) -> Tensor:
         """Returns the reward model's output at each trajectory's last token, [B]."""
         import torch
 
         rows, tree = _rows(experience)
-        if tree is not None:  # each trajectory's last conversation
+        if tree is not None:  # keeps each trajectory's last conversation
             rows = list(dict(zip(tree.trees.tolist(), rows, strict=True)).values())
         batches = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
         rewards = [reward for batch in asyncio.run(self._reward(batches)) for reward in batch]
         return torch.tensor(rewards, dtype=torch.float32, device=experience.token_ids.device)
 
     async def _reward(self, batches: list[list[list[int]]]) -> list[list[float]]:
-        async def one(client: SGLangClient, batch: list[list[int]]) -> list[float]:
+        async def ask(client: SGLangClient, batch: list[list[int]]) -> list[float]:
             answer = await client.classify(batch, timeout_s=self.timeout_s)
             sizes = [len(numbers) for numbers in answer]
             if sizes != [1] * len(batch):
@@ -156,11 +157,11 @@ class ServedRewards:
                 )
             return [float(numbers[0]) for numbers in answer]
 
-        return await _all_answers(self.url, one, batches, MAX_CONCURRENT // BATCH)
+        return await _all_answers(self.url, ask, batches, MAX_CONCURRENT // BATCH)
 
 
 def _rows(experience: Experience) -> tuple[list[list[int]], BranchRows | None]:
-    """Returns the token ids of each trajectory, or of each conversation if some are trees, and the mapping."""
+    """Returns the token ids of each trajectory; if some are trees, those of each conversation, and the mapping."""
     from lightrl.functional import BranchRows
 
     token_ids, lengths, tree = experience.token_ids, experience.lengths, None
@@ -174,15 +175,15 @@ def _rows(experience: Experience) -> tuple[list[list[int]], BranchRows | None]:
 async def _all_answers(
     url: str, ask: Callable[[SGLangClient, Item], Awaitable[Answer]], items: Sequence[Item], max_concurrent: int
 ) -> list[Answer]:
-    """Returns the answers in the order of `items`; the first failure, or a cancellation, cancels the others."""
+    """Asks for all items; returns the answers in their order. A failure or a cancellation cancels all requests."""
     client = SGLangClient(url, token=os.environ.get(TOKEN_VARIABLE))
     limit = asyncio.Semaphore(max_concurrent)
 
-    async def one(item: Item) -> Answer:
+    async def answer(item: Item) -> Answer:
         async with limit:
             return await ask(client, item)
 
-    tasks = [asyncio.ensure_future(one(item)) for item in items]
+    tasks = [asyncio.ensure_future(answer(item)) for item in items]
     try:
         return await asyncio.gather(*tasks)
     finally:

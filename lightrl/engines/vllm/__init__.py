@@ -1,7 +1,7 @@
-"""What is specific to vLLM: its routes and its command line; engines/servers/ has the rest of a server engine.
+"""The code that is specific to vLLM: its routes and its command line; engines/servers/ has the code for all servers.
 
 Reading order:
-    engine.py      VLLMEngine; weights to vLLM's workers over NCCL (not tested yet)
+    engine.py      VLLMEngine, and its broadcast of weights over NCCL (not tested yet)
     client.py      vLLM's routes as methods; generation.py  a completion's next request, and the answer
     command.py     a server's arguments, command line and environment
 

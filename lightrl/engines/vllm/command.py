@@ -29,7 +29,7 @@ class VLLMProcess(ModelProcess):
 
     def args_for(self, config: Mapping[str, Any], tp: int, seed: int) -> dict[str, Any]:
         max_context = config.get("max_position_embeddings")
-        # One position more than the model's: a request that only computes logprobs generates a token too.
+        # One position more than the model's, because a request for logprobs also generates a token.
         context = {} if max_context is None else {"max_model_len": max_context + 1}
         return {"seed": seed, "tensor_parallel_size": tp, **context}
 
@@ -40,8 +40,8 @@ class VLLMProcess(ModelProcess):
 
     def environment(self) -> dict[str, str]:
         variables = super().environment()
-        variables["VLLM_API_KEY"] = self.token  # every user of the machine can see a command line
-        variables["VLLM_SERVER_DEV_MODE"] = "1"  # routes that pause, load and check
+        variables["VLLM_API_KEY"] = self.token  # all users of the machine can see a command line
+        variables["VLLM_SERVER_DEV_MODE"] = "1"  # enables the routes that pause, load and check
         variables["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # see `args_for`
         variables["VLLM_NO_USAGE_STATS"] = "1"
         if self.is_cpu_build:

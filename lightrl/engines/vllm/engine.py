@@ -1,4 +1,4 @@
-"""VLLMEngine: rollouts on vLLM servers, given by address or started here; VLLMBroadcast: weights to their workers."""
+"""VLLMEngine: rollouts on vLLM servers that are given by address or started by the engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ nccl: Any = torch.cuda.nccl  # untyped
 
 
 class NCCLGroup(BroadcastGroup):
-    """Rank 0 of a communicator with vLLM's workers; see BroadcastGroup. Its name is the unique id, in base64."""
+    """Rank 0 of an NCCL communicator with vLLM's workers; see BroadcastGroup. `name` is NCCL's unique id in base64."""
 
     def __init__(self, name: str, world_size: int, timeout_s: float) -> None:
         self.name = name
@@ -46,9 +46,9 @@ class NCCLGroup(BroadcastGroup):
 
 
 class VLLMBroadcast(BroadcastTransport):
-    """Broadcasts to vLLM's workers over NCCL. **Not tested yet: vLLM's CPU build has no NCCL.**
+    """Broadcasts to vLLM's workers over NCCL. **Not tested yet, because vLLM's CPU build has no NCCL.**
 
-    vLLM's workers join by a unique id, without a store, and then reduce one number to check that all have joined.
+    The workers join by NCCL's unique id, without a store, and then reduce a number to check that all have joined.
 
     Source: vLLM 0.32.0, distributed/weight_transfer/nccl_common.py and nccl_engine.py, device_communicators/pynccl.py.
     """
@@ -62,21 +62,21 @@ class VLLMBroadcast(BroadcastTransport):
 
 
 class VLLMEngine(ServerEngine):
-    """A rollout engine on one or more vLLM servers: token ids in, token ids out, a weight version on each.
+    """A rollout engine with one or more vLLM servers: token ids in, token ids out, with a weight version on each.
 
-    A server started elsewhere needs `VLLM_SERVER_DEV_MODE=1` in its environment, `--enable-scale-out`,
+    A server that you start needs `VLLM_SERVER_DEV_MODE=1` in its environment, `--enable-scale-out`,
     `--logprobs-mode processed_logprobs` and `--enable-prompt-tokens-details`; for top-p or top-k `--max-logprobs 4008`;
     for `transport: distributed` `--weight-transfer-config '{"backend": "nccl"}'`. Its routes that load weights require
-    no key: let only the run's machines reach its port.
+    no key, so let only the run's machines reach its port.
 
-    The seed of a request determines its tokens unless the request is interrupted by an abort or a lost server. Images
-    are not supported: a request with images raises ValueError. On a CPU vLLM keeps the old output head of a model with
-    tied embeddings when it loads weights; the probe of `WeightSync` then fails.
+    The seed of a request determines its tokens, unless an abort or a lost server interrupts the request. Images are not
+    supported: a request with images raises ValueError. On a CPU, when vLLM loads weights of a model with tied
+    embeddings, it keeps the old output head, so the probe of `WeightSync` fails.
 
     Args:
-        vllm_python: Python of the environment that has vLLM.
-        settings: of `ServerEngine`, except router, placement, adapters and record_routes; `transport` is disk, delta
-            or distributed (not tested yet); `server_args` such as `{gpu_memory_utilization: 0.8}`.
+        vllm_python: Python of the environment that has vLLM; None searches as SGLangEngine does.
+        settings: those of `ServerEngine`, except router, placement, adapters and record_routes. `transport` is disk,
+            delta or distributed (not tested yet); `server_args` are vLLM's, such as `{gpu_memory_utilization: 0.8}`.
     """
 
     client_type = VLLMClient
@@ -99,7 +99,7 @@ class VLLMEngine(ServerEngine):
         self.source.python = vllm_python
 
     def check_sampling(self, sampling: Sampling) -> None:
-        if sampling.temperature and not 0.01 <= sampling.temperature <= 2:  # otherwise vLLM uses 0.01, or refuses
+        if sampling.temperature and not 0.01 <= sampling.temperature <= 2:  # vLLM would use 0.01, or refuse
             raise ValueError(
                 f"sampling.temperature must be 0 or from 0.01 to 2 for VLLMEngine, got {sampling.temperature:g}. "
                 "Change it, or use SGLangEngine."

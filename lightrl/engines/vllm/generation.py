@@ -1,7 +1,7 @@
 """A completion's next request to vLLM, and its answer. Pure functions.
 
 Only one of vLLM's runners returns the tokens of a truncated distribution, and it then needs `top_k` in every request.
-So a request asks for the most likely tokens instead: those outside the support have no finite logprob.
+Requests therefore ask for the most likely tokens instead; those outside the support have no finite logprob.
 
 Source: vLLM 0.32.0, entrypoints/scale_out/token_in_token_out/protocol.py and serving.py.
 """
@@ -13,14 +13,14 @@ from typing import Any
 from lightrl.engines.servers.request import Answer, CompletionDraft, RawAnswer, parse_answer, request_seed
 from lightrl.trajectory import MAX_SUPPORT
 
-MAX_TIES = 8  # tokens of the support beyond `top_k`, as likely as the last one within it
-MAX_LOGPROBS = MAX_SUPPORT + MAX_TIES  # for each token
+MAX_TIES = 8  # how many tokens may exceed `top_k` because they are as likely as the last token within it
+MAX_LOGPROBS = MAX_SUPPORT + MAX_TIES  # per token
 PREFIX = "generate-tokens-"  # vLLM prepends it to a request's id
 _IMPOSSIBLE = -9999.0  # the logprob that vLLM sends for -inf
 
 
 def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, Any]:
-    """Returns the next request, for the missing tokens; it shares key-values under `cache_key`."""
+    """Returns the next request, for the missing tokens; shares key-values under `cache_key`."""
     if draft.attachments is not None:
         raise ValueError("VLLMEngine does not support images yet. Use SGLangEngine for a policy that reads them.")
     sampling, num_generated = draft.sampling, len(draft.token_ids)
@@ -30,7 +30,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
         "top_k": sampling.max_support,
         "max_tokens": sampling.max_new_tokens - num_generated,
         "min_tokens": max(0, sampling.min_new_tokens - num_generated),
-        # vLLM restarts its random numbers with each request: a later one must not repeat those of the first.
+        # vLLM restarts its random numbers with each request, so a later request needs another seed.
         "seed": request_seed(request_seed(sampling.seed, draft.sample), num_generated),
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": True,
@@ -43,7 +43,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
 
 
 def read_answer(content: bytes) -> Answer:
-    """Reads the answer of `/inference/v1/generate`; raises ValueError if it is not JSON."""
+    """Parses the answer of `/inference/v1/generate`; raises ValueError if it is not JSON."""
     return parse_answer(content, _parse)
 
 
@@ -51,7 +51,7 @@ def _parse(answer: Any) -> RawAnswer:
     (choice,) = answer["choices"]
     entries = choice["logprobs"]["content"] or []
     top_tokens = [entry["top_logprobs"] for entry in entries]
-    supports = [[one["token_id"] for one in tokens if one["logprob"] > _IMPOSSIBLE] for tokens in top_tokens]
+    supports = [[token["token_id"] for token in tokens if token["logprob"] > _IMPOSSIBLE] for tokens in top_tokens]
     full_sizes = (
         len(support) for support, tokens in zip(supports, top_tokens, strict=True) if len(support) == len(tokens)
     )

@@ -1,4 +1,4 @@
-"""Command lines of all kinds of servers: arguments as flags, devices of each, an environment without secrets."""
+"""Parts of all servers' command lines: arguments as flags, devices, and an environment without secrets."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lightrl.checks.secret_settings import is_secret
 
 
 def environment_for(python: str) -> dict[str, str]:
-    """Returns a server's environment: the trainer's, without secrets and, for another Python, package paths."""
-    ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"} if python != sys.executable else set()
-    return {name: value for name, value in os.environ.items() if name not in ours and not is_secret(name.upper())}
+    """Returns a server's environment: the trainer's without secrets, and without package paths for another Python."""
+    paths = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"} if python != sys.executable else set()
+    return {name: value for name, value in os.environ.items() if name not in paths and not is_secret(name.upper())}
 
 
 def flags(args: Mapping[str, Any]) -> list[str]:
-    """Returns `{"tp_size": 2, "enable_metrics": True}` as `--tp-size 2 --enable-metrics`."""
+    """Turns `{"tp_size": 2, "enable_metrics": True}` into `--tp-size 2 --enable-metrics`."""
     words: list[str] = []
     for name, value in args.items():
         if value is None or value is False:
@@ -48,7 +48,7 @@ def devices_of_servers(servers: int, tp: int, devices: Sequence[int | str]) -> l
 def gpus_of_servers(
     num: int, *, available: int, trainer: Collection[int], placement: Literal["separate", "colocated"]
 ) -> list[int] | None:
-    """Returns `num` GPUs of this machine, by torch's numbers; None if it has none.
+    """Returns torch's indices of `num` GPUs of this machine; None if it has no GPUs.
 
     Args:
         num: servers times `tp`.
@@ -61,18 +61,18 @@ def gpus_of_servers(
     """
     if available == 0:
         return None
-    free = [gpu for gpu in range(available) if (gpu in trainer) == (placement == "colocated")]
-    if len(free) < num:
-        which_gpus = "of the trainer" if placement == "colocated" else f"next to the trainer's {sorted(trainer)}"
+    usable = [gpu for gpu in range(available) if (gpu in trainer) == (placement == "colocated")]
+    if len(usable) < num:
+        kind = "of the trainer" if placement == "colocated" else f"besides the trainer's {sorted(trainer)}"
         raise ValueError(
-            f"The servers need {num} GPUs (servers × tp) {which_gpus}, but there are {len(free)} of {available}. Lower "
-            "servers, tp or trainer.devices, or set placement to "
+            f"The servers need {num} GPUs (servers × tp) {kind}, but there are only {len(usable)} of {available}. "
+            "Lower servers, tp or trainer.devices, or set placement to "
             f"{'separate' if placement == 'colocated' else 'colocated'}."
         )
-    return free[:num]
+    return usable[:num]
 
 
 def visible(gpus: Sequence[int]) -> list[str]:
-    """Returns the GPUs' names in CUDA_VISIBLE_DEVICES: torch numbers only those that this process sees."""
+    """Returns these GPUs' names in CUDA_VISIBLE_DEVICES, since torch counts only the GPUs that this process sees."""
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return [names[gpu] if gpu < len(names) else str(gpu) for gpu in gpus]

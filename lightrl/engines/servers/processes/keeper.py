@@ -1,4 +1,4 @@
-"""Starts and ends processes; restarts those that end or hang, and gives up if that happens too often.
+"""Starts and ends processes; restarts those that end or hang, and gives up if they do so too often.
 
 running ── ends, hangs ──► wait ─► start ─► ready ─► running
                             ▲                 │ failed
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _TICK_S = 0.25
 _PROBE_EVERY_S, _PROBE_TIMEOUT_S = 5.0, 5.0
 HANG_S = 60.0
-STOP_GRACE_S = 5.0  # for processes that have nothing to save
+STOP_GRACE_S = 5.0  # for processes that save nothing when they end
 
 
 def start_all(processes: Sequence[ServerProcess]) -> None:
@@ -36,7 +36,7 @@ def start_all(processes: Sequence[ServerProcess]) -> None:
         try:
             process.wait_ready()
         except EngineError:
-            if failed.is_set():  # another one failed first; its error is raised
+            if failed.is_set():  # another process failed first, and its error is raised
                 return
             failed.set()
             end_all([other for other in processes if other is not process], 0.0)
@@ -52,7 +52,7 @@ def start_all(processes: Sequence[ServerProcess]) -> None:
 
 
 def end_all(processes: Sequence[ServerProcess], grace_s: float | None = None) -> None:
-    """Ends processes for good, all at the same time; returns when they are gone. May be called twice."""
+    """Ends processes for good, all at the same time, and waits for their end. May be called twice."""
     if processes:
         with ThreadPoolExecutor(len(processes)) as pool:
             list(pool.map(lambda process: process.stop(grace_s, for_good=True), processes))
@@ -71,13 +71,13 @@ async def keep(process: ServerProcess, *, hang_s: float = HANG_S) -> str:
 async def restart(
     process: ServerProcess, reason: str, on_ready: Callable[[], Awaitable[None]] | None = None
 ) -> str | None:
-    """Ends what is left of a process and starts it again, as often as its policy allows.
+    """Ends a process and starts it again, as often as its policy allows.
 
     Args:
         on_ready: makes the process usable; if it raises, the restart has failed.
 
     Returns:
-        None once the process runs, or the reason for giving it up.
+        None if the process runs again, otherwise the reason for giving it up.
     """
     ran_s = process.ran_s
     await in_thread(process.stop, 0.0)
@@ -88,7 +88,7 @@ async def restart(
             await in_thread(process.wait_ready)
             if on_ready is not None:
                 await on_ready()
-        except Exception as error:  # noqa: BLE001  # a full disk, no more processes, threads or memory: nothing else watches this process
+        except Exception as error:  # noqa: BLE001  # a full disk, or no more processes, threads or memory: nothing else restarts this process
             reason = str(error) if isinstance(error, LightRLError) else f"{type(error).__name__}: {error}"
         else:
             log.info("%s is back at %s.", process.name, process.url)
@@ -113,7 +113,7 @@ async def _until_lost(process: ServerProcess, hang_s: float) -> str:
         if time.monotonic() - probed_at < min(_PROBE_EVERY_S, hang_s / 4):
             continue
         probed_at = time.monotonic()
-        with contextlib.suppress(RuntimeError):  # no thread
+        with contextlib.suppress(RuntimeError):  # no thread can start
             if await in_thread(process.answers, min(_PROBE_TIMEOUT_S, hang_s)):
                 answered_at = time.monotonic()
             elif time.monotonic() - answered_at > hang_s:

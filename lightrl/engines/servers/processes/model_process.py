@@ -1,7 +1,7 @@
 """ModelProcess: a model's server as a child process: the Python that runs it, and its arguments.
 
-The Python of a kind of server is the first of: the given path, $LIGHTRL_…_PYTHON, this environment, the environment
-that scripts/…_cpu/build.py built for this machine's CPU.
+A kind of server runs with the first Python of these: the given path, $LIGHTRL_…_PYTHON, this environment, the
+environment that scripts/…_cpu/build.py built for this machine's CPU.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 
 class ModelProcess(ServerProcess):
-    """A server of one kind, which serves one model.
+    """A model's server.
 
     Args:
         model_folder: has config.json, and weights unless `args` has `load_format: dummy`; see `write_model_folder`.
-        python: Python of an environment with this kind of server; for None see `find_python`.
-        args: arguments by the server's own names, with `_` or `-`; see `flags`. They override the defaults.
+        python: Python of an environment with this kind of server; None for `find_python`.
+        args: the server's arguments by name, with `_` or `-`; see `flags`. They override the defaults.
         tp: number of GPUs.
-        seed: seed of its random numbers.
-        settings: of ServerProcess.
+        seed: seed of the server's random numbers.
+        settings: other arguments of ServerProcess.
     """
 
-    title: str  # such as SGLang; also names its package and its variables
-    ours: ClassVar[Mapping[str, str]]  # arguments that lightrl sets, and the setting of each
+    title: str  # such as SGLang; also the name of its package and its variables
+    ours: ClassVar[Mapping[str, str]]  # argument that lightrl sets → the setting to use instead
     defaults: ClassVar[Mapping[str, Any]]
     cpu_defaults: ClassVar[Mapping[str, Any]]  # for an environment that was built for this machine's CPU
 
@@ -93,7 +93,7 @@ class ModelProcess(ServerProcess):
 
     @classmethod
     def named(cls, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments by the server's names; raises ValueError for one that lightrl sets."""
+        """Returns the arguments by names with `_`; raises ValueError for an argument that lightrl sets."""
         named = {name.removeprefix("--").replace("-", "_"): value for name, value in args.items()}
         for name in sorted(cls.ours.keys() & named.keys()):
             raise ValueError(f"server_args has {name}, which lightrl sets. Remove it and use {cls.ours[name]}.")
@@ -101,13 +101,13 @@ class ModelProcess(ServerProcess):
 
     @classmethod
     def served_config(cls, config: PretrainedConfig, args: Mapping[str, Any], tp: int) -> PretrainedConfig:
-        """Returns the model's config on servers with these arguments, which may quantize the trainer's."""
+        """Returns the config of the model that servers with these arguments hold; they may quantize it."""
         return config
 
     @abstractmethod
     def args_for(self, config: Mapping[str, Any], tp: int, seed: int) -> dict[str, Any]:
-        """Returns arguments for a model of this config on `tp` GPUs."""
+        """Returns the arguments for a model of this config on `tp` GPUs."""
 
     def environment(self) -> dict[str, str]:
-        """Returns `environment_for` its Python; the Hugging Face hub is offline unless HF_HUB_OFFLINE is given."""
+        """Returns `environment_for` its Python; the Hugging Face hub is offline unless HF_HUB_OFFLINE is set."""
         return environment_for(self.python) | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}

@@ -1,6 +1,6 @@
 """ServerProcess: a server as a child process: start, readiness, health check, and an end without orphans.
 
-Each kind of server has a subclass with its command line. `keeper.py` keeps several running.
+Each kind of server has a subclass with its command line. `keeper.py` starts and restarts several.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _TAIL_BYTES = 3000
 
 
 class HeldPort:
-    """A port of this machine that only a program which knows its number can use, until `close`.
+    """A reserved port of this machine, until `close`.
 
-    A socket is bound to it and does not listen. Linux then gives the port to no outgoing connection and to no program
-    that asks for any free port, but a server that sets SO_REUSEADDR can bind it, as asyncio, uvicorn and http.server
-    do. Other systems would refuse that server too, so there the port is released and another program may take it.
+    A socket is bound to the port without listening. Linux then gives the port to no outgoing connection and to no
+    program that asks for any free port, but a server that sets SO_REUSEADDR can bind it, as asyncio, uvicorn and
+    http.server do. Other systems would refuse that server too, so there the port is not reserved.
 
     Args:
         host: the address that the server will listen on.
-        port: 0 for a free one.
+        port: 0 for any free port.
 
     Raises:
         EngineError: if another program listens on this port, or the host is not an address of this machine.
@@ -75,15 +75,15 @@ class HeldPort:
 
 @dataclass
 class RestartPolicy:
-    """Rule for restarting a lost process and for giving it up."""
+    """When to restart a lost process, and when to give it up."""
 
     max_restarts: int = 3  # in a row
-    backoff_s: float = 1.0  # wait before the first restart; doubled for each further one, up to a minute
+    backoff_s: float = 1.0  # wait before the first restart; doubled for each restart that follows, up to a minute
     stable_s: float = 600.0  # a run of this length resets the count
-    restarts: int = 0  # in a row
+    restarts: int = 0  # so far, in a row
 
     def delay_s(self, ran_s: float) -> float | None:
-        """Returns the wait before the next start, in seconds, after a run of `ran_s`; None to give the process up."""
+        """Returns how long to wait before the next start, after a run of `ran_s`; None to give the process up."""
         if ran_s >= self.stable_s:
             self.restarts = 0
         if self.restarts >= self.max_restarts:
@@ -93,26 +93,26 @@ class RestartPolicy:
 
 
 class ServerProcess:
-    """A server process on this machine; it may be restarted after it ended, on a new port unless one was given.
+    """A server process on this machine. It can be started again after it ended, on a new port unless `port` is set.
 
-    Invariants: it listens on the loopback unless `host` says otherwise, and requires a token on every route that
-    matters; no command line or log that another user can read contains the token; no other program gets its port
-    between start and end (see `HeldPort`); none of its processes outlives this one, even after `kill -9`.
+    Invariants: it listens on the loopback unless `host` is set, and requires a token on every route that matters; no
+    command line or log that other users can read contains the token; no other program gets its port between start and
+    end (see `HeldPort`); none of its processes outlives this process, even after `kill -9`.
 
     Args:
-        command: the program and its arguments, with `{port}` for its port; it finds the token in LIGHTRL_SERVER_TOKEN.
+        command: the program and its arguments, with `{port}` for the port. It gets the token in LIGHTRL_SERVER_TOKEN.
             Its socket must set SO_REUSEADDR, as most servers do.
-        host: address to listen on. Consider who can reach it before you use another than the loopback.
-        port: None for a free port at each start, 0 for a free port that it keeps from its first start on.
+        host: address to listen on. Consider who can reach an address other than the loopback.
+        port: None for a free port at each start, 0 for a free port that it keeps after its first start.
         token: token that requests must have; None for a random one. It cannot start with `-`.
         devices: the GPUs it sees (CUDA_VISIBLE_DEVICES); None for those of this process.
-        log_file: file to which its output is appended; None for one in a temporary folder.
-        startup_timeout_s: how long it may take until it is ready.
-        stop_timeout_s: how long it may take to exit when asked to, before it is killed.
+        log_file: its output is appended to this file; None for a file in a temporary folder.
+        startup_timeout_s: how long it may take to be ready.
+        stop_timeout_s: how long it may take to exit before it is killed.
     """
 
-    secret_arguments: tuple[str, ...] = ()  # arguments that get the token, in a file that only this user can read
-    info_path = "/ready"  # a route that answers at once; 200 means ready if the server has no /ready
+    secret_arguments: tuple[str, ...] = ()  # arguments that get the token, from a file that only this user can read
+    info_path = "/ready"  # a route that answers quickly; if the server has no /ready, its 200 means ready
 
     def __init__(
         self,
@@ -149,12 +149,12 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        """Its address since the latest start."""
+        """The server's address since its latest start."""
         return f"http://{self.host}:{self.port}"
 
     @property
     def pid(self) -> int | None:
-        """Process id of the guard, which ends with the server; None before the first start."""
+        """The process id of the guard, which ends with the server; None before the first start."""
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
@@ -166,8 +166,8 @@ class ServerProcess:
                 raise RuntimeError(f"{self.name} is already running at {self.url}. Call stop() first.")
             held_port = HeldPort(self.host, self.port if self._keeps_port else 0)
             if self._process is not None:
-                self._process.end(0)  # a killed process still has a pipe
-            self._release()  # only now, so that the new port differs
+                self._process.end(0)  # closes the pipe of a killed process
+            self._release()  # after the new port is held, so that it differs
             self._held_port, self.port = held_port, held_port.number
             if self.log_file is None:
                 prefix = own_prefix("lightrl-server-", kept_s=LOGS_KEPT_S)
@@ -176,7 +176,7 @@ class ServerProcess:
             self._secrets_file = self._write_secrets()
             command = self.command_line(str(self._secrets_file))
             self.command = " ".join(command)
-            # SGLang logs its arguments, the token among them.
+            # Only for this user, because SGLang logs its arguments, including the token.
             log_descriptor = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             gpus = {} if self._devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._devices))}
             try:
@@ -217,20 +217,20 @@ class ServerProcess:
 
     @property
     def ran_s(self) -> float:
-        """Seconds since its latest start."""
+        """Seconds since the latest start."""
         return time.monotonic() - self._started_at
 
     def is_alive(self) -> bool:
-        """Whether its process runs, even if the server hangs."""
+        """Whether the process runs, even if the server hangs."""
         return self._process is not None and self._process.code is None
 
     def is_ready(self) -> bool:
-        """Whether it reports that it is ready and not paused."""
+        """Whether the server reports that it is ready and not paused."""
         status = self._status_of("/ready")
         return status == 200 or (status == 404 and self._status_of(self.info_path) == 200)
 
     def answers(self, within_s: float = _PROBE_TIMEOUT_S) -> bool:
-        """Whether it answers HTTP at all: paused, starting and refusing servers do, hanging ones do not."""
+        """Whether the server answers HTTP at all, even if it is paused, starting or refuses; a hanging one does not."""
         return self._status_of(self.info_path, within_s) is not None
 
     def exit_status(self) -> str:
@@ -241,9 +241,9 @@ class ServerProcess:
         return "running" if code is None else ending_of(code)
 
     def stop(self, grace_s: float | None = None, *, for_good: bool = False) -> None:
-        """Ends the server and everything it started, after `grace_s` or `stop_timeout_s` to exit on its own.
+        """Ends the server and all its processes, which get `grace_s` or `stop_timeout_s` to exit by themselves.
 
-        `start` can start it again, unless this was `for_good`.
+        `start` can start it again, unless `for_good`.
         """
         self._is_over |= for_good
         with self._lock:
@@ -252,29 +252,29 @@ class ServerProcess:
             self._release()
 
     def last_output(self) -> str:
-        """Returns the command, the log file and its end without the token, for messages."""
+        """Returns the command, the log file and the end of the log without the token, for messages."""
         tail = "" if self.log_file is None else end_of_log(self.log_file, _TAIL_BYTES).replace(self.token, "<token>")
         output = f"Last output:\n{tail}" if tail else "It printed nothing."
         return f"Command: {self.command}\nLog: {self.log_file}\n{output}"
 
     def _release(self) -> None:
-        """Closes the port, and removes the secrets of a server whose guard was killed or never started."""
+        """Releases the port, and removes the secrets file if the guard was killed or never started."""
         if self._held_port is not None:
             self._held_port.close()
         if self._secrets_file is not None:
-            with contextlib.suppress(OSError):  # called while an error is handled
+            with contextlib.suppress(OSError):  # another error may be in flight
                 self._secrets_file.unlink(missing_ok=True)
 
     def command_line(self, secrets_file: str) -> list[str]:
-        """Returns the program and its arguments for this port; `secrets_file` is YAML with the `secret_arguments`."""
+        """Returns the program and its arguments; `secrets_file` is YAML with the `secret_arguments`."""
         return [part.replace("{port}", str(self.port)) for part in self._program]
 
     def environment(self) -> dict[str, str]:
-        """Returns the process's environment, without the variables that choose its devices."""
+        """Returns the process's environment; `start` adds the variable that chooses its devices."""
         return {**os.environ, TOKEN_VARIABLE: self.token}
 
     def _write_secrets(self) -> Path:
-        """Writes the file that holds the token: every user of the machine can see a command line."""
+        """Writes the token to a file, because all users of the machine can see a command line."""
         descriptor, name = tempfile.mkstemp(prefix=own_prefix("lightrl-secrets-"), suffix=".yaml")  # only for this user
         with os.fdopen(descriptor, "w") as file:
             json.dump(dict.fromkeys(self.secret_arguments, self.token), file)  # JSON is YAML
@@ -293,11 +293,11 @@ class ServerProcess:
 
 
 def usable_token(token: str | None) -> str:
-    """Returns the token after a check, or a random one for None."""
-    if token is not None and token.startswith("-"):  # even in the secrets file
+    """Checks a token and returns it; returns a random one for None."""
+    if token is not None and token.startswith("-"):  # SGLang parses the secrets file like a command line
         raise ValueError(
-            "The server's token starts with '-', which SGLang takes for an option. Change LIGHTRL_SERVER_TOKEN, or "
-            "omit it for a random one."
+            "The server's token starts with '-', so SGLang would take it for an option. Change LIGHTRL_SERVER_TOKEN, "
+            "or unset it for a random token."
         )
     return token or secrets.token_hex(32)
 
@@ -314,10 +314,13 @@ def make_servers(
     log_folder: Path | None = None,
     **settings: Any,
 ) -> list[ServerProcess]:
-    """Makes servers of one kind and model, not started; server i gets `tp` devices, `seed + i` and `port + i`.
+    """Makes `num` servers of a model without starting them; server i gets `tp` devices, `seed + i` and `port + i`.
+
+    Args:
+        devices: None lets each server use the devices of this process.
 
     Raises:
-        ValueError: if there are fewer devices than `num * tp`; None lets each server use the devices of this process.
+        ValueError: if there are fewer devices than `num * tp`.
     """
     return [
         make(
@@ -335,11 +338,11 @@ def make_servers(
 
 
 def write_model_folder(config: PretrainedConfig, folder: str | Path) -> Path:
-    """Writes the config and a tokenizer, from which a server starts a model without weights (`load_format: dummy`).
+    """Writes the config and a tokenizer, with which a server can start without weights (`load_format: dummy`).
 
-    The config gets no end token: SGLang stops at a config's end tokens regardless of the request, and lightrl's
-    requests name their stop tokens. The tokenizer has a single token: requests and answers are token ids, but a request
-    with `min_new_tokens` kills an SGLang server without a tokenizer.
+    The config has no end token, because SGLang stops at a config's end tokens whatever a request says, and lightrl's
+    requests name their stop tokens. Requests and answers are token ids, so the tokenizer has only one token; but
+    without a tokenizer, a request with `min_new_tokens` would kill an SGLang server.
     """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Weight versions: sent to the servers and verified there.
+"""Weight syncs: sends weight versions to the servers and verifies them there.
 
 Reading order:
     delivery.py           how weights reach the servers: the transport and its settings
@@ -6,9 +6,9 @@ Reading order:
     server_sync.py        new weights into paused servers; report.py  what happened to each server
     bucket_feed.py        passes buckets from the thread that gathers them to the event loop
       transports/         how the bytes reach the servers
-      receiver.py         the delta transport's process next to servers; receivers.py  where they are
-    served_adapters.py    adapters next to their base; adapter_versions.py  one per version, and its requests
-    verification.py       a load's parameters and digests; cache_canary.py  checks that it emptied the cache
+      receiver.py         the delta transport's process on a server's host; receivers.py  finds or starts it
+    served_adapters.py    loads adapters next to their base; adapter_versions.py  the versions that servers have
+    verification.py       checks a load's parameters and digests; cache_canary.py  checks that it emptied the cache
 
 May import: what servers/ may.
 """

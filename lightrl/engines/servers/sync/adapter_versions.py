@@ -1,7 +1,7 @@
-"""AdapterVersions: the adapters that servers have, one per weight version, by name; and the requests that use them.
+"""AdapterVersions: the adapters that servers hold, one per weight version, and the requests that use them.
 
-Observed on SGLang 0.5.23: a server compares the SHA-256 of each tensor with the one that the trainer sent, and dies if
-they differ; it refuses a second adapter of the same name; its prefix cache separates adapters.
+SGLang 0.5.23 compares each tensor's SHA-256 with the one that the trainer sent, and dies if they differ. It refuses a
+second adapter of the same name. Its prefix cache separates adapters.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Adapter:
-    """The tensors of one version in host memory, for servers that come back."""
+    """The tensors of a version in host memory, for servers that return."""
 
-    tensors: Mapping[str, Tensor]  # peft's name to tensor
+    tensors: Mapping[str, Tensor]  # by peft's names
     checksums: Mapping[str, str]
 
     @classmethod
@@ -55,7 +55,7 @@ class Adapter:
 
 
 class AdapterClient(Protocol):
-    """The methods of a server's client that load adapters; SGLangClient has them."""
+    """The methods of a server's client that load adapters, as SGLangClient has them."""
 
     async def adapters(self) -> list[str]: ...
 
@@ -76,11 +76,11 @@ class AdapterVersions(ServedVersions):
     form: ServedForm
     timeout_s: float  # for each request, and for a removed version's requests to end
     newest: int = -1
-    _adapters: dict[int, Adapter] = field(default_factory=dict)  # weight version to adapter, oldest first
-    _in_use: dict[int, dict[str, Server]] = field(default_factory=dict)  # version to its requests' ids and servers
+    _adapters: dict[int, Adapter] = field(default_factory=dict)  # weight version → adapter, oldest first
+    _in_use: dict[int, dict[str, Server]] = field(default_factory=dict)  # version → id and server of its requests
 
     def choose(self, started_with: NamedVersion | None) -> NamedVersion:
-        """Returns the version for the next request of a completion: the one it started with, or the newest."""
+        """Returns the version that the completion started with, if servers still hold it, otherwise the newest."""
         version = self.newest
         if started_with is not None and started_with.version in self._adapters:
             version = started_with.version
@@ -97,14 +97,14 @@ class AdapterVersions(ServedVersions):
             del requests[rid]
 
     def min_version(self, draft: CompletionDraft) -> int:
-        return -1  # every routable server has every adapter, so the base's version is irrelevant
+        return -1  # all routable servers have all adapters, so the base's version does not matter
 
     def is_missing(self, server: Server, error: EngineError) -> bool:
         return _client(server).is_unknown_adapter(error)
 
     async def add(self, version: int, adapter: Adapter) -> list[int]:
-        """Keeps a version that all routable servers have; drops old ones, aborts their requests and returns them."""
-        self._adapters.pop(version, None)  # from before this run was resumed from an older checkpoint
+        """Records a version that all routable servers have; drops old versions, aborts their requests, returns them."""
+        self._adapters.pop(version, None)  # from before this run resumed from an older checkpoint
         self._adapters[version] = adapter
         self.newest = version
         dropped = list(self._adapters)[: -self.form.num_versions]
@@ -115,9 +115,9 @@ class AdapterVersions(ServedVersions):
         return dropped
 
     async def give(self, server: Server, version: int, adapter: Adapter, payload: str) -> None:
-        """Loads an adapter under the version's name and checks that the server lists it; removes our unused ones."""
+        """Loads an adapter under the version's name, checks that the server lists it, and removes unused versions."""
         client, name = _client(server), name_of(version)
-        current = {name_of(one) for one in (*self._adapters, *self._in_use)} - {name}
+        current = {name_of(used) for used in (*self._adapters, *self._in_use)} - {name}
         for other in await client.adapters():
             if other.startswith(_PREFIX) and other not in current:  # left by an earlier run, or from before a resume
                 await client.unload_adapter(other, timeout_s=self.timeout_s)
@@ -128,28 +128,28 @@ class AdapterVersions(ServedVersions):
             raise EngineError(f"{server.url} acknowledged the adapter {name} but does not list it in /v1/models.")
 
     async def give_all(self, server: Server) -> None:
-        """Gives all kept versions to a server that is back, before it gets requests."""
+        """Loads all versions into a server that returns, before it gets requests."""
         for version, adapter in list(self._adapters.items()):
             await self.give(server, version, adapter, await in_thread(payload_of, dict(adapter.tensors)))
 
     async def remove(self, version: int) -> None:
-        """Unloads a version when its last request has ended: until then a server would delay other updates."""
+        """Unloads a version after its last request has ended; before, a server would delay other updates."""
         deadline = time.monotonic() + self.timeout_s
         while (requests := self._in_use.get(version)) and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_S)
         self._in_use.pop(version, None)
         if requests:
             log.warning(
-                "Requests under %s were aborted and still run after timeouts.sync_s=%g s, %d of them on %s. The next "
-                "load removes this adapter.",
+                "%d requests with adapter %s still run timeouts.sync_s=%g s after they were aborted, on %s. The next "
+                "load removes the adapter.",
+                len(requests),
                 name_of(version),
                 self.timeout_s,
-                len(requests),
                 ", ".join(sorted({server.url for server in requests.values()})),
             )
             return
         for server in self.fleet.in_state("routable"):
-            with contextlib.suppress(EngineError):  # it may have been lost meanwhile
+            with contextlib.suppress(EngineError):  # the server may have been lost meanwhile
                 await _client(server).unload_adapter(name_of(version), timeout_s=self.timeout_s)
 
 

@@ -12,14 +12,14 @@ from lightrl.concurrency.loop_thread import LoopBlocked, LoopEnded, deaths, wait
 from lightrl.errors import WeightSyncError
 from lightrl.weights import Bucket
 
-BLOCKED_S = 60.0  # a loop that runs nothing for this long is blocked
+BLOCKED_S = 60.0  # an event loop that runs nothing for this long is blocked
 
 
 class BucketFeed:
     """Passes buckets from a thread to a coroutine; `put` returns when the coroutine has taken the bucket.
 
-    The thread puts buckets inside `with feed:`, whose end or error ends the coroutine's iteration. The coroutine waits
-    at most `timeout_s` for each bucket.
+    The thread puts buckets inside `with feed:`; the end of the block, or an error in it, ends the coroutine's
+    iteration. The coroutine waits at most `timeout_s` for each bucket.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, timeout_s: float = 600.0) -> None:
@@ -27,18 +27,18 @@ class BucketFeed:
         self._loop = loop
         self._changed = asyncio.Event()
         self._taken = threading.Event()
-        self._next: Bucket | None = None  # offered, not yet taken
+        self._next: Bucket | None = None  # put, but not taken yet
         self._taken_bucket = Bucket({})
-        self._is_complete = False  # no further bucket will be put
-        self._is_stopped = False  # no further bucket will be taken
+        self._is_complete = False  # no more buckets will be put
+        self._is_stopped = False  # no more buckets will be taken
         self._error: BaseException | None = None
 
     def put(self, bucket: Bucket) -> bool:
-        """Hands a bucket over; returns False if the coroutine takes no more. The coroutine keeps the deadlines."""
+        """Passes a bucket on; returns False if the coroutine takes no more. The coroutine watches the deadlines."""
         self._taken.clear()
         if self._is_stopped:
             return False
-        self._next = Bucket(dict(bucket.tensors), bucket.is_last, bucket.files)  # a copy: the iterator empties its own
+        self._next = Bucket(dict(bucket.tensors), bucket.is_last, bucket.files)  # a copy: the iterator empties `bucket`
         wake_up(self._loop, self._changed.set)
         wait_while_running(self._loop, self._taken)  # `stop` ends the wait when the coroutine is done
         return not self._is_stopped
@@ -62,7 +62,7 @@ class BucketFeed:
         return self
 
     async def __anext__(self) -> Bucket:
-        """Waits at most `timeout_s` for the next `put` or the end of `with`; first empties the previous bucket."""
+        """Empties the previous bucket, and waits for the next `put` or the end of `with`, at most `timeout_s`."""
         self._taken_bucket.tensors.clear()
         while self._next is None:
             if self._error is not None:
@@ -82,10 +82,10 @@ class BucketFeed:
 
 
 def wait_while_running(loop: asyncio.AbstractEventLoop, awaited: Future[Any] | threading.Event) -> None:
-    """Waits, in another thread, until a future or event of the loop is done or set.
+    """Waits for a future or event of the loop; called from another thread.
 
     Raises:
-        WeightSyncError: if the loop has ended, or is blocked, so that no deadline on it is kept.
+        WeightSyncError: if the loop has ended or is blocked, so that it cannot watch deadlines.
     """
     try:
         wait_on_loop(loop, awaited, silent_s=BLOCKED_S)
@@ -94,13 +94,13 @@ def wait_while_running(loop: asyncio.AbstractEventLoop, awaited: Future[Any] | t
     except LoopBlocked as error:
         raise WeightSyncError(
             f"The event loop of the engine's requests did not answer for {BLOCKED_S:g} s during a weight sync. A "
-            "workflow, environment or async reward blocks it: use await there, or move the work to a thread."
+            "workflow, environment or async reward blocks it. Use await there, or move the work to a thread."
         ) from error
 
 
 def loop_ended(loop: asyncio.AbstractEventLoop) -> WeightSyncError:
-    """Returns the error of a sync whose loop no longer runs."""
-    why = f"The thread of the rollouts died: {deaths[loop]!r}" if loop in deaths else "The log says why"
+    """Returns the error of a sync whose loop has ended."""
+    cause = f"The thread of the rollouts died: {deaths[loop]!r}" if loop in deaths else "The log says why"
     return WeightSyncError(
-        f"The event loop of the engine's requests ended during a weight sync. {why}. Resume from the last checkpoint."
+        f"The event loop of the engine's requests ended during a weight sync. {cause}. Resume from the last checkpoint."
     )

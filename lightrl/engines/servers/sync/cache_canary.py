@@ -1,9 +1,9 @@
 """CacheCanary: a short prompt that shows whether a load has emptied a server's prefix cache.
 
-Key-values of old weights must not be used with new ones. Each request has a cache key of the run and the weight
-version, so a new request reuses none. A request that a load interrupts keeps its old key and computes its prefix again;
-only the flush of the cache protects it. So a canary is generated before a load, and again after it under the *old* key:
-none of its tokens may be in the cache.
+Key-values of old weights must not be used with new weights. Each request has a cache key of the run and the weight
+version, so a new request reuses none. A request that a load interrupts keeps its old key and computes its prefix again,
+so only the flush of the cache protects it. The canary is therefore generated before a load, and again after it under
+the *old* key: none of its tokens may be in the cache.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _FLUSH_S = 60.0  # wait for a busy server to be idle
 
 @dataclass(frozen=True)
 class CacheCanary:
-    """The canaries of one engine."""
+    """The canaries of an engine's servers."""
 
-    fleet: ServerFleet  # provides the cache keys
+    fleet: ServerFleet  # makes the cache keys
     vocab_size: int
-    max_context: int | None = None  # tokens; None: no limit
-    timeout_s: float = 3600.0  # for a canary after a load, which waits behind other requests
+    max_context: int | None = None  # tokens; None for no limit
+    timeout_s: float = 3600.0  # for a canary after a load, which waits for other requests
 
     def start(self, servers: Iterable[Server], weight_version: int) -> dict[str, asyncio.Task[int]]:
         """Starts a canary on each server, under the key of its version; returns the tasks by address."""
         return {server.url: asyncio.ensure_future(self._generate(server, weight_version)) for server in servers}
 
     async def settle(self, starting: dict[str, asyncio.Task[int]]) -> list[str]:
-        """Returns the addresses where the canary is in the cache; those that a busy server still queues are aborted."""
+        """Returns the addresses of servers whose cache has the canary; aborts canaries that are still queued."""
         if starting:
             await asyncio.wait(starting.values(), timeout=_SETTLE_S)
         cached = [
@@ -51,16 +51,17 @@ class CacheCanary:
         return cached
 
     async def check(self, server: Server, weight_version: int) -> str | None:
-        """Returns why the server must get no more requests after a load, or None; `weight_version` is the previous one.
+        """Returns why the server must get no more requests after a load; None if its cache was emptied.
 
-        A cache that was not emptied is flushed as soon as the server is idle, and checked again.
+        If it was not, the cache is flushed when the server is idle, and checked again. `weight_version` is the version
+        before the load.
         """
         try:
             num_cached = await self._generate(server, weight_version)
             if num_cached == 0:
                 return None
             log.warning(
-                "%s kept %d key-values of weight version %d during a load. Its cache is flushed now.",
+                "%s kept %d key-values of weight version %d during a load. Flushing its cache now.",
                 server.url,
                 num_cached,
                 weight_version,

@@ -1,7 +1,7 @@
-"""WeightLoader: checks the trainer's weights and loads them into all servers of an engine, or into one that comes back.
+"""WeightLoader: checks the trainer's weights and loads them into all servers of an engine, or into one that returns.
 
 The calling thread holds a lock during a load; server_sync.py pauses, loads and resumes servers on the home loop. In a
-colocated engine, `release_memory` gives the servers' memory to the trainer until the next load.
+colocated engine, `release_memory` frees the servers' memory for the trainer until the next load.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False, kw_only=True)
 class WeightLoader:
-    """Loads weight versions into the servers; the fleet knows which version they have."""
+    """Loads weight versions into the servers; the fleet records which version they have."""
 
     home: HomeLoop
     members: Members
@@ -52,7 +52,7 @@ class WeightLoader:
     last_report: SyncReport | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)  # one load at a time
     _parameters: ParameterCheck = field(default_factory=ParameterCheck)
-    _refused: set[Server] = field(default_factory=set)  # by a load: started without a needed argument
+    _refused: set[Server] = field(default_factory=set)  # servers that lack a needed argument, so loads exclude them
     _is_over: bool = False
 
     @property
@@ -61,7 +61,7 @@ class WeightLoader:
 
     @property
     def weight_version(self) -> int:
-        """The version that all routable servers have."""
+        """The version of all routable servers."""
         return self.fleet.weight_version
 
     def verified_by(self) -> dict[str, Verification]:
@@ -69,7 +69,7 @@ class WeightLoader:
         return {server.url: server.verified_by for server in self.fleet.in_state("routable")}
 
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
-        """Loads a version into all servers and waits until they have it; runs in the thread that gathers buckets."""
+        """Loads a version into all servers and waits for them; called from the thread that gathers buckets."""
         with self._lock:
             limit_s = self.timeouts.server_wait_s + self.timeouts.sync_s + self.timeouts.request_s
             servers, absent = self.home.call(self._begin(), limit_s)
@@ -95,7 +95,7 @@ class WeightLoader:
                 self.home.call(self._end(servers, report), self.timeouts.request_s * 2)
 
     def give(self, server: Server) -> None:
-        """Loads the current version into a server that is back, or leaves it to the next load; called from a thread."""
+        """Loads the current version into a server that returns, unless a later load will; called from a thread."""
         with self._lock:
             version = self.fleet.weight_version
             is_due = self.fleet.has(server) and version >= 0 and not self._is_over
@@ -107,13 +107,13 @@ class WeightLoader:
             self.home.call(self._end([server], report), self.timeouts.request_s)
 
     def let_go(self, server: Server) -> None:
-        """Drains a leaving server and forgets it, between two loads; called from a thread."""
+        """Drains and forgets a leaving server, but not during a load; called from a thread."""
         with self._lock:
             if self.fleet.has(server):
                 self.home.call(self._let_go(server), self.timeouts.request_s * 2)
 
     def shared_folder(self) -> SharedFolder | None:
-        """Returns the folder where all ranks may write; None if the transport accepts no files of other ranks."""
+        """Returns the folder where all ranks may write; None if the transport cannot use files of other ranks."""
         folder = self.sync.transport.shared_folder()
         if folder is None:
             return None
@@ -125,7 +125,7 @@ class WeightLoader:
     def release_memory(self) -> None:
         """Makes colocated servers release their memory until the next load; called from another thread.
 
-        Requests in flight stop at a token and continue after the load.
+        Requests in flight stop between tokens and continue after the load.
         """
         if self.is_colocated:
             with self._lock:
@@ -135,11 +135,11 @@ class WeightLoader:
         """Ends loads, from another thread; colocated servers that outlive the engine resume their memory."""
         self._is_over = True
         if self.is_colocated:
-            with contextlib.suppress(EngineError):  # they are ending too, or `lose` has reported them
+            with contextlib.suppress(EngineError):  # the servers are ending too, or `lose` has reported them
                 self.home.call(self._resume_memory(), self.timeouts.request_s)
 
     def close_transport(self) -> None:
-        """Called after the last load."""
+        """Closes the verifier and the transport; called after the last load."""
         if self.sync.verifier is not None:
             self.sync.verifier.close()
         closing = threading.Thread(target=asyncio.run, args=(self.sync.transport.close(),), daemon=True)
@@ -147,9 +147,9 @@ class WeightLoader:
         closing.join(self.timeouts.request_s)
 
     def _check(self, buckets: Iterable[Bucket], weight_version: int, servers: Sequence[Server]) -> Iterator[Bucket]:
-        """Yields the checked buckets in the servers' form.
+        """Checks the buckets and yields them in the servers' form.
 
-        Meanwhile it computes their digests, reading back the files that other ranks wrote.
+        Computes digests of them, and of the files that other ranks wrote, which it reads.
         """
         form = ServerForm.of(self.config)
         verifier = self.sync.verifier if self.sync.verify else None
@@ -161,24 +161,24 @@ class WeightLoader:
                     digests.add(part)
             yield bucket
             if form.is_block_fp8:
-                bucket.tensors.clear()  # a copy, which would stay in memory while the next bucket is made
+                bucket.tensors.clear()  # a quantized copy, which would stay in memory while the next bucket is made
 
     async def _let_go(self, server: Server) -> None:
         self.fleet.drain(server)
-        await self.requests.leader.notify()  # and learn followers' requests there
+        await self.requests.leader.notify()  # also updates the numbers of followers' requests
         await self.members.drain(server)
 
     async def _begin(self) -> tuple[list[Server], dict[str, str]]:
-        """Returns the servers that take part, and why each of the others does not, by address."""
+        """Returns the servers that take part in the load, and by address why each other server does not."""
         await self.members.wait_for_any()
         servers = self.fleet.in_state(*ACTIVE)
         is_known = all(server.info is not None for server in servers)
         identifying = asyncio.gather(*(self._identify(server) for server in servers))
-        if not is_known:  # otherwise a busy scheduler may answer during the load
+        if not is_known:  # if all are known, answers of busy servers may come during the load
             await identifying
             servers = [server for server in servers if server not in self._refused]
         self.requests.leave_to_load(servers)
-        await self.requests.leader.notify()  # learns if followers have a minimum
+        await self.requests.leader.notify()  # updates `has_minimum` from followers
         if self.requests.traffic.has_minimum:
             await self.requests.hold(servers)
         self.fleet.is_loading = True
@@ -187,7 +187,7 @@ class WeightLoader:
         return servers, absent
 
     async def _before_admit(self, server: Server) -> None:
-        """Loads everything except the weights that a returning server needs."""
+        """Loads what a returning server needs besides the weights; nothing here."""
 
     async def _identify(self, server: Server) -> None:
         is_known = server.info is not None
@@ -198,8 +198,8 @@ class WeightLoader:
                     "The server at %s was restarted since the last load; it gets the weights again.", server.url
                 )
         except NO_ANSWER:
-            pass  # the load reports what is wrong
-        except EngineError as error:  # it was started without arguments that rollouts need
+            pass  # the load reports the problem
+        except EngineError as error:  # the server was started without arguments that rollouts need
             if not is_known:
                 raise
             self._refused.add(server)
@@ -224,14 +224,14 @@ class WeightLoader:
         await asyncio.gather(*(check(server) for server in servers))
 
     async def _check_flush(self, server: Server, weight_version: int) -> None:
-        """Marks a server as lost if it kept key-values from before a load."""
+        """Marks a server as lost if a load did not empty its prefix cache."""
         canary = self.sync.canary
         problem = await canary.check(server, weight_version) if canary is not None else None
         if problem is not None:
             self.members.lose(server, problem)
 
     async def _end(self, servers: Sequence[Server], report: SyncReport | None) -> None:
-        for server in [server for server in servers if server not in self._refused]:  # `give` checks refused ones again
+        for server in [server for server in servers if server not in self._refused]:  # `give` checks those again
             url = server.url
             server.verified_by = report.verified_by.get(url, "version") if report is not None else "version"
             if report is not None and url in report.lost:
@@ -248,7 +248,7 @@ class WeightLoader:
         await self.requests.release(servers)
 
     async def _reassess(self, server: Server) -> None:
-        """After an interrupted sync, keeps a server only if it reports the previous version."""
+        """Admits a server again after an interrupted sync if it reports the previous version; otherwise it is lost."""
         version = self.fleet.weight_version
         try:
             info = await server.client.model_info()

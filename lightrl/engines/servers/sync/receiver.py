@@ -1,9 +1,9 @@
-"""The weight receiver: stores weights next to the servers that load them; accepts full versions and deltas.
+"""The weight receiver: stores weights on the servers' host, from full versions and deltas.
 
     LIGHTRL_SERVER_TOKEN=… python -m lightrl.engines.servers.sync.receiver --host HOST --port PORT [--folder FOLDER]
 
-It knows nothing about the servers: the trainer sends it a version while they generate, and then tells them which folder
-to load. weights/delta_folder.py says what is refused and what survives. All routes except /ready require the token.
+It knows nothing about the servers: the trainer sends it a version while they generate, and then makes them load its
+folder. weights/delta_folder.py describes its checks and its files. All routes except /ready require the token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightrl.concurrency.listener import BACKLOG, Listener
 from lightrl.engines.servers.addresses import TOKEN_VARIABLE
 from lightrl.weights.delta_folder import DeltaFolder, NotTheBase, Version, folder_in_memory
 
-_MAX_PART_BYTES = 2**36  # bound of a request: a part exceeds its usual size if one tensor does
+_MAX_PART_BYTES = 2**36  # limit of a request; a part is larger than usual if it is one large tensor
 Fields = dict[str, Any]
 PROTOCOL = 4  # version of the requests; trainer and receiver must agree
 
@@ -37,7 +37,7 @@ class Receiver:
     def __init__(self, folder: DeltaFolder, token: str) -> None:
         self.folder = folder
         self._token = token
-        self._lock = asyncio.Lock()  # at most one change of the folder
+        self._lock = asyncio.Lock()  # one change of the folder at a time
         self._listener = Listener()
 
     async def serve(self, host: str, port: int) -> None:
@@ -93,13 +93,13 @@ class Receiver:
 
     async def _state(self, request: web.Request) -> Fields:
         async with self._lock:
-            return self._present() | {"protocol": PROTOCOL}
+            return self._current() | {"protocol": PROTOCOL}
 
     async def _begin(self, request: web.Request) -> Fields:
         fields = await request.json()
         async with self._lock:
             await in_thread(self.folder.begin, fields["session"], fields["base"])
-            return self._present()
+            return self._current()
 
     async def _part(self, request: web.Request) -> Fields:
         query, body = request.query, await request.read()
@@ -111,15 +111,15 @@ class Receiver:
         version = Version(**fields["version"])
         async with self._lock:
             await in_thread(self.folder.finish, fields["session"], version, fields["num_parts"], fields["config"])
-            return self._present()
+            return self._current()
 
     async def _revert(self, request: web.Request) -> Fields:
         digest = (await request.json())["digest"]
         async with self._lock:
             await in_thread(self.folder.revert, digest)
-            return self._present()
+            return self._current()
 
-    def _present(self) -> Fields:
+    def _current(self) -> Fields:
         folder = self.folder
         return {"digest": folder.version.digest, "folder": str(folder.path), "undo": folder.undo.digest}
 
@@ -128,14 +128,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on, which the trainer can reach")
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--folder", help="holds one copy of the weights, readable by servers; default: below /dev/shm")
+    parser.add_argument("--folder", help="for a copy of the weights, readable by servers; default: in /dev/shm")
     options = parser.parse_args()
     token = os.environ.get(TOKEN_VARIABLE)
     if not token:
         sys.exit(f"The receiver needs {TOKEN_VARIABLE}, the token of the servers and of the run.")
     folder = options.folder or folder_in_memory("lightrl-weights-")
     with contextlib.ExitStack() as undo:
-        undo.callback(shutil.rmtree, folder, ignore_errors=True)  # what is left there is useless
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
         receiver = Receiver(DeltaFolder(folder), token)
         with contextlib.suppress(web.GracefulExit, KeyboardInterrupt):
             asyncio.run(receiver.serve(options.host, options.port))

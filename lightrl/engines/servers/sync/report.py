@@ -1,4 +1,4 @@
-"""The servers of one weight sync: SyncServers, those still taking part; SyncReport, the outcome for each."""
+"""The servers of a weight sync: SyncServers, those that still take part; SyncReport, the outcome for each."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _T = TypeVar("_T")
 
 @dataclass
 class SyncReport:
-    """The outcome for each server: it serves a version again, or it is lost. Keys are addresses."""
+    """The outcome for each server: it serves a version, or it is lost. Keys are addresses."""
 
-    weight_version: int  # to be loaded
-    previous_version: int | None = None  # version that the servers had before; None if it is not this run's
+    weight_version: int  # the version to load
+    previous_version: int | None = None  # the version that the servers had before; None if it is not this run's
     versions: dict[str, int] = field(default_factory=dict)  # the version that the server serves now
-    lost: dict[str, str] = field(default_factory=dict)  # why the server is paused or gone; it must get no request
-    absent: dict[str, str] = field(default_factory=dict)  # why the server took no part: it was lost before
+    lost: dict[str, str] = field(default_factory=dict)  # why the server is paused or gone, so it must get no requests
+    absent: dict[str, str] = field(default_factory=dict)  # why the server was lost before, so it took no part
     rolled_back: dict[str, str] = field(default_factory=dict)  # why the server serves the previous version again
-    verified_by: dict[str, Verification] = field(default_factory=dict)  # the check that each server's weights passed
-    canaries: list[str] = field(default_factory=list)  # servers with a canary of the previous version; see CacheCanary
+    verified_by: dict[str, Verification] = field(default_factory=dict)  # the check that the server's weights passed
+    canaries: list[str] = field(default_factory=list)  # servers that cached a canary of the previous version
     num_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # stage, pause, load, verify, resume
 
     def describe(self) -> str:
-        serve = [
+        serving = [
             f"{url} serves version {version}" + (f" again ({self.rolled_back[url]})" if url in self.rolled_back else "")
             for url, version in self.versions.items()
         ]
         failed = {**self.lost, **{url: f"took no part: {reason}" for url, reason in self.absent.items()}}
-        return "; ".join([*serve, *(f"{url}: {what}" for url, what in failed.items())])
+        return "; ".join([*serving, *(f"{url}: {reason}" for url, reason in failed.items())])
 
 
 class SyncFailed(WeightSyncError):
@@ -52,7 +52,7 @@ class SyncUndone(SyncFailed, WeightSyncUndone):
 
 
 class SyncServers:
-    """The servers of one sync; a server that fails moves from `left` to `lost`.
+    """The servers of a sync; a server that fails moves from `left` to `lost`.
 
     Args:
         timeout_s: deadline of each request, and of the trainer's next bucket.
@@ -61,12 +61,12 @@ class SyncServers:
     def __init__(self, servers: Sequence[Server], timeout_s: float) -> None:
         self.left = list(servers)
         self.timeout_s = timeout_s
-        self.has_old_weights = True  # the weights of `left` are untouched
-        self.lost: dict[str, str] = {}  # address to the reason
+        self.has_old_weights = True  # whether the weights of `left` are untouched
+        self.lost: dict[str, str] = {}  # address → reason
         self.silent: set[Server] = set()  # lost servers that do not answer at all
 
     async def ask(self, question: Callable[[Server], Awaitable[_T]]) -> dict[Server, _T]:
-        """Asks all servers concurrently and waits for the slowest; returns the answers of those that did not fail."""
+        """Calls `question` for all servers concurrently; returns the results of the servers that did not fail."""
         servers = list(self.left)
 
         async def answer(server: Server) -> _T:
@@ -88,7 +88,7 @@ class SyncServers:
 
     def lose(self, server: Server, reason: str) -> None:
         self.lost[server.url] = reason
-        self.left = [one for one in self.left if one is not server]
+        self.left = [other for other in self.left if other is not server]
 
     def check_some_left(self) -> None:
         if not self.left:

@@ -4,8 +4,8 @@
     adapters of version 12 ─► `policy-v12` on every server, next to `policy-v11`, while they generate
     a request ─► lora_path: policy-v12, until it ends; later requests use the newest
 
-So a load needs no pause and sends only the adapters. A request keeps the version it started with, and so do its tokens.
-`max_staleness + 1` versions are kept. A request under an older one is aborted and continues under the newest.
+A load therefore needs no pause and sends only the adapters. A request and its tokens keep the version that it started
+with. `max_staleness + 1` versions are kept; a request with an older version is aborted and continues with the newest.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class AdapterLoader(WeightLoader):
         return self.versions.newest
 
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
-        """Loads the base, if the buckets contain it after the adapters, and then the adapters of a version.
+        """Loads the base, if the buckets contain it after the adapters, and then a version's adapters.
 
         Raises:
             WeightSyncError: if names or shapes differ from the first load, or no server accepts the adapters.
@@ -133,11 +133,11 @@ class AdapterDelivery(WeightDelivery):
 
 
 def _split(buckets: Iterable[Bucket], tuning: Tuning) -> tuple[dict[str, Tensor], Iterator[Bucket] | None]:
-    """Returns copies of the adapters, which come first, and the base's buckets, or None if there are none."""
+    """Returns copies of the adapters, which come first, and the base's buckets, None without a base."""
     tensors: dict[str, Tensor] = {}
-    rest = iter(buckets)
-    for bucket in rest:
+    iterator = iter(buckets)
+    for bucket in iterator:
         if not all(tuning.adds(name) for name in bucket.tensors):
-            return tensors, itertools.chain([bucket], rest)
+            return tensors, itertools.chain([bucket], iterator)
         tensors |= {name: tensor.detach().clone() for name, tensor in bucket.tensors.items()}
     return tensors, None

@@ -1,13 +1,13 @@
 """ServerSync: loads new weights into servers so that each token has the version that sampled it.
 
     stage ─► pause(retract) ─► begin ─► load ─► end ─► verify ─► resume
-    folder,    no token from     bracket  buckets; the    version and     tokens of the
-    group,     here on           of 0.5.21 last one has   digests         new version
+    folder,    no token from     since    buckets; the    version and     tokens of the
+    group,     here on           0.5.21   last one has    digests         new version
     canaries                              the version
 
-A server that fails at any step stays paused and is named in the report: it may have a mixture of weights, so it is lost
-and returns through another sync with the transport's version. If none is left, the previous version is restored, if the
-transport still has it, and SyncFailed says what happened on each server.
+A server that fails at any step may have a mixture of weights, so it stays paused, is lost, and returns through another
+sync. If no server is left, the previous version is restored, if the transport still has it, and SyncFailed reports what
+happened on each server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightrl.weights import Bucket
 
 log = logging.getLogger(__name__)
 
-_LAST_RESUME_S = 10.0  # for servers that a cancelled sync has paused
+_LAST_RESUME_S = 10.0  # deadline for resuming servers after a cancelled sync
 
 
 @dataclass(eq=False)
@@ -43,9 +43,9 @@ class ServerSync:
 
     transport: WeightTransport
     timeout_s: float = 600.0  # for each request and each bucket
-    verify: bool = True  # checks each server's version, and its parameters as far as possible
-    verifier: WeightVerifier | None = None  # has the digests that were sent; None: compares servers with each other
-    canary: CacheCanary | None = None  # shows whether a load has emptied the prefix caches
+    verify: bool = True  # check each server's version, and its parameters as far as possible
+    verifier: WeightVerifier | None = None  # has the sent weights' digests; None compares servers with each other
+    canary: CacheCanary | None = None  # checks that a load has emptied the prefix caches
 
     async def load(
         self,
@@ -57,16 +57,16 @@ class ServerSync:
         report: SyncReport | None = None,
         before_pause: Callable[[], Awaitable[None]] | None = None,
     ) -> SyncReport:
-        """Loads a version into all servers; the report says which serve it afterwards and which are lost.
+        """Loads a version into all servers; the report says which servers then serve it and which are lost.
 
         Waits for the slowest server; every step has a deadline. On cancellation, servers whose old weights are
         untouched resume; the others stay paused.
 
         Args:
-            buckets: the trainer's weights; None loads the version that the transport has, for late servers.
+            buckets: the trainer's weights; None loads the version that the transport holds, for late servers.
             previous_version: the servers' current version; restored if no server accepts the new one.
-            report: filled in during the sync, for a caller that needs it even after an error.
-            before_pause: holds new requests, since a pause would queue behind them.
+            report: filled in during the sync, for a caller that needs it after an error.
+            before_pause: makes new requests wait, since a pause would queue behind them.
 
         Raises:
             SyncFailed: if no server has the new version.
@@ -75,7 +75,7 @@ class ServerSync:
         report = report or SyncReport(weight_version)
         report.lost = sync.lost
         report.previous_version = previous_version
-        sync.has_old_weights = not any(server.released for server in servers)  # released weights are lost
+        sync.has_old_weights = not any(server.released for server in servers)  # releasing memory destroys the weights
         is_settled = False
         try:
             await self._load(sync, buckets, report, before_pause)
@@ -102,8 +102,8 @@ class ServerSync:
     ) -> SyncReport:
         """Runs `load` on the home loop with buckets that the calling thread gathers; not from the loop's own thread.
 
-        While one bucket is sent, the next is gathered: at most two are in memory. An error of `buckets` ends the sync
-        and is raised.
+        Gathers a bucket while the previous one is sent, so at most two are in memory. Raises an error of `buckets`,
+        which ends the sync.
         """
         loop = home.loop
         feed = BucketFeed(loop, timeout_s=self.timeout_s) if buckets is not None else None
@@ -164,7 +164,7 @@ class ServerSync:
 
     @contextlib.asynccontextmanager
     async def _canaries(self, sync: SyncServers, report: SyncReport) -> AsyncIterator[None]:
-        """Inside, generates canaries on servers that have the previous version."""
+        """Inside, generates canaries on the servers if they have the previous version."""
         starting: dict[str, asyncio.Task[int]] = {}
         if self.canary is not None and report.previous_version is not None and sync.has_old_weights:
             starting = self.canary.start(sync.left, report.previous_version)
@@ -176,7 +176,7 @@ class ServerSync:
 
     @contextlib.asynccontextmanager
     async def _check_all_old_weights(self, sync: SyncServers, report: SyncReport) -> AsyncIterator[None]:
-        """Inside, checks that the servers still have the last load's weights; the next load repairs them."""
+        """Inside, checks that the servers still have the last load's weights; the load that follows repairs them."""
         checks: list[asyncio.Task[None]] = []
         version = report.previous_version
         is_known = version is not None and version != report.weight_version and sync.has_old_weights
@@ -192,13 +192,13 @@ class ServerSync:
     async def _check_old_weights(self, server: Server, report: SyncReport) -> None:
         assert self.verifier is not None
         assert report.previous_version is not None
-        with contextlib.suppress(EngineError):  # the load reports what is wrong
+        with contextlib.suppress(EngineError):  # the load reports the problem
             ranks = await server.client.digests(timeout_s=self.timeout_s)
             check, problem = self.verifier.verify(server, report.previous_version, ranks)
             if check is None:
                 log.warning(
-                    "%s changed its weights after the last load: %s. Other weights may have sampled some tokens of "
-                    "that version. The server gets the new version now.",
+                    "%s changed its weights after the last load: %s. Some tokens of that version may come from other "
+                    "weights. The server gets the new version now.",
                     server.url,
                     problem,
                 )
@@ -238,7 +238,7 @@ class ServerSync:
         previous_version: int | None,
         reason: str,
     ) -> None:
-        """Loads the previous version again into servers that answer, which continue with it; the others are lost."""
+        """Loads the previous version into servers that answer, so that they continue with it; the others are lost."""
         for server in list(failed.left):
             failed.lose(server, reason)
         if previous_version is None or not self.transport.holds(previous_version):
@@ -254,13 +254,13 @@ class ServerSync:
 
 
 async def _resume_servers(sync: SyncServers) -> list[str]:
-    """Resumes the servers; returns the addresses of those that did."""
+    """Resumes the servers; returns the addresses of those that have resumed."""
     resumed = await sync.ask(lambda server: server.client.resume(timeout_s=sync.timeout_s))
     return [server.url for server in resumed]
 
 
 async def _begin(server: Server) -> bool:
-    """Opens the bracket; closes one first that a crashed trainer left open."""
+    """Begins a weight update; first ends one that a crashed trainer has left open."""
     try:
         return await server.client.begin_weight_update()
     except ServerRefused:

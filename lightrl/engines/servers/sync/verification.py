@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KEPT_VERSIONS = 3  # the current one for late servers, and the previous for a roll-back
+KEPT_VERSIONS = 3  # the version being loaded, the current one for late servers, and the previous one for a rollback
 _USUAL = re.compile(
     r"model\.(embed_tokens|norm|layers\.\d+\.(self_attn\.(qkv_proj|o_proj|q_norm|k_norm)|\w*layernorm"
     r"|mlp\.(gate_up_proj|down_proj|gate|experts)))\.(weight|bias|w13_weight|w2_weight)|lm_head\.weight"
@@ -37,13 +37,13 @@ _USUAL = re.compile(
 
 
 class ParameterCheck:
-    """Compares names and shapes of each load with those of the first."""
+    """Compares the names and shapes of each load with those of the first load."""
 
     def __init__(self) -> None:
-        self._first: dict[str, list[int]] | None = None  # parameters of the first load, with their shapes
+        self._first: dict[str, list[int]] | None = None  # shapes of the first load's parameters
 
     def checked(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-        """Yields the buckets of a load; the last one, which sets the version, only if all parameters are right.
+        """Yields a load's buckets, the last one, which sets the version, only if all parameters are right.
 
         Raises:
             WeightSyncError: if a parameter is missing, new, duplicated, of another shape, or not finite.
@@ -57,7 +57,7 @@ class ParameterCheck:
                         "shape. Every load must have the same parameters."
                     )
                 shapes[name] = shape
-            for name, tensor in bucket.tensors.items():  # other ranks have checked the ones they wrote
+            for name, tensor in bucket.tensors.items():  # other ranks have checked the tensors that they wrote
                 if not torch.isfinite(tensor).all():
                     raise WeightSyncError(f"Parameter {name!r} has values that are not finite.")
             if bucket.is_last and self._first is not None and (missing := sorted(set(self._first) - set(shapes))):
@@ -70,22 +70,22 @@ class ParameterCheck:
 class WeightVerifier:
     """Verifies that servers have the trainer's weights.
 
-    A server whose digests were compared once must be comparable at each later sync, otherwise it is rejected: weaker
-    checks never replace digests silently. The log says once per server if a weaker check is used.
+    If a server's digests could be compared once but cannot be later, it is rejected, so weaker checks never replace
+    digests silently. The log says once per server if a weaker check is used.
     """
 
     config: PretrainedConfig  # the policy's
-    form: ServerForm  # dtype and names of what is sent
-    timeout_s: float = 600.0  # for the digests of one bucket
+    form: ServerForm  # dtype and names of the weights that are sent
+    timeout_s: float = 600.0  # for the digests of a bucket
     _versions: dict[int, Digests] = field(default_factory=dict)
 
     def begin(self, weight_version: int, servers: Iterable[Server]) -> Digests:
-        """Returns digests to compare with these servers after a load; keeps them for late servers and a roll-back."""
+        """Returns digests to compare with these servers' after a load; keeps them for late servers and a rollback."""
         layouts: dict[ServerLayout, None] = {}
         for server in servers:
             if server.info is not None and server.info.layout_problem is None:
-                fitting = server.info.layouts(server.digest_dtype)
-                layouts |= {layout: None for layout in fitting if unknown_layout(self.config, layout) is None}
+                possible = server.info.layouts(server.digest_dtype)
+                layouts |= {layout: None for layout in possible if unknown_layout(self.config, layout) is None}
         num_threads = max(1, min(8, (os.cpu_count() or 2) // 2))
         digests = Digests(self.config, self.form, layouts, timeout_s=self.timeout_s, num_threads=num_threads)
         if weight_version in self._versions:
@@ -96,7 +96,7 @@ class WeightVerifier:
         return digests
 
     def close(self) -> None:
-        """Ends the threads of loads that failed before they finished."""
+        """Ends the threads of loads that have failed."""
         for digests in self._versions.values():
             digests.close()
 
@@ -106,11 +106,11 @@ class WeightVerifier:
             self._versions[weight_version].finish()
 
     def verify(self, server: Server, weight_version: int, ranks: RankDigests | None) -> tuple[Verification | None, str]:
-        """Compares a server's digests; `ranks` is None if it has none.
+        """Compares a server's digests; `ranks` is None if it reports none.
 
         Returns:
-            `digests` and an empty string; or None and the problem, if the server must be rejected; or `version` and why
-            its digests cannot be compared.
+            `digests` and "" if they are equal; None and the problem if the server must be rejected; `version` and the
+            reason if they cannot be compared.
         """
         check, problem = self._compare(server, weight_version, ranks)
         if check == "version" and server.digest_dtype is not None:
@@ -144,8 +144,8 @@ class WeightVerifier:
         if len(ranks) != info.num_ranks:
             return None, f"{len(ranks)} of its ranks answered with checksums instead of {info.num_ranks}"
         results = {layout: self._find_differences(ranks, expected[layout]) for layout in layouts if layout in expected}
-        if (names := self._names_problem(ranks[0], next(expected[one][0] for one in results))) is not None:
-            return names
+        if (outcome := self._names_problem(ranks[0], next(expected[layout][0] for layout in results))) is not None:
+            return outcome
         layout, differing = min(results.items(), key=lambda item: len(item[1]))
         hidden = [name for name, digest in ranks[0].items() if not digest]
         if not differing and hidden:
@@ -153,35 +153,35 @@ class WeightVerifier:
         if not differing:
             server.digest_dtype = layout.dtype
             return "digests", ""
-        names_only = sorted({name for name, _ in differing})
-        where = ", ".join(str(rank) for rank in sorted({rank for _, rank in differing}))
+        names = sorted({name for name, _ in differing})
+        on_ranks = ", ".join(str(rank) for rank in sorted({rank for _, rank in differing}))
         return None, (
-            f"{len(names_only)} of its {len(ranks[0])} parameters are not the trainer's of version {weight_version}: "
-            f"{', '.join(names_only[:3])}{' and others' if len(names_only) > 3 else ''}, on rank {where} "
-            f"(compared as {' or '.join(str(one) for one in results)})"
+            f"{len(names)} of its {len(ranks[0])} parameters are not the trainer's of version {weight_version}: "
+            f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''}, on rank {on_ranks} "
+            f"(compared as {' or '.join(str(item) for item in results)})"
         )
 
     def _find_differences(self, ranks: list[dict[str, str]], expected: RankDigests) -> list[tuple[str, int]]:
         """Returns (name, rank) of each parameter whose digests differ; skips parameters without a digest."""
         return [
             (name, rank)
-            for rank, (theirs, ours) in enumerate(zip(ranks, expected, strict=True))
-            for name, digest in theirs.items()
+            for rank, (served, ours) in enumerate(zip(ranks, expected, strict=True))
+            for name, digest in served.items()
             if digest and name in ours and ours[name] != digest
         ]
 
     def _names_problem(
-        self, theirs: Mapping[str, str], ours: Mapping[str, str]
+        self, served: Mapping[str, str], ours: Mapping[str, str]
     ) -> tuple[Verification | None, str] | None:
-        """Returns None if the server has exactly the trainer's parameters."""
+        """Returns the result of `verify` if the server's parameters are not exactly the trainer's; None if they are."""
         optional = {OUTPUT_HEAD} if OUTPUT_HEAD in self.form.skip_names else set()
-        extra = sorted(set(theirs) - set(ours))
-        missing = sorted(set(ours) - set(theirs) - optional)
+        extra = sorted(set(served) - set(ours))
+        missing = sorted(set(ours) - set(served) - optional)
         if not extra and not missing:
             return None
         differences = " and ".join(
-            f"{len(names)} parameters that the {who} does not have ({', '.join(names[:3])})"
-            for names, who in ((extra, "trainer"), (missing, "server"))
+            f"{len(names)} parameters that the {side} does not have ({', '.join(names[:3])})"
+            for names, side in ((extra, "trainer"), (missing, "server"))
             if names
         )
         if all(_USUAL.fullmatch(name) for name in extra + missing):
@@ -192,7 +192,7 @@ class WeightVerifier:
 async def verify_servers(
     sync: SyncServers, weight_version: int, verifier: WeightVerifier | None
 ) -> dict[str, Verification]:
-    """Returns the check that each server passed; marks servers with another version or other parameters as lost."""
+    """Returns the check that each server passed; servers with another version or other parameters are lost."""
     infos = await sync.ask(lambda server: server.client.model_info(timeout_s=sync.timeout_s))
     for server, info in infos.items():
         if str(info.get("weight_version")) != str(weight_version):
@@ -216,14 +216,14 @@ async def verify_servers(
         if agrees:
             checked[server] = "replicas"
         else:
-            sync.lose(server, f"its weights have checksum {others[server][1][:12]}, unlike those of the other servers")
+            sync.lose(server, f"its weights have checksum {others[server][1][:12]}, unlike the other servers' weights")
     return {server.url: checked[server] for server in sync.left}
 
 
 def _agree_with_majority(checksum_of: Mapping[Server, tuple[int, str]]) -> dict[Server, bool]:
-    """Returns whether each server agrees with the majority of those with as many ranks; omits those with no peers."""
+    """Returns whether each server agrees with the majority of the servers with as many ranks, if there are others."""
     agrees: dict[Server, bool] = {}
-    for num_ranks in {num for num, _ in checksum_of.values()}:  # what a rank holds depends on the number of ranks
+    for num_ranks in {num for num, _ in checksum_of.values()}:  # a rank's weights depend on the number of ranks
         group = {server: checksum for server, (num, checksum) in checksum_of.items() if num == num_ranks}
         ranked = Counter(group.values()).most_common(2)
         majority = ranked[0][0] if len(ranked) == 1 or ranked[0][1] > ranked[1][1] else None

@@ -1,10 +1,10 @@
-"""How the bytes of a weight version reach paused servers, and what is kept for late ones.
+"""How a weight version's bytes reach the servers, also those that need them later.
 
-transport.py  WeightTransport, the interface that a sync uses; Streaming, for those that send bucket by bucket. Also:
-              a folder that trainer and servers see, written while they generate; shared memory of the same host, or
-              memory of the trainer's GPUs (not tested yet), both of which use a pickle
+transport.py  WeightTransport, the interface for a sync; Streaming, for transports that send bucket by bucket. Also:
+              a folder that trainer and servers share, written while servers generate; shared memory of the same host,
+              and memory of the trainer's GPUs (not tested yet), which both use a pickle
 broadcast.py  a process group of the trainer's rank 0 and all servers; NCCL, or gloo on the CPU
-delta.py      sends what changed to a receiver next to the servers, which load it from there
+delta.py      sends the changes to a receiver on the servers' host, where they load the result
 """
 
 from __future__ import annotations

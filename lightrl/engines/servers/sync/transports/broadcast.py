@@ -1,4 +1,4 @@
-"""BroadcastTransport: broadcasts weights in a process group of trainer and servers."""
+"""BroadcastTransport: broadcasts weights in a process group of the trainer and the servers."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from lightrl.weights import BroadcastGroup, Bucket, ServerForm
 from lightrl.weights.broadcast import listen
 
 _T = TypeVar("_T")
-_SERVER_GRACE_S = 10.0  # a server's deadline is the group's; its answer may come a little later
+_SERVER_GRACE_S = 10.0  # a server has the group's deadline, and may answer a little later
 
 
 class BroadcastTransport(Streaming):
     """Sends by broadcast in a process group of this process and all servers: NCCL between GPUs, gloo on the CPU.
 
-    The group is built at the first sync, and again whenever the set of servers changes. A server that dies half-way
-    breaks it for all, and so does one that hangs for `transfer_timeout_s`; the others then get everything from the
-    copy, in a new group. This deadline applies to each bucket, and to forming the group.
+    The group is built at the first sync, and again when the set of servers changes. A server that dies during a
+    transfer, or hangs for `transfer_timeout_s`, breaks the group; the others then get all weights from the copy, in a
+    new group. The deadline applies to each bucket, and to forming the group.
 
-    The group meets at `trainer_host`, by default this machine's address on the route to the servers, on a port that is
-    open only at this address, and under a name that nobody can guess.
+    The group's store listens at `trainer_host`, by default this machine's address on the route to the servers, on a
+    port that is open only at this address. The group's name is a secret.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class BroadcastTransport(Streaming):
     async def close(self) -> None:
         group, self._group, self._members = self._group, None, []
         if group is not None:
-            with contextlib.suppress(asyncio.TimeoutError):  # NCCL may wait for a member that is gone
+            with contextlib.suppress(asyncio.TimeoutError):  # NCCL may wait for a member that has died
                 await asyncio.wait_for(in_thread(group.close), _SERVER_GRACE_S)
 
     async def _connect(self, servers: SyncServers) -> None:
@@ -71,7 +71,7 @@ class BroadcastTransport(Streaming):
         self._members = [server.url for server in servers.left]
 
     async def _join(self, servers: SyncServers) -> BroadcastGroup:
-        sizes = await servers.ask(num_ranks)  # dead servers drop out here, since a group waits for all members
+        sizes = await servers.ask(num_ranks)  # removes dead servers, since a group waits for all members
         servers.check_some_left()
         offsets = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=1), strict=False))
         world_size = 1 + sum(sizes.values())
@@ -84,7 +84,7 @@ class BroadcastTransport(Streaming):
         joining = asyncio.ensure_future(
             _within(
                 in_thread(self._make_group, name, place, listener),
-                2 * self.transfer_timeout_s + _SERVER_GRACE_S,  # the store has one deadline, the group another
+                2 * self.transfer_timeout_s + _SERVER_GRACE_S,  # the store and the group have a deadline each
             )
         )
         trying = SyncServers(servers.left, servers.timeout_s)  # a server that does not join makes all others fail
@@ -98,11 +98,11 @@ class BroadcastTransport(Streaming):
         group = await joining
         if trying.lost:
             await in_thread(group.close)
-            raise WeightSyncError("; ".join(f"{url}: {what}" for url, what in trying.lost.items()))
+            raise WeightSyncError("; ".join(f"{url}: {reason}" for url, reason in trying.lost.items()))
         return group
 
     def _new_name(self) -> str:
-        """Returns a group name that nobody can guess."""
+        """Returns a secret group name."""
         return f"lightrl-{secrets.token_hex(16)}"
 
     def _make_group(self, name: str, place: GroupPlace, listener: socket.socket) -> BroadcastGroup:
@@ -132,7 +132,7 @@ class BroadcastTransport(Streaming):
             try:
                 group.broadcast(tensor.to(self.device) for _, tensor in self.form.tensors(bucket))
             except WeightSyncError:
-                group.close()  # now, so that servers waiting for a dead one notice before their own deadline
+                group.close()  # so that servers that wait for a dead one notice before their deadline
                 raise
 
         failed: list[Server] = []  # in order of failure
@@ -152,7 +152,7 @@ class BroadcastTransport(Streaming):
             await sending
         if not failed and sending.exception() is None:
             return
-        # Silent servers are lost, or if there are none, the first that failed: it made the others fail.
+        # Silent servers are lost; without any, the first that failed, because it made the others fail.
         for server in receiving.silent or failed[:1]:
             servers.lose(server, receiving.lost[server.url])
         servers.silent |= receiving.silent
@@ -163,10 +163,10 @@ class BroadcastTransport(Streaming):
 
 
 async def _within(step: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
-    """Bounds a step that may miss its own deadline, such as NCCL on a device that hangs."""
+    """Limits a step that may miss its own deadline, for example NCCL on a device that hangs."""
     try:
         return await asyncio.wait_for(step, timeout_s)
     except TimeoutError as error:
         raise WeightSyncError(
-            f"This process did not send within {timeout_s:g} s: its device or network hangs. Check the trainer's GPU."
+            f"This process did not send within {timeout_s:g} s. Check the trainer's GPU and network."
         ) from error

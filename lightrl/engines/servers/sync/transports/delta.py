@@ -1,4 +1,4 @@
-"""DeltaTransport: sends only what changed to a receiver next to the servers, which load it from there."""
+"""DeltaTransport: sends only the changes to a receiver on the servers' host, where they load the result."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_IN_FLIGHT = 4  # parts in flight: hides the round trip, and bounds the memory
+_IN_FLIGHT = 4  # parts in flight; enough to hide round trips, and limits the memory
 _POLL_S = 0.2  # interval between requests to a receiver that is starting
 
 Answer = dict[str, Any]
-Answers = dict[str, Answer]  # address to answer, which has `error` if the receiver failed
+Answers = dict[str, Answer]  # address → answer, which has `error` if the receiver failed
 
 
 class DeltaTransport(WeightTransport):
-    """Sends receivers what changed since the last version, while the trainer gathers weights and the servers generate.
+    """Sends the changes since the last version while the trainer gathers weights and the servers generate.
 
-    Each receiver gets its own upload: the whole version if it lacks the base, as at the start and after a loss or a
-    refusal. It checks the digest of its result before a server loads it, so that no occasional full sync is needed. A
-    copy of the model stays in the trainer's host memory.
+    A receiver that lacks the last version, as at the start or after a failure, gets the whole version. Receivers check
+    the digest of the result before a server loads it, so that no full sync is needed from time to time. A copy of the
+    model stays in the trainer's host memory.
 
     Args:
         connect: opens the connection to the receiver at an address.
-        receiver_of: returns the address of the receiver on the host of a server's address.
+        receiver_of: returns the address of the receiver on a server's host, given the server's address.
         wait_s: how long to wait for a receiver that does not answer, since it may be restarting.
     """
 
@@ -63,15 +63,15 @@ class DeltaTransport(WeightTransport):
     ) -> None:
         self.form = form
         self.copy = DeltaCopy(form)
-        self.num_bytes = 0  # bytes sent by this process for the last version
+        self.num_bytes = 0  # sent for the last version
         self._config = served_config(config, form)
         self._connect = connect
         self._receiver_of = receiver_of
         self._wait_s = wait_s
         self._run = secrets.token_hex(8)
         self._version = NOTHING  # the copy's version
-        self._previous = NOTHING  # version that the receivers can restore
-        self._folders: dict[str, str] = {}  # receiver to its folder with the version to load
+        self._previous = NOTHING  # the version that receivers can restore
+        self._folders: dict[str, str] = {}  # receiver → its folder with the version to load
 
     async def stage(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
         base, self._version, self._previous = self._version, NOTHING, NOTHING
@@ -96,13 +96,13 @@ class DeltaTransport(WeightTransport):
             self._folders = {**delta.folders, **full.folders}
             self.num_bytes = delta.num_bytes + full.num_bytes
             for url, error in delta.errors.items():
-                log.warning("The weight receiver %s did not take a delta and gets the whole version: %s", url, error)
+                log.warning("The weight receiver %s refused a delta and gets the whole version: %s", url, error)
             await self._bring(servers, receivers, self._version)
 
     async def _begin_sending(
         self, receivers: _Receivers, urls: Sequence[str], base: Version
     ) -> tuple[_Sending, _Sending]:
-        """Begins sending to the receivers that have the base, and to those that need the whole version."""
+        """Begins two uploads: to the receivers that have the base, and to those that need the whole version."""
         states = await self._states(receivers, urls)
         reached = [url for url, state in states.items() if "error" not in state]
         has_base = [url for url in reached if base.digest and states[url]["digest"] == base.digest]
@@ -137,7 +137,7 @@ class DeltaTransport(WeightTransport):
         await server.client.update_weights_from_disk(folder, str(weight_version), timeout_s=timeout_s)
 
     async def _bring(self, servers: SyncServers, receivers: _Receivers, version: Version) -> None:
-        """Gives the version to the receivers that lack it; servers whose receiver does not accept it are lost."""
+        """Sends the version to the receivers that lack it; servers whose receiver does not accept it are lost."""
         urls = [url for url in self._urls(servers) if url not in self._folders]
         states = await self._states(receivers, urls)
         errors = {url: state["error"] for url, state in states.items() if "error" in state}
@@ -157,7 +157,7 @@ class DeltaTransport(WeightTransport):
             self.num_bytes += full.num_bytes
             errors |= full.errors
         reasons = {url: f"the weight receiver {url}: {errors.get(url, 'it lacks the version')}" for url in urls}
-        if not self._folders:  # the servers are not at fault, and keep their weights
+        if not self._folders:  # the servers are not the cause, and keep their weights
             raise WeightSyncError("; ".join(reasons.values()))
         for server in list(servers.left):
             url = self._receiver_of(server.url)
@@ -165,7 +165,7 @@ class DeltaTransport(WeightTransport):
                 servers.lose(server, reasons[url])
 
     async def _states(self, receivers: _Receivers, urls: Sequence[str]) -> Answers:
-        """Asks each receiver for its state; waits for those that do not answer."""
+        """Returns each receiver's state; waits for receivers that do not answer."""
         deadline = time.monotonic() + self._wait_s
 
         async def ask(url: str) -> Answer:
@@ -196,8 +196,8 @@ class _Receivers:
     async def ask(
         self, urls: Sequence[str], path: str, body: dict[str, object] | bytes, fields: dict[str, object] | None = None
     ) -> Answers:
-        """Sends the same request to each of these receivers, concurrently."""
-        receivers = list(urls)  # a copy: the caller may remove some meanwhile
+        """Sends the same request to these receivers concurrently."""
+        receivers = list(urls)  # a copy, since the caller may remove some meanwhile
         query = f"?{urlencode(fields)}" if fields else ""
 
         async def ask(url: str) -> Answer:
@@ -212,7 +212,7 @@ class _Receivers:
         return dict(zip(receivers, await asyncio.gather(*map(ask, receivers)), strict=True))
 
     async def state(self, url: str) -> Answer:
-        """Returns a receiver's state, or a dict with `error`, and with `is_silent` if nothing answered."""
+        """Returns a receiver's state, or a dict with `error` and `is_silent`, whether nothing answered."""
         connection = self._connect(url)
         try:
             state: Answer = await connection.request("POST", "/state", {}, num_retries=0)
@@ -221,8 +221,8 @@ class _Receivers:
             return {"error": f"{error} {RECEIVER_HELP}", "is_silent": is_silent}
         if not isinstance(state, dict) or "protocol" not in state:
             return {"error": f"This is not a weight receiver. {RECEIVER_HELP}"}
-        if (theirs := state["protocol"]) != PROTOCOL:
-            return {"error": f"It speaks protocol {theirs}, not {PROTOCOL}. Install the trainer's lightrl on its host."}
+        if (protocol := state["protocol"]) != PROTOCOL:
+            return {"error": f"It has protocol {protocol}, not {PROTOCOL}. Install the trainer's lightrl on its host."}
         return state
 
     def _connect(self, url: str) -> Connection:
@@ -232,13 +232,13 @@ class _Receivers:
 
 
 class _Sending:
-    """An upload of one version to some receivers, part by part; a delta if there is a base."""
+    """An upload of a version to some receivers, part by part; a delta if there is a base."""
 
     def __init__(self, receivers: _Receivers, urls: Sequence[str], base: str) -> None:
         self.urls = list(urls)  # receivers that have not failed
         self.errors: dict[str, str] = {}
-        self.folders: dict[str, str] = {}  # set when it is finished
-        self.num_bytes = 0  # bytes sent by this process
+        self.folders: dict[str, str] = {}  # receiver → its folder, set by `finish`
+        self.num_bytes = 0  # sent so far
         self._receivers = receivers
         self._base = base
         self._session = secrets.token_hex(8)
@@ -249,7 +249,7 @@ class _Sending:
         await self._ask("/begin", {"session": self._session, "base": self._base})
 
     async def send(self, parts: Iterable[bytes]) -> None:
-        """Sends parts; returns while the last ones are still in flight."""
+        """Sends parts; the last ones may still be in flight when it returns."""
         if not self.urls:
             return
         iterator = iter(parts)
@@ -284,6 +284,6 @@ class _Sending:
         for url, answer in answers.items():
             if "error" in answer:
                 self.errors.setdefault(url, answer["error"])
-                with contextlib.suppress(ValueError):  # another part failed before
+                with contextlib.suppress(ValueError):  # another part has failed before
                     self.urls.remove(url)
         return answers

@@ -1,4 +1,4 @@
-"""WeightTransport: how a sync sends weights: through a folder, or bucket by bucket (Streaming)."""
+"""WeightTransport: how a sync sends weights, through a folder or bucket by bucket (Streaming)."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ GPU_PART_BYTES = 2**29  # size of a block in GPU memory
 
 
 class WeightTransport(Protocol):
-    """Sends the bytes of a version to paused servers, one sync at a time. May keep a version for late servers."""
+    """Sends a version's bytes to servers, one sync at a time. May keep a version for late servers."""
 
-    needs_bracket: bool  # the servers' begin_weight_update and end_weight_update
+    needs_bracket: bool  # whether a load needs `begin_weight_update` and `end_weight_update`
 
     async def stage(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
-        """Does as much as possible while the servers still generate; a WeightSyncError leaves them untouched."""
+        """Does as much as possible while the servers generate; if it raises WeightSyncError, they are untouched."""
         ...
 
     async def load(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
-        """Loads the version into every server that is left; returns the number of bytes."""
+        """Loads the version into all servers that are left, which are paused; returns the number of bytes."""
         ...
 
     async def load_held(self, servers: SyncServers, weight_version: int) -> int:
-        """Loads a version that the transport has kept (see `holds`)."""
+        """Loads a version that the transport `holds`."""
         ...
 
     def holds(self, weight_version: int) -> bool: ...
 
     def shared_folder(self) -> WeightFolder | None:
-        """Returns the folder where other trainer ranks may write files for `stage` to use; None if not supported."""
+        """Returns the folder where other trainer ranks may write files for `stage`; None if not supported."""
         return None
 
     async def close(self) -> None:
@@ -51,9 +51,9 @@ class WeightTransport(Protocol):
 
 
 class Streaming(WeightTransport):
-    """Sends bucket by bucket while the servers are paused; a server that fails half-way has a mixture of weights.
+    """Sends bucket by bucket while the servers are paused; a server that fails during that has a mixture of weights.
 
-    A copy of the whole model stays in host memory, for servers that join late or whose group broke.
+    A copy of the model stays in host memory, for servers that join late or whose group broke.
     """
 
     needs_bracket = True
@@ -71,11 +71,11 @@ class Streaming(WeightTransport):
         try:
             return await self._stream(servers, copied, weight_version)
         except WeightSyncError:
-            async for _ in copied:  # completes the copy, even if every server has failed
+            async for _ in copied:  # completes the copy, even if all servers have failed
                 pass
             if not servers.left or not self.holds(weight_version):
                 raise
-        while True:  # the group broke: the remaining servers get everything again
+        while True:  # the group broke, so the remaining servers get everything again
             num_servers = len(servers.left)
             try:
                 return await self.load_held(servers, weight_version)
@@ -96,7 +96,7 @@ class Streaming(WeightTransport):
 
     @abstractmethod
     async def _send(self, servers: SyncServers, bucket: Bucket, version: str | None) -> None:
-        """Sends one bucket to all servers; the last bucket carries a `version` and also flushes the servers' cache."""
+        """Sends a bucket to all servers; the last one has a `version` and also flushes the servers' cache."""
 
     async def _stream(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
         num_bytes = 0
@@ -106,7 +106,7 @@ class Streaming(WeightTransport):
             version = str(weight_version) if bucket.is_last else None
             if layout:
                 await self._send(servers, bucket, version)
-            elif version is not None:  # it had only a tied head
+            elif version is not None:  # the last bucket had only a tied head
                 await servers.ask(lambda server: _acknowledge_empty(server, str(weight_version)))
             num_bytes += sum(shape.numel() * dtype.itemsize for _, dtype, shape in layout)
         servers.check_some_left()
@@ -114,16 +114,16 @@ class Streaming(WeightTransport):
 
 
 class SharedMemoryTransport(Streaming):
-    """Sends through shared memory on one host. **SGLang demands a pickle**: see weights/shared_memory.py.
+    """Sends through shared memory on one host. **SGLang requires a pickle**: see weights/shared_memory.py.
 
-    A bucket is sent in parts of at most `part_bytes`, unless one tensor is larger, so that the shared block is small.
+    A bucket is sent in parts of at most `part_bytes`, unless a tensor is larger, so that the shared block is small.
     """
 
     def __init__(self, form: ServerForm | None = None, *, part_bytes: int = PART_BYTES) -> None:
         super().__init__(form)
         self.part_bytes = part_bytes
         self._shared = SharedBucket(self.form)
-        self._sizes: dict[Server, int] = {}  # ranks
+        self._sizes: dict[Server, int] = {}  # server → number of ranks
 
     async def _connect(self, servers: SyncServers) -> None:
         self._sizes = await servers.ask(num_ranks)
@@ -135,15 +135,15 @@ class SharedMemoryTransport(Streaming):
             await servers.ask(functools.partial(self._send_part, part_version, servers.timeout_s))
 
     async def _send_part(self, version: str | None, timeout_s: float, server: Server) -> None:
-        payloads = [self._shared.payload() for _ in range(self._sizes[server])]  # one for each rank
+        payloads = [self._shared.payload() for _ in range(self._sizes[server])]  # one per rank
         await server.client.update_weights_from_tensor(payloads, version, timeout_s=timeout_s)
 
 
 class CudaIpcTransport(SharedMemoryTransport):
-    """Sends like SharedMemoryTransport, but with the block in rank 0's GPU memory: no byte goes through the host.
+    """Sends like SharedMemoryTransport, but through a block in rank 0's GPU memory instead of host memory.
 
-    Every tp rank of a server gets its own handle to the block. A rank on another GPU reads it over NVLink or PCIe,
-    which needs peer access between the two. **SGLang demands a pickle**: see weights/shared_memory.py.
+    Each tp rank of a server gets a handle to the block. A rank on another GPU reads it over NVLink or PCIe, which needs
+    peer access between the two. **SGLang requires a pickle**: see weights/shared_memory.py.
     """
 
     def __init__(self, form: ServerForm | None = None, *, part_bytes: int = GPU_PART_BYTES) -> None:
@@ -152,7 +152,7 @@ class CudaIpcTransport(SharedMemoryTransport):
 
 
 class DiskTransport(WeightTransport):
-    """Sends through a folder that trainer and servers see, written while they generate; each server loads it."""
+    """Writes a folder that trainer and servers share, while the servers generate; then each server loads it."""
 
     needs_bracket = False
 
@@ -174,7 +174,7 @@ class DiskTransport(WeightTransport):
 
     async def load_held(self, servers: SyncServers, weight_version: int) -> int:
         folder = self.folder.path_of(weight_version)
-        # Otherwise SGLang's own rollback would read the same folder again and die.
+        # Otherwise SGLang would read the bad folder again in its rollback, and die.
         if not await self._on_disk(servers, is_whole, folder):
             raise WeightSyncError(f"The folder {str(folder)!r} is incomplete: a file is missing or truncated.")
         await servers.ask(
@@ -185,13 +185,13 @@ class DiskTransport(WeightTransport):
         return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
     async def _on_disk(self, servers: SyncServers, step: Callable[..., _T], *arguments: Any) -> _T:
-        """Runs a step in a thread, which is abandoned if a network folder hangs."""
+        """Runs a step in a thread, and abandons the thread if a network folder hangs."""
         try:
             return await asyncio.wait_for(in_thread(step, *arguments), servers.timeout_s)
         except TimeoutError as error:
             raise WeightSyncError(
                 f"the disk of {str(self.folder.root)!r} did not finish a step within engine.timeouts.sync_s="
-                f"{servers.timeout_s:g}. It may be a network folder that hangs. Check it, or set another weight_folder."
+                f"{servers.timeout_s:g}. A network folder may hang. Check it, or set another weight_folder."
             ) from error
 
     def holds(self, weight_version: int) -> bool:
