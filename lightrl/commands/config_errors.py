@@ -146,7 +146,7 @@ def type_of_setting(path: str, keys: Keys, settings: object, above: str = "") ->
     return type_of_setting(below, Keys.of_class(kind), inner, f"{place}.")
 
 
-class TextParser(ArgumentParser):
+class TextParser(ArgumentParser):  # type: ignore[misc]
     """Keeps a flag as typed if its setting's type is a string: YAML would turn `[a]` into a list.
 
     The parser of a class passes `--workflow.prompt=...` to the parser of the workflow's class, and so on. Only the last
