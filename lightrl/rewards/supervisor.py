@@ -18,7 +18,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -109,7 +109,7 @@ class CallQueue(Generic[Request]):
                     self._waiting.extend(calls)
                 self._changed.notify(len(calls))
                 return
-        _settle((call, RewardError(str(self.refusal), reason="killed")) for call in calls)
+        settle_all((call.future, RewardError(str(self.refusal), reason="killed")) for call in calls)
 
     def refuse(self, why: str) -> None:
         """Refuses all waiting and later calls; keeps the first reason."""
@@ -117,7 +117,7 @@ class CallQueue(Generic[Request]):
             self.refusal = self.refusal or why
             calls, self._waiting = list(self._waiting), deque()
             self._changed.notify_all()
-        _settle((call, RewardError(why, reason="killed")) for call in calls)
+        settle_all((call.future, RewardError(why, reason="killed")) for call in calls)
 
     def take(self, most: int) -> list[_Call[Request]]:
         """Waits for the next calls for one worker and returns its fair share, or an empty list if calls are refused."""
@@ -265,8 +265,8 @@ class SupervisedWorker(Generic[Request]):
             except RewardError as error:
                 death = WorkerDied(f"its reply pipe carried an invalid result: {error}")
             if outcomes:
-                _settle((unfinished.pop(index), outcome) for index, outcome in outcomes.items())
-            if death is not None:  # the outcomes that arrived before count
+                settle_all((unfinished.pop(index).future, outcome) for index, outcome in outcomes.items())
+            if death is not None:  # outcomes that came before it count
                 if unfinished:
                     self._blame(worker, unfinished, functools.partial(killed_error, self.pool.name, str(death)))
                 return False
@@ -300,7 +300,7 @@ class SupervisedWorker(Generic[Request]):
                 call.is_alone = True
             self.pool.calls.add(calls, first=True)
             return
-        _settle([(calls[0], error_of(calls[0].trajectory))])
+        settle_all([(calls[0].future, error_of(calls[0].trajectory))])
         self.pool.calls.add(calls[1:], first=True)
 
 
@@ -403,7 +403,3 @@ class Supervisor(ABC, Generic[Request]):
         thread = threading.Thread(target=SupervisedWorker(self).supervise, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
-
-
-def _settle(outcomes: Iterable[tuple[_Call[Request], Outcome]]) -> None:
-    settle_all((call.future, outcome) for call, outcome in outcomes)
