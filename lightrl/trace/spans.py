@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import json
+import os
 import sys
 import threading
 import time
@@ -294,6 +295,17 @@ def host_bytes(field: str = "VmRSS", process: Path = _PROCESS) -> int:
         if (start := text.find(f"{field}:")) >= 0:
             return int(text[start:].split(None, 2)[1]) * 1024
     return 0
+
+
+def host_memory() -> tuple[int, int]:
+    """Returns available and total bytes of the host's memory."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return total, total
+    kib = {name: int(value.split()[0]) for name, value in (line.split(":", 1) for line in lines)}
+    return kib["MemAvailable"] * 1024, kib["MemTotal"] * 1024
 
 
 def child_bytes() -> dict[str, int]:

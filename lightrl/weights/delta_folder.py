@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from lightrl.concurrency.owner import own_prefix
+from lightrl.trace.spans import host_memory
 from lightrl.weights.delta import (
     Bits,
     Block,
@@ -301,7 +302,6 @@ def _check_space(root: Path, num_bytes: int) -> None:
     """Raises OSError (ENOSPC) if less than `num_bytes` of disk, or of memory for a folder in memory, are free."""
     free = shutil.disk_usage(root).free
     if root.is_relative_to("/dev/shm"):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = min([free, *(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))])
+        free = min(free, host_memory()[0])
     if free < num_bytes:
         raise OSError(errno.ENOSPC, f"{free / 2**20:.0f} MiB are free, {num_bytes / 2**20:.0f} MiB are needed")

@@ -50,7 +50,7 @@ from lightrl.models import context_tokens
 from lightrl.module import RLModule
 from lightrl.plan import UnknownMemory, bytes_text, memory_line, misfits, planned
 from lightrl.rollout.rl_trainer import RLTrainer
-from lightrl.trace.spans import child_bytes, host_bytes
+from lightrl.trace.spans import child_bytes, host_bytes, host_memory
 from lightrl.trainer import Trainer
 from lightrl.trajectory import Group, Trajectory
 
@@ -424,17 +424,6 @@ def memory_on_paper(module: RLModule, trainer: L.Trainer, data: object) -> Itera
         total = torch.cuda.get_device_properties(trainer.strategy.root_device).total_memory
         for misfit in misfits(run, float(total)):
             yield Finding("memory", f"{misfit.text}.", "warning", "lightrl plan shows the details.")
-
-
-def host_memory() -> tuple[int, int]:
-    """Returns available and total bytes of the host's memory."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return total, total
-    kib = {name: int(value.split()[0]) for name, value in (line.split(":", 1) for line in lines)}
-    return kib["MemAvailable"] * 1024, kib["MemTotal"] * 1024
 
 
 def disk_finding(root: str, needed_bytes: float = 0) -> Finding:
