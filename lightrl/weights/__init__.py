@@ -13,8 +13,9 @@ Reading order:
 
 An engine in the same process needs no transport. engines/servers/sync/server_sync.py makes a transfer's requests.
 
-May import: errors, checks, trajectory, experience, functional. To add a transport, put its sender here; it takes
-buckets one by one and needs memory for at most one more. Its requests go into engines/servers/sync/transports/.
+May import: errors, checks, concurrency, trace, trajectory, experience, functional. To add a transport, put its sender
+here; it accepts buckets one by one and needs memory for at most one more. Its requests go into
+engines/servers/sync/transports/.
 """
 
 from lightrl.weights.broadcast import BroadcastGroup
