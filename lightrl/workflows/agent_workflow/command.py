@@ -143,16 +143,23 @@ class AgentCommand:
         if program is None:
             raise FileNotFoundError("there is no such program")
         program = os.path.abspath(program)  # noqa: PTH100  # not resolved: the link selects an environment
-        own = {Path(program).parent, Path(program).resolve().parent}
-        folders = own | set(map(Path, environment["PATH"].split(os.pathsep)))
-        open_folders = {each for each in folders if each in own or Path.home() not in each.parents}  # ~/.local has keys
-        folders |= {folder.parent for folder in open_folders if folder.name in ("bin", ".bin")}  # libraries
-        folders -= {Path(), Path("/"), Path.home()}
+        folders = _program_folders(program, environment["PATH"])
         request: dict[str, Any] = {"command": [program, *map(fill, self.command[1:])], "environment": environment}
         request |= {"template": template, "files": {"task.txt": task}, "stdin": "" if names_task else task}
         request |= {"port": urlsplit(base_url).port, "layers": ["namespaces", "private_user", "landlock"]}
         request |= {"folder": folder, "readable": [*_READABLE, program, *map(str, folders)], "unprotected": True}
         return request | {"limits": _LIMITS | {"wall_s": self.timeout_s + 10}}  # the caller's deadline comes first
+
+
+def _program_folders(program: str, search_path: str) -> set[Path]:
+    """Returns the folders of a program and of PATH, and the folders above a `bin`, which have its libraries."""
+    own = {Path(program).parent, Path(program).resolve().parent}
+    folders = own | set(map(Path, search_path.split(os.pathsep)))
+    outside_home = {folder for folder in folders if folder in own or Path.home() not in folder.parents}
+    above_bin = {
+        folder.parent for folder in outside_home if folder.name in ("bin", ".bin")
+    }  # not ~/.local: it has keys
+    return (folders | above_bin) - {Path(), Path("/"), Path.home()}
 
 
 def check_command(command: Sequence[str] | None, template: str | None) -> None:
