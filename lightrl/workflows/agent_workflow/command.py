@@ -100,11 +100,8 @@ class AgentCommand:
             self.layers = reply["layers"]
             log.info("Agents run with these layers of protection: %s.", ", ".join(self.layers) or "none")
             if unprotected := unprotected_by({*self.layers, "seccomp"}):
-                log.warning(
-                    "Agents run although nothing protects %s from them. %s See docs/security.md.",
-                    " and ".join(unprotected),
-                    what_to_allow(),
-                )
+                text = "Agents run although nothing protects %s from them. %s See docs/security.md."
+                log.warning(text, " and ".join(unprotected), what_to_allow())
             if "namespaces" not in self.layers:
                 log.warning("Agents may reach the network: they have no network namespace. %s", what_to_allow())
         if not is_kept:
@@ -156,9 +153,7 @@ def _program_folders(program: str, search_path: str) -> set[Path]:
     own = {Path(program).parent, Path(program).resolve().parent}
     folders = own | set(map(Path, search_path.split(os.pathsep)))
     outside_home = {folder for folder in folders if folder in own or Path.home() not in folder.parents}
-    above_bin = {
-        folder.parent for folder in outside_home if folder.name in ("bin", ".bin")
-    }  # not ~/.local: it has keys
+    above_bin = {folder.parent for folder in outside_home if folder.name in ("bin", ".bin")}  # ~/.local has keys
     return (folders | above_bin) - {Path(), Path("/"), Path.home()}
 
 
