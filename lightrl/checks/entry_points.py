@@ -11,6 +11,8 @@ from typing import Any
 ENTRY_POINTS = {
     "launch section": "lightrl.commands.launch.Launch",  # the section `launch` of a configuration
     "memory estimate": "lightrl.plan.use_estimate",  # chooses the settings that depend on a GPU's memory
+    "setting help": "lightrl.commands.setting_help.help_text",  # of a command or a setting
+    "unused settings": "lightrl.commands.unused_settings.name_unused",  # of those that a user gives
     "gateway": "lightrl.engines.servers.gateway.Gateway",  # for the setting `router` of a server engine
     "fast decoder": "lightrl.engines.local.fast.fast_decoder",  # for LocalEngine and the models it supports
 }

@@ -2,9 +2,10 @@
 
 Reading order:
     main.py           `lightrl <command>`: help, version, and the table of commands
-    cli.py            fit, validate, test, predict: LightningCLI with lightrl's defaults; help for a setting
-    config_layers.py  settings and their origins; config_errors.py: explains an invalid one, with path, file and line
+    cli.py            fit, validate, test, predict: LightningCLI with lightrl's defaults
+    config_layers.py  settings and their origins; config_errors.py: reads flags, and explains a wrong setting
     console.py        log lines and errors on stderr, exit codes
+    setting_help.py   help of a command or a setting; unused_settings.py: names settings without effect
     plan.py           shows the calls of an iteration, batch sizes and memory, and what to change if it does not fit
     doctor/           checks a run before it starts, its data and its reward
     serve.py          starts SGLang or vLLM servers in the foreground

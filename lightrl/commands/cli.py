@@ -6,20 +6,16 @@ lightrl and Lightning, a dotted path for a user's classes, which may be in the w
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import importlib.util
-import inspect
 import logging
 import re
 import sys
 from argparse import ArgumentError
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import docstring_parser
 import lightning as L
 import torch
 import yaml
@@ -43,24 +39,16 @@ from lightrl.checks.entry_points import entry_point
 from lightrl.checks.files import nearest_files
 from lightrl.checks.secret_settings import without_secrets
 from lightrl.commands.config_errors import (
-    Keys,
     TextParser,
     check_empty_sections,
-    classes_in,
     explain,
-    importable_classes,
-    resolve,
-    type_of_setting,
 )
 from lightrl.commands.config_layers import (
-    CLASS_KEYS,
-    ClassOrText,
     ConfigText,
     UsageError,
     UserSettings,
     joined,
     marked,
-    places,
     unmarked,
     yaml_of,
 )
@@ -88,7 +76,7 @@ class ConfigParser(TextParser, LightningArgumentParser):
     files: Mapping[str, ConfigText] = {}
 
     def instantiate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> Namespace:
-        return cast(Namespace, unmarked(super().instantiate(marked(namespace), *args, **kwargs)))
+        return cast(Namespace, unmarked(super().instantiate(marked(namespace, in_classes=False), *args, **kwargs)))
 
     def dump(self, namespace: Namespace, *args: Any, **kwargs: Any) -> str:
         return str(super().dump(marked(namespace), *args, **kwargs))
@@ -171,19 +159,17 @@ class LightRLCLI(LightningCLI):
         self._user_settings = UserSettings.read(rest) if is_run else UserSettings()
         if is_run:
             self._subcommand_parsers[command].files = self._user_settings.files
-            if (text := asked_help(self._subcommand_parsers[command], command, rest, self._user_settings)) is not None:
+            if any(re.fullmatch(r"-h|--help|--[\w.]+\.help(=.*)?", word) for word in rest):
+                text = entry_point("setting help")(
+                    self._subcommand_parsers[command], command, rest, self._user_settings
+                )
                 sys.stdout.write(text)
                 raise SystemExit(0)
-            flags = flags_for_strings(self._subcommand_parsers[command], self._user_settings)
-            args = [command, *rest, *flags]
         try:
-            self.config: Namespace = unmarked(parser.parse_args(args))
+            self.config: Namespace = unmarked(parser.parse_args([command, *rest]))
         except ArgumentError as error:
             raise UsageError(explain(error, self._subcommand_parsers[command], self._user_settings)) from error
         check_empty_sections(self._user_settings, self._subcommand_parsers[command])
-        for path, name, dropped in _dropped(self._user_settings.values, self.config[command]):
-            origin = self._user_settings.origin(f"{path}.class_path")
-            log.warning("%s=%s%s has no %s: these settings are dropped.", path, name, origin, ", ".join(dropped))
         seed = self.config[command].get("seed_everything")
         if not isinstance(seed, bool) and seed is not None and not 0 <= seed < 2**32:
             origin = self._user_settings.origin("seed_everything")
@@ -231,46 +217,18 @@ class LightRLCLI(LightningCLI):
         return trainer
 
     def after_instantiate_classes(self) -> None:
-        """Lets `configure_optimizers` build the `optimizer` section; an RLModule has no parameters yet."""
+        """Defers the sections `optimizer` and `lr_scheduler` until the model has parameters, late for an RLModule."""
+        parsed = self.config[self.config.subcommand]
+        entry_point("unused settings")(self._user_settings, parsed, self.model, self.datamodule)
         settings = self.config_init[self.config.subcommand]
-        self._name_unused_validation()
         optimizer, scheduler = settings.get("optimizer"), settings.get("lr_scheduler")
         if optimizer is None:
             if scheduler is not None:
                 raise UsageError("lr_scheduler needs an optimizer. Add an `optimizer:` section.")
             return
-        self._check_replaced(optimizer, scheduler)
-        model_name, schedule = type(self.model).__name__, "" if scheduler else ", with its warm-up and lr_decay"
-        log.info("Using optimizer %s instead of %s's own%s.", optimizer["class_path"], model_name, schedule)
+        own, kept = type(self.model).__name__, "" if scheduler else ", with its warm-up and lr_decay"
+        log.info("Using optimizer %s instead of %s's own%s.", optimizer["class_path"], own, kept)
         self.model.configure_optimizers = partial(_configured_optimizers, self.model, optimizer, scheduler)
-
-    def _name_unused_validation(self) -> None:
-        """Logs the user's settings of validation if there is nothing to validate on."""
-        kind, settings = type(self.datamodule), self.config[self.config.subcommand]
-        has_own = getattr(kind, "make_prompts", None) is not lightrl.PromptDataModule.make_prompts
-        if self.config.subcommand != "fit" or has_own or settings.data.init_args.validation is not None:
-            return
-        unused = []
-        for section, owner in (("trainer", Trainer), ("model", type(self.model)), ("data", kind)):
-            given, defaults = self._user_settings.values.get(section), _defaults(owner)
-            values = settings[section].get("init_args", settings[section])
-            for name in given if isinstance(given, Mapping) else ():
-                if re.search("(^|_)val_|^validation_", name) and values.get(name) not in (None, defaults.get(name)):
-                    unused.append(f"{section}.{name}{self._user_settings.origin(f'{section}.{name}')}")
-        if unused:
-            log.warning("data.validation is not set, so these have no effect: %s.", ", ".join(unused))
-
-    def _check_replaced(self, optimizer: Any, scheduler: Any) -> None:
-        """Raises UsageError for a setting of the model's own optimizer or schedule that a section replaces."""
-        defaults, given = _defaults(type(self.model)), self._user_settings.values.get("model")
-        schedule_names = ("warmup_iterations", "warmup_steps", "lr_decay", "min_lr_ratio") if scheduler else ()
-        for name in ("lr", "betas", "eps", "weight_decay", *schedule_names):
-            is_given, value = isinstance(given, Mapping) and name in given, getattr(self.model, name, None)
-            others = [_plain(defaults.get(name)), _plain(optimizer.get("init_args", {}).get(name))]
-            if name in defaults and is_given and _plain(value) not in others:  # a saved config has the defaults too
-                setting = f"model.{name}={value}{self._user_settings.origin(f'model.init_args.{name}')}"
-                section = "lr_scheduler" if name in schedule_names else "optimizer"
-                raise UsageError(f"{setting} has no effect with {section}. Remove it, or set it there.")
 
     def before_fit(self) -> None:
         """Resolves `ckpt_path: last` to this experiment's newest checkpoint, since each run has its own folder."""
@@ -355,25 +313,6 @@ class SaveRunConfig(SaveConfigCallback):
             target.write_text(text, encoding="utf-8")
         if trainer.enable_autolog_hparams:
             log_settings(trainer.loggers, settings, text)
-
-
-def _defaults(kind: type) -> dict[str, Any]:
-    """Returns the defaults of the arguments of a class's constructors."""
-    constructors = [vars(owner)["__init__"] for owner in reversed(kind.__mro__[:-1]) if "__init__" in vars(owner)]
-    return {item.name: item.default for made in constructors for item in inspect.signature(made).parameters.values()}
-
-
-def _dropped(given: Mapping[str, Any], settings: Namespace, above: str = "") -> Iterator[tuple[str, str, list[str]]]:
-    """Yields path and class of settings with the names that the parser dropped when a later layer named that class."""
-    for path, value in given.items():
-        parsed = settings.get(path)
-        if isinstance(value, Mapping) and isinstance(parsed, Namespace):
-            class_path = parsed.get("class_path")
-            kept = parsed if class_path is None else Namespace(parsed.get("init_args") or {})
-            dropped = [name for name in value if name not in kept and name not in CLASS_KEYS]
-            if class_path is not None and dropped:
-                yield f"{above}{path}", class_path.rpartition(".")[2], dropped
-            yield from _dropped(value, kept, f"{above}{path}.")
 
 
 def _plain(value: Any) -> Any:
@@ -485,96 +424,3 @@ def _difference(config: Path, settings: Mapping[str, object], *, is_fit: bool) -
             if f"{name}.".startswith(f"{section}.") and then.get(name) != now.get(name):
                 return f"its {name} is {then.get(name)!r:.80}, here {now.get(name)!r:.80}"
     return None
-
-
-# Titles of the sections of a command's help, and texts where lightrl differs from Lightning's help.
-_TITLES = {
-    "trainer": "Lightning's Trainer; a training batch is one iteration of an RLModule",
-    "model": "What to train, such as GRPO; --model.help GRPO shows its settings",
-    "data": "What to train on, such as PromptDataModule",
-    "optimizer": "An optimizer that replaces the model's own",
-    "lr_scheduler": "The learning rate's schedule; needs `optimizer`",
-}
-_HELP_OF = {
-    "trainer.default_root_dir": "the folder of the runs, local or mounted; the working folder if null",
-    "trainer.logger": "where metrics go; null or true means CSVLogger and TensorBoardLogger, false means nowhere",
-    "trainer.precision": "as in Lightning; null is bf16-mixed on a CUDA GPU, otherwise 32-true",
-}
-
-
-def asked_help(parser: ArgumentParser, command: str, args: Sequence[str], user_settings: UserSettings) -> str | None:
-    """Returns the help for `--help` or a flag like `--model.policy.help ModelSpec`; None without such a flag."""
-    if {"-h", "--help"} & set(args):
-        for group in parser._action_groups:
-            first = group._group_actions[0].dest.split(".")[0] if group._group_actions else ""
-            group.title = _TITLES.get(first, group.title)
-        for action in parser._actions:
-            action.help = _HELP_OF.get(action.dest, action.help)
-        return _text(parser)
-    for word in args:
-        if match := re.fullmatch(r"--([\w.]+)\.help(?:=(.+))?", word):
-            kinds = _classes(match[1], match[2], Keys.of_parser(parser), user_settings.settings)
-            return "\n".join(_class_help(kind, match[1], command) for kind in kinds)
-    return None
-
-
-def _classes(path: str, name: str | None, keys: Keys, settings: object) -> list[type]:
-    """Returns the classes that a setting accepts, or only the one called `name`; `settings` are the user's."""
-    kinds = classes_in(type_of_setting(path, keys, settings))
-    if name is not None:
-        return [resolve(name, kinds, path, "")]
-    if not kinds or not all(map(dataclasses.is_dataclass, kinds)):
-        names, above = ", ".join(sorted(importable_classes(kinds))), "".join(path.rpartition(".")[:2])
-        raise UsageError(
-            f"Add a class to --{path}.help: {names}." if names else f"{path} is not a class; --{above}help shows it."
-        )
-    return kinds
-
-
-def flags_for_strings(parser: ArgumentParser, user_settings: UserSettings) -> list[str]:
-    """Returns flags for strings that the parser would drop, like `train: rows.jsonl` next to --data.train.max_rows 8.
-
-    The string becomes the first field of the data class that has the added settings: `--data.train.source=rows.jsonl`.
-    """
-    flags = []
-    for path, section in places(user_settings.values):
-        if not isinstance(section, Mapping) or not isinstance(section.get("class_path"), ClassOrText):
-            continue
-        added = dict(section)
-        text = str(added.pop("class_path"))
-        with contextlib.suppress(UsageError):  # the setting accepts no data class
-            kinds = _classes(path, None, Keys.of_parser(parser), user_settings.settings)
-            while kinds and text not in importable_classes(kinds):
-                kind = max(kinds, key=lambda kind: len(added.keys() & Keys.of_class(kind).types.keys()))
-                first = dataclasses.fields(kind)[0].name
-                path, inner = f"{path}.{first}", added.get(first)
-                if first not in added:
-                    flags.append(f"--{path}={text}")
-                    user_settings.set(path, text)
-                if not isinstance(inner, Mapping):
-                    break
-                kinds, added = classes_in(Keys.of_class(kind).types[first]), dict(inner)  # such as the model in a role
-    return flags
-
-
-def _class_help(kind: type, path: str, command: str) -> str:
-    usage = f"lightrl {command} --config run.yaml [--{path}.setting value ...]"
-    parser = ArgumentParser(prog="lightrl", usage=usage, add_help=False)
-    parser.add_class_arguments(kind, path, fail_untyped=False, sub_configs=True)
-    texts: dict[str, str | None] = {}
-    for owner in reversed(inspect.getmro(kind)):
-        for item in docstring_parser.parse(owner.__doc__ or "").params:
-            texts |= dict.fromkeys(item.arg_name.split(", "), item.description)  # `clip_low, clip_high: …`
-    for action in parser._actions:
-        action.help = action.help or texts.get(action.dest.removeprefix(f"{path}."))
-    return _text(parser)
-
-
-def _text(parser: ArgumentParser) -> str:
-    """Formats the parser's help, without Sphinx roles and `<class '...'>`."""
-    for action in parser._actions:
-        action.help = re.sub(r":[a-z]+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", action.help or "").replace("``", "`") or None
-    for group in parser._action_groups:
-        group.title = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", group.title or "")
-    text: str = parser.format_help()
-    return text

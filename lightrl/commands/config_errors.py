@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, get_loader
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, get_loader
 
 import lightrl
 from lightrl.checks.printable import did_you_mean
 from lightrl.checks.user_code import user_code
-from lightrl.commands.config_layers import CLASS_KEYS, Flag, SettingText, UsageError, UserSettings, yaml_of
+from lightrl.commands.config_layers import CLASS_KEYS, ClassOrText, Flag, SettingText, UsageError, UserSettings, yaml_of
 from lightrl.models import ModelSpec, Role
 
 _TYPE_WORDS: dict[object, str] = {
@@ -41,12 +41,6 @@ _TYPE_WORDS: dict[object, str] = {
 
 def explain(error: ArgumentError, parser: ArgumentParser, user_settings: UserSettings) -> str:
     """Turns an error of the subcommand's parser into a message for the user."""
-    for path, typed in user_settings.flags:
-        with contextlib.suppress(UsageError):  # the walk raises it too
-            hint = type_of_setting(path, Keys.of_parser(parser), user_settings.settings)
-            value = value_of_text(typed, hint, is_item=False)
-            if value is not None:
-                user_settings.set(path, value)
     try:
         _Walk(user_settings).group(user_settings.settings, Keys.of_parser(parser), "", "lightrl")
     except UsageError as usage_error:
@@ -132,8 +126,8 @@ def type_of_setting(path: str, keys: Keys, settings: object, above: str = "") ->
     kinds, below = classes_in(hint), below.removeprefix("init_args.")
     if not below:
         return hint
-    if not kinds and _takes_mapping(hint):  # `below` is a key of the mapping
-        return _value_type(hint)
+    if not kinds and takes_mapping(hint):  # `below` is a key of the mapping
+        return value_type(hint)
     named = here.get("class_path") if isinstance(here, dict) else here
     is_shorthand = all(map(dataclasses.is_dataclass, kinds))  # the string is the data class's first field
     named = named if isinstance(named, str) and not is_shorthand else _DEFAULT_CLASSES.get(place)
@@ -147,56 +141,66 @@ def type_of_setting(path: str, keys: Keys, settings: object, above: str = "") ->
 
 
 class TextParser(ArgumentParser):  # type: ignore[misc]
-    """Keeps a flag as typed if its setting's type is a string: YAML would turn `[a]` into a list.
+    """Reads each flag by the type of its setting, and keeps a string to which a later layer adds settings.
 
-    The parser of a class passes `--workflow.prompt=...` to the parser of the workflow's class, and so on. Only the last
-    one reads the value, by the setting's type.
+    A flag of a string stays as typed: YAML would turn `[a]` into a list. The parser of a class passes
+    `--workflow.prompt=...` to the parser of the workflow's class, and so on: only the last one reads the value.
     """
 
-    def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
-        return super().parse_args([self._flag(word) for word in args or ()], *rest, **options)
+    def parse_args(self, args: Any = None, namespace: Any = None, *rest: Any, **options: Any) -> Any:
+        earlier = namespace.clone() if namespace else namespace
+        return super().parse_args([self._word(word, earlier) for word in args], earlier, *rest, **options)
 
-    def parse_object(self, cfg_obj: Any, *rest: Any, **options: Any) -> Any:
-        for name, value in list(cfg_obj.items()):
+    def parse_object(self, obj: Any, namespace: Any = None, *rest: Any, **options: Any) -> Any:
+        settings = vars(obj) if isinstance(obj, Namespace) else obj
+        for name, value in settings.items():
             if type(value) is Flag:
-                cfg_obj[name] = self._value(name, str(value))
-        return super().parse_object(cfg_obj, *rest, **options)
+                settings[name] = self._value(name, str(value), None)
+            elif namespace and isinstance(value, Namespace | dict):  # `train: {max_rows: 8}` after `train: rows.jsonl`
+                added = vars(value) if isinstance(value, Namespace) else value
+                kept = as_first_field(namespace.get(name), classes_in(self._type(name)), added)
+                settings[name] = {**kept, **added} if kept and "class_path" not in added else value
+        return super().parse_object(obj, namespace, *rest, **options)
 
-    def _flag(self, word: str) -> str:
+    def _type(self, name: str) -> object:
+        return getattr(self._option_string_actions.get(f"--{name}"), "_typehint", None)
+
+    def _word(self, word: str, earlier: Any) -> str:
         name, equals, typed = word.partition("=")
-        value = self._value(name.removeprefix("--"), typed) if equals else typed
-        if isinstance(value, str):
-            return word if type(value) is str else _Word(name, value)
-        return f"{name}={yaml_of(value)}"
+        value = self._value(name.removeprefix("--"), typed, earlier) if equals else typed
+        if type(value) is str:
+            return word
+        if not isinstance(value, str):
+            return f"{name}={yaml_of(value)}"
+        kept = _Word(word)
+        kept.value = value
+        return kept
 
-    def _value(self, path: str, typed: str) -> object:
+    def _value(self, path: str, typed: str, earlier: Any) -> object:
         """Returns a flag's value; if it is a plain string, jsonargparse reads it as YAML."""
-        option = path
-        while f"--{option}" not in self._option_string_actions and "." in option:
-            option = option.rpartition(".")[0]
-        hint = getattr(self._option_string_actions.get(f"--{option}"), "_typehint", None)
-        below = path[len(option) + 1 :].removeprefix("init_args.")
-        if below and classes_in(hint) and not _takes_mapping(hint) and below.partition(".")[0] not in CLASS_KEYS:
+        name = path
+        while f"--{name}" not in self._option_string_actions and "." in name:
+            name = name.rpartition(".")[0]
+        hint, below = self._type(name), path[len(name) + 1 :].removeprefix("init_args.")
+        kinds, first = classes_in(hint), below.partition(".")[0]
+        if below and kinds and not takes_mapping(hint) and first not in CLASS_KEYS:
+            if earlier and (kept := as_first_field(earlier.get(name), kinds, [first])):
+                earlier[name] = Namespace(kept)
             return Flag(typed)
-        value = value_of_text(typed, _value_type(hint) if below else hint, is_item=path.endswith("+"))
+        value = value_of_text(typed, value_type(hint) if below else hint, is_item=path.endswith("+"))
         return typed if value is None else SettingText(value) if isinstance(value, str) else value
 
 
 class _Word(str):
     """`--name=value` that argparse splits without making the value a plain string."""
 
-    def __new__(cls, name: str, value: str) -> _Word:
-        word = super().__new__(cls, f"{name}={value}")
-        word.parts = name, value
-        return word
-
-    parts: tuple[str, str]
+    value: str
 
     def partition(self, separator: str, /) -> tuple[str, str, str]:
-        return self.parts[0], separator, self.parts[1]
+        return (*super().partition(separator)[:2], self.value)
 
-    def split(self, *_: object) -> list[str]:  # argparse of Python 3.11
-        return [*self.parts]
+    def split(self, *_: Any) -> list[str]:  # of argparse of Python 3.11
+        return [super().partition("=")[0], self.value]
 
 
 def value_of_text(typed: str, hint: object, *, is_item: bool) -> object:
@@ -207,7 +211,7 @@ def value_of_text(typed: str, hint: object, *, is_item: bool) -> object:
     kinds = set(typing.get_args(hint) if _is_union(hint) else [hint]) - {type(None)}
     texts = {str, Path}
     lists = {kind for kind in kinds if typing.get_origin(kind) in (list, Sequence) and typing.get_args(kind)[0] is str}
-    mappings = {kind for kind in kinds if typing.get_args(kind) == (str, str) and _takes_mapping(kind)}
+    mappings = {kind for kind in kinds if typing.get_args(kind) == (str, str) and takes_mapping(kind)}
     if kinds - texts - lists - mappings:
         return None
     loaded: object = None
@@ -222,7 +226,7 @@ class _Walk:
     """Walks down settings and the classes that they configure; raises UsageError for the first invalid setting."""
 
     def __init__(self, user_settings: UserSettings) -> None:
-        self._from, self._misplaced = user_settings.origin, user_settings.misplaced
+        self._from, self._origins = user_settings.origin, user_settings.origins
 
     def group(
         self, settings: Mapping[str, object], keys: Keys, prefix: str, owner: str, kind: type | None = None
@@ -245,7 +249,8 @@ class _Walk:
     def value(self, value: object, hint: object, path: str) -> None:
         """Checks one setting: a plain value, a class with its arguments, or a list of these."""
         kinds = classes_in(hint)
-        if isinstance(value, Mapping) and kinds and not _takes_mapping(hint):
+        takes_typed = "command line" in self._from(path) and value_of_text("[", hint, is_item=False)
+        if isinstance(value, Mapping) and kinds and not takes_mapping(hint):
             self._class(value, kinds, path, _num_given(hint))
         elif isinstance(value, list) and value and kinds:
             for index, item in enumerate(value):
@@ -256,11 +261,14 @@ class _Walk:
                 self._class({"class_path": value}, kinds, path, _num_given(hint))
             elif not isinstance(value, Mapping) and not _accepts(value, hint):
                 raise UsageError(self._wrong(path, value, f"the name of a class: {_describe(hint)}"))
-        elif hint is not Any and not _accepts(value, hint):
+        elif not (hint is Any or takes_typed or _accepts(value, hint)):
             raise UsageError(self._wrong(path, value, _describe(hint)))
 
     def _class(self, settings: Mapping[str, Any], kinds: Sequence[type], path: str, num_given: int) -> None:
         """Checks a class with its arguments; lightrl's own code passes the first `num_given`."""
+        if isinstance(settings.get("class_path"), ClassOrText):
+            kept = as_first_field(settings["class_path"], kinds, settings)
+            settings = {**kept, **{name: settings[name] for name in settings if not kept or name != "class_path"}}
         if "class_path" in settings:
             class_path = settings["class_path"]
             if not isinstance(class_path, str):
@@ -286,8 +294,10 @@ class _Walk:
             if isinstance(value, Mapping) and isinstance(arguments.get(key), Mapping):
                 direct[key] = {**arguments[key], **value}
         self.group(direct, keys, f"{path}.", owner, kind)
+        file = self._from(f"{path}.class_path").partition(":")[0]
         for key in direct:
-            if f"{path}.{key}" in self._misplaced:
+            at = self._origins.get(f"{path}.{key}", "").partition(":")[0]  # none within a flag's value
+            if "class_path" in settings and at in ("", file) and "command line" not in at:
                 raise UsageError(
                     f"{path}.{key} must be in {path}.init_args{self._from(f'{path}.{key}')}. Write `init_args:` below "
                     f"class_path, and indent the settings of {owner} under it."
@@ -347,6 +357,15 @@ def classes_in(hint: object) -> list[type]:
     return list(dict.fromkeys(kind for inner in typing.get_args(hint) for kind in classes_in(inner)))
 
 
+def as_first_field(text: object, kinds: Sequence[type], names: Iterable[str]) -> dict[str, str]:
+    """Returns a string as the first field of the data class with most of these names; {} for the name of a class."""
+    is_field = isinstance(text, str) and kinds and all(map(dataclasses.is_dataclass, kinds))
+    if not is_field or text in importable_classes(kinds):
+        return {}
+    kind = max(kinds, key=lambda kind: len(set(names) & Keys.of_class(kind).types.keys()))
+    return {dataclasses.fields(kind)[0].name: str(text)}  # type: ignore[arg-type]
+
+
 def _num_given(hint: object) -> int:
     """Returns the number of arguments that lightrl passes to a setting's class, or to a function set in its place."""
     inner = typing.get_args(hint)
@@ -355,17 +374,17 @@ def _num_given(hint: object) -> int:
     return max(map(_num_given, inner), default=0)
 
 
-def _value_type(hint: object) -> object:
+def value_type(hint: object) -> object:
     """Returns the type of a mapping's values; Any if it has none."""
     options = typing.get_args(hint) if _is_union(hint) else [hint]
-    pairs = [typing.get_args(option) for option in options if _takes_mapping(option)]
+    pairs = [typing.get_args(option) for option in options if takes_mapping(option)]
     return next((pair[1] for pair in pairs if len(pair) == 2), Any)
 
 
-def _takes_mapping(hint: object) -> bool:
+def takes_mapping(hint: object) -> bool:
     """Whether the setting's value may be a plain mapping, as for a `dict`."""
     if _is_union(hint):
-        return any(_takes_mapping(inner) for inner in typing.get_args(hint))
+        return any(takes_mapping(inner) for inner in typing.get_args(hint))
     kind = typing.get_origin(hint) or hint
     return inspect.isclass(kind) and issubclass(kind, Mapping)
 

@@ -13,6 +13,7 @@ import re
 import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
@@ -69,11 +70,8 @@ class UserSettings:
     """The user's settings, all layers merged."""
 
     settings: JsonObject = dataclasses.field(default_factory=dict)
-    values: JsonObject = dataclasses.field(default_factory=dict)  # the same, with `init_args` beside their class_path
     origins: dict[str, str] = dataclasses.field(default_factory=dict)  # path → ` (run.yaml:22)`
     files: dict[str, ConfigText] = dataclasses.field(default_factory=dict)  # name on the command line → text
-    flags: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # path and the value as typed
-    misplaced: set[str] = dataclasses.field(default_factory=set)  # beside a class_path, where init_args belongs
 
     @classmethod
     def read(cls, args: Sequence[str]) -> UserSettings:
@@ -81,13 +79,6 @@ class UserSettings:
         user_settings = cls()
         for layer, origins in user_settings._layers(joined(args)):
             _merge(user_settings.settings, layer)
-            _merge(user_settings.values, _flat(layer))
-            user_settings.misplaced |= {
-                f"{path}.{name}"
-                for path, value in places(layer)
-                if isinstance(value, Mapping) and "class_path" in value
-                for name in value.keys() - CLASS_KEYS
-            }
             earlier = user_settings.origins.items()
             user_settings.origins = {path: at for path, at in earlier if path.split("[")[0] not in origins} | origins
         return user_settings
@@ -103,7 +94,6 @@ class UserSettings:
                     file = self.files[value] = self.files.get(value) or _read_config(value)
                     yield file.settings, file.origins
             elif name.startswith("--") and name != "--print_config" and not name.endswith(".help"):
-                self.flags.append((name[2:], value))
                 origins = dict.fromkeys((name[2:], f"{name[2:]}.class_path"), " (on the command line)")
                 loaded = None
                 with contextlib.suppress(yaml.YAMLError):
@@ -111,30 +101,11 @@ class UserSettings:
                 read = loaded if isinstance(loaded, dict | list) else Flag(value)
                 yield _nested(name[2:], [read] if name.endswith("+") and not isinstance(read, list) else read), origins
 
-    def set(self, path: str, value: object) -> None:
-        """Adds a setting as if it were the last flag."""
-        _merge(self.settings, _nested(path, Flag(value) if isinstance(value, str) else value))
-
     def origin(self, path: str) -> str:
         """Returns where this path, or its nearest parent with a known origin, comes from: ` (run.yaml:22)`."""
         while path and path not in self.origins:
             path = re.sub(r"(\[\d+\]|\.?[^.\[]+)$", "", path)
         return self.origins.get(path, "")
-
-    def section(self, path: str) -> JsonMapping:
-        """Returns the settings below a path, {} if it is missing or only names a class; otherwise raises UsageError."""
-        section: JsonMapping = self.settings
-        so_far = []
-        for name in path.split("."):
-            so_far.append(name)
-            inner = section.get(name)
-            if inner is None or isinstance(inner, str):
-                return {}
-            if not isinstance(inner, Mapping):
-                place = ".".join(so_far)
-                raise UsageError(f"{place} must be settings as `key: value`, got {inner!r:.80}{self.origin(place)}.")
-            section = inner
-        return section
 
     def empty_sections(self) -> list[str]:
         """Returns the paths of empty sections, which the parser ignores whatever their name."""
@@ -162,22 +133,13 @@ class UserSettings:
         return ""
 
     def _section(self, owner: type) -> str:
-        """Returns the section that configures this class; empty unless there is exactly one."""
-        key = ".class_path"
-        paths = [path.removesuffix(key) for path in self.origins if path.endswith(key)]
-        paths += [path for path in ("model", "data") if path in self.origins]
-        sections = [path for path in dict.fromkeys(paths) if self._class_name(path) == owner.__name__]
+        """Returns the section that configures this class; empty if several do, or none."""
+        sections = []
+        for path, value in places(self.settings):
+            named = value.get("class_path") if isinstance(value, Mapping) else value
+            is_section = isinstance(named, str) and named.rpartition(".")[2] == owner.__name__
+            sections += [path] if is_section and not path.endswith(".class_path") else []
         return sections[0] if len(sections) == 1 else ""
-
-    def _class_name(self, path: str) -> str:
-        value: object = self.settings
-        for name in re.findall(r"[^.\[\]]+", path):
-            if isinstance(value, Mapping):
-                value = value.get(name)
-            elif isinstance(value, list) and name.isdigit() and int(name) < len(value):
-                value = value[int(name)]
-        class_path = value.get("class_path") if isinstance(value, Mapping) else value
-        return class_path.rpartition(".")[2] if isinstance(class_path, str) else ""
 
 
 def places(value: object, path: str = "") -> Iterator[tuple[str, object]]:
@@ -251,9 +213,13 @@ def _settings_in(text: str) -> object:
     return marked(loaded)
 
 
-def marked(settings: Any) -> Any:
-    """Copies settings with SettingText for each string that YAML would read as something else."""
-    return _with_texts(settings, _as_read)
+def marked(settings: Any, *, in_classes: bool = True) -> Any:
+    """Copies settings with SettingText for each string that YAML would read as something else.
+
+    Args:
+        in_classes: whether to mark the settings of classes too, which `instantiate` of their own parsers marks.
+    """
+    return _with_texts(settings, _as_read, in_classes)
 
 
 def unmarked(settings: Any) -> Any:
@@ -271,15 +237,19 @@ def _as_read(text: str) -> str:
 _MAPPINGS, _SEQUENCES = (dict, OrderedDict, MappingProxyType), (list, tuple, set, frozenset, deque)
 
 
-def _with_texts(value: Any, kind: Callable[[str], str]) -> Any:
+def _with_texts(value: Any, kind: Callable[[str], str], in_classes: bool = True) -> Any:
+    copied = partial(_with_texts, kind=kind, in_classes=in_classes)
+    keys = vars(value) if isinstance(value, Namespace) else value if isinstance(value, dict) else {}
+    if not in_classes and "class_path" in keys and (keys is not value or keys.keys() <= set(CLASS_KEYS)):
+        return value
     if isinstance(value, Namespace):
-        return Namespace(**{name: _with_texts(item, kind) for name, item in vars(value).items()})
+        return Namespace(**{name: copied(item) for name, item in keys.items()})
     if type(value) in _MAPPINGS:
-        return type(value)({key: _with_texts(item, kind) for key, item in value.items()})
+        return type(value)({key: copied(item) for key, item in value.items()})
     if type(value) in _SEQUENCES:
-        return type(value)(_with_texts(item, kind) for item in value)
+        return type(value)(map(copied, value))
     if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(_with_texts(item, kind) for item in value)
+        return value._make(map(copied, value))
     return kind(str(value)) if type(value) in (str, SettingText) else value
 
 
@@ -360,15 +330,6 @@ def _nested(path: str, value: object) -> JsonObject:
     return cast(JsonObject, value)
 
 
-def _flat(settings: Any) -> Any:
-    """Returns settings with the content of each `init_args` beside its class_path."""
-    if not isinstance(settings, Mapping):
-        return settings
-    flat = {name: _flat(value) for name, value in settings.items()}
-    inner = flat.pop("init_args", None)
-    return {**flat, **inner} if isinstance(inner, Mapping) else flat
-
-
 def _merge(settings: JsonObject, layer: JsonMapping) -> None:
     for key, value in layer.items():
         old = settings.get(key)
@@ -381,7 +342,7 @@ def _merge(settings: JsonObject, layer: JsonMapping) -> None:
                 settings[key] = {}
             _merge(settings[key], value)
         elif isinstance(old, dict) and "class_path" in old and isinstance(value, Flag):
-            old["class_path"] = ClassOrText(value) if isinstance(old["class_path"], ClassOrText) else value
+            old["class_path"] = value
         elif key.endswith("+") and isinstance(old, list) and isinstance(value, list):
             settings[key] = [*old, *value]
         else:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 from argparse import ArgumentError
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
@@ -36,6 +36,7 @@ from lightrl.engines.sglang.command import SGLangProcess
 from lightrl.engines.vllm import VLLMProcess
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec
+from lightrl.trajectory import JsonMapping
 from lightrl.weights import block_fp8
 
 if TYPE_CHECKING:
@@ -203,6 +204,21 @@ def served_folder(model: ModelSpec, config: PretrainedConfig, folder: Path) -> P
     return folder
 
 
+def _section(user_settings: UserSettings, *names: str) -> JsonMapping:
+    """Returns the settings below these names, {} if they are missing or a class's name; otherwise raises UsageError."""
+    section: JsonMapping = user_settings.settings
+    for number, name in enumerate(names, 1):
+        inner = section.get(name)
+        if inner is None or isinstance(inner, str):
+            return {}
+        if not isinstance(inner, Mapping):
+            place = ".".join(names[:number])
+            at = user_settings.origin(place)
+            raise UsageError(f"{place} must be settings as `key: value`, got {inner!r:.80}{at}.")
+        section = inner
+    return section
+
+
 def settings_of(configs: Sequence[str], engine_flag: str | None = None) -> tuple[Any, dict[str, Any]]:
     """Returns policy and engine settings of run configs; later configs win, and `engine_flag` selects the engine."""
     policy: Any = None
@@ -210,8 +226,8 @@ def settings_of(configs: Sequence[str], engine_flag: str | None = None) -> tuple
     server_args: dict[str, dict[str, Any]] = {}  # engine's kind → its arguments
     for config in configs:
         content = UserSettings.read(["--config", config])
-        policy = content.section("model.init_args").get("policy", policy)
-        engine = content.section("trainer").get("engine")
+        policy = _section(content, "model", "init_args").get("policy", policy)
+        engine = _section(content, "trainer").get("engine")
         engine = {"class_path": engine} if isinstance(engine, str) else engine
         if isinstance(engine, dict):
             kind = _ENGINES.get(str(engine.get("class_path", "")).rpartition(".")[2])

@@ -359,27 +359,6 @@ def test_a_command_without_settings_names_what_is_missing(words, capsys):
     assert capsys.readouterr().err == "lightrl: model must be set, in a --config file or as --model.\n"
 
 
-def test_settings_that_another_class_lacks_are_named_with_the_class(settings, config, caplog):
-    flags = ["--model=SFT", "--trainer.logger=false"]
-    parsed("fit", "--config", config(settings), *flags)
-    (warning,) = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
-    names = "group_size, reward, sampling"
-    assert warning == f"model=SFT (on the command line) has no {names}: these settings are dropped."
-
-
-@pytest.mark.parametrize("has_data", [True, False])
-def test_settings_of_validation_are_named_where_there_is_nothing_to_validate_on(has_data, settings, config, caplog):
-    settings["data"] = {"class_path": "PromptDataModule", "init_args": {"train": "a.jsonl", "batch_size": 2}}
-    settings["data"]["init_args"] |= {"validation_batch_size": 64} | ({"validation": "b.jsonl"} if has_data else {})
-    settings["trainer"] |= {"val_check_interval": 5, "gradient_clip_val": 1.0, "limit_val_batches": None}
-    settings["model"]["init_args"]["validation_sampling"] = {"temperature": 0.5}
-    main(["plan", "--config", config(settings)])
-    named = [record.getMessage() for record in caplog.records if "validation" in record.getMessage()]
-    unused = r"trainer\.val_check_interval \(run\.yaml:\d+\), model\.validation_sampling \(run\.yaml:\d+\)"
-    assert has_data or re.fullmatch(rf"data\.validation is not set, so these have no effect: {unused}\.", *named)
-    assert not (has_data and named)
-
-
 def test_ctrl_c_while_a_command_is_imported_is_one_line(monkeypatch, capsys):
     def interrupted(name):
         raise KeyboardInterrupt

@@ -116,9 +116,9 @@ def test_a_second_file_adds_callbacks_to_those_of_the_first(settings, config):
         ("a.jsonl", ["--data.train", "b.jsonl", "--data.train.max_rows", "8"], {"source": "b.jsonl", "max_rows": 8}),
         ({"source": "a.jsonl"}, ["--data.train.source=b.jsonl"], {"source": "b.jsonl", "max_rows": None}),
         (
-            {"source": "a.jsonl", "max_rows": 3, "shuffle": False},
+            {"source": "a.jsonl", "max_rows": 3, "streaming": True},
             ["--data.train", "b.jsonl", "--data.init_args.train.max_rows", "8"],
-            {"source": "b.jsonl", "max_rows": 8},
+            {"source": "b.jsonl", "max_rows": 8, "streaming": False},
         ),
         (
             {"source": "a.jsonl", "max_rows": 3},
@@ -241,7 +241,7 @@ def test_quoted_texts_reach_constructors_and_files_of_a_run_as_they_are(settings
             [".texts.a=[1]", ".anything=[1]", ".command=[1]", ".values.a=[1]"],
             {"texts": {"a": "[1]"}, "anything": [1], "command": ["1"], "values": {"a": [1]}},
         ),
-        ([".command+=[a]", ".command+=[[b]]"], {"command": ["a", "[b]"]}),
+        ([".command+=[a]", ".command+=b: [c"], {"command": ["a", "b: [c"]}),
     ],
     ids=["quotes", "list", "mapping", "anything", "values of a mapping", "one text for several types", "items"],
 )

@@ -78,9 +78,8 @@ class LaunchedCLI(UnstartedCLI):
         self.given, self.given_text = settings.as_dict(), self.config_text()
         values = {**self.given, "launch": {**self.given["launch"], "gpu_memory_gb": None}}
         self.launched = plan_of(values, folder="launch-N", is_shown=True)
-        parser = self._subcommand_parsers[self.config.subcommand]
-        planned_settings = marked(dict(self.launched.settings))
-        self.config[self.config.subcommand] = unmarked(parser.parse_object(planned_settings, marked(settings)))
+        command, laid_out = self.config.subcommand, marked(dict(self.launched.settings))
+        self.config[command] = unmarked(self._subcommand_parsers[command].parse_object(laid_out, marked(settings)))
 
     def fit(self, **kwargs: object) -> None:
         """Starts nothing."""
