@@ -98,7 +98,7 @@ def test_prompts_of_both_splits_and_repeated_ones_are_counted(settings, config, 
     assert main(["doctor", "run", "--config", name]) == 0
     text = capsys.readouterr().out
     assert "Train prompts that repeat another one: 1." in text
-    assert "Validation prompts that are train prompts too: 1 of 2." in text
+    assert "Validation prompts that are also train prompts: 1 of 2." in text
     assert statuses(text)["data"] == {"ok", "warning"}
 
 
