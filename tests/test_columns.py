@@ -57,7 +57,7 @@ def test_codes_are_cut_at_their_tokens() -> None:
     assert SUPPORTS.cut(codes, 4, [(1, 3)]) == [1, 5, 7, 0]
     assert SUPPORTS.cut(codes, 4, [(3, 4), (0, 1)]) == [0, 200, 1, 0]
     assert SUPPORTS.problem(codes, 4) is None
-    assert "the supports of 4 tokens and 5 token_ids" in str(SUPPORTS.problem(codes, 5))
+    assert "the supports of 4 tokens but 5 token_ids" in str(SUPPORTS.problem(codes, 5))
 
 
 def test_values_that_do_not_fit_their_tokens_are_named() -> None:

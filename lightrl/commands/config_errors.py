@@ -17,7 +17,7 @@ import textwrap
 import types
 import typing
 from argparse import Action, ArgumentError
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 

@@ -43,7 +43,7 @@ class SingleModel:
         form: how to remove padding; None chooses the cheapest exact form for each microbatch.
         compile_layers: `torch.compile` each decoder layer. None does so on NVIDIA GPUs for models without experts and
             states (models/hybrids.py). Layers of the same shapes share compiled code, for microbatches of any lengths.
-        is_policy: whether this model sampled the tokens, and so replays their recorded routes.
+        is_policy: whether this model sampled the tokens, so that it replays the engine's choice of experts.
         context_group: ranks that share packed rows and pass the same microbatches; None for one rank.
 
     Raises:

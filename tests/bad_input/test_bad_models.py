@@ -96,7 +96,7 @@ SPECS = [
     row("an unknown dtype", {"path": "./model", "dtype": "float7"}, "dtype must be a torch dtype", "'float7'"),
     row("an unknown attention", {"path": "./model", "attn_implementation": "flsh"}, "Model './model' cannot be loaded", "flsh"),
     *(
-        row(f"{name} in options", {"path": "./model", "options": {name: value}}, f"got '{name}'", "Set the model's dtype", "hf download")
+        row(f"{name} in options", {"path": "./model", "options": {name: value}}, f"got '{name}'", "Use the model's dtype", "hf download")
         for name, value in {
             "dtype": "auto", "torch_dtype": "bfloat16", "attn_implementation": "eager", "device_map": "auto", "revision": "v2",
             "quantization_config": {}, "token": "hf_x", "rope_theta": 2.0,

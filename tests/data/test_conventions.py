@@ -169,7 +169,7 @@ REFUSED = {
         PreferenceDataModule,
         {"prompt": [user("1+1?")], "completion": [said("2")], "label": True},
         {},
-        r"Row 1 of '.*' has one completion and a label, as for KTO",
+        r"Row 1 of '.*' has one completion and a label, as KTO needs",
     ),
     "pairs with other first messages": (
         PreferenceDataModule,

@@ -93,7 +93,7 @@ def test_a_disk_that_takes_nothing_is_named_and_no_later_save_waits_for_it(
         writer.save_checkpoint({"step": 1}, tmp_path / name)
         writer.teardown()
 
-    with pytest.raises(OSError, match=r"1.ckpt was not written: its disk has taken nothing for 0.5 s"):
+    with pytest.raises(OSError, match=r"1.ckpt was not written: the disk has accepted no data for 0.5 s"):
         save("1.ckpt")
     with pytest.raises(OSError, match=r"2.ckpt was not written: an earlier write to .*1.ckpt still hangs"):
         save("2.ckpt")
@@ -111,7 +111,7 @@ def test_ctrl_c_ends_the_wait_for_a_disk_and_saving_at_the_end_is_bounded(
     try:
         writer.save_checkpoint({"step": 1}, tmp_path / "1.ckpt")
     except KeyboardInterrupt:
-        with pytest.raises(OSError, match=r"its disk has taken nothing for 0\.5 s"):  # as ModelCheckpoint.on_exception
+        with pytest.raises(OSError, match=r"the disk has accepted no data for 0\.5 s"):  # as ModelCheckpoint.on_exception
             writer.save_checkpoint({"step": 1}, tmp_path / "2.ckpt")
     else:
         pytest.fail("Ctrl-C was not raised")

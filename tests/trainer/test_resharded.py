@@ -109,7 +109,7 @@ def test_the_command_exports_what_the_run_did(saved, role, kind, folder, tmp_pat
 def test_two_ranks_refuse_the_checkpoint_of_another_model(two: dict[str, Any]) -> None:
     said = two["another model"]
     assert "step=2.ckpt does not fit this configuration: its weights differ: 12 of another shape" in said
-    assert "mlp.gate_proj.weight [16, 16] there and [24, 16] here" in said
+    assert "mlp.gate_proj.weight [16, 16] instead of [24, 16]" in said
 
 
 def test_fast_dev_run_on_two_ranks_finds_what_a_checkpoint_cannot_keep(two: dict[str, Any]) -> None:

@@ -195,7 +195,7 @@ def test_a_delta_of_quantized_weights_is_that_of_their_bits() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "tp", "told"),
     [
-        ("deepseek_v3", {}, 1, "is for gemma3_text, llama, .*; the model is 'deepseek_v3'"),
+        ("deepseek_v3", {}, 1, "works only for gemma3_text, llama, .*; the model is 'deepseek_v3'"),
         ("qwen3", {"hidden_size": 192}, 4, "needs hidden_size to be a multiple of 128, got 192"),
         ("qwen3", {"num_key_value_heads": 1}, 1, r"head_dim to be a multiple of 128, got 64\. The model is too small"),
         ("mixtral", {"num_attention_heads": 8, "head_dim": 128}, 4, "tp=4 needs .*intermediate_size .* 512, got"),

@@ -1,10 +1,10 @@
 """Checkpoints: written completely or not at all, and read as data, so that no code runs.
 
 Reading order:
-    one_file.py      checkpoints of one process; how one process resumes
-    folder.py        checkpoints of several processes, each rank's part by global names
+    one_file.py      checkpoints of a single process, and how it resumes
+    folder.py        checkpoints of several processes: each rank saves its part, under global parameter names
     fit.py           whether a checkpoint fits the run, with errors that name the difference
-    safe_reader.py   torch's formats without its pickles; refuses damaged files and mixed folders
+    safe_reader.py   reads torch's formats without running pickles; refuses damaged files and mixed folders
     atomic_write.py  files that are complete or absent; writes in the background
 """
 

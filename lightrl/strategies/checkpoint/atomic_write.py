@@ -1,4 +1,4 @@
-"""Files and folders that are complete or absent: written next to their target, then renamed; optionally by a thread."""
+"""Writes files and folders that are complete or absent: next to their target, then renamed; optionally in a thread."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self.num_at_disk = 0  # nested waits for the disk; 0 if the writer waits for other ranks
+        self.num_at_disk = 0  # how deeply `at_disk` is nested; 0 while the writer waits for other ranks
 
     @contextlib.contextmanager
     def at_disk(self) -> Iterator[None]:
@@ -71,9 +71,9 @@ class _Write:
 class BackgroundWrites:
     """Runs writes one after another in daemon threads, so that a disk that hangs blocks neither Ctrl-C nor the exit.
 
-    A write may take any time as long as the disk makes progress; without any for `stall_s`, or for `stall_at_end_s` if
-    the run is ending with an error or Ctrl-C, it fails the run. At most two writes wait in the background, so that at
-    most two copies of the state are in memory.
+    A write may take any time while the disk makes progress. Without progress for `stall_s`, or for `stall_at_end_s`
+    while the run is ending with an error or Ctrl-C, the write fails and ends the run. At most two writes are pending,
+    so that at most two copies of the state are in memory.
     """
 
     def __init__(self, *, stall_s: float = 600.0, stall_at_end_s: float = 60.0) -> None:
@@ -96,7 +96,7 @@ class BackgroundWrites:
         self.wait()
 
     def remove(self, path: str | Path) -> None:
-        """Removes a checkpoint after the pending writes: until then it may be the last complete one."""
+        """Removes a checkpoint after the pending writes, because until then it may be the last complete one."""
 
         def remove(progress: Progress) -> None:
             if not self._has_failed:
@@ -149,15 +149,15 @@ class BackgroundWrites:
             if stalled_s >= limit_s:
                 self._hung = write
                 self._pending.clear()
-                raise _stall_error(write.place, f"its disk has taken nothing for {limit_s:g} s")
+                raise _stall_error(write.place, f"the disk has accepted no data for {limit_s:g} s")
             if stalled_s >= warns_at_s:
-                log.warning("Checkpoint %s: its disk has taken nothing for %.0f s. Waiting.", write.place, stalled_s)
+                log.warning("Checkpoint %s: the disk has accepted no data for %.0f s.", write.place, stalled_s)
                 warns_at_s += _WARN_EVERY_S
 
 
-def _stall_error(place: Path, why: str) -> OSError:
+def _stall_error(place: Path, reason: str) -> OSError:
     return OSError(
-        f"Checkpoint {place} was not written: {why}. Check the disk, or set another default_root_dir. Earlier "
+        f"Checkpoint {place} was not written: {reason}. Check the disk, or set another default_root_dir. Earlier "
         "checkpoints, if any, are whole."
     )
 
@@ -172,7 +172,7 @@ def write_error(error: BaseException, place: Path, requirement: str, num_bytes: 
 
 @contextlib.contextmanager
 def logged_behind_failure() -> Iterator[None]:
-    """Logs an OSError raised inside while another error, not Ctrl-C, ends the run: the other one is the cause."""
+    """Inside, an OSError is only logged if another error (not Ctrl-C) already ends the run, since that is the cause."""
     failure = sys.exc_info()[1]
     try:
         yield

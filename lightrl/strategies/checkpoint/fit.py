@@ -23,20 +23,20 @@ Shapes = Mapping[str, Sequence[int]]
 def check_weights(saved: Shapes, own: Shapes, where: Where) -> None:
     """Raises ValueError, naming the first few, if the weights' names or shapes differ from the run's."""
     reshaped = [
-        f"{name} {list(saved[name])} there and {list(shape)} here"
+        f"{name} {list(saved[name])} instead of {list(shape)}"
         for name, shape in own.items()
         if name in saved and list(saved[name]) != list(shape)
     ]
-    only_there = [name for name in saved if name not in own]
-    only_here = [name for name in own if name not in saved]
-    kinds = (("of another shape", reshaped), ("only in the checkpoint", only_there), ("only in this run", only_here))
+    not_own = [name for name in saved if name not in own]
+    not_saved = [name for name in own if name not in saved]
+    kinds = (("of another shape", reshaped), ("only in the checkpoint", not_own), ("only in this run", not_saved))
     differences = "; ".join(f"{len(names)} {kind} ({_first(names)})" for kind, names in kinds if names)
     if differences:
         raise ValueError(refusal(f"its weights differ: {differences}", where))
 
 
 def check_optimizers(states: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], where: Where) -> None:
-    """Raises ValueError if optimizers or their groups differ in kind, compared by position as Lightning saves them."""
+    """Raises ValueError if saved optimizers, by position as Lightning saves them, have other settings or groups."""
     for state, optimizer in zip(states, optimizers, strict=False):
         saved = state["param_groups"]
         _check_complete({key for group in saved for key in optimizer.defaults.keys() - group.keys()}, optimizer, where)
@@ -48,23 +48,23 @@ def check_optimizers(states: Sequence[Mapping[str, Any]], optimizers: Sequence[O
 
 
 def check_optimizer_names(saved: Collection[str], needed: Collection[str], optimizer: Optimizer, where: Where) -> None:
-    """Rejects an optimizer state by name that lacks entries, except all entries of a parameter that had no gradient.
+    """Rejects an optimizer state that lacks entries. A parameter that never had a gradient needs no `state.` entries.
 
     Args:
-        saved: its names, for example `state.policy.lm_head.weight.exp_avg` and `param_groups.policy.lm_head.weight.lr`.
-        needed: the names of this run.
+        saved: names of entries, like `state.policy.lm_head.weight.exp_avg` and `param_groups.policy.lm_head.weight.lr`.
+        needed: the names that this run has.
         optimizer: this run's optimizer.
 
     Raises:
-        ValueError: if one is missing; names the parameters, or the part of the optimizer's state.
+        ValueError: if an entry is missing; names the parameters, or the part of the optimizer's state.
     """
-    present = {parameter_of(name) for name in saved}
-    absent = list(dict.fromkeys(parameter_of(name) for name in needed if parameter_of(name) not in present))
-    if absent:
-        raise ValueError(refusal(f"its optimizer lacks {len(absent)} of the parameters ({_first(absent)})", where))
+    parameters = {parameter_of(name) for name in saved}
+    missing = list(dict.fromkeys(parameter_of(name) for name in needed if parameter_of(name) not in parameters))
+    if missing:
+        raise ValueError(refusal(f"its optimizer lacks {len(missing)} of the parameters ({_first(missing)})", where))
     stepped = {parameter_of(name) for name in saved if name.startswith("state.")}
-    absent = [name for name in {*needed} - {*saved} if not name.startswith("state.") or parameter_of(name) in stepped]
-    _check_complete({name.rpartition(".")[2] for name in absent}, optimizer, where)
+    missing = [name for name in {*needed} - {*saved} if not name.startswith("state.") or parameter_of(name) in stepped]
+    _check_complete({name.rpartition(".")[2] for name in missing}, optimizer, where)
 
 
 def check_named_optimizer(
@@ -80,7 +80,7 @@ def check_named_optimizer(
     Raises:
         ValueError: if parameters of one group have different settings: torch would use the first one's for all.
     """
-    settings = [  # a group's, for each parameter
+    settings = [  # for each setting of a group, its names for all parameters
         [f"param_groups.{names[parameter]}.{setting}" for parameter in group["params"] if parameter in names]
         for group in optimizer.param_groups
         for setting in sorted(group.keys() - {"params"})

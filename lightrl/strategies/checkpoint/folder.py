@@ -1,12 +1,12 @@
-"""Checkpoint folders of several processes: every rank saves and loads its part by global parameter names.
+"""Checkpoint folders of several processes: every rank saves and loads its part, under global parameter names.
 
 The format is torch.distributed.checkpoint's, so any number of processes and any strategy can read it; `meta.pt` in the
 folder holds everything but weights and optimizers. Every file contains the id of its save; a folder that mixes two
 saves, for example after an interrupted copy, is refused.
 
 torch's HuggingFaceStorageWriter and Reader (2.13) do not fit. Tensors are restored exactly on other meshes, but a value
-that is not a tensor, like a learning rate, makes the file unreadable: it is written before the header. Writing takes
-twice the memory of the tensors. Missing files, changed bytes and files of two saves cause no error.
+that is not a tensor, like a learning rate, is written before the header, which makes the file unreadable. Writing
+takes twice the memory of the tensors. Missing files, changed bytes and files of two saves cause no error.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from lightrl.strategies.checkpoint.safe_reader import (
 
 META_FILE = "meta.pt"
 _SAVE_ID = "save_id"
-# Keys are names: ranks may hold different parameters, so lists of states would not match.
+# Entries by name, since ranks may hold different parameters, so that positions in a list would not match.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -65,18 +65,18 @@ def folder_writer(
     Args:
         checkpoint: Lightning's checkpoint; its weights and optimizer states are removed from it.
         place: the folder's path, the same on all ranks.
-        writer_mark: rank 0's mark, see owner.py, and a unique suffix: the id that every file gets.
+        writer_mark: rank 0's mark (owner.py) and a unique suffix, which identify this save in every file.
         group: all ranks; used only by the writing thread.
         is_main: whether this is rank 0.
-        copies: copy the tensors now, because training continues during the write.
+        copies: whether to copy the tensors now, because training continues during the write.
 
     Raises:
         OSError: when the function is called, if the folder cannot be written.
     """
     part = place.with_name(f"{place.name}.{writer_mark}.part")
     state = {"state_dict": checkpoint.pop("state_dict")}
-    state |= {f"optimizer_{index}": part for index, part in enumerate(checkpoint.pop("optimizer_states", []))}
-    state = {name: values for name, values in state.items() if values}  # a rank may hold nothing
+    state |= {f"optimizer_{index}": values for index, values in enumerate(checkpoint.pop("optimizer_states", []))}
+    state = {name: values for name, values in state.items() if values}  # empty on a rank without these
     if copies:
         state = tree_map_only(Tensor, torch.clone, state)
     rest = io.BytesIO()
@@ -97,11 +97,11 @@ def folder_writer(
             dist.barrier(group=group)  # otherwise a faster rank would make the folder first
             writer = _Writer(part, save_id, progress)
             dcp.state_dict_saver.save(state, storage_writer=writer, process_group=group)
-            if is_main:  # all ranks have written: a save ends with a reduction
+            if is_main:  # all ranks have written, since a save ends with a reduction
                 with progress.at_disk():
                     write_sums(part, [".metadata"])  # the other files contain checksums
-                    parts = {file.relative_path for file in SafeReader(part).read_metadata().storage_data.values()}
-                    if missing := sorted(name for name in parts if not (part / name).is_file()):
+                    files = {file.relative_path for file in SafeReader(part).read_metadata().storage_data.values()}
+                    if missing := sorted(name for name in files if not (part / name).is_file()):
                         raise OSError(f"{', '.join(missing[:3])} of other ranks did not appear in {part}")
                     publish(part, place)
         except (OSError, RuntimeError, CheckpointException) as error:
@@ -146,7 +146,7 @@ class _TrackedFiles(FileSystem):
 
 
 def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Loads weights and optimizers in place, from any number of ranks; returns the rest. Collective.
+    """Loads weights and optimizers, saved by any number of ranks, in place; returns the rest; collective.
 
     Roles that were not saved keep their weights.
 
@@ -156,14 +156,14 @@ def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Optimiz
     rest = read_rest(path)
     saved = SafeReader(path).read_metadata().state_dict_metadata
     state: dict[str, Any] = get_model_state_dict(model)
-    present = {name: value for name, value in state.items() if f"state_dict.{name}" in saved}
+    loaded = {name: value for name, value in state.items() if f"state_dict.{name}" in saved}
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     # Frozen roles are not saved, and other ranks may have models that this one does not.
-    needed = {name: value.shape for name, value in state.items() if name in trained | present.keys()}
-    sizes = {name: getattr(saved[f"state_dict.{name}"], "size", needed[name]) for name in present}
+    needed = {name: value.shape for name, value in state.items() if name in trained | loaded.keys()}
+    sizes = {name: getattr(saved[f"state_dict.{name}"], "size", needed[name]) for name in loaded}
     check_weights(sizes, needed, path)
-    load_parts({"state_dict": present} if present else {}, path)  # collective, even for a rank that has none
-    model.load_state_dict(present, strict=False)
+    load_parts({"state_dict": loaded} if loaded else {}, path)  # collective, even for a rank that has none
+    model.load_state_dict(loaded, strict=False)
     for index, optimizer in enumerate(optimizers):
         key = f"optimizer_{index}"
         saved_names = {name.removeprefix(f"{key}.") for name in saved if name.startswith(f"{key}.")}
@@ -176,7 +176,7 @@ def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Optimiz
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
-    """Reads a whole checkpoint into this process, however many saved it; optimizer states are by parameter name."""
+    """Reads a whole checkpoint of any number of processes into this one; optimizer states are by parameter name."""
     checkpoint = read_rest(folder)
     checkpoint["state_dict"] = read_tensors(folder, "state_dict.")
     optimizers = checkpoint["optimizer_states"] = list[dict[str, Any]]()
@@ -186,7 +186,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path, prefix: str, *, with_numbers: bool = False) -> dict[str, Any]:
-    """Reads whole tensors whose names start with `prefix`, by the rest of the name, and `with_numbers` other values."""
+    """Reads whole tensors (`with_numbers`: also other values) whose names start with `prefix`: rest of name → value."""
     tensors: dict[str, Any] = {}
     for name, item in SafeReader(folder).read_metadata().state_dict_metadata.items():
         if name.startswith(prefix) and isinstance(item, TensorStorageMetadata):
@@ -194,7 +194,7 @@ def read_tensors(folder: Path, prefix: str, *, with_numbers: bool = False) -> di
         elif name.startswith(prefix) and with_numbers:
             tensors[name] = None
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # on purpose
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as intended
         if tensors:
             load_parts(tensors, folder, no_dist=True)
     return {name.removeprefix(prefix): value for name, value in tensors.items()}
@@ -226,7 +226,7 @@ def optimizer_state(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, A
 
 def _state_to_fill(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Returns the state by parameter name, with a first step's state for every parameter of a new optimizer."""
-    optimizer.zero_grad()  # torch makes none if there are gradients, for example of an earlier fit
+    optimizer.zero_grad()  # torch makes no state while there are gradients, for example from an earlier fit
     with _without_empty_groups(optimizer) as plain:
         return get_optimizer_state_dict(model, plain, options=_FLAT) if plain.param_groups else {}
 
@@ -249,7 +249,7 @@ def load_optimizer_state(
 
 @contextlib.contextmanager
 def _without_empty_groups(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Unwraps Lightning's optimizer, without the groups of roles on other ranks, which torch rejects."""
+    """Yields the optimizer in Lightning's, without the empty groups of roles on other ranks, which torch rejects."""
     plain: Optimizer = getattr(optimizer, "optimizer", optimizer)
     groups = plain.param_groups
     plain.param_groups = [group for group in groups if group["params"]]

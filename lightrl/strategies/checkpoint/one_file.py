@@ -1,4 +1,4 @@
-"""Checkpoints of one process: a file that is complete or absent, whenever its writer dies; how a process resumes."""
+"""Checkpoints of a single process: a file, complete or absent even if its writer dies; how the process resumes."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes and syncs next to the target, then renames: after `kill -9` the name refers to the old or the new file.
+    """Writes and syncs next to the target, then renames: even after `kill -9`, the file is the old or the new one.
 
-    Lightning's writer uses the system's temporary folder; moving a file from there to another file system is a copy.
+    Lightning's writer uses the system's temporary folder, from which a move to another file system is only a copy.
 
     Args:
         save_async: continue training while a checkpoint is written, from a copy in memory. The next save, or the end of
@@ -71,7 +71,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return of_run(checkpoint, path)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Writes `checkpoint`, or raises OSError and keeps a previous file; removes leftovers of dead writers."""
+        """Writes `checkpoint`, or raises OSError and keeps the previous file; removes leftovers of dead writers."""
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -123,7 +123,7 @@ def _discard(part: Path) -> None:
 
 @contextlib.contextmanager
 def explained_mismatch(module: LightningModule, checkpoint: dict[str, Any]) -> Iterator[None]:
-    """Explains errors while the module loads a checkpoint's weights: names what does not fit."""
+    """Inside, an error from loading the checkpoint's weights becomes one that names what does not fit."""
     try:
         yield
     except RuntimeError as error:
@@ -141,7 +141,7 @@ def explained_mismatch(module: LightningModule, checkpoint: dict[str, Any]) -> I
 def load_optimizers(
     strategy: Strategy, by_position: Callable[[dict[str, Any]], None], checkpoint: dict[str, Any]
 ) -> None:
-    """Loads the optimizers' state in one process, by position as Lightning saves it, or by parameter name."""
+    """Loads the optimizers' state in one process: by position, with Lightning's function, or by parameter name."""
     module = strategy.lightning_module
     where = None if module is None else module.trainer.ckpt_path
     states, optimizers = checkpoint["optimizer_states"], strategy.optimizers

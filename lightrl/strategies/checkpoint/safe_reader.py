@@ -1,7 +1,7 @@
 """Reads torch's checkpoints as data: whatever a file contains, no code runs, and damaged bytes are refused.
 
 torch's own reader unpickles `.metadata` and single values without limits, so a crafted file can run any command. torch
-writes a CRC-32 of every record but checks none, and accepts files of two saves as one; here each has its save's id.
+writes a CRC-32 of every record but checks none, and accepts a mix of two saves; lightrl's files contain a save's id.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def of_run(content: object, file: str | Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def named(file: str | Path) -> Iterator[None]:
-    """Turns errors about a file that is damaged, or contains more than plain data, into a ValueError with its name."""
+    """Inside, an error about a file that is damaged or holds more than plain data becomes one with the file's name."""
     try:
         yield
     except FileNotFoundError:
@@ -84,12 +84,12 @@ def named(file: str | Path) -> Iterator[None]:
 
 
 def check_records(content: Path | IO[bytes], of: str = "the file") -> None:
-    """Checks a `torch.save` file, which compresses nothing; raises ValueError for a damaged or compressed record."""
+    """Raises ValueError for a damaged record of a `torch.save` file, or a compressed one, which torch never writes."""
     with zipfile.ZipFile(content) as records:
-        packed = [info.filename for info in records.infolist() if info.compress_type != zipfile.ZIP_STORED]
-        damaged = packed[0] if packed else records.testzip()
+        compressed = [info.filename for info in records.infolist() if info.compress_type != zipfile.ZIP_STORED]
+        damaged = compressed[0] if compressed else records.testzip()
     if damaged is not None:
-        raise ValueError(f"record {damaged} of {of} has other bytes than were written, by its CRC-32")
+        raise ValueError(f"record {damaged} of {of} has other bytes than were written, as its CRC-32 shows")
 
 
 def _without_advice(error: BaseException) -> BaseException:
@@ -109,12 +109,13 @@ def load_parts(state: dict[str, Any], folder: Path, *, no_dist: bool = False) ->
         if isinstance(failure, DamagedCheckpoint):
             raise failure from None
         cause = _without_advice(failure)
-        what = f"Checkpoint {str(folder)!r} cannot be read (rank {rank}: {cause})"
-        raise ValueError(f"{what}. Use an earlier one.") from cause
+        raise ValueError(
+            f"Checkpoint {str(folder)!r} cannot be read (rank {rank}: {cause}). Use an earlier one."
+        ) from cause
 
 
 def own_save_id(saved: Metadata) -> str | None:
-    """Returns the id that each file of this save must contain; None if its writer did not set one."""
+    """Returns the id that each file of this save must contain; None if lightrl did not set one."""
     save_id = getattr(saved.storage_meta, "save_id", None)
     return save_id if isinstance(save_id, str) and save_id.startswith(OWN) else None
 
@@ -125,7 +126,7 @@ def mark_of(save_id: str, name: str) -> bytes:
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader of a checkpoint folder, which checks every byte and limits the names in `.metadata`."""
+    """torch's reader of a checkpoint folder; checks every byte, and limits which classes `.metadata` can name."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads the folder's metadata; raises ValueError if `.metadata` is not in torch's format."""
@@ -149,7 +150,7 @@ class SafeReader(FileSystemReader):
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         if not is_coordinator or (save_id := own_save_id(metadata)) is None:
             return
-        folder, needed = Path(self.path), {place.relative_path for place in self.storage_data.values()}
+        folder, needed = Path(self.path), {item.relative_path for item in self.storage_data.values()}
         for name in sorted(needed | {file.name for file in folder.glob(f"*{PARTS}")}):
             mark = mark_of(save_id, name)
             with named(folder / name), (folder / name).open("rb") as file:
@@ -172,7 +173,7 @@ class _SafePlanner(DefaultLoadPlanner):
     """torch's planner, which loads single values as plain data."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # Not torch's method, which loads without limits.
+        # torch's method unpickles without limits.
         name = read_item.dest_index.fqn
         set_element(self.original_state_dict, self.mappings[name], torch.load(value, weights_only=True))
 
@@ -180,7 +181,7 @@ class _SafePlanner(DefaultLoadPlanner):
 class _MetadataUnpickler(pickle.Unpickler):
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
-        # Functions of this object only, since a pickle can set attributes of everything that it names.
+        # New functions for each object, since a pickle can set attributes of everything that it names.
         self._names: dict[tuple[str, str], object] = {
             **{(kind.__module__, kind.__qualname__): kind for kind in _CLASSES},
             **dict.fromkeys([(module, "PosixPath") for module in _PATHLIB], lambda *parts: "/".join(parts)),
@@ -204,7 +205,7 @@ _PATHLIB = ("pathlib", "pathlib._local")  # Python 3.13 has the second
 
 @contextlib.contextmanager
 def _unchanged_classes() -> Iterator[None]:
-    """Reverts attributes that a pickle has set on torch's classes, and raises ValueError if there were any."""
+    """Afterwards, reverts attributes that a pickle has set on torch's classes, and raises ValueError if it did."""
     before = [(kind, dict(vars(kind))) for kind in _CLASSES]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Trajectories that are trees of conversations, for models that read rows: the only place where trees become rows."""
+"""Trees of conversations as rows, which models read. No other file of the strategies makes rows from trees."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lightrl.models import Outputs
 
 
 def branch_rows(experience: Experience) -> tuple[Experience, Callable[[Outputs], Outputs]]:
-    """Makes the rows that a model reads, one per conversation, and a function that joins its outputs again.
+    """Returns a model's rows, one per conversation, and a function that maps its outputs back to trajectories.
 
-    A token's loss mask is True only in the first row that contains it. Without trees nothing changes.
+    A token's loss mask is True only in the first row that contains it. Without trees, nothing changes.
     """
     if experience.gaps is None:
         return experience, lambda outputs: outputs

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # The shared ones are layouts of shared_prefix.py.
 Form = Literal["rectangles", "shared_keys", "shared_rows", "packed"]
 
-# A packed row shares prompts if that leaves at most this fraction of its tokens: attention copies their key-values.
+# A packed row shares prompts only if at most this fraction of its tokens remains, since attention copies key-values.
 _LARGEST_SHARED_FRACTION = 0.9
 
 # Rows [N], columns [N] and states of predicting positions: hidden states [N, H], or logits [N, V].
@@ -56,7 +56,7 @@ class Forms:
     Args:
         model: a causal language model.
         form: the form of all microbatches; None chooses the cheapest exact form for each.
-        reads_logits: compute logits instead of hidden states; only rectangles can.
+        reads_logits: compute logits instead of hidden states; only possible in rectangles.
         is_policy: whether the model sampled the tokens; only then does it replay the engine's experts.
         context_group: ranks that share packed rows; None for one rank.
 
@@ -75,7 +75,7 @@ class Forms:
     ) -> None:
         self.model, self.form, self.reads_logits, self.context_group = model, form, reads_logits, context_group
         self.is_compiled = False  # whether its layers are compiled
-        self.num_calls = 0  # least number of model calls for a microbatch in rectangles
+        self.num_calls = 0  # minimum number of model calls for a microbatch in rectangles
         self.layouts = {} if reads_logits else exact_layouts(model)
         wants_packed = form == "packed" or context_group is not None or model.device.type != "cpu"
         self.can_pack = not reads_logits and wants_packed and can_pack(model)
@@ -104,16 +104,16 @@ class Forms:
         return min({"rectangles": whole_rows(prompts), **plans}.items(), key=lambda plan: cost(plan[1]))
 
     def packs_all(self, microbatches: Sequence[Experience]) -> bool:
-        """Whether the set form packs these microbatches; reads one, which builds its tensors, only if it must."""
+        """Whether `form` packs all these microbatches; builds the tensors of the first only if it must read them."""
         may_be_whole = image_kind(self.model.config) == "bidirectional"
         return self.form == "packed" and not (may_be_whole and microbatches[0].pixel_values is not None)
 
     def replays(self, experience: Experience) -> bool:
-        """Whether the experts of these tokens are those that the engine chose."""
+        """Whether a forward over these tokens uses the experts that the engine chose."""
         return self.routes is not None and experience.routes is not None
 
     def states(self, experience: Experience) -> Iterator[Part]:
-        """Runs the model over a microbatch and yields its predicting positions: all at once, or logits by rectangle.
+        """Runs the model and yields the states of all predicting positions at once, or logits for each rectangle.
 
         Raises:
             ValueError: if a trajectory is too long for the model.
@@ -205,7 +205,7 @@ class Forms:
         return image_inputs(self.model, token_ids, images, positions=positions)
 
     def _replaying(self, experience: Experience, rows: Tensor, columns: Tensor | slice) -> AbstractContextManager[None]:
-        """Routes a forward over the tokens at these rows and columns of the experience as the engine did."""
+        """Inside, a forward over the tokens at these rows and columns uses the experts that the engine chose."""
         if self.routes is None or experience.routes is None:
             return nullcontext()
         if self.is_compiled:

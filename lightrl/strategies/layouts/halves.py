@@ -1,8 +1,8 @@
 """Runs a microbatch as two halves of its groups, each in a thread with half of the cores.
 
-The operations of a small model are too short to be divided among torch's threads: a second thread makes 1 M parameters
-decode at half the speed. Two halves, each an ordinary microbatch, use both cores. The losses are computed one after the
-other, and a gradient is always (previous gradient) + (first + second), whichever thread was faster.
+The operations of a small model are too short to be divided among torch's threads: with a second thread, a model with
+1 M parameters decodes at half the speed. Two halves, each an ordinary microbatch, use both cores. Their losses are
+computed one after the other, and a gradient is always (previous gradient) + (first + second), whatever the order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def halves_pay(model: torch.nn.Module, experience: Experience, num_cores: int) -
 
 
 def cut_in_halves(experience: Experience) -> list[Experience] | None:
-    """Cuts into two parts of whole groups with similar numbers of tokens; None if there is only one group."""
+    """Cuts it into two parts of whole groups with similar numbers of tokens; None if there is only one group."""
     groups, lengths = experience.units("group"), experience.lengths.tolist()
     if len(groups) < 2:
         return None
@@ -72,7 +72,7 @@ def forward_backward_halves(
     losses = [loss_fn(half, output) for half, output in zip(halves, outputs, strict=True)]
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
-        parameter.grad = None  # only the two halves are added: float addition commutes, but is not associative
+        parameter.grad = None  # adds only the two halves, since float addition commutes but is not associative
     backward(_Sum.apply(torch.zeros((), requires_grad=True), tuple(losses)))  # type: ignore[no-untyped-call]
     for parameter, gradient in zip(parameters, before, strict=True):
         if gradient is not None:

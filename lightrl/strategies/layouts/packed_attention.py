@@ -10,7 +10,7 @@ dtype and head size:
     sdpa    SDPA on rectangles of trajectories of similar length; always works, and is the only one on a CPU
 
 Context parallelism cuts a row into equal parts, one for each of `cp` ranks, and attention exchanges heads. All other
-operations work token by token. Each rank has results for its own tokens; their sum is the result of the row:
+operations work token by token. Each rank has the results of its own tokens; the ranks' sums are that of the row:
 
     cp 2, 4 heads       rank 0                               rank 1
     a packed row        its first half                       its second half
@@ -58,7 +58,7 @@ class NotPackable(ValueError):
 
 
 class PackedRows:
-    """Starts of the trajectories in one packed row, known on the host, so that no kernel has to read them back.
+    """The starts of the trajectories in a packed row, known on the host, so that no kernel has to read them back.
 
     Trajectories with the same prompt may share it: the prompt is then a separate trajectory in the row, and each
     completion that follows it attends to the prompt's keys, which `attend` repeats, and then to its own.
@@ -132,12 +132,12 @@ class PackedRows:
             return self._block_masks[window]
         (num_partial, partial), (num_full, full) = blocks(self._starts, self._key_starts, window)
         queries = torch.arange(int(self._starts[-1]))
-        lowest, own = (
+        first, last = (
             to_device(keys, self.device) for keys in _visible_keys(queries, self._starts, self._key_starts, window)
         )
 
         def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (key >= lowest[query]) & (key <= own[query])
+            return (key >= first[query]) & (key <= last[query])
 
         sizes = (len(queries), int(self._key_starts[-1]))
         mask = BlockMask.from_kv_blocks(
@@ -148,21 +148,21 @@ class PackedRows:
 
 
 def _key_tokens(lengths: Sequence[int], prompts: Sequence[int]) -> Tensor:
-    """Returns the tokens, int64 [K], whose keys each trajectory sees, its prompt's before its own."""
+    """Returns the tokens whose keys the trajectories see, int64 [K]: for each its prompt's, then its own."""
     tokens = torch.split(torch.arange(sum(lengths)), list(lengths))
     parts: list[Tensor] = []
-    for own, prompt in zip(tokens, prompts, strict=True):
-        if len(own) > 0:
-            parts += [own] if prompt < 0 else [tokens[prompt], own]
+    for own_tokens, prompt in zip(tokens, prompts, strict=True):
+        if len(own_tokens) > 0:
+            parts += [own_tokens] if prompt < 0 else [tokens[prompt], own_tokens]
     return torch.cat(parts)
 
 
 def _visible_keys(queries: Tensor, starts: Tensor, key_starts: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
     """Returns the first and the last key, int64 [Q] each, that these tokens [Q] see."""
     document = torch.searchsorted(starts, queries, right=True) - 1
-    own = key_starts[document + 1] - (starts[document + 1] - queries)
+    last = key_starts[document + 1] - (starts[document + 1] - queries)  # the token's own key
     first = key_starts[document]
-    return first if window is None else torch.maximum(first, own - window + 1), own
+    return first if window is None else torch.maximum(first, last - window + 1), last
 
 
 def blocks(starts: Tensor, key_starts: Tensor, window: int | None) -> list[tuple[Tensor, Tensor]]:
@@ -197,13 +197,13 @@ def make_packable(model: PreTrainedModel) -> bool:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    now: str = model.config._attn_implementation
-    if now == "sdpa":
+    current: str = model.config._attn_implementation
+    if current == "sdpa":
         AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, sdpa_mask)
         model.set_attn_implementation(NAME)
-        now = model.config._attn_implementation
-    return now == NAME or is_flash(model)
+        current = model.config._attn_implementation
+    return current == NAME or is_flash(model)
 
 
 def arguments(model: PreTrainedModel, rows: PackedRows, *, with_states: bool) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def arguments(model: PreTrainedModel, rows: PackedRows, *, with_states: bool) ->
     if is_flash(model):
         longest = {"max_length_q": rows.longest, "max_length_k": rows.longest}
         return {"cu_seq_lens_q": rows.starts, "cu_seq_lens_k": rows.starts, **longest, **of_states}
-    if not rows.kernels:  # before the layers are compiled: a trial may compile too, and sizes are symbolic later
+    if not rows.kernels:  # before layers are compiled, since a trial may compile too, and later sizes are symbolic
         config, device = model.config.get_text_config(), rows.device
         size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
         size = size or config.hidden_size // config.num_attention_heads
@@ -233,7 +233,7 @@ def _compute_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """Returns a four-dimensional mask of one element, which transformers passes on instead of making one."""
+    """Returns a four-dimensional mask of one element, which transformers passes on instead of making a mask."""
     return torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
@@ -298,7 +298,7 @@ def exchange(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Total(torch.autograd.Function):
-    """Sums over ranks that compute the same loss from it; multiplies gradients by cp, since they are averaged later."""
+    """Sums over ranks, which compute the same loss from it; gradients are times cp, since they are averaged later."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -323,16 +323,16 @@ def kernel_for(
         if not _is_tried_on(device):
             continue
         try:
-            why = _failure(kernel, device, dtype, head_size, value_size, shares_prompts)
+            reason = _failure(kernel, device, dtype, head_size, value_size, shares_prompts)
         except Exception as error:  # noqa: BLE001  # Triton's, such as OutOfResources, have no base of Python's or torch's
-            why = f"{type(error).__name__}: {error}"[:100]
-        if why is None:
+            reason = f"{type(error).__name__}: {error}"[:100]
+        if reason is None:
             break
-        skipped.append(f"{name}: {why}")
+        skipped.append(f"{name}: {reason}")
     reasons = f" ({'; '.join(skipped)})" if skipped else ""
     level = logging.WARNING if skipped else logging.DEBUG
-    what = "packed rows that share prompts" if shares_prompts else "packed rows"
-    log.log(level, "attention of %s: %s, %s on %s%s", what, name, str(dtype).removeprefix("torch."), device, reasons)
+    kind = "packed rows that share prompts" if shares_prompts else "packed rows"
+    log.log(level, "attention of %s: %s, %s on %s%s", kind, name, str(dtype).removeprefix("torch."), device, reasons)
     return name
 
 
@@ -382,7 +382,7 @@ def _flash(
     from torch.nn.attention.varlen import varlen_attn  # type: ignore[import-not-found, unused-ignore]
 
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
-    if query.shape[1] != key.shape[1] and _names_groups():
+    if query.shape[1] != key.shape[1] and _has_gqa_flag():
         options["enable_gqa"] = True
     query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     output = varlen_attn(query, key, value, rows.starts, rows.key_starts, rows.longest, rows.longest_keys, **options)
@@ -390,8 +390,8 @@ def _flash(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
-def _names_groups() -> bool:
-    """Whether the kernel needs a flag for fewer key heads than query heads (torch 2.12); torch 2.11 does not."""
+def _has_gqa_flag() -> bool:
+    """Whether the kernel has a flag for fewer key heads than query heads, as in torch 2.12; 2.11 needs none."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -404,7 +404,7 @@ def _compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=True)  # type: ignore[no-any-return, unused-ignore]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]  # has a compilation of its own
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]  # is compiled separately
 def _flex(
     query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None, window: int | None
 ) -> Tensor:
@@ -429,9 +429,9 @@ def _sdpa(
         )
         mask = None
         if rows.keys is not None or (window is not None and window < width):
-            before = before[:1] if rows.keys is None else before  # positions are among a trajectory's keys
-            own = before[:, None] + torch.arange(width, device=query.device)
-            difference = (own[:, :, None] - torch.arange(keys.shape[1], device=query.device))[:, None]
+            before = before[:1] if rows.keys is None else before
+            positions = before[:, None] + torch.arange(width, device=query.device)  # among a trajectory's keys
+            difference = (positions[:, :, None] - torch.arange(keys.shape[1], device=query.device))[:, None]
             mask = difference >= 0 if window is None else (difference >= 0) & (difference < window)
         output = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
         outputs.append(output.transpose(1, 2).reshape(num * width, *output.shape[1::2]))  # [tokens, heads, D]

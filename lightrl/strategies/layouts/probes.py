@@ -91,14 +91,14 @@ def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
         shares_prompt: test two completions of one prompt that the row contains once.
     """
     if getattr(model.config.get_text_config(), "index_topk", None):
-        return False  # selects among a row's keys; these few tokens are below its size
+        return False  # attention to some of the keys; has no effect on so few tokens as this probe's
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
     if not takes_positions or rope_depends_on_length(model) or not make_packable(model):
         return False
     with_states = keeps_states(model.config)
     if shares_prompt and (with_states or is_flash(model)):  # transformers' flash attention cannot repeat keys
         return False
-    # Longer than convolutions; the second crosses a chunk boundary of a scan, the third starts after it.
+    # Longer than convolutions; the second crosses the boundary of a scan's chunks, the third starts after it.
     lengths = [6, 262, 6] if with_states else [3, 1, 2]
     prompts = [-1, 0, 0] if shares_prompt else [-1, -1, -1]
     parts = torch.split(token_ids := _some_tokens(model, sum(lengths)), lengths, dim=1)
@@ -122,7 +122,7 @@ def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
 
 
 def may_be_cut(config: PretrainedConfig) -> bool:
-    """Whether only attention mixes tokens, judged from a model without memory; `can_pack` tests the real one."""
+    """Whether only attention mixes tokens, judged by a model without memory; `can_pack` tests the real one."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     if {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}:

@@ -88,14 +88,14 @@ def find_shared_prompts(experience: Experience, image_token_id: int | None = Non
 def shared_keys(prompts: Sequence[Row]) -> Plan:
     """Plans a forward over the prompts of each length, then rectangles of completions that continue them."""
     plan: Plan = []
-    for num_tokens, same in groupby(prompts, key=lambda prompt: prompt.num_prompt_tokens):
+    for num_tokens, same_length in groupby(prompts, key=lambda prompt: prompt.num_prompt_tokens):
         plan.append([])
-        rests = []
-        for stored, prompt in enumerate(same):
+        completions = []
+        for stored, prompt in enumerate(same_length):
             plan[-1].append(prompt._replace(sizes=[0] * len(prompt.members)))
             pairs = zip(prompt.members, prompt.sizes, strict=True)
-            rests += [Row(num_tokens, [member], [size], stored) for member, size in pairs if size]
-        plan += _in_rectangles(rests)
+            completions += [Row(num_tokens, [member], [size], stored) for member, size in pairs if size]
+        plan += _in_rectangles(completions)
     return plan
 
 
@@ -211,9 +211,9 @@ def shared_hidden(
             inputs["position_ids"] = to_device(tokens.positions, device)
             inputs["attention_mask"] = mask_of(to_device(tokens.segments, device), model.dtype)
         hidden = model.base_model(**inputs, use_cache=cached in inputs).last_hidden_state
-        place = tokens.flat_indices[predicting]
-        at, columns, place = (to_device(values[place >= 0], device) for values in (*predicting, place))
-        yield at, columns, hidden.flatten(0, 1)[place]
+        indices = tokens.flat_indices[predicting]
+        trajectories, columns, indices = (to_device(values[indices >= 0], device) for values in (*predicting, indices))
+        yield trajectories, columns, hidden.flatten(0, 1)[indices]
 
 
 class _Tokens(NamedTuple):
@@ -237,14 +237,14 @@ class _Tokens(NamedTuple):
         sizes = table[:, 4]
         of_piece = torch.arange(len(table)).repeat_interleave(sizes)
         within = torch.arange(len(of_piece)) - (sizes.cumsum(0) - sizes)[of_piece]
-        at, columns, sources, positions, _, segments = table[of_piece].unbind(1)
+        numbers, columns, sources, positions, _, segments = table[of_piece].unbind(1)
         width = max(row.num_tokens for row in rows)
-        place, positions = at * width + columns + within, positions + within
+        indices, positions = numbers * width + columns + within, positions + within
         filled = torch.zeros(3, len(rows) * width, dtype=torch.int64)
         filled[2] = -1
-        filled[:, place] = torch.stack([token_ids[sources, positions], positions, segments])
+        filled[:, indices] = torch.stack([token_ids[sources, positions], positions, segments])
         flat_indices = torch.full(token_ids.shape, -1)
-        flat_indices[sources, positions] = place
+        flat_indices[sources, positions] = indices
         for number, row in enumerate(rows):
             if row.stored is None:  # the prompt's last position predicts the first token of each completion
                 last = row.num_prompt_tokens - 1

@@ -126,7 +126,7 @@ class PlannedGather:
         return tensors
 
     def _start_whole(self, name: str, held: Tensor | None) -> Tensor:
-        """Allocates the whole parameter and fills in this rank's part; returns the held tensor if that is all."""
+        """Allocates the whole parameter and fills in this rank's part; if this rank has all of it, returns that."""
         shape = self._shapes[name]
         if held is None:
             return torch.empty(shape, dtype=self._dtypes[name], device=self._device)

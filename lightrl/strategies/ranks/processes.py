@@ -125,7 +125,7 @@ class Ranks:
         return json.loads(self.receive().payload)
 
     def gather_json(self, value: Any, *, timeout_s: float) -> list[Any]:
-        """Gathers every rank's plain JSON on rank 0, by rank; at the deadline RuntimeError names missing ranks."""
+        """Gathers every rank's plain JSON on rank 0, by rank; RuntimeError names ranks that exceed `timeout_s`."""
         return [value]
 
     def broadcast_tensors(self, tensors: Mapping[str, Tensor], *, source: int = 0) -> dict[str, Tensor]:
@@ -143,7 +143,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def own_deadline(self, is_on: bool = True) -> Iterator[None]:
-        """Marks work within a phase as having its own timeout, or, if `is_on` is False, as having none."""
+        """Inside, the phase's work has its own timeout, so that the watch's does not apply; if not `is_on`, it does."""
         with contextlib.nullcontext() if self.watch is None else self.watch.own_deadline(is_on):
             yield
 
@@ -256,8 +256,8 @@ class ProcessRanks(Ranks):
         for parameter in self.shared:
             gradient = parameter.grad if counts else None
             values = torch.zeros_like(parameter) if gradient is None else gradient
-            has_one = torch.tensor([gradient is not None]).double()
-            total = self.total(torch.cat([has_one, values.detach().cpu().double().flatten()]))
+            has_gradient = torch.tensor([gradient is not None]).double()
+            total = self.total(torch.cat([has_gradient, values.detach().cpu().double().flatten()]))
             parameter.grad = (total[1:] / self.dp_size).view_as(parameter).to(parameter) if total[0] else None
 
     def gather_json(self, value: Any, *, timeout_s: float) -> list[Any]:
@@ -276,9 +276,9 @@ class ProcessRanks(Ranks):
 
     def total(self, values: Tensor, operation: Reduction = "sum") -> Tensor:
         result = values.detach().cpu().clone()
-        how = dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX
+        reduction = dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX
         with span("all_reduce", "collective"):
-            dist.all_reduce(result, how, group=self.control_group)
+            dist.all_reduce(result, reduction, group=self.control_group)
         return result
 
     def exchange(
@@ -290,13 +290,13 @@ class ProcessRanks(Ranks):
                 buffer = torch.empty(num_bytes(send), dtype=torch.uint8)
                 received.append((send, buffer))
                 waits.append(dist.irecv(buffer, group=self.control_group, group_src=send.source))
-        leaving: list[tuple[Any, Tensor]] = []  # the bytes must live until they are sent
+        sending: list[tuple[Any, Tensor]] = []  # the bytes must live until they are sent
         for send in (send for send in sends if send.source == self.rank):
             data = pack(send)
-            leaving.append((dist.isend(data, group=self.control_group, group_dst=send.target), data))
-            if len(leaving) > _SENDS_AT_ONCE:
-                leaving.pop(0)[0].wait()
-        for work in [*waits, *(work for work, _ in leaving)]:
+            sending.append((dist.isend(data, group=self.control_group, group_dst=send.target), data))
+            if len(sending) > _SENDS_AT_ONCE:
+                sending.pop(0)[0].wait()
+        for work in [*waits, *(work for work, _ in sending)]:
             work.wait()
         return received
 
@@ -334,11 +334,12 @@ def watch_all(control_group: dist.ProcessGroup, *, main_address: str, hang_timeo
     """Starts watching this rank, through a store on rank 0's machine, `main_address`; collective."""
     rank, size = dist.get_rank(control_group), dist.get_world_size(control_group)
     store = _watch_store(main_address) if rank == 0 else None
-    # Other users who can connect to the port cannot guess the names of keys.
-    sent = torch.tensor([0 if store is None else store.port, *secrets.token_bytes(16)])
-    dist.broadcast(sent, group=control_group, group_src=0)
-    store = store or TCPStore(main_address, int(sent[0]), is_master=False)
-    return RankWatch(PrefixStore(bytes(sent[1:].tolist()).hex(), store), rank, size, hang_timeout_s=hang_timeout_s)
+    # Keys have a secret prefix, because other users may connect to the port.
+    port_and_secret = torch.tensor([0 if store is None else store.port, *secrets.token_bytes(16)])
+    dist.broadcast(port_and_secret, group=control_group, group_src=0)
+    port, *secret = port_and_secret.tolist()
+    store = store or TCPStore(main_address, port, is_master=False)
+    return RankWatch(PrefixStore(bytes(secret).hex(), store), rank, size, hang_timeout_s=hang_timeout_s)
 
 
 def allow_long_waits(group: dist.ProcessGroup) -> None:
@@ -363,7 +364,7 @@ def _watch_store(main_address: str) -> TCPStore:
 def square_norm(gradients: Iterable[Tensor], copies: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns the sum of squares of this rank's parts; the sum over all ranks then counts each number once.
 
-    Gradients are DTensors on any meshes, or whole tensors of only this rank; another rank counts those of `copies`.
+    Gradients are DTensors on any meshes, or whole tensors that only this rank has; other ranks count those of `copies`.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:

@@ -17,7 +17,7 @@ from lightrl.strategies.ranks.processes import Ranks, mark_as_on_all_ranks
 
 VISIBLE_WITHIN_S = 10.0  # until another host sees a new file on a network file system
 _LOOK_S = 0.1
-_ARRIVE_WITHIN_S = 300.0  # until all ranks are here, after rank 0
+_ARRIVE_WITHIN_S = 300.0  # for all ranks to answer rank 0
 
 
 def ranks_without(folder: Path, ranks: Ranks) -> list[tuple[int, str]]:
@@ -43,10 +43,10 @@ def check_all_see(folders: Iterable[Path], ranks: Ranks) -> None:
     """Raises ValueError on all ranks if a rank does not share a folder, which need not exist yet; collective."""
     for folder in folders:
         if missing := ranks_without(nearest_folder(folder), ranks):
-            who = ", ".join(f"rank {rank} on {host}" for rank, host in missing)
+            names = ", ".join(f"rank {rank} on {host}" for rank, host in missing)
             raise mark_as_on_all_ranks(
                 ValueError(
-                    f"Checkpoints go to {folder}, but {who} cannot see the files of rank 0 there or cannot write: a "
+                    f"Checkpoints go to {folder}, but {names} cannot see the files of rank 0 there or cannot write: a "
                     "checkpoint would lack the weights of those ranks. Set trainer.default_root_dir, or the dirpath of "
                     "ModelCheckpoint, to a folder that all hosts share under the same path."
                 )
@@ -65,7 +65,7 @@ def leave_mark(folder: Path, rank: int, mark: str) -> bool:
 
 
 def _appeared(paths: Collection[Path]) -> list[Path]:
-    """Waits until all of these files exist, or for `VISIBLE_WITHIN_S`; returns those that do."""
+    """Waits at most `VISIBLE_WITHIN_S` until all of these files exist; returns those that do."""
     deadline = time.monotonic() + VISIBLE_WITHIN_S
     while True:
         present = [path for path in paths if path.exists()]

@@ -34,15 +34,15 @@ from lightrl.concurrency.owner import kill_owner, own_mark
 POLL_S = 0.5  # between two checks of the store
 GRACE_S = 10.0  # time for a main thread to exit after another rank failed
 START_S = 1500.0  # without a step at the start, while models are read or downloaded; collectives there end after 1800 s
-ROLL_CALL_POLLS = 10  # a rank that publishes nothing for this long after a connection broke is gone
+ROLL_CALL_POLLS = 10  # a rank that publishes nothing for this long after a connection broke has died
 
 START = "start"  # the phase before training
 _FAILURE = "failure"
-# The rank that failed, or -1 if none raised an error and all report it; the text; its last line; ranks that are gone.
+# The rank that failed, or -1 if none raised an error and all report it; the text; its last line; the dead ranks.
 Failure = tuple[int, str, str, list[int]]
 _TIMED_OUT = re.compile(r"SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+).*?Timeout\(ms\)=(\d+)")  # NCCL's watchdog
-_STORE_IS_GONE = (RuntimeError, OSError)  # what the store's methods raise if rank 0 is gone
-_GONE = "was killed, or its machine or network failed; its output may say more"
+_STORE_ERRORS = (RuntimeError, OSError)  # what the store's methods raise if rank 0 has died
+_DIED = "was killed, or its machine or network failed; its output may say more"
 
 
 class Store(Protocol):
@@ -91,13 +91,13 @@ def find_behind(states: Mapping[int, RankState]) -> list[int]:
 def hang_message(states: Mapping[int, RankState], waiting: int, timeout_s: float) -> str:
     """Builds the error of rank `waiting`, which waited too long: the ranks that are behind, and all states."""
     behind = find_behind(states)
-    where = "; ".join(f"rank {rank} {state.place} for {state.idle_s:.0f} s" for rank, state in sorted(states.items()))
+    listed = "; ".join(f"rank {rank} {state.place} for {state.idle_s:.0f} s" for rank, state in sorted(states.items()))
     limit = f"hang_timeout_s={timeout_s:g}"
     if states[waiting].phase == START:
         limit = f"{max(timeout_s, START_S):g} s at the start"
     culprits = "all ranks, at the same place" if len(behind) == len(states) else "rank " + ", ".join(map(str, behind))
     return (
-        f"Rank {waiting} made no progress for {limit}. It waits for {culprits}. States: {where}. "
+        f"Rank {waiting} made no progress for {limit}. It waits for {culprits}. States: {listed}. "
         "See the ranks' stacks above, or increase hang_timeout_s if the phase normally takes this long."
     )
 
@@ -139,7 +139,7 @@ class RankWatch:
         self._num_published = 0
         self._states: dict[int, tuple[RankState | None, float]] = {}  # rank → its last state, and when it changed
         self._error: BaseException | None = None  # this rank's error, before the others know it
-        self._is_reported = threading.Event()  # the error is in the store, or the store is gone
+        self._is_reported = threading.Event()  # the error is in the store, or the store has ended
         self._is_known = threading.Event()  # all know this rank's error, or another's is printed
         self._roll_call: dict[int, RankState | None] = {}  # silent rank → its state at the error
         self._roll_call_s: float | None = None  # when the roll call started
@@ -166,7 +166,7 @@ class RankWatch:
 
     @contextlib.contextmanager
     def own_deadline(self, is_on: bool) -> Iterator[None]:
-        """Sets whether work inside the current phase has its own timeout; neither a step nor a new phase."""
+        """Inside, the current phase has its own timeout, or not; this counts neither as a step nor as a new phase."""
         phase, before = self._phases[-1]
         self._phases[-1] = (phase, is_on)
         self._stepped_s = self._now_s
@@ -188,7 +188,7 @@ class RankWatch:
     def fail(self, error: BaseException, timeout_s: float = 3.0) -> None:
         """Reports that this rank failed, and waits briefly until the others know, since the store may end with it.
 
-        If another rank failed first, that failure caused this error: only waits until it is printed.
+        If another rank failed first, that caused this error, so this only waits until the other's is printed.
         """
         if self._closed.is_set():
             return
@@ -256,12 +256,12 @@ class RankWatch:
                 self._answered_s = self._now_s
                 self._changed.wait(POLL_S)
             self._publish()
-        except _STORE_IS_GONE:
+        except _STORE_ERRORS:
             if self._is_reported.is_set():  # this rank failed first, and rank 0 exited because of it
                 self._is_known.set()
                 self._end_after_grace()
             elif not self._closed.is_set():
-                self._end(f"Rank 0 {_GONE}.", [])
+                self._end(f"Rank 0 {_DIED}.", [])
         finally:
             self._is_reported.set()
             self._is_known.set()
@@ -274,7 +274,7 @@ class RankWatch:
             self._is_published.set()
 
     def _check(self) -> tuple[str, list[int]] | None:
-        """Returns the failure that ends this rank, with the ranks that are gone or stopped; None if there is none."""
+        """Returns the failure that ends this rank, with the ranks that died or stopped; None if there is none."""
         error = None if self._is_reported.is_set() else self._error
         self._read_states(all_ranks=error is not None or self._rank == 0)
         if self._store.check([_FAILURE]):
@@ -288,7 +288,7 @@ class RankWatch:
         if rank != self._rank:
             self.failed_before = short or None
         self._is_reported.set()
-        with contextlib.suppress(*_STORE_IS_GONE):  # rank 0 has read it and ended
+        with contextlib.suppress(*_STORE_ERRORS):  # rank 0 has read it and ended
             self._store.set(f"knows/{self._rank}", "yes")
             if rank == self._rank and self._store.check([f"knows/{other}" for other in range(self._size)]):
                 self._is_known.set()
@@ -334,19 +334,19 @@ class RankWatch:
         place = "since the start" if state is None else f"since it was {state.place} on {state.host}"
         return (
             f"Rank {rank} has not been heard of for hang_timeout_s={self._hang_timeout_s:g}, {place}. Its process is "
-            f"stopped or blocked, or it {_GONE}."
+            f"stopped or blocked, or it {_DIED}."
         )
 
     def _report(self, error: BaseException) -> Failure | None:
         """Builds this rank's report. A broken connection is due to another rank: None until it is known which."""
-        where = f"failed in {self._phases[-1][0]!r}"
-        what = "".join(traceback.format_exception_only(error)).strip()
-        if match := _TIMED_OUT.search(what):
+        failed = f"Rank {self._rank} failed in {self._phases[-1][0]!r}"
+        problem = "".join(traceback.format_exception_only(error)).strip()
+        if match := _TIMED_OUT.search(problem):
             number, name, size, limit = match.groups()
             states = {rank: state for rank, (state, _) in self._states.items() if state is not None}
             behind = ", ".join(map(str, find_behind({**states, self._rank: self.state()})))
-            what += f" It waited {int(limit) / 1000:g} s in collective {number}, {name} of {size} numbers, which"
-            what += f" another rank did not enter. The furthest behind: rank {behind}."
+            problem += f" It waited {int(limit) / 1000:g} s in collective {number}, {name} of {size} numbers, which"
+            problem += f" another rank did not enter. The furthest behind: rank {behind}."
         if _may_be_a_broken_connection(error):
             if self._roll_call_s is None:
                 self._roll_call_s = self._now_s
@@ -356,10 +356,10 @@ class RankWatch:
                 return None
             if self._roll_call:
                 rank, state = next(iter(self._roll_call.items()))
-                death = f"Rank {rank} {_GONE}. It was {'about to start' if state is None else state.place}."
-                return rank, f"{death} Rank {self._rank} {where} for that reason: {what}", death, [*self._roll_call]
+                death = f"Rank {rank} {_DIED}. It was {'about to start' if state is None else state.place}."
+                return rank, f"{death} {failed} for that reason: {problem}", death, [*self._roll_call]
         lines = "".join(traceback.format_exception(error))
-        return self._rank, f"Rank {self._rank} {where}:\n{lines}", f"Rank {self._rank} {where}: {what}", []
+        return self._rank, f"{failed}:\n{lines}", f"{failed}: {problem}", []
 
     def _end(self, failure: str, dead_ranks: list[int]) -> None:
         """Prints the stack, then the failure; kills the process if the main thread does not exit in time."""
