@@ -215,7 +215,7 @@ class Routes:
 
 
 class _Within:
-    """Sets `_forward` inside; can be entered repeatedly, but not nested."""
+    """Sets `_forward` inside the context, which can be entered repeatedly but not nested."""
 
     def __init__(self, forward: _Forward | None) -> None:
         self._inner = forward
