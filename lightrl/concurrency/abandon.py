@@ -1,5 +1,5 @@
-"""Waits for several tasks or futures, and abandons those that nobody needs any more. Tasks: the first error in one of
-them ends the run.
+"""Waits for several tasks or futures, and abandons those that nobody needs any more; Tasks, whose first error ends the
+run.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ async def wait_or_abandon(task: AnyFuture, *others: AnyFuture, within_s: float |
 
 
 class Tasks:
-    """Belongs to the controller's event loop; the main thread only creates it."""
+    """Starts tasks, whose first error ends the run. Belongs to the controller's event loop, except its creation."""
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None  # the first one; it ends the run

@@ -170,19 +170,19 @@ def submit(function: Callable[[], T], *, name: str) -> Future[T]:
     return future
 
 
-def result_of(future: Future[T], what: str, *, timeout_s: float) -> T:
+def result_of(future: Future[T], name: str, *, timeout_s: float) -> T:
     """Returns the future's result; raises TimeoutError at the deadline.
 
     Args:
-        what: the name of the result in warnings and in the error, for example "batch 3 of data.jsonl".
+        name: of the result in warnings and in the error, for example "Batch 3 of data.jsonl".
     """
     began_s = time.monotonic()
     waited_s = 0.0
     while not wait([future], min(WARN_EVERY_S, timeout_s - waited_s)).done:
         waited_s = time.monotonic() - began_s
         if waited_s >= timeout_s:
-            raise TimeoutError(f"{what} did not come within {timeout_s:g} s. Its disk or network may hang.")
-        log.warning("%s has not come for %.0f s. Waiting.", what, waited_s)
+            raise TimeoutError(f"{name} did not arrive within {timeout_s:g} s. The disk or network may hang.")
+        log.warning("%s has not arrived for %.0f s.", name, waited_s)
     return future.result()
 
 

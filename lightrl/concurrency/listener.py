@@ -37,7 +37,7 @@ class Listener:
         while True:
             try:
                 connection, _ = await loop.sock_accept(opened)
-            except OSError:  # the client is gone, or the file limit is reached
+            except OSError:  # the client has left, or the file limit is reached
                 await asyncio.sleep(UNDER_PRESSURE_S)
                 continue
             try:

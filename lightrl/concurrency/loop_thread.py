@@ -116,7 +116,7 @@ class LoopThread(threading.Thread):
                 self._on_exit(error)
         while tasks := asyncio.all_tasks(self.loop):
             try:
-                for task in tasks:  # nobody owns them any more: run their `finally`, and wake their waiters
+                for task in tasks:  # nobody needs them any more: run their `finally`, and wake their waiters
                     task.cancel()
                 self.loop.run_until_complete(asyncio.wait(tasks, timeout=_LAST_TASKS_S))
                 break
@@ -183,10 +183,10 @@ class LoopThread(threading.Thread):
 
     def _blocked_error(self) -> RolloutError:
         frame = sys._current_frames().get(self.ident or 0)
-        here = traceback.extract_stack(frame)[-1] if frame is not None else None
-        where = f"It is at {here.filename}:{here.lineno}, in {here.name}. " if here is not None else ""
+        line = traceback.extract_stack(frame)[-1] if frame is not None else None
+        position = f"It is at {line.filename}:{line.lineno}, in {line.name}. " if line is not None else ""
         return RolloutError(
-            f"The rollout event loop did not answer for loop_timeout_s={self.loop_timeout_s:g}. {where}A workflow, "
+            f"The rollout event loop did not answer for loop_timeout_s={self.loop_timeout_s:g}. {position}A workflow, "
             "environment or async reward blocks it: use await there, or move the work to a thread."
         )
 

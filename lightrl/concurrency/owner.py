@@ -28,7 +28,7 @@ def own_mark() -> str:
 
 
 def may_run(mark: str) -> bool:
-    """Returns False only if the process with this mark is gone; True for other hosts and for text that is no mark."""
+    """Returns False only if the process with this mark has ended; True for other hosts and for text that is no mark."""
     match = _MARK.fullmatch(mark)
     if match is None or match[3] != _host():
         return True
@@ -72,7 +72,7 @@ def kill_owner(mark: str) -> None:
 
 
 def _started(process: int) -> int | None:
-    """Returns the clock ticks from boot to a process's start; None if it is gone or a zombie, or without /proc."""
+    """Returns the clock ticks from boot to a process's start; None if it has ended or is a zombie, or without /proc."""
     try:
         fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

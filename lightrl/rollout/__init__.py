@@ -8,7 +8,7 @@ Reading order:
     runner.py           runs the trajectories of a group and computes their rewards; groups start together
       workflow_pool.py  runs them in other processes; workflow_worker.py is such a process
     prompts.py          which prompt comes next
-    resume.py           what a checkpoint stores of all this
+    resume.py           the rollout's part of a checkpoint
     rl_trainer.py       RLTrainer: the trainer as the loop and the callbacks see it
 
 May import: errors, checks, concurrency, trajectory, rewards, weights, engines, workflows.

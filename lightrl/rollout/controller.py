@@ -55,7 +55,7 @@ class Wait:
 class Stragglers:
     """The slow groups that one batch waits for although enough others are finished."""
 
-    num: int = 0  # at present
+    num: int = 0  # current number
     waited_s: float = 0.0  # time with at least one
     _since_s: float = 0.0  # monotonic clock
 
@@ -141,7 +141,7 @@ class RolloutController:
         `take` are candidates again.
 
         Args:
-            weight_version: the trainer's version now, v.
+            weight_version: the trainer's current version, v.
 
         Raises:
             RolloutError: if nothing finishes for `rollout_timeout_s` (the message says what it waits for); if too many
@@ -184,8 +184,8 @@ class RolloutController:
             RolloutError: if none of them finishes for `rollout_timeout_s`, or if too many fail.
             EngineError: if the engine fails.
         """
-        what = f"{count_text(len(prompts), 'prompt')} × {count_text(num_samples, 'sample')}"
-        wait = Wait("Validation", len(prompts) * num_samples, what)
+        size = f"{count_text(len(prompts), 'prompt')} × {count_text(num_samples, 'sample')}"
+        wait = Wait("Validation", len(prompts) * num_samples, size)
         return self._wait_for(self._evaluate(prompts, sampling, num_samples, wait), wait, on_wait)
 
     def drain_drops(self) -> list[Drop]:
@@ -233,7 +233,7 @@ class RolloutController:
     def _wait_for(self, coroutine: Coroutine[object, None, _T], wait: Wait, on_wait: OnWait | None) -> _T:
         """Returns the coroutine's result, or raises at the deadline; any error raised here cancels the coroutine."""
 
-        def look() -> None:
+        def check() -> None:
             if time.monotonic() - wait.last_progress > self.settings.rollout_timeout_s:
                 raise RolloutError(
                     f"{wait.who} waited for {wait.for_what}, but no trajectory finished for "
@@ -248,7 +248,7 @@ class RolloutController:
             if wait is self._take_wait:
                 wait.done = self._scheduler.num_done_trajectories
 
-        return self._thread.wait_for(coroutine, on_answer=count, on_wait=look, who=wait.who)
+        return self._thread.wait_for(coroutine, on_answer=count, on_wait=check, who=wait.who)
 
     async def _take(self, weight_version: int, wait: Wait) -> list[Group]:
         """Waits for `Tasks.changed`, set when a group is done or the run fails. If cancelled, it takes nothing."""
@@ -270,8 +270,8 @@ class RolloutController:
                 if self._tasks.failure is not None:
                     raise self._tasks.failure
                 batch = self._scheduler.take(weight_version)
-                waits_for_slow_ones = len(self._scheduler.finished) >= self.settings.groups_per_iteration
-                self._stragglers.count(len(batch.waits_for) if waits_for_slow_ones else 0)
+                has_stragglers = len(self._scheduler.finished) >= self.settings.groups_per_iteration
+                self._stragglers.count(len(batch.waits_for) if has_stragglers else 0)
                 if batch.group_ids is not None:
                     if batch.gives_up:
                         self._give_up(batch.gives_up)
@@ -407,7 +407,7 @@ class RolloutController:
     ) -> list[Group]:
         """Waits for all trajectories, or for the first error. On cancellation they are cancelled and awaited."""
         groups = [Group(index, prompt) for index, prompt in enumerate(prompts)]
-        done: dict[tuple[int, int], Trajectory] = {}  # group and sample -> trajectory
+        done: dict[tuple[int, int], Trajectory] = {}  # group and sample → trajectory
         tasks: list[asyncio.Task[None]] = []
 
         def on_done(group: Group, sample: int, trajectory: Trajectory | None) -> None:

@@ -33,7 +33,7 @@ from lightrl.trajectory import Group, Prompt, Trajectory
 MAX_DROPPED_ITERATIONS = 10  # times P: the default bound on dropped groups
 MAX_RESAMPLES = 3  # then a group that lost a trajectory is dropped
 
-# Reason of a drop -> how to fix a run that drops too many groups for this reason.
+# Reason of a drop → how to fix a run that drops too many groups for this reason.
 ADVICE = {
     "filtered_zero_variance": "increase group_size or the temperature, or use prompts of medium difficulty",
     "filtered_too_hard": "lower min_success, or use easier prompts",
@@ -222,17 +222,17 @@ class DropCounter:
         num_expected = self.settings.group_size * self.settings.groups_per_iteration
         if is_failed:
             total = max(self._num_done, num_expected)  # async: up to η + 1 iterations' worth
-            self._check_failed(self._num_failed, total, "failed since the last batch was taken")
+            self._check_failed(self._num_failed, total, "since the last batch was taken")
 
     def check_evaluation(self, num_rewarded: int, num_requested: int) -> None:
         """Raises RolloutError if too many trajectories of a validation batch failed: the mean would mislead."""
-        self._check_failed(num_requested - num_rewarded, num_requested, "failed in validation")
+        self._check_failed(num_requested - num_rewarded, num_requested, "in validation")
 
-    def _check_failed(self, num_failed: int, total: int, what: str) -> None:
+    def _check_failed(self, num_failed: int, total: int, when: str) -> None:
         max_fraction = self.settings.max_failed_fraction
         if num_failed > max_fraction * total:
             raise RolloutError(
-                f"Aborting: {num_failed} of {count_text(total, 'trajectory')} {what} "
+                f"Aborting: {num_failed} of {count_text(total, 'trajectory')} failed {when} "
                 f"(max_failed_fraction={max_fraction:g}). Last failure: {self.last.reason}: {self.last.message}"
             )
 
@@ -285,7 +285,7 @@ class RunningGroup:
     group: Group
     started_version: int  # the weights that served when it started: no token is older
     seed_name: str  # the seeds of its generations follow from this
-    results: dict[int, Trajectory | None] = field(default_factory=dict)  # sample -> trajectory; None if dropped
+    results: dict[int, Trajectory | None] = field(default_factory=dict)  # sample → trajectory; None if dropped
 
 
 class GroupScheduler:
@@ -308,9 +308,9 @@ class GroupScheduler:
         self.taken: list[Group] = []
         self._queued: list[int] = []  # positions to start next, in order
         self._again: list[int] = []  # on-policy, positions to sample again in the next admission batch
-        # What a checkpoint holds of the groups that were running: position -> version at the start, done samples.
+        # What a checkpoint holds of the groups that were running: position → version at the start, done samples.
         self.started: dict[int, tuple[int, dict[int, Trajectory | None]]] = {}
-        self._num_resamples: dict[int, int] = {}  # position in flight -> how often it got new seeds
+        self._num_resamples: dict[int, int] = {}  # position in flight → how often it got new seeds
 
     @property
     def num_done_trajectories(self) -> int:
@@ -533,7 +533,7 @@ class GroupScheduler:
 
 
 def _outlasts_its_run(trajectory: Trajectory | None) -> bool:
-    """Whether a resumed run can use it: an agent's folder, which its reward may still need, is deleted with the run."""
+    """Whether a resumed run can use it; not if its reward may need an agent's folder, which is deleted with the run."""
     return trajectory is None or trajectory.workspace is None
 
 
@@ -601,7 +601,7 @@ def find_late(
         in_time.append(group_id)
         trained_at = weight_version + (len(in_time) - 1) // settings.groups_per_iteration
         if trained_at > versions[group_id] + settings.max_staleness:
-            late.append(next((one for one in in_time if one in running), group_id))
+            late.append(next((candidate for candidate in in_time if candidate in running), group_id))
             in_time.remove(late[-1])
     return sorted(late)
 

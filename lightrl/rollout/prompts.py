@@ -27,7 +27,7 @@ MAX_PREPARED = 2_048  # positions that are prepared before a choice; fewer than 
 class Prompts(Protocol):
     """Endless prompts, by position; None at a position without a prompt to run.
 
-    Subclass it and write `__getitem__`; the rest is for prompts that take time to make, which a thread makes ahead.
+    Subclass it and write `__getitem__`; the rest is for prompts that take time to make, which a thread does in advance.
     """
 
     def __getitem__(self, position: int) -> Prompt | None: ...
@@ -114,10 +114,10 @@ class PromptCursor:
             prompt = self._at(position)
             is_chosen = prompt is not None and self._is_chosen(run_seed, position, prompt)
             if prompt is not None and rate_of is not None:
-                rate, what = rate_of(prompt.id), "played" if is_chosen else "skipped"
+                rate, kind = rate_of(prompt.id), "played" if is_chosen else "skipped"
                 if rate is not None:
-                    self.past_success[f"{what}_again"] += 1
-                    self.past_success[f"{what}_again_success"] += rate
+                    self.past_success[f"{kind}_again"] += 1
+                    self.past_success[f"{kind}_again_success"] += rate
             self.next_position = position + 1
             if is_chosen:
                 return position

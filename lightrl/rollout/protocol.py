@@ -40,7 +40,7 @@ class Rollout(Protocol):
 
     @property
     def weight_version(self) -> int:
-        """The version of the engine's present weights; -1 before the first load."""
+        """The version of the engine's current weights; -1 before the first load."""
         ...
 
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]: ...

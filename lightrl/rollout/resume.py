@@ -30,7 +30,7 @@ class Resumable(Protocol):
 
 @dataclass(eq=False)
 class SavedState:
-    """Belongs to the controller's event loop."""
+    """Makes and loads the rollout's state; belongs to the controller's event loop."""
 
     engine: RolloutEngine
     scheduler: GroupScheduler
@@ -86,18 +86,18 @@ class SavedState:
             self.cursor.next_position = int(state["next_position"])
             if self.cursor.prompts is not None and state.get("stream") is not None:
                 self.cursor.prompts.load_state_dict(state["stream"])
-            before, curriculum = state["prompts"], state["curriculum"]
+            saved_prompts, curriculum = state["prompts"], state["curriculum"]
         except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
             raise RolloutError(
                 f"The checkpoint's rollout state has the form of another version of lightrl ({error!r}). Resume with "
                 "that version, or run `lightrl export` on the checkpoint and start a new run from the exported model."
             ) from error
         self.cursor.load_state_dict(curriculum)
-        now = None if self.cursor.prompts is None else self.cursor.prompts.fingerprint
-        if before is not None and now is not None and before != now:
+        prompts = None if self.cursor.prompts is None else self.cursor.prompts.fingerprint
+        if saved_prompts is not None and prompts is not None and saved_prompts != prompts:
             log.warning(
                 "The checkpoint was written with prompts %s, but this run has %s: some prompts will be repeated and "
                 "others skipped. Restore the data module's files, seed and shuffle, or start a new run.",
-                before,
-                now,
+                saved_prompts,
+                prompts,
             )

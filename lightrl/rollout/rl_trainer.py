@@ -34,7 +34,7 @@ class RLTrainer(L.Trainer):
     memory_estimate: str  # the estimated use of a rank's memory, in words
     # Logs a number of the training batch, by name, value and `log`'s other arguments; False if Lightning must log it.
     log_number: Callable[[str, float, Mapping[str, object]], bool]
-    phase_seconds: dict[str, float]  # phase of the current iteration (rollout, score, rewards, update, sync) -> seconds
+    phase_seconds: dict[str, float]  # phase of the current iteration (rollout, score, rewards, update, sync) → seconds
 
     @property
     def rollout(self) -> Rollout:

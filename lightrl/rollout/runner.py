@@ -43,13 +43,13 @@ class InFlightCompletions:
     """The completions of running groups, by seed name of the group. Belongs to one event loop."""
 
     workflow: Workflow
-    started: dict[int, Completion] = field(default_factory=dict)  # seed -> a checkpoint's, complete or partial
-    _completions: dict[str, dict[int, Completion | None]] = field(default_factory=dict)  # seeds; None: in progress
-    _answers: dict[str, list[list[Any]]] = field(default_factory=dict)  # session -> a checkpoint's
-    _logs: dict[str, dict[str, TurnLog]] = field(default_factory=dict)  # session -> log
+    started: dict[int, Completion] = field(default_factory=dict)  # seed → a checkpoint's, complete or partial
+    _completions: dict[str, dict[int, Completion | None]] = field(default_factory=dict)  # by seed; None in progress
+    _answers: dict[str, list[list[Any]]] = field(default_factory=dict)  # session → a checkpoint's
+    _logs: dict[str, dict[str, TurnLog]] = field(default_factory=dict)  # by group and session
 
     def open(self, seed_name: str) -> None:
-        """Includes a training group that starts in checkpoints from now on."""
+        """Makes checkpoints include a training group, which starts now."""
         self._completions.setdefault(seed_name, {})
 
     def close(self, seed_name: str) -> None:
@@ -87,7 +87,8 @@ class InFlightCompletions:
         return log
 
     def state_dict(self, unfinished: Mapping[int, Completion], states_of_workers: Sequence[State] = ()) -> State:
-        """
+        """Returns the completions and answers for a checkpoint.
+
         Args:
             unfinished: by seed, the engine's completions in progress.
             states_of_workers: the workflow workers' states, in the form that this method returns.
@@ -191,7 +192,7 @@ class _GroupGenerate:
         seeds = {sample: sampling_seed(self.run_seed, self.seed_name, sample, 0) for sample in self.samples}
         in_flight = self.in_flight.completions(self.seed_name)
         futures: dict[int, asyncio.Future[Completion]] = {}
-        unfinished: dict[int, Completion | None] = {}  # sample -> a checkpoint's start of its completion
+        unfinished: dict[int, Completion | None] = {}  # sample → a checkpoint's start of its completion
         for sample, seed in seeds.items():
             in_flight[seed] = None
             started = self.in_flight.started.pop(seed, None)
@@ -279,7 +280,7 @@ def check_completion(completion: Completion, sampling: Sampling, turn: int, prom
 
 @dataclass(eq=False)
 class AdmissionBatch:
-    """`async with admission.batch():` requests started inside reach the engine while it is paused."""
+    """Inside `async with admission.batch():`, the engine is paused, so that it admits all requests together."""
 
     engine: RolloutEngine  # has been started
     resuming: set[asyncio.Task[None]] = field(default_factory=set)  # must not be cancelled
@@ -391,9 +392,9 @@ class Rewards:
             return
         for (trajectory, is_kept), result in zip(unsent, computing, strict=True):
             self._results[is_kept] = result
-            result.add_done_callback(functools.partial(self._set, trajectory, is_kept, start_ns))
+            result.add_done_callback(functools.partial(self._on_result, trajectory, is_kept, start_ns))
 
-    def _set(
+    def _on_result(
         self, trajectory: Trajectory, is_kept: asyncio.Future[bool], start_ns: int, result: asyncio.Future[RewardResult]
     ) -> None:
         if self._results.pop(is_kept, None) is None or result.cancelled() or is_kept.cancelled():

@@ -41,9 +41,9 @@ def test_a_read_that_hangs_is_warned_of_and_ends_with_what_was_waited_for(
     monkeypatch.setattr(in_thread, "WARN_EVERY_S", 0.05)
     ends = threading.Event()
     future = submit(lambda: ends.wait(600), name="reader")
-    with pytest.raises(TimeoutError, match=r"Batch 3 did not come within 1 s"):
+    with pytest.raises(TimeoutError, match=r"Batch 3 did not arrive within 1 s"):
         result_of(future, "Batch 3", timeout_s=1)
-    assert "Batch 3 has not come for" in caplog.text
+    assert "Batch 3 has not arrived for" in caplog.text
     ends.set()
     assert result_of(future, "Batch 3", timeout_s=60)
 

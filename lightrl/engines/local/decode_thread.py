@@ -24,7 +24,7 @@ from lightrl.engines.engine import Completion
 from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.errors import EngineError, EngineTimeout
 
-_ADMIT_FRACTION = 8  # rows are admitted when 1/8 of the slots are free: one prefill for several rows
+_ADMIT_FRACTION = 8  # rows are admitted when 1/8 of the slots are free, so that a prefill has several rows
 
 
 class DecodeThread(threading.Thread):
@@ -181,9 +181,9 @@ class DecodeThread(threading.Thread):
         """Samples one token for every row, repeatedly, until `close` or an error."""
         torch.set_num_threads(self._threads)
         try:
-            with torch.inference_mode(), contextlib.ExitStack() as own:
+            with torch.inference_mode(), contextlib.ExitStack() as stack:
                 if self._stream is not None:
-                    own.enter_context(torch.cuda.stream(self._stream))
+                    stack.enter_context(torch.cuda.stream(self._stream))
                 while self._next_token_is_due():
                     self._advance()
         except BaseException as error:  # noqa: BLE001  # all waiting callers get the error

@@ -1,6 +1,6 @@
 """Decoder: computes the next token's logits for a changing set of rows; the protocol and a generic implementation.
 
-A decoder keeps the key-values of its rows. New rows follow the present ones, `keep` reorders and removes rows, `clear`
+A decoder keeps the key-values of its rows. New rows follow the existing ones, `keep` reorders and removes rows, `clear`
 removes all of them (after the weights have changed). It owns its weights: `write` copies and never aliases. It handles
 no threads, sampling or requests; `fast/` has a faster decoder for Llama-like families.
 
@@ -262,22 +262,21 @@ class HuggingFaceDecoder:
             token_ids = on_device(filled, self._device)
             positions = torch.arange(-max(lengths), 0, device=self._device) + on_device(lengths, self._device)[:, None]
             is_token = (positions >= 0).to(torch.int64)
-            shown = ImageTable.of([images[index] for index in chunk] if images else (), self._image_reader)
-            inputs = {} if shown is None else image_inputs(self._model, token_ids, shown)
+            table = ImageTable.of([images[index] for index in chunk] if images else (), self._image_reader)
+            inputs = {} if table is None else image_inputs(self._model, token_ids, table)
             if "position_ids" in inputs:  # an image has fewer positions than tokens
                 shifts[chunk] = inputs["position_ids"].amax((0, 2)) + 1 - token_ids.shape[1]
             cache, outputs = self._forward(token_ids, is_token, positions.clamp(min=0), None, inputs)
-            for place, (index, length) in enumerate(zip(chunk, lengths, strict=True)):
-                logits[index] = outputs[place, -1].float()
+            for row, (index, length) in enumerate(zip(chunk, lengths, strict=True)):
+                logits[index] = outputs[row, -1].float()
                 if self._routes is not None:
-                    routes[index] = self._recorded[place, -length:]
+                    routes[index] = self._recorded[row, -length:]
                 prefixes[index] = [
-                    holder[name][place, :, -length:] if has_columns else holder[name][place]
+                    holder[name][row, :, -length:] if has_columns else holder[name][row]
                     for holder, name, has_columns in _cache_tensors(cache)
                 ]
         self.latest_columns = {} if self._routes is None else {ROUTES.name: routes}
-        present = self._is_token.shape[1]
-        width = max(present, longest)
+        width = max(self._is_token.shape[1], longest)
         mask = torch.zeros(len(owners), width, dtype=torch.int64, device=self._device)
         for row, owner in enumerate(owners):
             mask[row, width - len(sequences[owner]) :] = 1
@@ -289,7 +288,7 @@ class HuggingFaceDecoder:
             old = [] if is_first else [_aligned_right(holder[name], width, dim=2) if has_columns else holder[name]]
             holder[name] = torch.cat([*old, block])
         self._shifts = torch.cat([self._shifts, shifts[list(owners)]])
-        return torch.stack([row for row in logits if row is not None])
+        return torch.stack([last for last in logits if last is not None])
 
     def fits(self, num_rows: int, num_tokens: int) -> bool:
         return True  # the cache grows with every token, without a bound

@@ -50,7 +50,7 @@ class Row:
         """The columns of the completion so far."""
         parts = {**self.recorded, SUPPORTS.name: self.codes} if self.sampling.is_truncated else self.recorded
         return {
-            name: TokenArray.of_stored(b"".join(each), b"", column_named(name).code) for name, each in parts.items()
+            name: TokenArray.of_stored(b"".join(codes), b"", column_named(name).code) for name, codes in parts.items()
         }
 
 
@@ -156,9 +156,9 @@ class RunningBatch:
             key = length, *row.version_changes
             versions = versions_of.get(key) or versions_of.setdefault(key, _versions(row.version_changes, length))
             ids = TokenArray[int].of_stored(self._token_ids[slot, :length].tobytes(), b"", "i")
-            of_ids = TokenArray[float].of_stored(logprobs.tobytes(), b"", "f")
+            token_logprobs = TokenArray[float].of_stored(logprobs.tobytes(), b"", "f")
             reason: FinishReason = "stop" if is_stopped[slot] else "length"
-            completions.append((row, Completion(ids, of_ids, versions, reason, row.columns)))
+            completions.append((row, Completion(ids, token_logprobs, versions, reason, row.columns)))
         self._drop(set(finished))
         return completions
 
@@ -169,9 +169,9 @@ class RunningBatch:
             return
         slots, lengths, tokens = zip(*unread, strict=True)
         values = torch.cat(tokens, dim=1).cpu().numpy()
-        places = np.concatenate(slots), np.concatenate(lengths)
-        self._token_ids[places] = values[0]
-        self._logprobs[places] = values[1].astype(np.int32).view(np.float32)
+        slots_and_lengths = np.concatenate(slots), np.concatenate(lengths)
+        self._token_ids[slots_and_lengths] = values[0]
+        self._logprobs[slots_and_lengths] = values[1].astype(np.int32).view(np.float32)
 
     def remove(self, is_unwanted: Callable[[Row], bool]) -> None:
         """Removes unwanted rows without returning completions."""

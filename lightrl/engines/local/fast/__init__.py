@@ -1,10 +1,10 @@
-"""LocalEngine's fast path, for Llama-like models; it asks checks/entry_points.py for `fast_decoder`.
+"""LocalEngine's fast path for Llama-like models; the engine gets `fast_decoder` from checks/entry_points.py.
 
 Reading order:
-    decoder.py  LlamaDecoder; the weights of its products are kept packed
-    kernels.py  its compiled part, built from kernels.cpp where there is a compiler
+    decoder.py  LlamaDecoder, which keeps the weights of its products packed
+    kernels.py  its compiled part, built from kernels.cpp if there is a compiler
 
-May import: what engines/ may.
+May import: the same as engines/.
 """
 
 from lightrl.engines.local.fast.decoder import fast_decoder

@@ -1,10 +1,10 @@
-"""LlamaDecoder: decoding for Llama-like families with few, large operations, without Hugging Face's model.
+"""LlamaDecoder: decodes with Llama-like models in few, large operations, without Hugging Face's model.
 
-Weights with the same input are fused (query, key and value; gate and up), the key-values of all rows are in
-preallocated slots, row i in slot i, and attention reads only up to the longest row. Within each head the two halves
-that rotary embedding pairs are stored interleaved, so that the rotation is one complex product; queries and keys have
-the same permutation, which does not change their products. In float32 on a CPU a step is one call of the compiled
-kernels, where they can be had.
+Weights with the same input are fused (query, key and value; gate and up). The key-values of all rows are in
+preallocated slots, row i in slot i, and attention reads only up to the longest row. Within each head, the two halves
+that the rotary embedding pairs are stored interleaved, so that the rotation is one complex product; queries and keys
+have the same permutation, which does not change their products. In float32 on a CPU, a step is one call of the compiled
+kernels, if they could be built.
 
 Shapes: n rows, H query heads, K key-value heads, D head size, T tokens, V vocabulary.
 """
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LEAST_MOVED = 2**18  # elements; a smaller weight keeps its plain form next to the packed one: no load restores it
+_LEAST_MOVED = 2**18  # elements; a smaller weight keeps its plain form too, so that no load has to restore it
 
 
 class FusedLinear:
-    """`F.linear` with a weight [out, in], and a bias [out] or None.
+    """Computes `F.linear` with a weight [out, in] and a bias [out] or None.
 
     Args:
-        kernels: None computes with torch.
-        is_shared: another part of the model reads the weight: it keeps its plain form next to the packed one,
-            as small weights do; other weights do not.
+        kernels: compute products of the packed weight; None computes with torch.
+        is_shared: whether another part of the model reads the weight, which therefore keeps its plain form next to the
+            packed one, as small weights do.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class FusedLinear:
         self._packed: Tensor | None = None
 
     def __call__(self, inputs: Tensor, added: Tensor | None = None) -> Tensor:
-        """[n, out], plus `added` [n, out]; without it, `inputs` may have more axes in front."""
+        """Returns the product [n, out], plus `added` [n, out]; without `added`, `inputs` may have more leading axes."""
         if self._kernels is not None and self._packed is not None:
             return self._kernels.linear(inputs, self.of_kernel(), added)
         if added is None:
@@ -69,21 +69,21 @@ class FusedLinear:
         return product if self._bias is None else product.add_(self._bias)
 
     def pack(self) -> None:
-        """Once the weight is complete."""
+        """Packs the weight, which must be complete."""
         if self._packed is None and self._kernels is not None:
             self._packed = self._kernels.pack(self._weight)
             if not self._is_plain_kept:
                 self._weight.untyped_storage().resize_(0)
 
     def unpack(self) -> None:
-        """Before the weight is written to."""
+        """Restores the plain weight, before it is written."""
         packed, self._packed = self._packed, None
         if packed is not None and self._kernels is not None and not self._is_plain_kept:
             self._weight.untyped_storage().resize_(self._weight.numel() * self._weight.element_size())
             self._kernels.unpack(packed, self._weight)
 
     def current(self, view: Tensor) -> Tensor:
-        """Reads what a view of the weight shows; of a packed one it may be a copy."""
+        """Returns the values of a view of the weight, which may be a copy if the weight is packed."""
         if self._kernels is None or self._packed is None or self._is_plain_kept:
             return view
         plain = torch.empty(self._weight.shape, dtype=torch.float32)
@@ -91,13 +91,13 @@ class FusedLinear:
         return plain.as_strided(view.shape, view.stride(), view.storage_offset())
 
     def of_kernel(self) -> LinearOfKernel:
-        """Unpacks the packed weight; valid until the next `unpack`."""
+        """Returns the addresses and sizes of the packed weight; valid until the next `unpack`."""
         outputs, inputs = self._weight.shape
         return LinearOfKernel(address(self._packed), address(self._bias), inputs, outputs)
 
 
-_TIME_STEP = 16  # attention reads a multiple of it: fewer distinct shapes, fewer new views
-_TIME_GROWTH = 64  # tokens; the cache grows by at least that
+_TIME_STEP = 16  # attention reads a multiple of this many tokens, so that fewer views are made
+_TIME_GROWTH = 64  # tokens; the cache grows by at least this many
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,12 @@ class Family:
 
 
 FAMILIES = {"llama": Family(), "mistral": Family(), "qwen2": Family(), "qwen3": Family(has_qk_norm=True)}
-_GROUPED = ("cuda",)  # devices whose fused kernels take attention of four dimensions alone
-_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # the others change with the length of the text
+_GROUPED = ("cuda",)  # devices whose fused attention kernels need four dimensions
+_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # the others depend on the number of tokens
 
 
 def find_family(config: PretrainedConfig) -> Family | None:
-    """The family of this config; None if the fast path would not compute exactly what Hugging Face's model does."""
+    """Returns this config's family; None if the fast path would not compute exactly what Hugging Face's model does."""
     family = FAMILIES.get(config.model_type)
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     rope = getattr(config, "rope_parameters", None) or {}
@@ -131,7 +131,7 @@ def find_family(config: PretrainedConfig) -> Family | None:
 
 
 def _grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """[n, K, H / K, D] of queries of that shape, keys and values [n, K, T, D] and a mask [n, 1, 1, T] that is added."""
+    """Attends with queries [n, K, H / K, D] to keys and values [n, K, T, D]; adds `mask` [n, 1, 1, T] to the scores."""
     mask = mask.expand(*queries.shape[:-1], keys.shape[2])
     if queries.is_cuda and queries.shape[-1] % 8 == 0:  # torch's own choice may be cuDNN, which plans each new length
         mixed: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(queries, keys, values, mask, False)[0]
@@ -157,24 +157,24 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Target:
-    """The place in which a parameter is stored."""
+    """Where a parameter is stored."""
 
     view: Tensor  # a view of the fused buffer, in Hugging Face's order of elements
-    shape: torch.Size  # Hugging Face's
-    is_spread: bool = False  # the first axis of `view` holds copies, one for each head
+    shape: torch.Size  # of the parameter in Hugging Face's model
+    is_spread: bool = False  # whether the first axis of `view` holds copies, one for each head
     linear: FusedLinear | None = None  # `view` is part of its weight
 
 
 class LlamaDecoder:
-    """The fast form of `Decoder` for the families in `FAMILIES`.
+    """A fast `Decoder` for the families in `FAMILIES`.
 
-    Memory: the weights once (where kernels are, twice of small ones and of a head that is tied to the embedding), and
-    key-values that grow by copies; they are kept for reuse. With `cache_bytes`, the most that they may take, `reserve`
-    takes memory for all tokens that the rows may get; a row alone may exceed it. A load writes in place.
+    Memory: the weights once (with kernels, small ones and a head that is tied to the embedding twice), and key-values,
+    which are copied when they grow, and kept for reuse. With a limit of `cache_bytes` for them, `reserve` allocates
+    memory for all tokens that the rows may get; a single row may exceed the limit. A load writes in place.
 
     Args:
-        config: of a `family` that `find_family` knows.
-        prefill_tokens: most tokens, with padding, in one forward over prompts.
+        config: of the `family` that `find_family` returned for it.
+        prefill_tokens: maximum number of tokens, with padding, in one forward over prompts.
     """
 
     def __init__(
@@ -205,12 +205,12 @@ class LlamaDecoder:
         self._tied = {name: "model.embed_tokens.weight" for name in ties if name not in self.shapes}
         self.optional_shapes = {name: ties[name].shape for name in self._tied}
 
-        # for float32 on a CPU, where they are available
+        # For float32 on a CPU, if they could be built.
         self.kernels = kernels() if dtype == torch.float32 and device.type == "cpu" else None
         self._targets: dict[str, _Target] = {}
         self._linears: list[FusedLinear] = []
-        self._are_packed = False  # where kernels are
-        self._of_kernel: ModelOfKernel | None = None  # while weights are packed, if kernels know the head size
+        self._are_packed = False  # stays False without kernels
+        self._of_kernel: ModelOfKernel | None = None  # while weights are packed, if the kernels have the head size
         self._intermediate: int = settings.intermediate_size
         self._embedding = self._plain("model.embed_tokens.weight")
         self._layers = [
@@ -268,7 +268,7 @@ class LlamaDecoder:
             lasts = [len(sequences[index]) - 1 for index in chunk]
             rows = [row for index in chunk for row in rows_of[index]]
             sources = on_device([p for p, index in enumerate(chunk) for _ in rows_of[index]], self._device)
-            # a slice, if the rows follow one another, is written faster
+            # Writes to a slice, if the rows are consecutive, are faster.
             is_slice = rows == [*range(rows[0], rows[-1] + 1)]
             places = slice(rows[0], rows[-1] + 1) if is_slice else on_device(rows, self._device)
             hidden = self._forward(on_device(padded, self._device), places, sources)
@@ -279,7 +279,7 @@ class LlamaDecoder:
     def fits(self, num_rows: int, num_tokens: int) -> bool:
         if self.cache_bytes is None or self._has_capacity(num_rows, num_tokens):
             return True
-        moved = self._keys.nbytes if self._num_rows else 0  # the old keys or values are there until they are copied
+        moved = self._keys.nbytes if self._num_rows else 0  # the old keys or values, until they are copied
         return num_rows * _stepped(num_tokens) * self.token_bytes + moved <= self.cache_bytes
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
@@ -288,15 +288,15 @@ class LlamaDecoder:
 
     @property
     def token_bytes(self) -> int:
-        """Key-values of one token."""
+        """The size of a token's key-values."""
         return 2 * len(self._layers) * self._num_kv_heads * self._head_size * self._dtype.itemsize
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         self._pack()
-        nowhere = torch.empty(0, dtype=torch.int64, device=self._device)  # no row gets the key-values
+        no_sources = torch.empty(0, dtype=torch.int64, device=self._device)  # no row gets the key-values
         self._make_rotations(len(token_ids))
-        of_one = torch.tensor([[*token_ids]], device=self._device)
-        return self._logits(self._forward(of_one, None, nowhere)[0])
+        sequence = torch.tensor([[*token_ids]], device=self._device)
+        return self._logits(self._forward(sequence, None, no_sources)[0])
 
     def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         self._reserve(len(token_ids), longest)
@@ -332,7 +332,7 @@ class LlamaDecoder:
             queries = qk[:, :heads].reshape(*keys.shape[:-2], group, size)
             if self._is_grouped:
                 mixed = _grouped_attention(queries, keys, values, mask)
-            elif self._dtype == torch.float32 and self._device.type == "cpu":  # plain products are fastest there
+            elif self._dtype == torch.float32 and self._device.type == "cpu":  # where plain products are fastest
                 scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scale)
                 mixed = torch.bmm(torch.softmax(scores, -1), values)
             else:
@@ -361,7 +361,7 @@ class LlamaDecoder:
             self.kernels.threads = num
 
     def _forward(self, token_ids: Tensor, rows: Tensor | slice | None, sources: Tensor) -> Tensor:
-        """Writes key-values of the padded sequences into the rows, if any; returns hidden states [b, T, hidden]."""
+        """Writes the padded sequences' key-values into `rows`, if not None; returns hidden states [b, T, hidden]."""
         b, num_times = token_ids.shape
         heads, kv_heads, size = self._num_heads, self._num_kv_heads, self._head_size
         rotations = self._rotations[:num_times][None, :, None]
@@ -381,7 +381,7 @@ class LlamaDecoder:
         return hidden
 
     def _rotate(self, qk: Tensor, norm: Tensor | None, rotations: Tensor) -> Tensor:
-        """Queries and keys [..., H + K, D], normed where the family does so, then rotated."""
+        """Normalizes queries and keys [..., H + K, D] if the family does so, and rotates them."""
         if norm is not None:
             qk = F.rms_norm(qk, (self._head_size,), None, self._eps) * norm
         pairs = torch.view_as_complex(qk.float().view(*qk.shape[:-1], -1, 2))
@@ -397,7 +397,7 @@ class LlamaDecoder:
         return self._head(normed).float()
 
     def _pack(self) -> None:
-        """Before products with new weights."""
+        """Packs the weights, unless they are packed; called before a product with them."""
         if not self._are_packed:
             for linear in self._linears:
                 linear.pack()
@@ -436,14 +436,14 @@ class LlamaDecoder:
         return num_rows <= self._keys.shape[1] and num_times <= self._keys.shape[3]
 
     def _allocate(self, rows: int, times: int) -> None:
-        if not self._num_rows:  # nothing to copy: the old memory is free first
+        if not self._num_rows:  # there is nothing to copy, so the old memory can be freed first
             self._views, self._views_of = [], (-1, -1)
             self._keys = self._values = self._keys[:, :0].clone()
         old_times = slice(min(times, self._keys.shape[3]))
         shape = (len(self._layers), rows, self._num_kv_heads, times, self._head_size)
         for name in ("_keys", "_values"):
             old = getattr(self, name)
-            new = torch.zeros(shape, dtype=self._dtype, device=self._device)  # zeros: a masked NaN would still spread
+            new = torch.zeros(shape, dtype=self._dtype, device=self._device)  # zeros: masked NaNs would spread
             new[:, : self._num_rows, :, old_times] = old[:, : self._num_rows, :, old_times]
             setattr(self, name, new)
         self._times = torch.arange(times, device=self._device)
@@ -470,7 +470,7 @@ class LlamaDecoder:
         if family.has_qk_norm:
             layer.qk_norm = torch.zeros(heads + kv_heads, size, dtype=self._dtype, device=self._device)
             for name, part in (("q_norm", layer.qk_norm[:heads]), ("k_norm", layer.qk_norm[heads:])):
-                # one norm for all heads of a kind; `write` spreads it
+                # All heads of a kind have the same norm, which `write` copies to each.
                 self._targets[f"{attention}{name}.weight"] = _Target(
                     self._interleaved(part.flatten()), self.shapes[f"{attention}{name}.weight"], is_spread=True
                 )
@@ -480,7 +480,7 @@ class LlamaDecoder:
         return layer
 
     def _make_head(self) -> FusedLinear:
-        """Over the embedding if they are tied."""
+        """Makes the output head, whose weight is the embedding if the two are tied."""
         name = self._tied.get("lm_head.weight", "lm_head.weight")
         is_tied = name in self._targets
         weight = self._embedding if is_tied else self._plain(name)
@@ -495,19 +495,19 @@ class LlamaDecoder:
         return buffer
 
     def _fused(self, prefixes: Sequence[str], sizes: Sequence[int], num_interleaved: int = 0) -> FusedLinear:
-        """One weight, and one bias if there is any, for several projections of the same input.
+        """Fuses projections of the same input: makes one weight for them, and one bias if any of them has a bias.
 
-        The first `num_interleaved` are stored with the rows of each head interleaved. Projections without a bias get 0.
+        The first `num_interleaved` are stored with each head's rows interleaved. Projections without a bias have 0.
         """
         buffers: list[Tensor | None] = []
         views: dict[str, Tensor] = {}
         for kind in ("weight", "bias"):
-            present = [prefix + kind for prefix in prefixes if prefix + kind in self.shapes]
-            if not present:
+            names = [prefix + kind for prefix in prefixes if prefix + kind in self.shapes]
+            if not names:
                 buffers.append(None)
                 continue
-            rest = self.shapes[present[0]][1:]
-            buffer = torch.zeros(sum(sizes), *rest, dtype=self._dtype, device=self._device)
+            input_shape = self.shapes[names[0]][1:]
+            buffer = torch.zeros(sum(sizes), *input_shape, dtype=self._dtype, device=self._device)
             for index, (prefix, part) in enumerate(zip(prefixes, torch.split(buffer, list(sizes)), strict=True)):
                 if prefix + kind in self.shapes:
                     views[prefix + kind] = self._interleaved(part) if index < num_interleaved else part
@@ -517,12 +517,12 @@ class LlamaDecoder:
         linear = FusedLinear(weight, bias, self.kernels)
         self._linears.append(linear)
         for name, view in views.items():
-            own = linear if name.endswith("weight") else None
-            self._targets[name] = _Target(view, self.shapes[name], linear=own)
+            packed_in = linear if name.endswith("weight") else None
+            self._targets[name] = _Target(view, self.shapes[name], linear=packed_in)
         return linear
 
     def _interleaved(self, part: Tensor) -> Tensor:
-        """A view of rows in which element i of a head's first half is next to element i of its second half."""
+        """Returns a view of the rows in which element i of a head's first half is next to element i of its second."""
         half = self._head_size // 2
         return part.view(-1, half, 2, *part.shape[1:]).transpose(1, 2)
 
@@ -535,10 +535,10 @@ def fast_decoder(
     prefill_tokens: int,
     cache_bytes: float | None,
 ) -> LlamaDecoder | None:
-    """The decoder of a model; None if it would not compute exactly what Hugging Face's does.
+    """Returns a decoder of this model; None if it would not compute exactly what Hugging Face's model does.
 
     Args:
-        cache_bytes: the most that key-values may take; None is half of a GPU's free memory, and no bound on a CPU.
+        cache_bytes: limit for the key-values; None is half of a GPU's free memory, and no limit on a CPU.
     """
     family = find_family(config)
     if family is None:

@@ -1,8 +1,8 @@
 // The compiled part of LocalEngine, for float32 on a CPU: products with packed weights, and a whole step of
 // LlamaDecoder in one call. kernels.py compiles, loads and calls it.
 //
-// The operations of a step are those of LlamaDecoder._step_with_torch, as are the layouts of norms and key-values. A
-// row does not depend on the rows beside it: each sum is added up in one order. Nothing here checks its arguments.
+// A step has the operations of LlamaDecoder._step_with_torch, and the same layouts of norms and key-values. A row does
+// not depend on the other rows, since each sum is added up in a fixed order. No function checks its arguments.
 //
 // Shapes: n rows, H query heads, K key-value heads, D head size, T tokens that fit in a slot, I intermediate size.
 
@@ -22,7 +22,7 @@
 
 namespace {
 
-constexpr int64_t LANES = 16;  // compilers split a vector where the processor's are shorter
+constexpr int64_t LANES = 16;  // compilers split a vector if the processor's are shorter
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 // A product keeps TILE_ROWS x PANEL_VECTORS sums in registers.
@@ -32,7 +32,7 @@ constexpr int64_t PANEL_VECTORS = 2, TILE_ROWS = 12;
 constexpr int64_t PANEL_VECTORS = 1, TILE_ROWS = 6;
 #endif
 constexpr int64_t PANEL = PANEL_VECTORS * LANES;
-constexpr int64_t BLOCK_ROWS = 4 * TILE_ROWS;  // go through all layers together, so that a core's cache holds them
+constexpr int64_t BLOCK_ROWS = 4 * TILE_ROWS;  // these go through all layers together, so that they stay in a core's cache
 
 struct Linear {
   const float* packed;  // [panels of outputs, inputs, PANEL]; missing outputs of the last panel are 0
@@ -70,7 +70,7 @@ float sum(const Vector& vector) {
   return lanes[0];
 }
 
-// Of values, or of their squares.
+// Sums values, or their squares.
 template <bool SQUARED>
 float sum(const float* values, int64_t count) {
   Vector sums = {};
@@ -81,7 +81,7 @@ float sum(const float* values, int64_t count) {
   return sum(sums) + rest;
 }
 
-// e^x to 2 units in the last place, in a form that compilers vectorize. Cephes' expf.
+// Computes e^x to 2 units in the last place like Cephes' expf, in a form that compilers vectorize.
 inline float exponential(float x) {
   x = x < -87.0f ? -87.0f : x;
   x = x > 88.0f ? 88.0f : x;
@@ -99,7 +99,7 @@ inline float exponential(float x) {
   return (p * r * r + r + 1.0f) * power;
 }
 
-// TILE rows of inputs times one panel of a weight.
+// Multiplies TILE rows of inputs by one panel of a weight.
 template <int64_t TILE>
 void tile_product(const Linear& linear, const float* inputs, int64_t panel, const float* added, float* outputs) {
   Vector sums[TILE][PANEL_VECTORS] = {};
@@ -136,7 +136,7 @@ void rest_product(int64_t rows, const Linear& linear, const float* inputs, int64
   }
 }
 
-// outputs [n, outputs] = inputs [n, inputs] times the weight, plus bias and `added`, if not null; it may be `outputs`.
+// outputs [n, outputs] = inputs [n, inputs] times the weight, plus bias and `added`, which may be null or `outputs`.
 void product(const Linear& linear, const float* inputs, int64_t n, const float* added, float* outputs) {
   const int64_t panels = (linear.outputs + PANEL - 1) / PANEL;
   for (int64_t panel = 0; panel < panels; ++panel)
@@ -159,7 +159,7 @@ void rotate(float* head, const float* rotation, int64_t size) {
   }
 }
 
-// One query head over `count` keys and values, [count, D] each. `scores` holds one for each.
+// Attends with one query head to `count` keys and values, [count, D] each; `scores` has space for `count` numbers.
 template <int64_t VECTORS>
 void attend(const float* query, const float* keys, const float* values, int64_t count, float* scores, float* mixed) {
   constexpr int64_t size = VECTORS * LANES;
@@ -192,12 +192,12 @@ void attend(int64_t size, const float* query, const float* keys, const float* va
   }
 }
 
-// Rows in the slots from `slot` on, at most BLOCK_ROWS; normed hidden states to `outputs` [n, hidden].
+// Steps the n rows, at most BLOCK_ROWS, from `slot` on; writes normed hidden states to `outputs` [n, hidden].
 void step_block(const Model& model, const Cache& cache, int64_t n, int64_t slot, const int64_t* token_ids,
                 const int64_t* positions, float* outputs) {
   const int64_t width = model.hidden, size = model.head_size, kv_heads = model.kv_heads, heads = model.heads;
   const int64_t qkv_width = (heads + 2 * kv_heads) * size, group = heads / kv_heads, inner = model.intermediate;
-  thread_local std::vector<float> scratch;  // kept from step to step
+  thread_local std::vector<float> scratch;  // reused by later steps
   scratch.resize(BLOCK_ROWS * (2 * width + qkv_width + heads * size + 3 * inner) + cache.capacity);
   float* hidden = scratch.data();
   float* normed = hidden + n * width;
@@ -246,10 +246,10 @@ void step_block(const Model& model, const Cache& cache, int64_t n, int64_t slot,
     rms_norm(hidden + row * width, model.final_norm, width, model.eps, outputs + row * width);
 }
 
-// Blocks of rows that several threads compute: each takes the next one. The caller takes them too and waits only for
-// those that others have begun, so a thread that gets no core on a busy machine, or is lost in a fork, delays nothing.
+// Blocks of rows, which several threads compute: each takes the next block. The caller takes blocks too and waits only
+// for those that others have begun, so a thread that gets no core, or is lost in a fork, delays nothing.
 struct Job {
-  const std::function<void(int64_t)> run;  // a block
+  const std::function<void(int64_t)> run;  // computes a block
   const int64_t blocks;
   std::atomic<int64_t> next{0};
   std::mutex mutex;
@@ -277,13 +277,13 @@ struct Workers {
     const std::lock_guard<std::mutex> lock(mutex);
     try {
       for (; count < helpers; ++count) std::thread([this] { serve(); }).detach();
-    } catch (const std::system_error&) {  // no thread could be started: the others compute
+    } catch (const std::system_error&) {  // no more threads can be started, so fewer compute
     }
     for (int64_t helper = 0; helper < helpers; ++helper) jobs.push_back(job);
     helpers == 1 ? has_job.notify_one() : has_job.notify_all();
   }
 
-  // What no helper has taken.
+  // Removes a job's entries that no helper has taken.
   void forget(const std::shared_ptr<Job>& job) {
     const std::lock_guard<std::mutex> lock(mutex);
     jobs.erase(std::remove(jobs.begin(), jobs.end(), job), jobs.end());
@@ -326,10 +326,10 @@ void in_blocks(int64_t n, int64_t num_threads, const Run& run) {
 
 extern "C" {
 
-// Elements of a packed weight.
+// Returns the number of elements of a packed weight.
 int64_t packed_size(int64_t outputs, int64_t inputs) { return (outputs + PANEL - 1) / PANEL * PANEL * inputs; }
 
-// A weight [outputs, inputs] to its packed form, which is 0 before, or back.
+// Copies a weight [outputs, inputs] to its packed form, which must be 0 before, or back.
 void repack(float* weight, int64_t outputs, int64_t inputs, float* packed, bool is_back) {
   for (int64_t first = 0; first < outputs; first += PANEL, packed += PANEL * inputs)
     for (int64_t start = 0; start < inputs; start += LANES)
@@ -349,7 +349,7 @@ void linear(const Linear* weight, const float* inputs, int64_t n, const float* a
   });
 }
 
-// Adds the last token of rows 0 to n - 1 to the key-values of their slots; normed hidden states to outputs [n, hidden].
+// Adds the last tokens of rows 0 to n - 1 to their slots' key-values; writes normed hidden states to outputs [n, hidden].
 void step(const Model* model, const Cache* cache, int64_t n, const int64_t* token_ids, const int64_t* positions,
           float* outputs, int64_t num_threads) {
   in_blocks(n, num_threads, [=](int64_t first, int64_t end) {

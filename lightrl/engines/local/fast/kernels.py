@@ -1,9 +1,9 @@
-"""Kernels: the compiled part of LocalEngine, float32 on a CPU; `kernels.cpp` has the loops.
+"""Kernels: the compiled part of LocalEngine, for float32 on a CPU; its loops are in `kernels.cpp`.
 
 With few rows or a small model, an operation of torch takes longer to call than to compute, and a step has many in each
-layer. Here a step is one call, which holds no lock of Python's. The system's C++ compiler builds the library for this
-processor at the first use, in a few seconds, into the user's cache; where there is no compiler, or what it built is
-wrong, torch computes everything.
+layer. Here a step is one call, which does not hold Python's lock. At the first use, the system's C++ compiler builds
+the library for this processor, in a few seconds, into the user's cache. Without a compiler, or if the library computes
+wrong products, torch computes everything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-HEAD_SIZES = frozenset({16, 32, 64, 128, 256})  # `step` knows these
+HEAD_SIZES = frozenset({16, 32, 64, 128, 256})  # those that `step` is compiled for
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = ["-O3", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
@@ -63,7 +63,7 @@ class ModelOfKernel(ctypes.Structure):
 
 
 class CacheOfKernel(ctypes.Structure):
-    """The key-values and the rotation of each position."""
+    """The key-values, and the rotation of each position."""
 
     _fields_ = (
         ("keys", _Address),
@@ -75,10 +75,10 @@ class CacheOfKernel(ctypes.Structure):
 
 
 class Kernels:
-    """The functions of a library that was built from `kernels.cpp`.
+    """Calls the functions of a library that was built from `kernels.cpp`.
 
-    The rows of a call are shared among up to `threads` threads; a few rows, which fill one tile, have one. All is
-    float32, whatever torch's default: with bf16-true Lightning changes it for all threads during a forward pass.
+    A call divides its rows among up to `threads` threads; few rows, which fill one tile, have one thread. Tensors are
+    float32 whatever torch's default, which Lightning with bf16-true changes for all threads during a forward.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -95,7 +95,7 @@ class Kernels:
         )
 
     def pack(self, weight: Tensor) -> Tensor:
-        """The packed form of a contiguous weight [out, in], float32."""
+        """Returns the packed form of a contiguous weight [out, in], float32."""
         packed = torch.zeros(self._packed_size(*weight.shape), dtype=torch.float32)
         self._repack(weight.data_ptr(), *weight.shape, packed.data_ptr(), False)
         return packed
@@ -105,7 +105,7 @@ class Kernels:
         self._repack(weight.data_ptr(), *weight.shape, packed.data_ptr(), True)
 
     def linear(self, inputs: Tensor, weight: LinearOfKernel, added: Tensor | None = None) -> Tensor:
-        """`inputs` [..., in] times the weight, plus its bias and `added` [n, out]: [..., out]."""
+        """Returns `inputs` [..., in] times the weight, plus its bias and `added` [n, out]: [..., out]."""
         rows = inputs.contiguous()
         outputs = torch.empty(*inputs.shape[:-1], weight.outputs, dtype=torch.float32)
         count = rows.numel() // weight.inputs
@@ -113,7 +113,7 @@ class Kernels:
         return outputs
 
     def step(self, model: ModelOfKernel, cache: CacheOfKernel, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Normed hidden states [n, hidden] after the last tokens [n], which join the key-values of slots 0 to n - 1."""
+        """Adds the last tokens [n] to the key-values of slots 0 to n - 1; returns normed hidden states [n, hidden]."""
         outputs = torch.empty(len(token_ids), model.hidden, dtype=torch.float32)
         token_ids, positions = token_ids.contiguous(), positions.contiguous()
         addresses = token_ids.data_ptr(), positions.data_ptr(), outputs.data_ptr()
@@ -122,19 +122,19 @@ class Kernels:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """The address of a contiguous tensor's elements, which must outlive their use; None for none."""
+    """Returns the address of a contiguous tensor's elements, which must outlive their use; None for None."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def kernels() -> Kernels | None:
-    """None if they cannot be had here, which is logged once."""
+    """Returns the kernels; None, which is logged once, if they cannot be built or loaded here."""
     library = _library()
     return None if library is None else Kernels(library)
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """Built where that has not been done."""
+    """Loads the library, which it builds first if necessary; None if either fails."""
     try:
         path = _build()
         library = ctypes.CDLL(str(path))
@@ -143,18 +143,18 @@ def _library() -> ctypes.CDLL | None:
         reason = f"{path} computes wrong products"
     except subprocess.SubprocessError as error:
         reason = f"{error} {getattr(error, 'stderr', None) or ''}".rstrip()
-    except (OSError, AttributeError, RuntimeError) as error:  # RuntimeError: there is no home folder
+    except (OSError, AttributeError, RuntimeError) as error:  # RuntimeError without a home folder
         reason = str(error)
     log.warning(
-        "LocalEngine decodes with torch's operations alone, which takes a small model several times as long: its "
-        "kernels could not be built. Install a C++ compiler such as g++, or name one in CXX. %s",
+        "LocalEngine decodes only with torch's operations, several times slower for a small model, because its kernels "
+        "could not be built. Install a C++ compiler such as g++, or name one in CXX. %s",
         reason,
     )
     return None
 
 
 def _build() -> Path:
-    """The library for this source, compiler and processor. Raises OSError or SubprocessError."""
+    """Returns the library for this source, compiler and processor; raises OSError or SubprocessError."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if not compiler:
         raise FileNotFoundError("No C++ compiler was found.")
@@ -165,11 +165,11 @@ def _build() -> Path:
     library = folder / f"kernels-{key}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as own:
-            log.info("The kernels of LocalEngine are built for this processor, once; this takes some seconds.")
-            built = Path(own) / library.name
+        with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as build_folder:
+            log.info("Building LocalEngine's kernels for this processor, once; this takes some seconds.")
+            built = Path(build_folder) / library.name
             _run([*command, str(_SOURCE), "-o", str(built)])
-            built.replace(library)  # whole or not at all, also if other ranks build it too
+            built.replace(library)  # complete or absent, even if other ranks build it too
     return library
 
 
@@ -178,7 +178,7 @@ def _run(command: list[str]) -> str:
 
 
 def _processor() -> str:
-    """Names the instructions of this machine; a home folder may be shared by several kinds."""
+    """Describes the instructions of this machine, since machines of several kinds may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
@@ -188,7 +188,7 @@ def _processor() -> str:
 
 
 def _is_right(built: Kernels) -> bool:
-    """Whether products of small integers are exact, with bias and sum, for rows and outputs that fill no tile."""
+    """Whether products of small integers, with bias and `added`, are exact for sizes that do not fill the tiles."""
     weight, inputs = torch.arange(-150, 150).float().view(50, 6) % 7, torch.arange(114).float().view(19, 6) % 5
     bias, added = torch.arange(50).float(), torch.arange(950).float().view(19, 50)
     packed, again = built.pack(weight), torch.empty_like(weight)
