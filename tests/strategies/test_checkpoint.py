@@ -111,7 +111,9 @@ def test_ctrl_c_ends_the_wait_for_a_disk_and_saving_at_the_end_is_bounded(
     try:
         writer.save_checkpoint({"step": 1}, tmp_path / "1.ckpt")
     except KeyboardInterrupt:
-        with pytest.raises(OSError, match=r"the disk has accepted no data for 0\.5 s"):  # as ModelCheckpoint.on_exception
+        with pytest.raises(
+            OSError, match=r"the disk has accepted no data for 0\.5 s"
+        ):  # as ModelCheckpoint.on_exception
             writer.save_checkpoint({"step": 1}, tmp_path / "2.ckpt")
     else:
         pytest.fail("Ctrl-C was not raised")
