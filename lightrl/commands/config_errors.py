@@ -363,7 +363,7 @@ def as_first_field(text: object, kinds: Sequence[type], names: Iterable[str]) ->
     if not is_field or text in importable_classes(kinds):
         return {}
     kind = max(kinds, key=lambda kind: len(set(names) & Keys.of_class(kind).types.keys()))
-    return {dataclasses.fields(kind)[0].name: str(text)}  # type: ignore[arg-type]
+    return {dataclasses.fields(kind)[0].name: str(text)}
 
 
 def _num_given(hint: object) -> int:

@@ -43,9 +43,9 @@ def name_unused(
             if name in defaults and value is not None and _comparable(value) != _comparable(defaults[name]):
                 yield name, value, user_settings.origin(f"{section}.{name}")
 
-    kind = type(datamodule)
+    kind: Any = type(datamodule)
     if isinstance(datamodule, PromptDataModule) and kind.make_prompts is PromptDataModule.make_prompts:
-        sections = {"trainer": Trainer, "model": type(model), "data": kind}
+        sections: dict[str, type] = {"trainer": Trainer, "model": type(model), "data": kind}
         unused = [
             f"{section}.{name}{at}"
             for section, owner in sections.items()
