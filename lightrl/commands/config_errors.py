@@ -159,7 +159,8 @@ class TextParser(ArgumentParser):  # type: ignore[misc]
             elif namespace and isinstance(value, Namespace | dict):  # `train: {max_rows: 8}` after `train: rows.jsonl`
                 added = vars(value) if isinstance(value, Namespace) else value
                 kept = as_first_field(namespace.get(name), classes_in(self._type(name)), added)
-                settings[name] = {**kept, **added} if kept and "class_path" not in added else value
+                if kept and "class_path" not in added:
+                    settings[name] = {**kept, "init_args": kept["init_args"] | added}
         return super().parse_object(obj, namespace, *rest, **options)
 
     def _type(self, name: str) -> object:
@@ -267,8 +268,7 @@ class _Walk:
     def _class(self, settings: Mapping[str, Any], kinds: Sequence[type], path: str, num_given: int) -> None:
         """Checks a class with its arguments; lightrl's own code passes the first `num_given`."""
         if isinstance(settings.get("class_path"), ClassOrText):
-            kept = as_first_field(settings["class_path"], kinds, settings)
-            settings = {**kept, **{name: settings[name] for name in settings if not kept or name != "class_path"}}
+            settings = {**settings, **as_first_field(settings["class_path"], kinds, settings)}
         if "class_path" in settings:
             class_path = settings["class_path"]
             if not isinstance(class_path, str):
@@ -357,13 +357,13 @@ def classes_in(hint: object) -> list[type]:
     return list(dict.fromkeys(kind for inner in typing.get_args(hint) for kind in classes_in(inner)))
 
 
-def as_first_field(text: object, kinds: Sequence[type], names: Iterable[str]) -> dict[str, str]:
-    """Returns a string as the first field of the data class with most of these names; {} for the name of a class."""
+def as_first_field(text: object, kinds: Sequence[type], names: Iterable[str]) -> dict[str, Any]:
+    """Returns the data class with most of these names, and a string as its first field; {} for the name of a class."""
     is_field = isinstance(text, str) and kinds and all(map(dataclasses.is_dataclass, kinds))
     if not is_field or text in importable_classes(kinds):
         return {}
-    kind = max(kinds, key=lambda kind: len(set(names) & Keys.of_class(kind).types.keys()))
-    return {dataclasses.fields(kind)[0].name: str(text)}
+    kind: Any = max(kinds, key=lambda kind: len(set(names) & Keys.of_class(kind).types.keys()))
+    return {"class_path": kind.__name__, "init_args": {dataclasses.fields(kind)[0].name: text}}
 
 
 def _num_given(hint: object) -> int:

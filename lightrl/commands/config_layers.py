@@ -336,7 +336,7 @@ def _merge(settings: JsonObject, layer: JsonMapping) -> None:
         if isinstance(old, str) and isinstance(value, Mapping) and "class_path" not in value:
             old = settings[key] = {"class_path": ClassOrText(old)}  # --model GRPO --model.lr 1e-3
         if isinstance(value, Mapping):
-            if isinstance(old, list):
+            if isinstance(old, list) and "class_path" not in value:
                 continue  # the parser applies --trainer.callbacks.max_staleness 1 to the list's last item
             if not isinstance(old, dict):
                 settings[key] = {}
