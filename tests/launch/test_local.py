@@ -112,7 +112,7 @@ def test_end_asks_ranks_first_and_kills_what_does_not_end(tmp_path):
     wait_for({"trainer-0 started", "trainer-1 ready", "servers-0 started"}, tmp_path)
     launcher.end()
     assert notes(tmp_path)[-2:] == ["trainer-0 ended", "servers-0 ended"]
-    assert state(plan)["processes"]["trainer-1"]["state"] == "signal 9"
+    assert state(plan)["processes"]["trainer-1"]["state"] == "signal SIGKILL"
     launcher.end()
 
 
