@@ -162,7 +162,7 @@ def test_what_a_run_needs_and_the_file_lacks_is_said(tmp_path, capsys):
     file = tmp_path / "areal.yaml"
     file.write_text("actor: {path: a}\ngconfig: {n_samples: 4}\n")
     assert main(["convert", str(file)]) == 0
-    said = capsys.readouterr().err.partition("since the file does not have it:")[2]
+    said = capsys.readouterr().err.partition("since the file lacks it:")[2]
     assert said.split() == ["data.train", "model.reward"]
 
 

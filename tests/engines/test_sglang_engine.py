@@ -93,7 +93,7 @@ def test_a_low_limit_of_open_files_caps_the_requests_in_flight_and_says_so(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
     engine_on(start(), start())
-    (text,) = [record.getMessage() for record in caplog.records if "may open 1024 files" in record.getMessage()]
+    (text,) = [record.getMessage() for record in caplog.records if "may open only 1024 files" in record.getMessage()]
     num = int(re.search(r"sends each server at most (\d+) requests", text)[1])
     assert 200 < num < 440  # (1024 - 128 - what pytest has open) / 2 - 16
 

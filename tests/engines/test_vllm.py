@@ -78,7 +78,7 @@ def test_digests_of_vllm_on_a_gpu_are_of_the_bytes_without_padding():
         (["dev-mode", "scale-out"], r"VLLM_SERVER_DEV_MODE=1 in its environment and --enable-scale-out\. Restart"),
         (["scale-out", "mode"], "without --enable-scale-out and --logprobs-mode processed_logprobs"),
         (["weight-info"], r"http.* is a vLLM server without /weight_info\. Use vLLM 0\.32 or later"),
-        (["form"], r"http.* sent /server_info in an unknown form \(TypeError.*Use vLLM 0\.32"),
+        (["form"], r"http.* answered /server_info in an unknown format \(TypeError.*Use vLLM 0\.32"),
     ],
 )
 def test_a_server_without_what_rollouts_need_is_refused_and_all_of_it_is_named(without, message, start):

@@ -748,9 +748,11 @@ def test_everything_cancelled_at_any_await_leaves_an_idle_engine(make: Make) -> 
 def test_a_group_given_up_at_any_await_of_its_trajectories_leaks_no_slot(make: Make) -> None:
     given_up: list[int] = []
     for ticks in TICKS:
-        controller = make(max_staleness=1, groups_per_iteration=1)
+        controller = make(max_staleness=1, groups_per_iteration=1, load=False)  # a load would start the groups
+        controller.engine.load_weights(bucketed([("weight", torch.zeros(1))], 8), weight_version=0)
 
         async def scenario(controller: RolloutController = controller, ticks: int = ticks) -> None:
+            controller._cursor.prompts.prepare(0, 8)  # or a thread makes them meanwhile
             await admission(controller)
             for _ in range(ticks):
                 await asyncio.sleep(0)

@@ -259,7 +259,7 @@ def test_an_export_names_the_roles_that_are_there_and_leaves_a_folder_with_other
         export_checkpoint(file, tmp_path / "model", role="critic")
     (tmp_path / "thesis.tex").write_text("text")
     assert main(["export", str(file), "--to", str(tmp_path)]) == 2
-    assert "holds 'thesis.tex'" in capsys.readouterr().err
+    assert "contains 'thesis.tex'" in capsys.readouterr().err
     assert (tmp_path / "thesis.tex").exists()
 
 
