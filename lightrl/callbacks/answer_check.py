@@ -8,18 +8,21 @@ settings. The newest tokens exist only if no end token came before: a biased sam
 For a function f of a token, exp(λ f) / E[exp(λ f)] has mean 1, whatever came before, so the product over all tokens
 exceeds e^35 with probability at most e^-35. Here f is the logprob: λ > 0 accumulates evidence for too likely tokens
 (temperature 0, a smaller top-k), λ < 0 for too unlikely ones. The sum of the logarithms is reset to 0 when it is
-negative. Shapes: N tokens, their K most likely alternatives.
+negative. Source: Ville's inequality; Page, Continuous inspection schemes (CUSUM).
 
-Source: Ville's inequality; Page, Continuous inspection schemes (CUSUM).
+k of a group's G completions are equal, each with logprob -L, with probability at most 2^G e^-(k - 1)L: more are copies,
+as from a server that gives all requests one seed. Shapes: N tokens, their K most likely alternatives.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +35,7 @@ from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import Microbatches, ShardedExperience, ranks_of
 from lightrl.strategies.sharded_experience.placement import microbatch_rows
 from lightrl.strategies.tensor_parallel import local
-from lightrl.trajectory import Sampling
+from lightrl.trajectory import Group, Sampling, Trajectory
 
 TOP = 64  # K
 LIMIT_NATS = 35.0
@@ -41,27 +44,33 @@ NUM_TOKENS = 256  # trained tokens to check
 
 
 class AnswerCheck:
-    """Checks an iteration's first minibatch, except for tokens of the first version that this run loads, or older ones.
+    """Checks tokens of versions after the first that this run loads; `checks_all` checks all rows instead of a few.
 
     After a failure within an iteration, other weights may have sampled tokens that carry that first version.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, checks_all: bool) -> None:
+        self.checks_all = checks_all
+        self._copies_nats = 0.0  # evidence for copies in a group
         self._evidence_nats = torch.zeros(2)  # for too likely tokens, for too unlikely ones
         self._weights: dict[int, list[Tensor]] = {}  # version → the policy's trained parameters on this rank
         self._first_version: int | None = None  # the first version that this run has loaded
+
+    def offer(self, trainer: RLTrainer, groups: Sequence[Group]) -> None:
+        """Compares the completions of each group, on rank 0, which has their tokens."""
+        if trainer.is_global_zero:
+            self._copies_nats = max((copies_nats(group.trajectories) for group in groups), default=0.0)
 
     def keep(self, trainer: RLTrainer, module: RLModule, weight_version: int, rounding: Rounding) -> None:
         """Copies the current weights as this version; deletes versions whose tokens are too old to train on."""
         staleness = trainer.rollout.settings.max_staleness
         self._first_version = weight_version if self._first_version is None else self._first_version
         self._weights = {old: weights for old, weights in self._weights.items() if old >= weight_version - staleness}
-        if staleness > 0:
+        if staleness > 0 or self.checks_all:
             is_coarse = rounding.engine_eps >= torch.finfo(torch.bfloat16).eps  # the engine rounds its weights too
             values = _trained(module) if ranks_of(trainer.strategy).of_role("policy").is_here else []
-            dtypes = [torch.bfloat16 if is_coarse else value.dtype for value in values]
-            copies = (value.to("cpu", dtype, copy=True) for value, dtype in zip(values, dtypes, strict=True))
-            self._weights[weight_version] = list(copies)
+            dtype = torch.bfloat16 if is_coarse else None  # None: each one's own
+            self._weights[weight_version] = [value.to("cpu", dtype, copy=True) for value in values]
 
     def has_sampled(self, version: int) -> bool:
         """Whether weights that this run loaded sampled all tokens of this version."""
@@ -70,37 +79,49 @@ class AnswerCheck:
     def check(self, trainer: RLTrainer, module: RLModule, minibatch: ShardedExperience, rounding: Rounding) -> None:
         """Raises WeightSyncError for wrong logprobs, EngineError for wrong sampling, on every rank; collective."""
         ranks, current = ranks_of(trainer.strategy), trainer.weight_version
-        chosen = choose_rows(len(minibatch), minibatch.num_loss_tokens, NUM_TOKENS)
+        num_rows, version_to_rows = len(minibatch), dict[int, list[int]]()
+        chosen = range(num_rows) if self.checks_all else choose_rows(num_rows, minibatch.num_loss_tokens, NUM_TOKENS)
         bounds = torch.stack(minibatch.version_bounds, 1).tolist()
-        version_to_rows: dict[int, list[int]] = {}
-        for row in sorted((index + current) % len(minibatch) for index in chosen):
-            for version in {*bounds[row]}:
+        for row in sorted((index + current) % num_rows for index in chosen):
+            oldest, newest = bounds[row]
+            for version in range(oldest, newest + 1) if self.checks_all else {oldest, newest}:
                 if self.has_sampled(version) and (version == current or version in self._weights):
                     version_to_rows.setdefault(version, []).append(row)
         evidence = torch.zeros(2)
         for version, rows in version_to_rows.items():
-            sums, largest = torch.zeros(5), torch.zeros(1)
+            sums, largest = torch.zeros(6), torch.zeros(1)
             if ranks.of_role("policy").is_here:
-                weights = [] if version == current else self._weights[version]
-                with torch.no_grad(), _set_weights(weights, _trained(module)):
+                with torch.no_grad(), _set_weights(self._weights.get(version, []), _trained(module)):
                     sums, largest = _measure(trainer, module, minibatch.select(rows), version, rounding)
             sums, largest = ranks.total(sums), ranks.total(largest, "max")
-            evidence += sums[3:]
+            evidence += sums[4:]
             if num := int(sums[0]):
-                difference, entropy = (sums[1:3] / num).tolist()
+                difference, bias, entropy = (sums[1:4] / num).tolist()
                 name = "the present weights" if version == current else f"weight version {version}"
-                bound = mismatch_bound_nats(rounding, entropy)
-                check_mismatch(name + _at_servers(trainer), num, difference, float(largest), bound, rounding.dtypes)
+                check_mismatch(name + _at_servers(trainer), num, difference, float(largest), entropy, rounding, bias)
         if _is_unselected(trainer, module, minibatch):
             self._evidence_nats = (self._evidence_nats + evidence).clamp(min=0)
-        if (total := float(self._evidence_nats.max())) > LIMIT_NATS:
-            problem, sampling = ("likely", "unlikely")[int(self._evidence_nats.argmax())], module.sampling
+        copies = ranks.total(torch.tensor([self._copies_nats if module.sampling.temperature > 0 else 0.0]), "max")
+        nats, kind = torch.cat([self._evidence_nats, copies]).max(0)
+        if float(nats) > LIMIT_NATS:
+            problem, sampling = ("likely", "unlikely", "often equal in a group")[int(kind)], module.sampling
             raise EngineError(
                 f"The tokens that the engine sampled{_at_servers(trainer)} are too {problem} for temperature="
                 f"{sampling.temperature:g}, top_p={sampling.top_p:g} and top_k={sampling.top_k}: the probability is "
-                f"e^-{total:.0f}. Look for a proxy or a server argument that changes these settings, or set "
-                "WeightSync.verify to false."
+                f"e^-{float(nats):.0f}. Look for a proxy or a server argument that changes these settings or drops "
+                "the requests' seeds, or set WeightSync.verify to false."
             )
+
+
+def copies_nats(trajectories: Sequence[Trajectory]) -> float:
+    """Returns the evidence that equal completions of a group are copies; omits those with several versions or rows."""
+    nats: dict[object, list[float]] = {}
+    for item in trajectories:
+        if item.oldest_version == item.newest_version and item.first_branch == len(item.token_ids):
+            key = np.asarray(item.token_ids).tobytes(), item.newest_version
+            nats.setdefault(key, []).append(-float(np.asarray(item.behavior_logprobs).sum(dtype=float)))
+    evidence = ((len(values) - 1) * min(values) for values in nats.values())
+    return max(evidence, default=0.0) - len(trajectories) * math.log(2)
 
 
 def _is_unselected(trainer: RLTrainer, module: RLModule, minibatch: ShardedExperience) -> bool:
@@ -115,7 +136,10 @@ def _is_unselected(trainer: RLTrainer, module: RLModule, minibatch: ShardedExper
 def _measure(
     trainer: RLTrainer, module: RLModule, part: ShardedExperience, version: int, rounding: Rounding
 ) -> tuple[Tensor, Tensor]:
-    """Returns sums over this rank's tokens (number, difference, entropy, evidence) and the largest difference."""
+    """Returns sums over this rank's tokens, and the largest difference.
+
+    The sums: number, differences without and with their signs, entropy, evidence for too likely and unlikely tokens.
+    """
     rollout, own_rows = part.rollout_part(), set(part.local_rows.tolist())
     oldest = part.version_bounds[0].to(module.device)
     rows = microbatch_rows(rollout, ranks_of(trainer.strategy).of_role("policy"), module.microbatch_tokens)
@@ -123,7 +147,7 @@ def _measure(
     without_supports = {name: values for name, values in rollout.tokens.items() if name != SUPPORTS.name}
     untruncated = replace(rollout, tokens=without_supports)
     is_truncated = SUPPORTS.name in rollout.tokens  # the top-k alternatives come from the untruncated distribution
-    sums, largest = torch.zeros(5), torch.zeros(1)
+    sums, largest = torch.zeros(6), torch.zeros(1)
     for experience, num in [(rollout, 0), (untruncated, topk)] if is_truncated else [(rollout, topk)]:
         batches = list(Microbatches(experience, rows, module.device))
         with trainer.precision_plugin.forward_context():
@@ -134,16 +158,16 @@ def _measure(
             if not mask.any():
                 continue
             if num == 0 or not is_truncated:
-                differences = (outputs.logprobs - batch.behavior_logprobs)[mask].abs().float()
-                numbers = [float(mask.sum()), float(differences.sum()), float(outputs.entropy[mask].sum())]
-                sums[:3] += torch.tensor(numbers)
-                largest = largest.maximum(differences.amax().cpu())
+                differences = (outputs.logprobs - batch.behavior_logprobs)[mask].float()
+                parts = [torch.ones_like(differences), differences.abs(), differences, outputs.entropy[mask]]
+                sums[:4] += torch.stack([part.sum().float() for part in parts]).cpu()
+                largest = largest.maximum(differences.abs().amax().cpu())
             mask &= (oldest[index] == version)[:, None]
             if num and mask.any():
                 is_sampled = outputs.teacher_topk_ids[mask] == batch.token_ids[mask][:, None]
                 margin_nats = mismatch_bound_nats(rounding, float(outputs.entropy[mask].mean()))
                 top = outputs.teacher_topk[mask].float()
-                sums[3:] += evidence_nats(top, is_sampled, module.sampling, margin_nats).sum(0).cpu()
+                sums[4:] += evidence_nats(top, is_sampled, module.sampling, margin_nats).sum(0).cpu()
     return sums, largest
 
 

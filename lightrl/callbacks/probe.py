@@ -40,6 +40,7 @@ USUAL_NATS = 0.2
 LEAST_NATS = 1e-5  # for errors that do not shrink with the format, as in tables of rotary embeddings
 MISMATCH_NATS = 1e-3  # added for sampled tokens: they are further from the context's start, and may be few
 MIN_MISMATCH_TOKENS = 64  # with fewer, a single token at its bound may raise the mean
+BIAS = 0.25  # × the bound of the mean, for the mean of the signed differences: roundings go both ways
 LARGEST = 16.0  # × the bound of the mean: the largest of a million normal roundings is 6 means; real tails are longer
 
 
@@ -64,23 +65,27 @@ def mismatch_bound_nats(rounding: Rounding, entropy_nats: float) -> float:
     return bound_nats(max(rounding.training_eps, rounding.engine_eps), entropy_nats) + MISMATCH_NATS
 
 
-def check_mismatch(which: str, num_tokens: int, mean: float, largest: float, bound: float, dtypes: list[str]) -> None:
+def check_mismatch(
+    which: str, num_tokens: int, mean: float, largest: float, entropy: float, rounding: Rounding, bias: float = 0.0
+) -> None:
     """Raises WeightSyncError if the engine's and the trainer's logprobs differ by more than rounding.
 
     Args:
         which: the weights that sampled the tokens.
-        mean, largest: differences in nats.
-        bound: of the mean over many tokens.
+        mean, largest, bias: absolute differences, and the mean of the signed ones, in nats.
+        entropy: mean over the tokens, in nats.
     """
+    bound = mismatch_bound_nats(rounding, entropy)
     mean_bound = bound if num_tokens >= MIN_MISMATCH_TOKENS else bound * (1 + LARGEST / num_tokens)
-    if not (mean <= mean_bound and largest <= LARGEST * bound):
+    bias_bound = bound * (BIAS + LARGEST / num_tokens)
+    if not (mean <= mean_bound and largest <= LARGEST * bound and abs(bias) <= bias_bound):
         raise WeightSyncError(
             f"The {num_tokens} tokens that the engine sampled with {which} differ by {mean:.3g} nats each from the "
             f"trainer's logprobs, and one of them by {largest:.3g} (at most {mean_bound:.3g} and {LARGEST * bound:.3g} "
-            f"for {' and '.join(dtypes)}), although the probe agreed after the sync. Look for stale key-values (a "
-            "prefix cache that was not flushed), a server that restarted with older weights, a proxy that changes "
-            "answers, or sampling settings that trainer and engine apply differently; or set WeightSync.verify to "
-            "false."
+            f"for {' and '.join(rounding.dtypes)}); their signed mean is {bias:.3g} (at most {bias_bound:.3g}). The "
+            "probe agreed after the sync. Look for stale key-values (a prefix cache that was not flushed), a server "
+            "that restarted with older weights, a proxy that changes answers, or sampling settings that trainer and "
+            "engine apply differently; or set WeightSync.verify to false."
         )
 
 
@@ -94,12 +99,8 @@ def rounding(trainer: RLTrainer, module: RLModule) -> Rounding:
     engines = {"float32"} if trainer.engine is None else trainer.engine.dtypes()
     is_gpu = trainer.strategy.root_device.type == "cuda"
     eps = {name: _eps(name, is_gpu=is_gpu) for name in training | engines}
-    return Rounding(
-        max(eps[name] for name in probe),
-        max(eps[name] for name in training),
-        max(eps[name] for name in engines),
-        sorted(probe | engines),
-    )
+    of_probe, of_training, of_engine = (max(eps[name] for name in names) for names in (probe, training, engines))
+    return Rounding(of_probe, of_training, of_engine, sorted(probe | engines))
 
 
 def _eps(dtype: str, *, is_gpu: bool) -> float:
@@ -172,13 +173,14 @@ class Probe:
         num_tokens = int(metrics.get("sync/num_present_tokens", 0))
         if self.rounding is not None and num_tokens >= least_tokens:
             mean, largest = (metrics[f"sync/{name}mismatch_present_abs_dlogp_nats"] for name in ("", "max_"))
-            bound = mismatch_bound_nats(self.rounding, metrics["entropy_nats"])
-            check_mismatch("the present weights", num_tokens, mean, largest, bound, self.rounding.dtypes)
+            check_mismatch("the present weights", num_tokens, mean, largest, metrics["entropy_nats"], self.rounding)
 
     def _sequences(self, module: RLModule) -> list[list[int]]:
-        longest = (context_tokens(module.policy_config) or 2**31) - 1
+        """Returns the same random token ids in every run: they need no data and exercise every part of the model."""
+        num_tokens = min(PROBE_TOKENS, (context_tokens(module.policy_config) or 2**31) - 1)
         vocab_size = module.policy_config.get_text_config().vocab_size
-        return probe_sequences(vocab_size, num=self.num, num_tokens=min(PROBE_TOKENS, longest))
+        draw = random.Random(vocab_size)
+        return [[draw.randrange(vocab_size) for _ in range(num_tokens)] for _ in range(self.num)]
 
     def _compare(self, trainer: RLTrainer, module: RLModule, logprobs: list[list[float]] | None) -> dict[str, float]:
         """Does rank 0's part of `compare`."""
@@ -234,12 +236,6 @@ class Probe:
         for name, problem in wrong.items():
             log.warning("Dropping %s after the weight sync: %s. It gets the weights again.", name, problem)
             engine.drop_replica(name, problem)
-
-
-def probe_sequences(vocab_size: int, *, num: int, num_tokens: int) -> list[list[int]]:
-    """Returns random token ids, the same in every run; they need no data and exercise every part of the model."""
-    generator = random.Random(vocab_size)
-    return [[generator.randrange(vocab_size) for _ in range(num_tokens)] for _ in range(num)]
 
 
 def as_rows(rows: list[list[float]]) -> Tensor:

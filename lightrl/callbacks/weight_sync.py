@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
@@ -15,7 +15,7 @@ from lightrl.callbacks.answer_check import AnswerCheck
 from lightrl.callbacks.lag_probe import LagProbe
 from lightrl.callbacks.probe import MIN_MISMATCH_TOKENS, PROBE_SEQUENCES, Probe
 from lightrl.callbacks.rl_callback import RLCallback
-from lightrl.checks.bounds import check_bounds
+from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.engines import RolloutEngine
 from lightrl.errors import WeightSyncError, WeightSyncUndone
 from lightrl.models import ParallelModel
@@ -104,24 +104,25 @@ class WeightSync(RLCallback):
         every_n_iterations: above 1, the engine lags behind on purpose; `StalenessControl.max_staleness` must be at
             least `every_n_iterations - 1`.
         verify: False trusts the engine: no probe, no digests, no bound on the mismatch, and with `max_staleness` no
-            copies of η + 1 versions of the trained parameters in host memory (see answer_check.py).
+            copies of η + 1 versions of the trained parameters in host memory (see answer_check.py). `all` compares all
+            trajectories with the trainer's logprobs, not a few: one more forward pass.
     """
 
-    def __init__(self, every_n_iterations: int = 1, verify: bool = True) -> None:
+    def __init__(self, every_n_iterations: int = 1, verify: bool | Literal["all"] = True) -> None:
         check_bounds(1, every_n_iterations=every_n_iterations)
+        check_choice((True, False, "all"), verify=verify)
         self.verify = verify
         self._shares = RankShares()
         self._probe = Probe(PROBE_SEQUENCES if verify else 0)
         self._lag = LagProbe()
-        self._answers = AnswerCheck()
-        self._metrics: dict[str, float] = {}  # the last sync's metrics, until they are logged
+        self._answers = AnswerCheck(verify == "all")
         self.every_n_iterations = every_n_iterations
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._answers = AnswerCheck()  # a failed run does not call `teardown`
+        self._answers = AnswerCheck(self.verify == "all")  # a failed run does not call `teardown`
         engine: RolloutEngine | None = getattr(trainer, "engine", None)
         if engine is not None:
-            engine.should_verify = self.verify
+            engine.should_verify = bool(self.verify)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if isinstance(pl_module, RLModule) and colocated_engine(rl_trainer := cast("RLTrainer", trainer)) is not None:
@@ -139,22 +140,21 @@ class WeightSync(RLCallback):
         if trainer.rollout.settings.max_staleness > 0:
             module.log_dict(self._lag.measure(trainer, module, weight_version))
         if weight_version % self.every_n_iterations == 0:
-            self._sync(trainer, module, weight_version)
-            module.log_dict(self._metrics)
-            self._metrics = {}
+            module.log_dict(self._sync(trainer, module, weight_version))
 
     def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         if (engine := colocated_engine(trainer)) is not None:
             to_trainer(trainer, engine)
         if trainer.rollout.settings.max_staleness > 0:
             self._lag.offer(trainer, groups)
+        self._answers.offer(trainer, groups)
 
     def on_minibatch_start(
         self, trainer: RLTrainer, module: RLModule, minibatch: Experience, index: int, total: int
     ) -> None:
-        rounding, is_async = self._probe.rounding, trainer.rollout.settings.max_staleness > 0
-        is_due = rounding is not None and (is_async or trainer.weight_version % self._probe.interval == 0)
-        if index == 0 and rounding is not None and is_due:
+        checks_all, is_async = self.verify == "all", trainer.rollout.settings.max_staleness > 0
+        rounding, interval = self._probe.rounding, 1 if checks_all or is_async else self._probe.interval
+        if rounding is not None and (index == 0 or checks_all) and trainer.weight_version % interval == 0:
             self._answers.check(trainer, module, cast("ShardedExperience", minibatch), rounding)
 
     def on_minibatch_end(
@@ -166,7 +166,7 @@ class WeightSync(RLCallback):
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._probe.reset()
-        self._lag, self._answers = LagProbe(), AnswerCheck()  # frees the copies of weights
+        self._lag, self._answers = LagProbe(), AnswerCheck(self.verify == "all")  # frees the copies of weights
 
     def _ensure(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Loads the current version unless the engine has it, so that validation measures the current policy."""
@@ -176,8 +176,8 @@ class WeightSync(RLCallback):
         if rl_trainer.rollout.weight_version != rl_trainer.weight_version:
             self._sync(rl_trainer, module, rl_trainer.weight_version)
 
-    def _sync(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
-        """Loads a version, probes the engine and calls the hook."""
+    def _sync(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> dict[str, float]:
+        """Loads a version, probes the engine, calls the hook, and returns the metrics."""
         logprobs = self._probe.trainer_side(trainer, module, weight_version)
         ranks = ranks_of(trainer.strategy)
 
@@ -191,10 +191,11 @@ class WeightSync(RLCallback):
             except WeightSyncUndone as error:  # the previous version still serves
                 log.warning("Retrying the weight sync: %s", error)
                 load()
-            self._metrics = self._probe.compare(trainer, module, logprobs)
+            metrics = self._probe.compare(trainer, module, logprobs)
             if self._probe.rounding is not None:
                 self._answers.keep(trainer, module, weight_version, self._probe.rounding)
             trainer.call_rl_hook("on_weights_synced", weight_version)
+        return metrics
 
 
 def _gathered(buckets: Iterable[Bucket], ranks: Ranks) -> Iterator[Bucket]:

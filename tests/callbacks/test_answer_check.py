@@ -1,10 +1,13 @@
 """Evidence that tokens are too likely or too unlikely; tests/trainer/test_sync_checks.py has AnswerCheck in runs."""
 
+import math
+import random
+
 import pytest
 import torch
 
-from lightrl import Sampling
-from lightrl.callbacks.answer_check import LIMIT_NATS, TOP, evidence_nats
+from lightrl import Prompt, Sampling, Trajectory
+from lightrl.callbacks.answer_check import LIMIT_NATS, TOP, copies_nats, evidence_nats
 
 
 def sampled(logits: torch.Tensor, asked: Sampling, actual: Sampling) -> list[float]:
@@ -47,3 +50,40 @@ def test_tokens_that_are_sampled_as_asked_are_no_evidence(asked, vocab_size, spr
 def test_tokens_that_are_sampled_otherwise_are_evidence_after_some_hundred(asked, actual, index, spread):
     torch.manual_seed(0)
     assert sampled(spread * torch.randn(600, 61), asked, actual)[index] > LIMIT_NATS
+
+
+def completed(token_ids: list[int], logprobs: list[float], versions: list[int] | None = None) -> Trajectory:
+    """A trajectory of a prompt of one token and this completion."""
+    return Trajectory(
+        prompt=Prompt("p", token_ids=[3]),
+        group_id=0,
+        sample=0,
+        token_ids=[3, *token_ids],
+        loss_mask=[False, *[True] * len(token_ids)],
+        behavior_logprobs=[0.0, *logprobs],
+        weight_versions=[-1, *(versions or [4] * len(token_ids))],
+        completion_ids=token_ids,
+        completion="",
+    )
+
+
+def test_equal_completions_are_evidence_by_the_logprob_of_all_but_one():
+    same, other = completed([5, 1], [-4.0, -6.0]), completed([6, 1], [-4.0, -6.0])
+    assert copies_nats([same] * 4) == pytest.approx(3 * 10 - 4 * math.log(2))
+    assert copies_nats([same, same, other]) == pytest.approx(10 - 3 * math.log(2))
+    assert copies_nats([same, other]) == pytest.approx(-2 * math.log(2))
+
+
+def test_completions_under_different_weights_and_with_a_load_amid_are_no_copies():
+    rows = [completed([5, 1], [-4.0, -6.0], versions) for versions in ([3, 3], [4, 4], [3, 4], [3, 4], [3, 4])]
+    assert copies_nats(rows) <= 0
+    assert copies_nats([]) <= 0
+
+
+@pytest.mark.parametrize("chance", [0.1, 0.5, 0.9, 0.999])
+def test_completions_that_are_equal_by_chance_are_no_evidence(chance):
+    draw = random.Random(0)
+    logprobs = {0: math.log(1 - chance), 1: math.log(chance)}
+    for _ in range(1000):
+        rows = [[int(draw.random() < chance) for _ in range(3)] for _ in range(16)]
+        assert copies_nats([completed(row, [logprobs[token] for token in row]) for row in rows]) < LIMIT_NATS / 2

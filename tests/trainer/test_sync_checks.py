@@ -14,8 +14,8 @@ from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 from waits import Deadlines, until
 
-from lightrl import LocalEngine, ModelSpec, Role, Sampling, SGLangEngine, StalenessControl
-from lightrl.callbacks.probe import MIN_MISMATCH_TOKENS, MISMATCH_NATS, bound_nats
+from lightrl import LocalEngine, ModelSpec, Role, Sampling, SGLangEngine, StalenessControl, WeightSync
+from lightrl.callbacks.probe import MIN_MISMATCH_TOKENS, MISMATCH_NATS, Rounding, bound_nats, check_mismatch
 from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.models import LoRA
@@ -196,6 +196,47 @@ def test_an_asynchronous_run_ends_before_it_trains_on_a_lie(lie, tmp_path):
     assert trainer.global_step <= engine.first + 2  # what was sampled then is trained on 2 iterations later
 
 
+def test_a_server_that_gives_all_requests_one_seed_ends_the_run(tmp_path):
+    engine = Lying(({"seed": 7}, lambda item: {}))
+    trainer = make_trainer(tmp_path, engine=engine, callbacks=[StalenessControl(2)], max_steps=12)
+    with pytest.raises(EngineError, match=r"too often equal in a group for temperature=1, .* is e\^-\d\d"):
+        trainer.fit(TinyGRPO(lr=0.0, group_size=32), Digits())
+    assert trainer.global_step <= engine.first + 2
+
+
+@pytest.mark.parametrize(("max_staleness", "num_minibatches"), [(2, 1), (2, 4), (0, 4)])
+def test_no_wrong_row_is_trained_on_where_all_are_compared(max_staleness, num_minibatches, tmp_path):
+    engine = OneWrongAnswer(0.05)
+    callbacks = [StalenessControl(max_staleness), WeightSync(verify="all")]
+    trainer = make_trainer(tmp_path, engine=engine, callbacks=callbacks, max_steps=12)
+    with pytest.raises(WeightSyncError, match=r"engine sampled with (the present weights|weight version \d) differ by"):
+        trainer.fit(TinyGRPO(lr=3e-2, group_size=8, num_minibatches=num_minibatches), Digits())
+    assert engine.num_wrong == 1
+    assert trainer.global_step <= 1 + max_staleness
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_right_rows_pass_where_all_are_compared(max_staleness, tmp_path):
+    callbacks = [StalenessControl(max_staleness), WeightSync(verify="all")]
+    trainer = make_trainer(tmp_path, callbacks=callbacks, max_steps=12)
+    trainer.fit(TinyGRPO(lr=3e-2, group_size=8, num_minibatches=4), Digits())
+    assert trainer.global_step == 12
+
+
+def signed(differences: torch.Tensor) -> None:
+    """Checks differences in float32 at an entropy of 2 nats."""
+    rounding = Rounding(2**-23, 2**-23, 2**-23, ["float32"])
+    sizes = differences.abs()
+    check_mismatch("", 256, float(sizes.mean()), float(sizes.max()), 2.0, rounding, float(differences.mean()))
+
+
+def test_a_constant_error_below_the_bound_of_roundings_is_found_by_its_sign():
+    torch.manual_seed(0)
+    signed(0.001 * torch.randn(256))
+    with pytest.raises(WeightSyncError, match=r"signed mean is 0\.0005 \(at most 0\.00031"):
+        signed(torch.full((256,), 0.0005))
+
+
 class Greedy(Lying):
     """Tokens of temperature 0, with the logprobs that are theirs at temperature 1."""
 
@@ -208,7 +249,7 @@ class Greedy(Lying):
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_server_that_samples_otherwise_than_asked_ends_the_run(max_staleness, tmp_path):
     trainer = make_trainer(tmp_path, engine=Greedy(None), callbacks=[StalenessControl(max_staleness)], max_steps=12)
-    with pytest.raises(EngineError, match=r"sampled are too likely for temperature=1, .* the probability is e\^-\d\d"):
+    with pytest.raises(EngineError, match=r"sampled are too (likely|often .*) for temperature=1, .* is e\^-\d\d"):
         trainer.fit(TinyGRPO(lr=0.0, group_size=32), Digits())
     assert trainer.global_step <= 3
 
