@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny import tiny_spec
 
 from examples.quickstart.task import LargestDigit
-from lightrl import GRPO, ModelSpec, Trainer
+from lightrl import GRPO, ModelSpec, Sampling, Trainer
 from lightrl.checks.printable import duration_text
 from lightrl.commands.doctor.run import Finding, Trial, disk_finding, forecast, memory_on_paper, run_length
 from lightrl.commands.main import main
@@ -59,7 +59,7 @@ def test_a_good_run_is_checked_from_environment_to_hours_and_nothing_is_kept(set
 def test_memory_on_paper_is_that_of_the_plan_and_a_warning_where_no_config_tells_it(tmp_path):
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     data = LargestDigit(batch_size=32)
-    module = GRPO(tiny_spec(), reward=len)
+    module = GRPO(tiny_spec(), reward=len, sampling=Sampling(max_new_tokens=4))
     (finding,) = memory_on_paper(module, trainer, data)
     total = bytes_text(rank_memories(planned_run(module, trainer, data))[0].total)
     assert (finding.status, finding.text) == ("ok", f"Memory of a rank, on paper: {total}.")
