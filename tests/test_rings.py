@@ -12,10 +12,10 @@ from lightrl.checks.entry_points import ENTRY_POINTS, entry_point
 from lightrl.commands.main import COMMANDS
 from scripts import rings
 
-MAX_CORE_LINES = 38289
-MAX_CORE_AND_OPTION_LINES = 45785
+MAX_CORE_LINES = 38191
+MAX_CORE_AND_OPTION_LINES = 45668
 MAX_CORE_FILES_THAT_NAME = {"supports": 9, "routes": 10, "images": 22, "LoRA": 10}
-MAX_ENTERED = (5960, 870, 94)  # lines, functions and files of a warm iteration, of which some depend on threads
+MAX_ENTERED = (5650, 815, 82)  # lines, functions and files of a warm iteration, of which some depend on threads
 
 # Leaves that meet in a file: the second reads what the first writes, so its tests read it with the second too.
 MEET = {"supervised": {"export callback"}, "launch": {"status"}}
