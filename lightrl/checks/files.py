@@ -55,17 +55,17 @@ def write_problem(error: BaseException, place: Path, num_bytes: int | None = Non
 
 
 def nearest_files(path: Path, *suffixes: str) -> str:
-    """Returns sentences that help to find a missing file: its missing folder, the nearest names, files of its kind."""
+    """Returns sentences that help to find a missing file: its missing folder, similar names, or files of its kind."""
     missing = path
     while not missing.parent.is_dir():
         missing = missing.parent
     folder, is_file = missing.parent.absolute(), missing == path
     names = sorted(item.name for item in folder.iterdir() if item.is_file() == is_file)
-    near = difflib.get_close_matches(missing.name, names, n=3, cutoff=0.6)
-    if is_file and not (near := near or [name for name in names if name.endswith(suffixes)][:5]):
+    similar = difflib.get_close_matches(missing.name, names, n=3, cutoff=0.6)
+    if is_file and not (similar := similar or [name for name in names if name.endswith(suffixes)][:5]):
         return f"{folder} has no {' or '.join(suffixes)} file."
     reason = "" if is_file else f"There is no folder {missing}. "
-    return f"{reason}Nearest in {folder}: {', '.join(near)}." if near else reason.strip()
+    return f"{reason}Nearest in {folder}: {', '.join(similar)}." if similar else reason.strip()
 
 
 def nearest_folder(place: Path) -> Path:

@@ -23,9 +23,9 @@ def count_text(number: int, name: str) -> str:
 
 
 def did_you_mean(word: str, names: Iterable[str], *, num: int = 3, cutoff: float = 0.6, form: str = "{}") -> str:
-    """` Did you mean GRPO or PPO?`, of the names nearest to the word, each in the form; empty if none is near."""
-    near = difflib.get_close_matches(word, list(names), num, cutoff)
-    return f" Did you mean {' or '.join(map(form.format, near))}?" if near else ""
+    """Returns ` Did you mean GRPO or PPO?`, with the names most similar to `word` in `form`; or empty text."""
+    similar = difflib.get_close_matches(word, list(names), num, cutoff)
+    return f" Did you mean {' or '.join(map(form.format, similar))}?" if similar else ""
 
 
 def one_period(text: str) -> str:

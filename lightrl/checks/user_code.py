@@ -97,8 +97,8 @@ def _nearest(name: str, owner: object) -> str:
     if hasattr(owner, "__path__"):
         names += [item.name for item in pkgutil.iter_modules(owner.__path__)]
     functions = [item for item in names if callable(getattr(owner, item, None)) and not item.startswith("_")]
-    own = f" It has {', '.join(functions[:10]) or 'no functions'}."
-    return did_you_mean(name, names, cutoff=0.5, form="{!r}") or own
+    content = f" It has {', '.join(functions[:10]) or 'no functions'}."
+    return did_you_mean(name, names, cutoff=0.5, form="{!r}") or content
 
 
 def user_traceback(error: BaseException) -> str:

@@ -68,15 +68,15 @@ class ChildProcess:
 
         It uses one thread, unless this process's environment says otherwise, and ends by SIGKILL.
         """
-        ours, theirs = socket.socketpair()
+        parent_end, child_end = socket.socketpair()
         code = f"import sys; sys.path[:] = sys.argv[2:]; from {module} import main; main()"
-        command = [sys.executable, "-c", code, str(theirs.fileno()), *paths]
-        with contextlib.ExitStack() as undo, theirs:
-            undo.callback(ours.close)
+        command = [sys.executable, "-c", code, str(child_end.fileno()), *paths]
+        with contextlib.ExitStack() as undo, child_end:
+            undo.callback(parent_end.close)
             environment = {**_ONE_THREAD, **os.environ}
-            child = cls(command, environment=environment, grace_s=0.0, pass_fds=[theirs.fileno()], **settings)
+            child = cls(command, environment=environment, grace_s=0.0, pass_fds=[child_end.fileno()], **settings)
             undo.pop_all()
-        return child, ours
+        return child, parent_end
 
     @property
     def output(self) -> IO[bytes]:

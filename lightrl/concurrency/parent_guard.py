@@ -7,7 +7,7 @@ It runs this file as a script, which imports no packages; PARENT_PID 0 stands fo
     parent ══ pipe (stdin) ══► guard ──► command, in its own session ──► its children
 
 The guard ends the command when the parent writes into the pipe, the pipe closes (the parent exited, or was killed with
--9), the parent is gone (a forked child may still hold the pipe open), and on SIGTERM. It sends the command SIGTERM,
+-9), the parent has died (a forked child may still hold the pipe open), and on SIGTERM. It sends the command SIGTERM,
 waits GRACE_S seconds, or as many as the parent wrote, and then sends SIGKILL to its group. Processes that left the
 group, which Linux makes the guard's children when their parents die, get SIGKILL after a second: some clean up when
 their parent dies. If the guard itself is killed, Linux kills the command. The guard passes SIGUSR1 on to the command.
@@ -40,7 +40,7 @@ def kill_group(group: int) -> None:
 
 
 class _Terminated(Exception):
-    """SIGTERM came."""
+    """SIGTERM was received."""
 
 
 def main() -> int:
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def _wait(process: subprocess.Popen[bytes], parent: int) -> None:
-    """Waits until the command has ended, the parent is gone, or the pipe is closed or holds the parent's request."""
+    """Waits until the command has ended, the parent has died, or the pipe is closed or holds the parent's request."""
     poller = select.poll()
     poller.register(0, select.POLLIN if parent else 0)  # a hang-up is always reported
     with contextlib.suppress(AttributeError, OSError):  # elsewhere, ticks find out that the command has ended

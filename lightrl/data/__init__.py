@@ -2,10 +2,10 @@
 
 Reading order:
     rows.py          rows of a file, a hub dataset or a function, by index; errors that name the row
-    mixture.py       several weighted sources: which source's row comes at each position
+    mixture.py       mixes several weighted sources: which source's row comes at each position
     stream.py        the rows of one source, and prompts by position
     streamed.py      sources that can only be read in order
-    chat.py          a row's columns to messages, messages to token ids
+    chat.py          turns a row's columns into messages, and messages into token ids
     batches.py       the loaders that Lightning iterates over
     loader.py        the prompts of a data module, or of a user's DataLoader
     prompts.py       PromptDataModule: the prompts that an RLModule trains and validates on

@@ -1,5 +1,5 @@
 """SourceRows: the rows of one source. RowPrompts: the prompts of a split's rows. PromptStream: the train prompts in the
-run's order.
+run's order. IndexedRows reads a source by index, and StreamedRows (streamed.py) in order.
 
 A position counts prompts over the whole run. With n prompts, epoch e of the stream is positions e·n to (e + 1)·n - 1:
 each prompt once, in an order that depends only on (seed, e). A resume therefore needs only one number, for any number
@@ -24,22 +24,22 @@ from lightrl.trajectory import JsonMapping, JsonObject, Prompt
 
 T = TypeVar("T")
 
-ROWS_AT_ONCE = 256  # rows that are read, or rendered with one call of the tokenizer
-FINGERPRINT_PROMPTS = 256  # prompts that a resume compares, if not all rows are checked
-_MAX_MADE = 4096  # prompts made ahead of need
+ROWS_AT_ONCE = 256  # how many rows are read, or rendered with one call of the tokenizer
+FINGERPRINT_PROMPTS = 256  # how many prompts a resume compares if not all rows are checked
+_MAX_MADE = 4096  # how many prepared prompts are kept
 
-# The result of a row: its prompt, None if it is dropped, or an error if it is bad.
+# What becomes of a row: its prompt, None if it is dropped, or an error if it is bad.
 Made: TypeAlias = "Prompt | ValueError | None"
 # Makes a row's prompt: None if a filter drops the row; raises ValueError if it is bad.
 PromptOf: TypeAlias = "Callable[[LocatedRow], Prompt | None]"
 
 
 class LocatedRow(NamedTuple):
-    """A row of a split."""
+    """A row of a split, with its origin."""
 
-    row: Any  # a dict of columns, or an item of a user's own dataset
+    row: Any  # a dict of columns, or an item of a user's dataset
     source: DataSource
-    where: str  # names it in messages
+    where: str  # names the row in messages
     prompt_id: str  # unique in the split
 
 
@@ -47,16 +47,16 @@ class LocatedRow(NamedTuple):
 class SourceRows(ABC):
     """The rows of one source, each identified by a key.
 
-    A run reads the source in pass after pass. A row's number counts over all passes.
+    A run reads the source repeatedly, in passes. A row's number counts over all passes.
     """
 
     source: DataSource
-    prefix: str  # of the ids of the source's prompts
+    prefix: str  # begins the ids of the source's prompts
 
     @property
     @abstractmethod
     def num_rows(self) -> int | None:
-        """Rows of a pass; None if unknown."""
+        """The number of rows of a pass; None if unknown."""
 
     @abstractmethod
     def row_keys(self) -> Iterable[Any]:
@@ -64,15 +64,15 @@ class SourceRows(ABC):
 
     @abstractmethod
     def key_at(self, number: int) -> Any:
-        """Returns the key of the row with this number; may wait for the source; raises ValueError if reading fails."""
+        """Returns the key of the row with this number. May wait for the source; raises ValueError if reading fails."""
 
     @abstractmethod
     def locate(self, key: Any) -> LocatedRow:
-        """Returns the row with this key, its columns renamed; raises ValueError if it cannot be read."""
+        """Returns the row with this key, with renamed columns; raises ValueError if it cannot be read."""
 
     @abstractmethod
     def read_whole(self) -> IndexedRows:
-        """Returns the same rows by index; reads a source without indices to its end."""
+        """Returns the same rows by index; reads a streamed source to its end."""
 
     def _with_columns(self, row: Any, where: str, row_id: str) -> LocatedRow:
         if self.source.columns:
@@ -81,11 +81,11 @@ class SourceRows(ABC):
 
     @abstractmethod
     def state_dict(self, number: int) -> JsonObject | None:
-        """Returns the state from which to read this row and later ones; None if rows are read by index."""
+        """Returns the state for reading from this row on; None if rows are read by index."""
 
     @abstractmethod
     def load_state_dict(self, state: JsonMapping) -> None:
-        """Continues from a state without reading earlier rows."""
+        """Continues from this state without reading earlier rows."""
 
 
 @dataclass(eq=False)
@@ -119,7 +119,7 @@ class IndexedRows(SourceRows):
         return None
 
     def load_state_dict(self, state: JsonMapping) -> None:
-        """Does nothing: there is no state."""
+        """Does nothing, because there is no state."""
 
     def only(self, keys: Sequence[int]) -> IndexedRows:
         """Returns the rows with these keys, which must be in the order of the data."""

@@ -33,7 +33,7 @@ from lightrl.trajectory import JsonMapping, JsonObject
 
 OpenShard = Callable[[], Iterable[Any]]  # opens a shard at its first row
 
-_KEPT_BLOCKS = 2  # in memory
+_KEPT_BLOCKS = 2  # how many blocks stay in memory
 _MAX_MARKS = 10_000
 
 

@@ -1,8 +1,8 @@
 """Engines: token ids in, completions out, asynchronously, with a weight version on every token.
 
 Reading order:
-    engine.py       RolloutEngine, the contract with its defaults, and Completion
-    fake_engine.py  deterministic, slow or broken on request, for tests
+    engine.py       RolloutEngine, the interface of all engines with its defaults, and Completion
+    fake_engine.py  FakeEngine, for tests: deterministic, and slow or broken on request
     local/          LocalEngine, for a laptop: decodes in this process
     servers/        the code that all engines with servers share: fleet, requests, weight syncs
     sglang/         SGLangEngine: SGLang servers

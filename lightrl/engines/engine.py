@@ -1,5 +1,5 @@
-"""RolloutEngine: the contract of all engines, with defaults; Completion: what they generate; PlannedEngine: the devices
-and memory that one will use."""
+"""RolloutEngine: the interface of all engines, with defaults; Completion: what they generate; PlannedEngine: the
+devices and memory that an engine will use."""
 
 # ruff: noqa: B027  # a method without a body is a default that does nothing
 from __future__ import annotations
@@ -58,14 +58,14 @@ reserve(item.name for item in fields(Completion))
 
 @dataclass(frozen=True)
 class PlannedEngine:
-    """An engine's needs, on the device of rank 0, on servers, or on another device of this machine."""
+    """What an engine will use: rank 0's device, servers, or another device of this machine."""
 
     name: str
     place: Literal["rank 0", "servers", "elsewhere"]
     servers: int = 1
     tp: int = 1
-    width: int = 2  # bytes of a parameter and of a key or value
-    max_rows: int | None = None  # rows that decode together; None: all in flight
+    width: int = 2  # bytes of a parameter, and of a key or value
+    max_rows: int | None = None  # rows that decode together; None for all in flight
     is_block_fp8: bool = False  # one byte per parameter, except embedding and head
 
 

@@ -1,4 +1,4 @@
-"""The loop: what happens between two batches of Lightning's fit loop when the module is an RLModule.
+"""The loop: an iteration of an RLModule, which Lightning's fit loop runs as the step on a batch.
 
 Reading order:
     rollout_stage.py  what a fit or validate opens, checks and closes: reward worker, engine, rollout
@@ -7,9 +7,9 @@ Reading order:
     run_calls.py      runs each call as soon as its inputs are ready, on the ranks that hold its model
     update.py         minibatches, microbatches, loss reduction, the optimizer step
     metrics.py        means, sums and bounds that do not depend on microbatches or ranks; step_log.py logs them together
-    resume.py         what a resumed run continues from; the check that fast_dev_run makes of it
+    resume.py         the state from which a resumed run continues; fast_dev_run's check of it
     interrupt.py      Ctrl-C and SIGTERM wait for the end of an update
-    shared_rollout.py rank 0's rollout controller as every rank sees it
+    shared_rollout.py gives every rank the results of rank 0's rollout controller
     sharing.py        sends rows, rewards and call outputs to the ranks that need them; shared_tables.py: attachments
 
 May import: everything below; those private names of Lightning that tests/test_structure.py lists.

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: they stop the start of a stage immediately, but let an update finish."""
+"""Ctrl-C and SIGTERM stop the start of a stage immediately, but let an update finish."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _IGNORED: dict[signal.Signals, _Handler] = dict.fromkeys((signal.SIGINT, signal.
 
 
 class InterruptGate:
-    """Holds back the first SIGINT while an update runs; `check` raises it afterwards. A second Ctrl-C gets through."""
+    """Holds back the first SIGINT while an update runs; `check` raises it afterwards. A second one is not held back."""
 
     def __init__(self) -> None:
         self.begin()

@@ -128,13 +128,14 @@ def add_parts(whole: dict[str, Tensor], parts: Mapping[str, Tensor]) -> None:
 def _all_names(own: list[str], ranks: Ranks) -> list[str]:
     """Returns the names that any rank has; sends no names if a checksum shows that all ranks have the same ones."""
     encoded = json.dumps(own).encode()
-    head = torch.zeros(ranks.dp_size, 2, dtype=torch.float64)
-    head[ranks.dp_rank] = torch.tensor([zlib.crc32(encoded), len(encoded)])
-    head = ranks.sum_(head)
-    if bool((head == head[0]).all()):
+    checksums = torch.zeros(ranks.dp_size, 2, dtype=torch.float64)  # and lengths
+    checksums[ranks.dp_rank] = torch.tensor([zlib.crc32(encoded), len(encoded)])
+    checksums = ranks.sum_(checksums)
+    if bool((checksums == checksums[0]).all()):
         return own
-    text = torch.zeros(ranks.dp_size, int(head[:, 1].max()))
+    sizes = checksums[:, 1].int().tolist()
+    text = torch.zeros(ranks.dp_size, max(sizes))
     text[ranks.dp_rank, : len(encoded)] = torch.tensor(list(encoded))
     rows = ranks.sum_(text).to(torch.uint8).tolist()
-    lists = [json.loads(bytes(row[: int(size)])) for row, size in zip(rows, head[:, 1].tolist(), strict=True)]
+    lists = [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
     return sorted({name for names in lists for name in names})

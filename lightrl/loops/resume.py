@@ -62,8 +62,8 @@ def by_path(value: object, path: str = "") -> Settings:
     """Returns settings by path, like `model.sampling.temperature`, without secrets; lists of classes by class name."""
     if dataclasses.is_dataclass(value):
         value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
-    if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
-        value = {str(one.get("class_path", index)).rpartition(".")[2]: one for index, one in enumerate(value)}
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        value = {str(item.get("class_path", index)).rpartition(".")[2]: item for index, item in enumerate(value)}
     if is_secret(path):
         return {}
     settings: Settings = {}
@@ -75,17 +75,17 @@ def by_path(value: object, path: str = "") -> Settings:
     return settings
 
 
-def changes(before: Settings, now: Settings) -> list[str]:
+def changes(before: Settings, after: Settings) -> list[str]:
     """Returns `model.group_size 8 → 4` for each setting that differs; omits an added or removed class's settings."""
-    is_whole = all("model.class_path" in settings for settings in (before, now))  # both are a command's
-    both = before.keys() & now.keys()
-    names = [name for name in dict.fromkeys([*before, *now]) if is_whole or name in both]
-    different = [name for name in names if before.get(name) != now.get(name)]
+    is_whole = all("model.class_path" in settings for settings in (before, after))  # both are a command's
+    common = before.keys() & after.keys()
+    names = [name for name in dict.fromkeys([*before, *after]) if is_whole or name in common]
+    different = [name for name in names if before.get(name) != after.get(name)]
     classes = tuple(name.removesuffix("class_path") for name in different if name.endswith(".class_path"))
     return [
-        f"{name} {_text(before.get(name))} → {_text(now.get(name))}"
+        f"{name} {_text(before.get(name))} → {_text(after.get(name))}"
         for name in different
-        if name in both or name.endswith(".class_path") or not name.startswith(classes)
+        if name in common or name.endswith(".class_path") or not name.startswith(classes)
     ]
 
 
@@ -112,7 +112,7 @@ class Resume:
         self._saved: Settings = {}  # a checkpoint's `optimizers` and `settings`, until they are compared
 
     def begin(self) -> None:
-        """Begins a stage: forgets what an earlier stage, which may have failed, left behind."""
+        """Begins a stage: resets what an earlier stage, which may have failed, has set."""
         self.why_no_checkpoint = None
         self._is_restored = False
 

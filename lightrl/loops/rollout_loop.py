@@ -1,4 +1,4 @@
-"""RolloutLoop: one iteration, from groups to new weights; where Lightning's fit loop meets RL.
+"""RolloutLoop: one iteration of RL, from groups of trajectories to new weights, in Lightning's fit loop.
 
     take groups → Experience → score, advantages → minibatches → version + 1 → weights out
 
@@ -139,7 +139,7 @@ class RolloutLoop(_AutomaticOptimization):
             return self._run_calls(module, experience, trajectories, left_out=scored)
 
     def _make_experience(self, module: RLModule, trajectories: list[Trajectory]) -> ShardedExperience:
-        """Returns an Experience on the host, with numbers of all trajectories and tokens of those that train here."""
+        """Returns an Experience on the host, with all trajectories' numbers and the tokens that this rank works on."""
         rollout = self.trainer.rollout
         if isinstance(rollout, SharedRollout):
             experience, has_all = rollout.pop_experience(), range(1)
@@ -167,11 +167,11 @@ class RolloutLoop(_AutomaticOptimization):
             if has_reward[row]:
                 message = f"the reward of another trajectory of its {module.loss_unit} failed"
                 self.trainer.call_rl_hook("on_trajectory_dropped", "loss_unit", message)
-        rest = [trajectories[row] for row in rewarded_rows]
-        rest_ids = set(map(id, rest))
+        rewarded = [trajectories[row] for row in rewarded_rows]
+        rewarded_ids = set(map(id, rewarded))
         for group in groups:
-            group.trajectories = [item for item in group.trajectories if id(item) in rest_ids]
-        return experience.select(rewarded_rows), rest
+            group.trajectories = [item for item in group.trajectories if id(item) in rewarded_ids]
+        return experience.select(rewarded_rows), rewarded
 
     @property
     def _minibatch_seed(self) -> int:
@@ -206,7 +206,7 @@ class RolloutLoop(_AutomaticOptimization):
         with logging_allowed(module):
             if imbalances:
                 module.log("update/token_imbalance", sum(imbalances) / len(imbalances))
-            # A skipped update has no gradient norm: that mean is over the updates that have one.
+            # A skipped update has no gradient norm, so that mean is over the updates that have one.
             values = values_of(iteration)
             module.log_dict({name if "/" in name else f"policy/{name}": value for name, value in values.items()})
             module.log("policy/skipped_updates", float(self.guard.num_skipped))

@@ -89,7 +89,7 @@ _INSTEAD: dict[type[Callback], str] = {
 log = logging.getLogger(__name__)
 
 # New objects per garbage collection. With Python's default, 700, an iteration of 340 ms spent 14 ms in 40 collections.
-_OBJECTS_A_COLLECTION = 20_000
+_OBJECTS_PER_COLLECTION = 20_000
 
 
 class RolloutStage:
@@ -172,7 +172,7 @@ class RolloutStage:
             torch.set_num_threads(1)  # more OpenMP threads would spin and slow down rollout and update
         gc.freeze()  # otherwise full collections take 250 ms, every fifth iteration, for objects made by imports
         self._gc_threshold = gc.get_threshold()
-        gc.set_threshold(_OBJECTS_A_COLLECTION, *self._gc_threshold[1:])
+        gc.set_threshold(_OBJECTS_PER_COLLECTION, *self._gc_threshold[1:])
 
     def close(self) -> None:
         """Keeps the rollout's state for checkpoints and later fits, then ends threads and processes, whatever fails.
@@ -235,7 +235,7 @@ class RolloutStage:
     def _start_controller(
         self, module: RLModule, settings: RolloutSettings, prompts: PromptStream | None, folder: Path | None
     ) -> RolloutController:
-        """Starts reward worker, engine and controller, only on rank 0. They write files to the folder, if not None."""
+        """Starts reward worker, engine and controller, on rank 0; logs failed rewards to `folder`, if not None."""
         worker = self.start_reward_worker(module)
         if self.trainer.engine is None:
             self.trainer.engine = LocalEngine()

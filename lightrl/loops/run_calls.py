@@ -57,15 +57,15 @@ def run_calls(
     calls = [call for call in graph.of_kind("infer") if call.name not in left_out]
     execution = _Execution(graph, calls, start, run, add, runs_here, on_wait)
     execution.start_ready()
-    own = [call for call in calls if not runs_in_thread(call)]
+    trainer_calls = [call for call in calls if not runs_in_thread(call)]
     if share is not None:
-        execution.run_with_others(own, share)
+        execution.run_with_others(trainer_calls, share)
         return execution.state
-    while own:
-        execution.wait_for(lambda: any(map(execution.is_ready, own)))
-        call = next(filter(execution.is_ready, own))
-        own.remove(call)
-        execution.run_own(call)
+    while trainer_calls:
+        execution.wait_for(lambda: any(map(execution.is_ready, trainer_calls)))
+        call = next(filter(execution.is_ready, trainer_calls))
+        trainer_calls.remove(call)
+        execution.run_now(call)
     execution.wait_for(lambda: all(call.name in execution.outputs for call in calls))
     return execution.state
 
@@ -106,7 +106,7 @@ class _Execution(Generic[_State]):
                     name, args = f"lightrl-call-{call.name}", (call, self.state)
                     threading.Thread(target=self._run_in_thread, args=args, name=name, daemon=True).start()
 
-    def run_with_others(self, own: list[ModelCall], share: Callable[[ModelCall, _Outputs], _Outputs]) -> None:
+    def run_with_others(self, trainer_calls: list[ModelCall], share: Callable[[ModelCall, _Outputs], _Outputs]) -> None:
         """Runs the trainer's calls of this rank and shares all results with the other ranks."""
         shared = {call.name for call in self.graph.calls} - self._todo
 
@@ -120,27 +120,27 @@ class _Execution(Generic[_State]):
                 self.wait_for(lambda: call.name in self.outputs)
             outputs = share(call, self.outputs.get(call.name, {}))
             self._partial.discard(call.name)
-            self.learn(call.name, outputs)
+            self.add_outputs(call.name, outputs)
 
-        for call in own:
+        for call in trainer_calls:
             for name in self.graph.edges[call.name]:
                 share_with_all(self.graph[name])
             if self.runs_here(call):
                 self._partial.add(call.name)
-                self.run_own(call)
+                self.run_now(call)
         for call in self.calls:
             share_with_all(call)
 
-    def run_own(self, call: ModelCall) -> None:
+    def run_now(self, call: ModelCall) -> None:
         """Runs the call in the caller's thread."""
         with self._changed:
             self._raise_if_failed()
             state = self.state
         with span(call.name, "score"):
             outputs = self.run(call, state)
-        self.learn(call.name, outputs)
+        self.add_outputs(call.name, outputs)
 
-    def learn(self, name: str, outputs: _Outputs) -> None:
+    def add_outputs(self, name: str, outputs: _Outputs) -> None:
         with self._changed:
             self.state = self.add(self.state, outputs)
             self.outputs[name] = outputs
@@ -154,14 +154,14 @@ class _Execution(Generic[_State]):
             self._raise_if_failed()
             while not is_enough():
                 call, deadline = min(self._running.values(), key=lambda item: item[1])
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
                     raise TrainingError(
                         f"Model call {call.name!r} did not return its outputs {list(call.outputs)} within timeout_s="
                         f"{call.timeout_s:g}; still running: {sorted(self._running)}. Check what it calls, or increase "
                         "its timeout_s."
                     )
-                self._changed.wait(min(left_s, WAIT_S))
+                self._changed.wait(min(remaining_s, WAIT_S))
                 self._raise_if_failed()
                 self.on_wait()
 
@@ -169,7 +169,7 @@ class _Execution(Generic[_State]):
         try:
             with span(call.name, "score"):
                 outputs = self.run(call, state)
-            self.learn(call.name, outputs)
+            self.add_outputs(call.name, outputs)
         except BaseException as error:  # noqa: BLE001  # `wait_for` raises it in the main thread
             with self._changed:
                 self._error = self._error or error

@@ -93,7 +93,8 @@ def score(
             call = with_server(call, is_scalar=module.models()[call.role].spec.head == "scalar")
         outputs = asked_once(call, rows, lambda: _function_outputs(call, current, rows))
         lengths = current.lengths
-        return {key: TokenRows.of_padded(it, lengths) if it.dim() > 1 else it for key, it in outputs.items()}
+        per_token = {key: TokenRows.of_padded(value, lengths) for key, value in outputs.items() if value.dim() > 1}
+        return {**outputs, **per_token}
 
     def runs_here(call: ModelCall) -> bool:
         return holders_of(call, ranks).is_here if is_forward(call) else ranks.is_main or call.on_all_ranks
@@ -125,13 +126,13 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
     elif "bootstrap_values" in call.outputs:
         has_end = experience.is_truncated
     # Another policy, like the base model, did not sample the tokens.
-    lengths, rated = experience.lengths, experience.rollout_part(has_end, is_sampler=not call.base_only)
-    rows = microbatch_rows(rated, ranks, call.microbatch_tokens or module.microbatch_tokens)
-    parts = Microbatches(rated, rows, module.device)
+    lengths, read = experience.lengths, experience.rollout_part(has_end, is_sampler=not call.base_only)
+    rows = microbatch_rows(read, ranks, call.microbatch_tokens or module.microbatch_tokens)
+    parts = Microbatches(read, rows, module.device)
     model = getattr(module, role)
-    as_called = tuning_of(model).base_only(model) if call.base_only else contextlib.nullcontext()
+    tuning = tuning_of(model).base_only(model) if call.base_only else contextlib.nullcontext()
     numbers: dict[str, list[Tensor]] = {name: [] for name in (key, "teacher_topk_ids", "teacher_topk_logprobs")}
-    with _on_device(module, role), as_called:
+    with _on_device(module, role), tuning:
         for output in module.parallel_models[role].forward(parts, topk=call.topk):
             values = output.values if scores_ends or key == "values" else output.logprobs
             if values is None:
@@ -141,7 +142,7 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
             if output.teacher_topk_ids is not None and output.teacher_topk is not None:
                 numbers["teacher_topk_ids"].append(output.teacher_topk_ids.long())
                 numbers["teacher_topk_logprobs"].append(output.teacher_topk.float())
-        numbers = {name: [part.cpu() for part in parts] for name, parts in numbers.items()}  # waits after the last only
+        numbers = {name: [part.cpu() for part in parts] for name, parts in numbers.items()}  # waits only at the end
     result: _Outputs = {}
     for name, parts_of_rows in numbers.items():
         if parts_of_rows and not scores_ends:
@@ -164,7 +165,7 @@ def _advantages(module: RLModule, experience: ShardedExperience) -> _Outputs:
     """Calls the module's `advantages`, with the reward model's scores added to the rewards.
 
     Raises:
-        ValueError: if all scores are 0: the head may be untrained, which a model on the meta device does not show.
+        ValueError: if all scores are 0, as of an untrained head, which a model on the meta device does not show.
     """
     changes: _Outputs = {}
     if "reward_model_scores" in experience.rows:
@@ -174,10 +175,10 @@ def _advantages(module: RLModule, experience: ShardedExperience) -> _Outputs:
         added = module.reward_model_coef * scores
         changes["rewards"] = experience.rewards + added
         if "token_rewards" in experience.tokens:
-            here = experience.rows_here
-            part: Any = experience.dense(here)
-            rewards = part.token_rewards + on_last_loss_token(added[here], part.loss_mask)
-            changes["token_rewards"] = TokenRows.of_padded(rewards, experience.lengths, here)
+            rows = experience.rows_here
+            part: Any = experience.dense(rows)
+            rewards = part.token_rewards + on_last_loss_token(added[rows], part.loss_mask)
+            changes["token_rewards"] = TokenRows.of_padded(rewards, experience.lengths, rows)
         experience = experience.with_tensors(changes)
     if experience.ranks.size > 1 and module.advantage_inputs:
         experience = gather(experience, module.advantage_inputs)

@@ -107,7 +107,7 @@ def set_remote_rewards(groups: Sequence[Group], summaries: _Summaries) -> None:
 
 
 class SharedRollout:
-    """Has the controller's methods. All ranks call them together, except those documented as local.
+    """Has the controller's methods. All ranks call them together, except those documented as "Local".
 
     Args:
         start: makes the controller, only on rank 0; the other ranks wait for it here, and raise its errors.
@@ -129,7 +129,7 @@ class SharedRollout:
         self._group_drops: collections.Counter[str] = collections.Counter()
         self._progress: dict[str, float] = collections.defaultdict(int)
         self._taken: ShardedExperience | None = None
-        ranks.step()  # shows which ranks have come this far
+        ranks.step()  # the report of a hang shows which ranks got this far
         if ranks.is_main:
             with self._errors_to_all(), ranks.own_deadline():  # the engine enforces it
                 self.controller = start()

@@ -34,10 +34,10 @@ def share_tables(
         return experience
     empty, grids, image_rows = (fields[name] for name in ImageTable._fields)
     images = ShardedExperience({"lengths": grids.prod(1)}, {}, ranks)
-    held = nowhere(images, empty) if table is None else TokenRows.of_flat(table.pixel_values.numpy(), images.lengths)
+    pixels = nowhere(images, empty) if table is None else TokenRows.of_flat(table.pixel_values.numpy(), images.lengths)
     shown = [renumbered(image_rows.where(rows[:, None], -1), len(grids)) for rows in working_rows(experience)]
     needs = torch.stack([is_shown for is_shown, _ in shown])
-    here = exchange(images, {"pixel_values": held}, all_rows_of(images, has_all), needs)["pixel_values"]
+    pixels = exchange(images, {"pixel_values": pixels}, all_rows_of(images, has_all), needs)["pixel_values"]
     is_here, image_rows = shown[ranks.rank]
-    local = ImageTable(torch.from_numpy(here.flat(here.here)), grids[is_here], image_rows)
+    local = ImageTable(torch.from_numpy(pixels.flat(pixels.here)), grids[is_here], image_rows)
     return experience.with_tensors(local._asdict())

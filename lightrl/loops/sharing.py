@@ -167,8 +167,8 @@ def share_outputs(
             elif holders is None:
                 shared[name] = kinds[name]
             else:  # each dp rank has its share and 0 elsewhere; its first member sends it
-                counts = holders.is_here and ranks.rank == holders.dp_members[holders.dp_rank][0]
-                shared[name] = ranks.total(outputs[name] if counts else torch.zeros_like(kinds[name]))
+                is_sender = holders.is_here and ranks.rank == holders.dp_members[holders.dp_rank][0]
+                shared[name] = ranks.total(outputs[name] if is_sender else torch.zeros_like(kinds[name]))
         return shared
 
 

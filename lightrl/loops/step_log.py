@@ -105,18 +105,18 @@ class StepLog(_LoggerConnector):
 
 def keep_rows(loggers: Iterable[Logger]) -> None:
     """Makes CSVLogger continue the resumed run's file in its folder, which Lightning would delete."""
-    for logger in [one for one in loggers if isinstance(one, CSVLogger)]:
+    for logger in [logger for logger in loggers if isinstance(logger, CSVLogger)]:
         path = Path(logger.log_dir, "metrics.csv")
         if not path.is_file():
             continue
-        kept = path.with_name(f"{path.name}.kept")
-        path.replace(kept)
+        backup = path.with_name(f"{path.name}.kept")
+        path.replace(backup)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Experiment logs directory", UserWarning)
                 writer = logger.experiment
         finally:
-            kept.replace(path)
+            backup.replace(path)
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # a killed process may have left a partial row
         with path.open(newline="", encoding="utf-8") as file:
             writer.metrics_keys = next(csv.reader(file), [])

@@ -40,7 +40,7 @@ class MinibatchLoss:
         minibatch: all microbatches of all ranks together.
         role: whose model is trained.
         ranks: all ranks of the run; the role's ranks have the other microbatches.
-        weight_version: the version of the present weights in an iteration's first update; None in later ones.
+        weight_version: the version of the current weights in an iteration's first update; None in later ones.
     """
 
     module: RLModule
@@ -60,7 +60,7 @@ class MinibatchLoss:
 
         If the critic is a head on the policy's body, it is loss + value_coef · value loss.
         """
-        experience, outputs = self._neutral(experience, outputs)
+        experience, outputs = self._neutralized(experience, outputs)
         if self.role != "policy":
             return self._value_share(experience, outputs, self.role) * self.holders.dp_size
         mask = experience.loss_mask
@@ -104,29 +104,29 @@ class MinibatchLoss:
 
     def _call_hook(self, hook: str, experience: Experience, values: object) -> dict[str, Metric]:
         """Calls a user's loss; common mistakes in it raise errors that say how to fix them."""
-        where = self._name(hook)
+        name = self._name(hook)
         try:
             result = getattr(self.module, hook)(experience, values)
         except MisconfigurationException as error:
             raise ValueError(
-                f"{where} must not call self.log. Return the metric under its name, as 'loss' is."
+                f"{name} must not call self.log. Return the metric under its name, as 'loss' is."
             ) from error
         except (AttributeError, TypeError) as error:
             missing = FIELDS - experience.tensors().keys()
             if isinstance(error, AttributeError) and isinstance(error.obj, Experience):
-                name = str(error.name)
-                near = difflib.get_close_matches(name, FIELDS, 1)
-                fix = " or ".join(near or sorted(experience.tensors()))
-                raise AttributeError(f"{where} reads experience.{name}, which does not exist. Use {fix}.") from error
+                wrong = str(error.name)
+                similar = difflib.get_close_matches(wrong, FIELDS, 1)
+                fix = " or ".join(similar or sorted(experience.tensors()))
+                raise AttributeError(f"{name} reads experience.{wrong}, which does not exist. Use {fix}.") from error
             if "NoneType" in str(error) and "proximal_logprobs" in missing:
                 raise ValueError(
-                    f"{where} computes with None ({error}): experience has no {', '.join(sorted(missing))}. Set "
+                    f"{name} computes with None ({error}): experience has no {', '.join(sorted(missing))}. Set "
                     "needs_proximal_logprobs = True for the proximal logprobs; add a model call for the others."
                 ) from error
             raise
         if not isinstance(result, Mapping):
             raise TypeError(
-                f"{where} must return a dict, got {type(result).__name__}. Return {{'loss': ...}}, per "
+                f"{name} must return a dict, got {type(result).__name__}. Return {{'loss': ...}}, per "
                 "token or per trajectory."
             )
         return dict(result)
@@ -164,7 +164,7 @@ class MinibatchLoss:
             num_sequences=self.num_sequences,
             max_new_tokens=self.module.sampling.max_new_tokens,
         )
-        # The minimized number, under any reduction: the sum of the shares; their weights sum to 1.
+        # Under any reduction, the sum of the shares is minimized; the weights of these parts sum to 1.
         add_parts(self.parts, {f"{prefix}loss": torch.stack([share.detach(), mask.sum() / self.num_tokens])})
         return share
 
@@ -190,7 +190,8 @@ class MinibatchLoss:
             numbers = torch.stack(list(self.parts.values())).cpu().double()
             self.parts = dict(zip(self.parts, numbers.unbind(), strict=True))
 
-    def _neutral(self, experience: Experience, outputs: Outputs) -> tuple[Experience, Outputs]:
+    def _neutralized(self, experience: Experience, outputs: Outputs) -> tuple[Experience, Outputs]:
+        """Replaces values outside the loss mask; with a single update, the proximal logprobs are the current ones."""
         mask = experience.loss_mask
         tensors = {name: value for name, value in vars(outputs).items() if value is not None}
         outputs = replace(outputs, **dict(zip(tensors, neutralize(mask, *tensors.values()), strict=True)))

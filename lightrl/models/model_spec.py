@@ -208,7 +208,7 @@ class ModelSpec:
 
     @property
     def random_seed(self) -> int:
-        """The seed of weights that no checkpoint has: `seed`, or the seed of `seed_everything`."""
+        """The seed for weights that are not in a checkpoint: `seed`, or the seed of `seed_everything`."""
         return global_seed() if self.seed is None else self.seed
 
     def load_config(self) -> PretrainedConfig:

@@ -99,7 +99,7 @@ class RouteLayout:
 def sent_encoders(
     config: PretrainedConfig, record_routes: bool | None, columns_of: Mapping[str, Collection[str]]
 ) -> dict[str, Callable[..., TokenArray[int]]]:
-    """Returns what encodes the routes that servers send, by the column's name; empty if they are not recorded.
+    """Returns the function that encodes the routes sent by servers, by column name; empty if they are not recorded.
 
     Args:
         columns_of: the columns that each server sends, by its address.

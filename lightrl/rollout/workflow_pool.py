@@ -4,10 +4,10 @@
               one order, admission,  │  ▲                   TrajectoryRunner: workflow, tokens, text
               rewards, what trains   └──┴─ engine: servers' states, weight versions, pauses
 
-A trajectory's prompt and seeds go to the worker that runs the fewest trajectories, and the trajectory comes back. So
-results do not depend on which worker runs what. A worker that dies or hangs is logged and replaced. Others run its
-trajectories again from their seeds, with the weights that serve then; the version at the group's start still bounds its
-staleness.
+A trajectory's prompt and seeds are sent to the worker that runs the fewest trajectories, which sends the trajectory
+back. So results do not depend on which worker runs it. A worker that dies or hangs is logged and replaced. Others run
+its trajectories again from their seeds, with the weights that serve then; the version at the group's start still bounds
+its staleness.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ log = logging.getLogger(__name__)
 START_S = 120.0  # until a worker has imported everything
 END_S = 5.0  # until a worker whose channel is closed has ended
 BEAT_S = 1.0  # between two messages to an idle worker
-MAX_DEATHS = 3  # a trajectory whose workers died this often is not run again: it may be the cause
+MAX_DEATHS = 3  # a trajectory whose workers died this often is not run again, because it may be the cause
 _STACK_S = 0.5  # for a hanging worker to print its stack
-_ANSWERS = {"state": dict, "follow": FollowerState}  # kind of request -> type of its answer, or an EngineError
+_ANSWERS = {"state": dict, "follow": FollowerState}  # kind of request → type of its answer, or an EngineError
 
 
 class _WorkerLostError(Exception):
@@ -63,8 +63,8 @@ class _Worker:
     child: ChildProcess
     channel: Channel
     pid: int
-    answers: dict[int, tuple[type, asyncio.Future[Any]]] = field(default_factory=dict)  # key of the request -> answer
-    # Key -> the prompt, its running samples, and the queue of their results.
+    answers: dict[int, tuple[type, asyncio.Future[Any]]] = field(default_factory=dict)  # key of the request → answer
+    # Key → the prompt, its running samples, and the queue of their results.
     runs: dict[int, tuple[Prompt, set[int], _Results]] = field(default_factory=dict)
     state: Any = None  # its engine's
     num_done: int = 0  # trajectories
@@ -87,9 +87,9 @@ class _Worker:
                 self.workflow.clean_up(result)
             return
         _, samples, results = self.runs[key]
-        for each in [sample] if sample is not None else list(samples):
-            samples.discard(each)
-            results.put_nowait((each, result))
+        for ended in [sample] if sample is not None else list(samples):
+            samples.discard(ended)
+            results.put_nowait((ended, result))
         if not samples:
             del self.runs[key]
 
@@ -109,7 +109,7 @@ class WorkflowPool:
 
     def __post_init__(self) -> None:
         self.engine.check_workers(self.num)
-        _check_travels(self.workflow, self.num)
+        _check_copyable(self.workflow, self.num)
         self._leader, self._follower = self.engine.open_to_workers(self.num)
         self.in_flight = InFlightCompletions(self.workflow)
         self._workers: list[_Worker] = []  # only ready ones
@@ -153,8 +153,8 @@ class WorkflowPool:
 
         try:
             await start(samples)
-            num_left = len(samples)
-            while num_left:
+            num_remaining = len(samples)
+            while num_remaining:
                 sample, result = await results.get()
                 if isinstance(result, EngineError):
                     raise result
@@ -168,7 +168,7 @@ class WorkflowPool:
                         "again. Their output, above, may show the cause."
                     )
                 record("interaction", "generate", "generations", start_ns, session=f"{seed_name}/{sample}")
-                num_left -= 1
+                num_remaining -= 1
                 yield sample, result
         finally:
             for worker, key in keys:
@@ -200,20 +200,20 @@ class WorkflowPool:
         answers = []
         for worker in self._workers:
             answers.append(worker.ask(next(self._keys), "follow", state))
-            answers[-1].add_done_callback(functools.partial(self._note, worker))
+            answers[-1].add_done_callback(functools.partial(self._on_state, worker))
         return answers
 
-    def _note(self, worker: _Worker, answer: asyncio.Future[Any]) -> None:
+    def _on_state(self, worker: _Worker, answer: asyncio.Future[Any]) -> None:
         if not answer.cancelled() and answer.exception() is None:
             worker.state = answer.result()
-        self._note_all()
+        self._report_states()
 
-    def _note_all(self) -> None:
-        self._leader.on_follower_states([each.state for each in self._workers if each.state is not None])
+    def _report_states(self) -> None:
+        self._leader.on_follower_states([worker.state for worker in self._workers if worker.state is not None])
 
     async def _keep(self, name: str) -> None:
         """Keeps a worker of this name running until cancelled."""
-        num_useless = 0  # deaths in a row before a trajectory was done
+        num_early_deaths = 0  # in a row, before a trajectory was done
         while True:
             child, end = ChildProcess.of_module("lightrl.rollout.workflow_worker", import_path())
             try:
@@ -221,15 +221,15 @@ class WorkflowPool:
                 num_lost = 0 if worker is None else await self._serve(worker)
             finally:
                 code = await _end(child)
-            how = ending_of(code)
-            num_useless = 0 if worker is not None and worker.num_done else num_useless + 1
-            if num_useless == MAX_DEATHS or not self._was_ready:
+            ending = ending_of(code)
+            num_early_deaths = 0 if worker is not None and worker.num_done else num_early_deaths + 1
+            if num_early_deaths == MAX_DEATHS or not self._was_ready:
                 raise RolloutError(
-                    f"The {name} ended with {how} before it had finished a trajectory (deaths in a row: "
-                    f"{num_useless}). Its output is above. Fix the cause, or set workflow_workers to 0."
+                    f"The {name} ended with {ending} before it had finished a trajectory (deaths in a row: "
+                    f"{num_early_deaths}). Its output is above. Fix the cause, or set workflow_workers to 0."
                 )
-            again = f"Trajectories to run again: {num_lost}." if num_lost else "It was running none."
-            log.warning("The %s ended with %s. %s", name, how, again)
+            lost = f"Trajectories to run again: {num_lost}." if num_lost else "It was running none."
+            log.warning("The %s ended with %s. %s", name, ending, lost)
 
     async def _ready(self, name: str, child: ChildProcess, end: socket.socket) -> _Worker | None:
         """Returns the worker at the other end once it is ready, or None if it ended before that."""
@@ -272,7 +272,7 @@ class WorkflowPool:
                 _settle(answer, _WorkerLostError())
             for key in list(worker.runs):
                 worker.on_result(key, None, _WorkerLostError())
-            self._note_all()
+            self._report_states()
 
     def _on_message(self, worker: _Worker, message: tuple[Any, ...]) -> None:
         """Handles a message without trusting its form; raises BadMessage."""
@@ -338,7 +338,7 @@ async def _end(child: ChildProcess) -> int:
     return -signal.SIGKILL if child.code is None else child.code
 
 
-def _check_travels(workflow: Workflow, num: int) -> None:
+def _check_copyable(workflow: Workflow, num: int) -> None:
     """Raises ValueError if this workflow cannot be copied to a worker."""
     name = type(workflow).__qualname__
     try:

@@ -63,7 +63,7 @@ class WorkflowWorker:
         self._engine = engine
         self._tasks = Tasks()
         self._runner = TrajectoryRunner(engine, workflow)  # type: ignore[arg-type]  # a Follower only generates
-        self._running: dict[int, asyncio.Task[None]] = {}  # key of the request -> task
+        self._running: dict[int, asyncio.Task[None]] = {}  # key of the request → task
 
     async def serve(self) -> None:
         while (message := await self._channel.receive()) is not None:

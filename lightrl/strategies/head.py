@@ -69,7 +69,7 @@ def teacher_candidates(experience: Experience) -> Candidates:
     return experience.extras.get("teacher_topk_ids", 0)
 
 
-# Functions like `functional.hidden_topk` and `functional.hidden_logprobs` with hidden states and head already bound.
+# `functional.hidden_topk` and `functional.hidden_logprobs`, or functions like them, with hidden states and head bound.
 TopK = Callable[..., Tensor]
 Logprobs = Callable[..., tuple[Tensor, Tensor]]
 

@@ -199,7 +199,7 @@ def test_the_plan_names_the_server_whose_model_the_run_does_not_have(make: Any, 
             lambda spec: PPO(tiny_spec(), reward=len, critic=spec).data_flow(),
             "The critic must have a path or config, got url=",
         ),
-        (lambda spec: GRPO(spec, reward=len), "policy must have a path or config, because it is trained here, got url="),
+        (lambda spec: GRPO(spec, reward=len), "policy must have a path or config, because it is trained here, got"),
         (lambda spec: spec.load_model(), "needs path or config, got url="),
         (
             lambda spec: Distillation(tiny_spec(), teacher=spec, sampling=Sampling(temperature=0.7)).data_flow(),

@@ -1,10 +1,10 @@
 """ServerEngine: rollouts on servers, given by address or started here; each kind of server has a subclass.
 
-Its settings belong to two objects, and each start makes its parts, each built from those above it:
+Two objects hold its settings. Each start makes the other parts, each of which uses those above it:
 
     ServerSource, WeightDelivery   which servers there are; how weights reach them
     ServerFleet, HomeLoop          the servers' states, and the event loop of everything below
-    Members, Leader                changes of single servers; requests of other processes
+    Members, Leader                changes of a single server; requests of other processes
     RequestLoop                    generate ─► a server, despite failures
     WeightLoader                   load_weights ─► all servers, verified
     Watch                          losses, returns, joins
@@ -160,7 +160,7 @@ class ServerEngine(RolloutEngine):
 
     @property
     def loader(self) -> WeightLoader:
-        """Loads weights into the servers of the started engine, and has its requests; raises EngineError if closed."""
+        """The started engine's loader of weights, which also has its requests; raises EngineError if it is closed."""
         if not self._is_open or self._loader is None:
             raise EngineError(f"{type(self).__name__} is closed. Start it, or create a new one.")
         return self._loader
@@ -195,7 +195,7 @@ class ServerEngine(RolloutEngine):
             entry_point("gateway").check_installed(self.router)
 
     def start_args(self, columns: Collection[str]) -> dict[str, Any]:
-        """Returns arguments that these settings require of servers started here, to return these further columns."""
+        """Returns arguments for servers started here, which these settings and the columns to return require."""
         return {}
 
     def dtype_of_auto(self, config: PretrainedConfig) -> torch.dtype:
@@ -237,7 +237,8 @@ class ServerEngine(RolloutEngine):
             undo.pop_all()
 
     def _make_loader(self, config: PretrainedConfig, members: Members) -> WeightLoader:
-        columns_of = {one.url: one.info.returned_columns if one.info else () for one in self.fleet.in_state()}
+        infos = {server.url: server.info for server in self.fleet.in_state()}
+        columns_of = {url: info.returned_columns if info else () for url, info in infos.items()}
         traffic = Traffic()
         requests = RequestLoop(
             members.home,

@@ -129,7 +129,7 @@ class Gateway(Connection, Router):
 
     @classmethod
     def opened(cls, router: str, source: ServerSource, fleet: ServerFleet, timeouts: Timeouts) -> Gateway:
-        """Returns the gateway that `router` names, with the servers' token; `source` keeps one that starts here."""
+        """Returns the gateway that `router` names, or starts one, which `source` keeps running; it has their token."""
         if router != "smg":
             return cls(as_url(router), source.token, fleet, timeouts=timeouts)
         process = smg_process(source.token)

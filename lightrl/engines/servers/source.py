@@ -1,4 +1,4 @@
-"""ServerSource: where an engine's servers come from: given by address, announced in a registry, or started here."""
+"""ServerSource: an engine's servers, which are given by address, announced in a registry, or started here."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, kw_only=True)
 class ServerSource:
-    """The settings that say which servers there are, and all that belongs to them from `open` to `end`."""
+    """The settings that determine the servers, and what the engine has for them from `open` to `end`."""
 
     client_type: type[ServerClient]
     process_type: type[ModelProcess]
     urls: list[str] | None
-    num: int | None  # to start here; None, without `urls`: the addresses come from the environment
+    num: int | None  # how many to start here; if this and `urls` are None, the environment has the addresses
     tp: int
-    args: dict[str, Any]  # of servers that are started here, by the server's own names
+    args: dict[str, Any]  # for servers that are started here, by the server's own names
     placement: Literal["separate", "colocated"]
     timeouts: Timeouts
     python: str | None = None  # of the servers' environment
     trainer_devices: Sequence[torch.device] = ()  # set before `open`
     receivers: Receivers = field(default_factory=Receivers)
-    registry: Registry | None = None  # this and what follows is of the latest `open`
+    registry: Registry | None = None  # set by `open`, like the following fields
     token: str | None = None
     num_connections: int = MAX_CONNECTIONS  # to each server, within the limit of open files
     folder: Path = field(default_factory=Path)  # on this machine, until `remove_folder`
@@ -70,16 +70,16 @@ class ServerSource:
         return gpus_of_servers(num, available=available, trainer=trainer, placement=self.placement)
 
     def describe(self) -> str:
-        """Returns where the servers run, in words."""
+        """Describes where the servers run."""
         if not self.num:
             return "on servers that run elsewhere"
         gpus = self.gpus()
         if gpus is None:  # a plan may be for another machine
             is_for_gpus = any(device.type == "cuda" for device in self.trainer_devices)
-            where = "GPUs, of which this machine has none" if is_for_gpus else "the CPU"
+            devices = "GPUs, of which this machine has none" if is_for_gpus else "the CPU"
         else:
-            where = ", ".join(f"cuda:{gpu}" for gpu in gpus)
-        return f"{count_text(self.num, 'server')} with tp={self.tp} on {where}, {self.placement}"
+            devices = ", ".join(f"cuda:{gpu}" for gpu in gpus)
+        return f"{count_text(self.num, 'server')} with tp={self.tp} on {devices}, {self.placement}"
 
     def addresses(self) -> list[str] | None:
         """Returns the servers' addresses or that of their registry; None if they are started here."""
@@ -88,7 +88,7 @@ class ServerSource:
         return None if self.urls is None else [as_url(url) for url in self.urls]
 
     def check(self, check_reach: Callable[[Sequence[str]], None]) -> None:
-        """Raises ValueError if servers cannot be started or, as `check_reach` says of their URLs, not reached."""
+        """Raises ValueError if servers cannot be started; `check_reach` raises it for URLs that cannot be reached."""
         urls = self.addresses()
         if urls is None:
             self.process_type.find_python(self.python)
@@ -107,7 +107,7 @@ class ServerSource:
         needs_receivers: bool,  # of weights, for the delta transport
         check_reach: Callable[[Sequence[str]], None],
     ) -> None:
-        """Adds the servers to the fleet, after it has started them here, or waited until the registry has them."""
+        """Starts the servers or, with a registry, waits until it has some; adds them to the fleet."""
         self._processes, self._home = [], home
         self._scratch = tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-engine-"), ignore_cleanup_errors=True)
         self.folder = Path(self._scratch.name)

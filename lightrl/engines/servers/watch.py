@@ -44,7 +44,7 @@ class Watch:
     _leaving: set[str] = field(default_factory=set)  # addresses of servers that are or will be drained
 
     async def run(self) -> None:
-        """Starts to watch all servers; called on each new loop."""
+        """Starts watching all servers; called on each new loop."""
         for server in self.members.fleet.in_state():
             self.home.spawn(self._watch(server))
         self.home.spawn(self.members.router.keep(self.home))
@@ -100,12 +100,12 @@ class Watch:
                 await self._give_weights(server)
 
     async def _problem(self, server: Server, *, should_identify: bool) -> str | None:
-        """Returns why a server that answers must get no more requests: it was restarted or changed; otherwise None."""
+        """Returns why a server that answers must get no more requests, if it was restarted or changed; else None."""
         version = None if self.members.fleet.is_loading else server.weight_version
         was_routable = server.state == "routable"
         info = await server.client.model_info(timeout_s=self.members.probe_s, num_retries=0)
         if was_routable and should_identify and await server.identify():
-            return "another process answers at its address: it was restarted"
+            return "it was restarted: another process answers at its address"
         is_steady = server.state == "routable" and not self.members.fleet.is_loading
         if was_routable and is_steady and version == server.weight_version >= 0:
             reported = info.get("weight_version")
@@ -130,7 +130,7 @@ class Watch:
             nonlocal current
             before = current
             current = self.members.fleet.join(Server(self.source.client(process.url), process, losses=lost.losses))
-            self.home.wake()  # a sync may wait for it
+            self.home.wake()  # a sync may be waiting for it
             await self.members.forget(before)
             if not await self._give_weights(current):
                 raise EngineError(current.reason)
@@ -174,7 +174,7 @@ class Watch:
         await self._give_weights(server)
 
     async def _leave(self, url: str, registry: Registry) -> None:
-        """Drains and forgets a server that leaves or is lost and silent; releases it in the registry."""
+        """Drains and forgets a server that is leaving, or is lost and silent, and releases it in the registry."""
         server = self.members.fleet.servers.get(url)
         try:
             if server is not None:

@@ -22,7 +22,7 @@ class VLLMProcess(ModelProcess):
         "logprobs_mode": LOGPROBS_MODE,
         "enable_prompt_tokens_details": True,  # cached tokens show whether a load emptied the cache
         "max_logprobs": MAX_LOGPROBS,
-        "generation_config": "vllm",  # otherwise the checkpoint's file sets top-p and the like on some routes
+        "generation_config": "vllm",  # otherwise the checkpoint's generation_config sets top-p etc. on some routes
         "disable_uvicorn_access_log": True,
     }
     cpu_defaults: ClassVar[Mapping[str, Any]] = {"dtype": "float32", "enforce_eager": True}

@@ -27,17 +27,17 @@ def plan_sends(has: Tensor, needs: Tensor, sizes: Sequence[int]) -> list[list[Se
     """Plans the sends of consecutive rounds, after which every rank has the rows that it needs.
 
     A row that is on only one rank is sent from there once; its receiver sends it on. If several ranks have a row, the
-    one that has sent the fewest bytes sends it. Pure; no process group.
+    one that has sent the fewest bytes sends it. Needs no process group.
 
     Args:
         has: bool [W, B], the rows that each rank has.
         needs: bool [W, B], the rows that each rank needs.
         sizes: bytes of each row, [B].
     """
-    lost = (needs.any(0) & ~has.any(0)).nonzero()[:, 0].tolist()
-    if lost:
+    absent = (needs.any(0) & ~has.any(0)).nonzero()[:, 0].tolist()
+    if absent:
         raise ValueError(
-            f"Row {lost[0]} is needed, but no rank has it: `has` and `needs` must refer to the same rows on every rank."
+            f"Row {absent[0]} is needed, but no rank has it. Pass `has` and `needs` of the same rows on every rank."
         )
     has = has.clone()
     sent: Counter[int] = Counter()
@@ -72,28 +72,28 @@ def exchange(
     """
     ranks, lengths = experience.ranks, experience.lengths
     # Widest dtypes first: received bytes are read in place, where each field must start at a multiple of its item size.
-    held = {name: tokens[name] for name in sorted(tokens, key=lambda name: (-tokens[name].empty.itemsize, name))}
-    lengths_of = {name: experience.rows[sizes_name(name)] if is_on_host(name) else lengths for name in held}
+    fields = {name: tokens[name] for name in sorted(tokens, key=lambda name: (-tokens[name].empty.itemsize, name))}
+    lengths_of = {name: experience.rows[sizes_name(name)] if is_on_host(name) else lengths for name in fields}
     row_bytes = torch.zeros_like(lengths)
-    for name, values in held.items():
+    for name, values in fields.items():
         row_bytes = row_bytes + lengths_of[name] * values.token_bytes
     sizes = row_bytes.tolist()
 
     def pack(send: Send) -> Tensor:
         return torch.from_numpy(
-            np.concatenate([values.flat(send.rows).reshape(-1).view(np.uint8) for values in held.values()])
+            np.concatenate([values.flat(send.rows).reshape(-1).view(np.uint8) for values in fields.values()])
         )
 
-    for sends in plan_sends(has, needs, sizes) if held else []:
+    for sends in plan_sends(has, needs, sizes) if fields else []:
         with span("exchange of rows", "collective", sends=len(sends)):
             received = ranks.exchange(sends, pack, lambda send: sum(sizes[row] for row in send.rows))
         for send, data in received:
             start = 0
-            for name, values in held.items():
+            for name, values in fields.items():
                 num = int(lengths_of[name][list(send.rows)].sum())
                 end = start + num * values.token_bytes
                 flat = data.numpy()[start:end].view(values.empty.dtype).reshape(num, *values.empty.shape[1:])
-                held[name] = values.with_flat(flat, lengths_of[name], send.rows)
+                fields[name] = values.with_flat(flat, lengths_of[name], send.rows)
                 start = end
     needed = set(needs[ranks.rank].nonzero()[:, 0].tolist())
-    return {name: values.only(needed) for name, values in held.items()}
+    return {name: values.only(needed) for name, values in fields.items()}

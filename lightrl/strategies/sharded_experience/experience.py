@@ -51,27 +51,27 @@ class TokenRows:
 
     @classmethod
     def of_rows(cls, rows: Sequence[Values]) -> TokenRows:
-        """Makes it from the values of all rows; there must be at least one."""
+        """Makes it from the values of all rows, at least one."""
         return cls(rows, rows[0][:0])
 
     @classmethod
     def of_flat(cls, values: Values, lengths: Tensor, rows: Sequence[int] | None = None) -> TokenRows:
         """Splits an array [N, ...] of the concatenated values of `rows`, or of all rows."""
         rows = range(len(lengths)) if rows is None else rows
-        made: list[Values | None] = [None] * len(lengths)
+        split: list[Values | None] = [None] * len(lengths)
         start = 0
         for row, length in zip(rows, lengths[list(rows)].tolist(), strict=True):
-            made[row] = values[start : start + length]
+            split[row] = values[start : start + length]
             start += length
-        return cls(made, values[:0])
+        return cls(split, values[:0])
 
     @classmethod
     def of_padded(
         cls, values: Tensor, lengths: Tensor, rows: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> TokenRows:
         """Takes the values of `rows`, or of all rows, from a tensor [b, T, ...]."""
-        here = lengths if rows is None else lengths[list(rows)]
-        flat = values.detach().cpu()[torch.arange(values.shape[1]) < here[:, None]]
+        sizes = lengths if rows is None else lengths[list(rows)]
+        flat = values.detach().cpu()[torch.arange(values.shape[1]) < sizes[:, None]]
         return cls.of_flat(flat.to(dtype or flat.dtype).numpy(), lengths, rows)
 
     def __len__(self) -> int:
@@ -108,7 +108,7 @@ class TokenRows:
         return TokenRows([old if new is None else new for old, new in zip(self.rows, added, strict=True)], self.empty)
 
     def times(self, values: Tensor) -> TokenRows:
-        """Returns each row's value, from [B], where this mask is True, and 0 elsewhere."""
+        """Returns each row's number in `values` [B] where this mask is True, and 0 elsewhere."""
         numbers = values.numpy()
         zero = numbers.dtype.type(0)
         pairs = zip(self.rows, numbers, strict=True)
@@ -170,8 +170,8 @@ class ShardedExperience:
         check_trajectories(trajectories, has_rewards=has_rewards)
         rows = {name: TokenRows.of_rows(values) for name, values in token_rows(trajectories).items()}
         tokens = {name: rows.pop(name) for name in TOKENS}
-        made = cls({**row_fields(trajectories), **_counts(tokens)}, tokens).with_tensors(rows)
-        return made.with_rewards(trajectories) if has_rewards else made
+        sharded = cls({**row_fields(trajectories), **_counts(tokens)}, tokens).with_tensors(rows)
+        return sharded.with_rewards(trajectories) if has_rewards else sharded
 
     @classmethod
     def elsewhere(cls, table: Mapping[str, Tensor], dtypes: Mapping[str, str]) -> ShardedExperience:
@@ -309,8 +309,8 @@ class ShardedExperience:
         """Returns only the rollout's fields that models read.
 
         Args:
-            has_end: bool [B], rows that get one more token, a loss token; the state before it is the state after the
-                trajectory.
+            has_end: bool [B], rows that get one more loss token at the end; the state that predicts it is the one after
+                the trajectory.
             is_sampler: whether the model sampled the tokens; False omits columns that only the sampler reads.
         """
         names = (*ROW_FIELDS, *_OF_IMAGES)
@@ -330,8 +330,8 @@ class ShardedExperience:
     def dense(self, rows: Tensor | Sequence[int] | None = None, device: torch.device = _CPU) -> Experience:
         """Returns these rows, whose tokens must be here, as an Experience of tensors on the device.
 
-        Tokens are copied without padding, from pinned memory, while the device computes; `on_host` finds the values
-        that the host needs.
+        Tokens are copied without padding, from pinned memory, while the device computes; `on_host` returns the values
+        that the host needs without another copy.
         """
         part = self if rows is None else self.select(rows)
         part._check_here(part.tokens)
@@ -431,8 +431,8 @@ def _counts(tokens: Mapping[str, TokenRows]) -> dict[str, Tensor]:
     is_generated = version >= 0
     highest = np.iinfo(version.dtype).max
 
-    def of_rows(reduce: np.ufunc, values: Values, without: int) -> Tensor:
-        result = torch.full((len(mask),), without)
+    def of_rows(reduce: np.ufunc, values: Values, default: int) -> Tensor:
+        result = torch.full((len(mask),), default)
         if filled:
             result[filled] = torch.from_numpy(reduce.reduceat(values, np.append(0, ends[:-1]), dtype=np.int64))
         return result

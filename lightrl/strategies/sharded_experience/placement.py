@@ -25,8 +25,8 @@ from lightrl.strategies.sharded_experience.experience import ShardedExperience
 def balanced_shares(lengths: Sequence[int], num: int) -> list[list[int]]:
     """Divides rows among `num` ranks so that the largest sum of lengths is small; every row is in exactly one share.
 
-    Uses largest differencing: combines the two partial partitions that differ most, the largest parts of one with the
-    smallest of the other, until one is left. Equal lengths give the same result in every process.
+    Uses largest differencing: while there are several partial partitions, combines the two with the most unequal parts,
+    the largest parts of one with the smallest of the other. Equal lengths give the same result in every process.
 
     Source: Karmarkar and Karp, https://www2.eecs.berkeley.edu/Pubs/TechRpts/1983/6353.html; for more than two parts
     Michiels et al., https://doi.org/10.1007/978-3-540-39763-2_31.
@@ -78,7 +78,7 @@ def place_rows(
 
     Args:
         experience: all rows, on each rank; only lengths and groups are read.
-        num_minibatches: most minibatches; each is balanced over the dp ranks of each role.
+        num_minibatches: maximum number of minibatches; each is balanced over the dp ranks of each role.
         seed: seed of the cut into minibatches.
         unit: rows that stay together.
         roles: the ranks of each role; rows are assigned to the first role's dp ranks.
@@ -90,9 +90,9 @@ def place_rows(
     for index, units in enumerate(cut_minibatches(experience.units(unit), num_minibatches, seed)):
         minibatch[[row for rows in units for row in rows]] = index
         sizes = [sum(num_tokens[row] for row in rows) for rows in units]
-        for dp_size, dp_rank in dp_ranks.items():
-            for place, share in enumerate(balanced_shares(sizes, dp_size) if dp_size > 1 else ()):
-                dp_rank[[row for item in share for row in units[item]]] = place
+        for dp_size, dp_rank_of in dp_ranks.items():
+            for dp_rank, share in enumerate(balanced_shares(sizes, dp_size) if dp_size > 1 else ()):
+                dp_rank_of[[row for item in share for row in units[item]]] = dp_rank
     columns = {"_minibatch": minibatch, **{f"_dp_rank_{dp_size}": value for dp_size, value in dp_ranks.items()}}
     placed = experience.with_tensors(columns)
     work = functools.reduce(torch.logical_or, [rows_by_rank(placed, role, ranks.size) for role in roles])
@@ -103,9 +103,9 @@ def place_rows(
 def rows_by_rank(experience: ShardedExperience, role: Ranks, num_ranks: int) -> Tensor:
     """Returns which rows each rank works on for a role, bool [W, B]."""
     has = torch.zeros(num_ranks, len(experience), dtype=torch.bool)
-    dp_rank = experience.rows[f"_dp_rank_{role.dp_size}"]
-    for place, members in enumerate(role.dp_members):
-        has[list(members)] = dp_rank == place
+    dp_rank_of = experience.rows[f"_dp_rank_{role.dp_size}"]
+    for dp_rank, members in enumerate(role.dp_members):
+        has[list(members)] = dp_rank_of == dp_rank
     return has
 
 
@@ -113,8 +113,8 @@ def shares(experience: ShardedExperience, ranks: Ranks) -> list[list[int]]:
     """Returns the rows of each dp rank."""
     if ranks.dp_size == 1:
         return [list(range(len(experience)))]
-    dp_rank = experience.rows[f"_dp_rank_{ranks.dp_size}"]
-    return [(dp_rank == place).nonzero()[:, 0].tolist() for place in range(ranks.dp_size)]
+    dp_rank_of = experience.rows[f"_dp_rank_{ranks.dp_size}"]
+    return [(dp_rank_of == dp_rank).nonzero()[:, 0].tolist() for dp_rank in range(ranks.dp_size)]
 
 
 def minibatches(experience: ShardedExperience, *, epochs: int, seed: int) -> list[list[int]]:
@@ -144,8 +144,8 @@ def microbatch_rows(
         here = set(share)
         local = [rows for rows in units if rows[0] in here]
         parts.append(microbatch_bins(num_tokens, local, max_tokens) if local else [])
-    mine, most = parts[ranks.dp_rank], max(map(len, parts))
-    return [*mine, *([] for _ in range(most - len(mine)))]
+    own, num = parts[ranks.dp_rank], max(map(len, parts))
+    return [*own, *([] for _ in range(num - len(own)))]
 
 
 class Microbatches(Sequence[Experience]):

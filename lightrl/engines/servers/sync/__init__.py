@@ -2,8 +2,8 @@
 
 Reading order:
     delivery.py           how weights reach the servers: the transport and its settings
-    loader.py             loads a version into all servers or into one that is back
-    server_sync.py        new weights into paused servers; report.py  what happened to each server
+    loader.py             loads a version into all servers, or into one that returns
+    server_sync.py        pauses, loads and resumes servers; report.py  the outcome for each server
     bucket_feed.py        passes buckets from the thread that gathers them to the event loop
       transports/         how the bytes reach the servers
       receiver.py         the delta transport's process on a server's host; receivers.py  finds or starts it

@@ -21,8 +21,8 @@ from lightrl.errors import EngineError
 
 log = logging.getLogger(__name__)
 
-_SETTLE_S = 0.25  # wait for canaries that a busy server still queues when the load is about to begin
-_FLUSH_S = 60.0  # wait for a busy server to be idle
+_SETTLE_S = 0.25  # wait for canaries that are still queued when the load is about to begin
+_FLUSH_S = 60.0  # wait for a busy server to become idle
 
 
 @dataclass(frozen=True)

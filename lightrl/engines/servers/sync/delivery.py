@@ -1,4 +1,4 @@
-"""WeightDelivery: how an engine's weights reach its servers, and the loader that does it."""
+"""WeightDelivery: how an engine's weights reach its servers; makes the loader that sends them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TRANSFER_TIMEOUT_S = 120.0  # to broadcast one bucket
 
 @dataclass(eq=False, kw_only=True)
 class WeightDelivery:
-    """The settings of weights; here all of them are sent for each version, with what training adds merged in."""
+    """The settings for sending weights; makes a loader that sends whole weights, with added parameters merged in."""
 
     loader_type: ClassVar[type[WeightLoader]] = WeightLoader
     transport: TransportName
@@ -61,7 +61,7 @@ class WeightDelivery:
         """Raises ValueError if this machine cannot use the transport."""
         if self.transport in self.gpu_transports and not torch.cuda.is_available():
             raise ValueError(
-                f"transport={self.transport!r} needs a GPU, and torch sees none here. Use another, such as disk."
+                f"transport={self.transport!r} needs a GPU, but torch finds none. Use another transport, such as disk."
             )
 
     def check_reach(self, urls: Sequence[str]) -> None:
@@ -71,19 +71,19 @@ class WeightDelivery:
             if self.transport == "distributed":
                 trainer_address(urls, self.trainer_host)
         except EngineUnreachable:
-            return  # the engine waits for the server, and reports one that never answers
+            return  # the engine waits for the server, and fails if it never answers
         if remote and self.transport in ("tensor", "cuda_ipc"):
             raise ValueError(
                 f"transport: {self.transport} needs servers on this machine; {remote[0]} is elsewhere. Use disk."
             )
         if remote and self.transport == "disk" and self.weight_folder is None:
             raise ValueError(
-                f"{remote[0]} is on another machine and cannot see this one's temporary folder. Set weight_folder to a "
-                "folder that both see under the same path, or use transport: distributed or delta."
+                f"{remote[0]} is on another machine and cannot read this machine's temporary folder. Set weight_folder "
+                "to a folder that has the same path on both, or use transport: distributed or delta."
             )
 
     def check_loads_whole(self, setting: str) -> None:
-        """Raises ValueError if `setting` needs whole weights in each load, and loads are not whole."""
+        """Raises ValueError if a load does not send whole weights, which `setting` needs."""
 
     def start_args(self) -> dict[str, Any]:
         """Returns SGLang's arguments for servers that are started here."""
@@ -93,11 +93,11 @@ class WeightDelivery:
         """Called before `loader`; see RolloutEngine."""
 
     def parts_to_load(self, base_version: int) -> list[Part]:
-        """Returns the parts that the next load must have, given the version of the servers' base, or -1."""
+        """Returns the parts that the next load must send; `base_version` is that of the servers' base, or -1."""
         return ["whole"]
 
     def versions(self, fleet: ServerFleet, sync_s: float) -> ServedVersions:
-        """Returns what chooses the weights of each request."""
+        """Makes the object that chooses the weights of each request."""
         return ServedVersions()
 
     def loader(
@@ -109,7 +109,7 @@ class WeightDelivery:
         *,
         verify: bool,
     ) -> WeightLoader:
-        """Returns a loader for the servers of `requests`, whose model has this config; it sends weights in `dtype`."""
+        """Makes a loader for the servers of `requests`, whose model has this config; it sends weights in `dtype`."""
         timeouts, limits, form = requests.timeouts, requests.limits, ServerForm.of(config, dtype)
         canary = CacheCanary(
             requests.fleet, vocab_size=limits.vocab_size, max_context=limits.max_context, timeout_s=timeouts.generate_s

@@ -47,8 +47,8 @@ class WeightLoader:
     sync: ServerSync
     timeouts: Timeouts
     config: PretrainedConfig  # describes the servers' model
-    dtype: torch.dtype | None = None  # in which weights are sent; None: the trainer's
-    is_colocated: bool = False  # the servers give their memory to the trainer between loads
+    dtype: torch.dtype | None = None  # of the weights that are sent; None for the trainer's
+    is_colocated: bool = False  # whether the servers release their memory for the trainer between loads
     last_report: SyncReport | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)  # one load at a time
     _parameters: ParameterCheck = field(default_factory=ParameterCheck)

@@ -1,4 +1,4 @@
-"""AdapterDelivery: adapters on servers that have their base: one adapter per weight version, by name.
+"""AdapterDelivery: sends adapters to servers that have their base: one per weight version, under its own name.
 
     base, once ─► every server, as WeightLoader does
     adapters of version 12 ─► `policy-v12` on every server, next to `policy-v11`, while they generate
@@ -69,7 +69,7 @@ class AdapterLoader(WeightLoader):
             self.last_report = report
 
     def verified_by(self) -> dict[str, Verification]:
-        """Returns the weakest check for each routable server: adapters have no digests."""
+        """Returns the weakest check for each routable server, since adapters have no digests."""
         return dict.fromkeys(self.fleet.urls("routable"), "version")
 
     async def _before_admit(self, server: Server) -> None:
@@ -110,7 +110,7 @@ class AdapterDelivery(WeightDelivery):
     """Sends the base once, and then only the adapters of each version."""
 
     loader_type = AdapterLoader
-    form: ServedForm | None = None  # of the adapters on servers, once the policy is known
+    form: ServedForm | None = None  # of the adapters on servers; set by `expect_policy`
 
     def check_loads_whole(self, setting: str) -> None:
         raise ValueError(f"{setting} needs adapters='merged'. Set that, or omit {setting}.")
