@@ -197,7 +197,7 @@ _SETTLED_A_TICK = 64  # then the event loop runs other callbacks first
 
 
 def settle_all(outcomes: Iterable[Outcome]) -> None:
-    """Settles futures, unless they are done by then; may be called from any thread. 512 of a loop wake it once."""
+    """Settles futures, unless they are done by then, and wakes each loop once; may be called from any thread."""
     outcomes_of: dict[asyncio.AbstractEventLoop, list[Outcome]] = {}
     for future, outcome in outcomes:
         outcomes_of.setdefault(future.get_loop(), []).append((future, outcome))

@@ -118,7 +118,7 @@ class RolloutStage:
             raise TypeError(f"{name} has no loss. Write `def loss(self, experience, outputs)`, which returns a dict.")
         if not module.automatic_optimization:
             raise ValueError(
-                f"{name}.automatic_optimization must be True: the loop updates the policy with what `loss` returns."
+                f"{name}.automatic_optimization must be True, because the loop updates the policy with `loss`."
             )
         if self.trainer.accumulate_grad_batches != 1:
             raise ValueError(
