@@ -244,7 +244,7 @@ REFUSED = refused("test_lightning_habits", [
      "TwoOptimizers.configure_optimizers must return one optimizer, with a parameter group for each learning rate; "
      "`parameter_groups` returns one for each trained model."),
     ("self.automatic_optimization = False", lambda: (lightrl.Trainer, Manual()),
-     "Manual.automatic_optimization must be True: the loop updates the policy with what `loss` returns."),
+     "Manual.automatic_optimization must be True, because the loop updates the policy with `loss`."),
     ("def training_step(self, batch, batch_idx)", lambda: (lightrl.Trainer, OwnStep()),
      "OwnStep.training_step is never called: an RLModule has no training_step. Write loss."),
     ("lightning.Trainer().fit(RLModule)", lambda: (L.Trainer, TinyGRPO()), NEEDS_OUR_TRAINER),
