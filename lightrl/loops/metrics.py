@@ -133,8 +133,7 @@ def _all_names(own: list[str], ranks: Ranks) -> list[str]:
     checksums = ranks.sum_(checksums)
     if bool((checksums == checksums[0]).all()):
         return own
-    sizes = checksums[:, 1].int().tolist()
-    text = torch.zeros(ranks.dp_size, max(sizes))
+    text = torch.zeros(ranks.dp_size, max(sizes := checksums[:, 1].int().tolist()))
     text[ranks.dp_rank, : len(encoded)] = torch.tensor(list(encoded))
     rows = ranks.sum_(text).to(torch.uint8).tolist()
     lists = [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]

@@ -92,9 +92,8 @@ def score(
         if call.url is not None and call.role is not None:
             call = with_server(call, is_scalar=module.models()[call.role].spec.head == "scalar")
         outputs = asked_once(call, rows, lambda: _function_outputs(call, current, rows))
-        lengths = current.lengths
-        per_token = {key: TokenRows.of_padded(value, lengths) for key, value in outputs.items() if value.dim() > 1}
-        return {**outputs, **per_token}
+        per_token = {key: value for key, value in outputs.items() if value.dim() > 1}
+        return {**outputs, **{key: TokenRows.of_padded(value, current.lengths) for key, value in per_token.items()}}
 
     def runs_here(call: ModelCall) -> bool:
         return holders_of(call, ranks).is_here if is_forward(call) else ranks.is_main or call.on_all_ranks

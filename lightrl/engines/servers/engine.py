@@ -237,8 +237,8 @@ class ServerEngine(RolloutEngine):
             undo.pop_all()
 
     def _make_loader(self, config: PretrainedConfig, members: Members) -> WeightLoader:
-        infos = {server.url: server.info for server in self.fleet.in_state()}
-        columns_of = {url: info.returned_columns if info else () for url, info in infos.items()}
+        servers = self.fleet.in_state()
+        columns_of = {server.url: server.info.returned_columns if server.info else () for server in servers}
         traffic = Traffic()
         requests = RequestLoop(
             members.home,
