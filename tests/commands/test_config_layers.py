@@ -137,18 +137,11 @@ def test_a_string_stays_the_source_of_what_flags_add_to_it(train, flags, expecte
     assert {name: source[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("flag", "path"),
-    [("--model.policy.dtype", ["dtype"]), ("--model.policy.model.dtype", ["model", "dtype"])],
-    ids=["model", "model of a role"],
-)
-def test_a_string_stays_the_models_path_with_what_flags_add_to_it(flag, path, settings, config, capsys):
+def test_a_string_stays_the_models_path_with_what_flags_add_to_it(settings, config, capsys):
     settings["model"]["init_args"]["policy"] = "some/model"
     with pytest.raises(SystemExit):
-        LightRLCLI(["fit", "--config", config(settings), flag, "bfloat16", "--print_config"])
+        LightRLCLI(["fit", "--config", config(settings), "--model.policy.dtype", "bfloat16", "--print_config"])
     spec = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["policy"]
-    for name in path[:-1]:
-        spec = spec[name]
     assert (spec["path"], spec["dtype"]) == ("some/model", "bfloat16")
 
 
