@@ -14,14 +14,13 @@ def warnings_of(settings, config, capsys, *flags):
 
 
 def test_settings_that_another_class_lacks_are_named_with_the_class(settings, config, capsys):
-    callback = {"class_path": "ModelCheckpoint", "init_args": {"save_top_k": 2}}
-    settings["trainer"]["callbacks"] = [callback]
+    del settings["trainer"]["callbacks"]
     settings["trainer"]["strategy"] = {"class_path": "FSDP2Strategy", "init_args": {"activation_checkpointing": True}}
-    flags = ["--model=SFT", "--trainer.strategy=SingleDeviceStrategy", "--trainer.strategy.device=cpu", "--data=Digits"]
+    flags = ["--model=SFT", "--trainer.strategy=SingleDeviceStrategy", "--trainer.strategy.device=cpu"]
     assert warnings_of(settings, config, capsys, *flags)[:2] == [
+        "warning: model=SFT (on the command line) has no group_size, reward, sampling: these settings are dropped.",
         "warning: trainer.strategy=SingleDeviceStrategy (on the command line) has no activation_checkpointing: these "
         "settings are dropped.",
-        "warning: model=SFT (on the command line) has no group_size, reward, sampling: these settings are dropped.",
     ]
 
 
