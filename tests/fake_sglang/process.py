@@ -43,7 +43,7 @@ class FakeServerProcess:
         return self._process.pid
 
     def start(self, port: int = 0) -> FakeServerProcess:
-        """Waits until it listens; EngineUnreachable if it ends instead, or does not listen within a minute."""
+        """Waits until it listens; EngineUnreachable if it ends instead, or does not listen within ten minutes."""
         self.stop()
         command = [*COMMAND, "--port", str(port)]
         if self.model_folder is not None:
@@ -54,7 +54,7 @@ class FakeServerProcess:
         self._process = type(self).popen(
             command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )
-        watch = threading.Timer(60.0, self._process.kill)
+        watch = threading.Timer(600.0, self._process.kill)
         watch.start()
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -113,5 +113,5 @@ class FakeServerProcess:
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
-        with _open(urllib.request.Request(self.url + path, data=data), timeout=60) as answer:
+        with _open(urllib.request.Request(self.url + path, data=data), timeout=600) as answer:
             return json.loads(answer.read())  # type: ignore[no-any-return]
