@@ -110,8 +110,8 @@ class Trainer(RLTrainer):
     """Lightning's Trainer for RLModules: every flag keeps its meaning, one training batch is one iteration.
 
     Adds `WeightSync()`, `StalenessControl(0)`, `RolloutMetrics()` and a two-line progress bar unless you pass your own.
-    Unless you pass a ModelCheckpoint or turn checkpoints off, it saves after each epoch and on Ctrl-C and SIGTERM
-    (`last.ckpt`), and every 10 minutes in the background (`last-timed.ckpt`).
+    Unless you turn checkpoints off, it saves every 10 minutes in the background (`last-timed.ckpt`), and at the end,
+    on Ctrl-C, SIGTERM and errors, next to those of your ModelCheckpoint; without one, also after each epoch.
 
     Args:
         engine: generates completions; None is `LocalEngine()`, in this process.
@@ -163,7 +163,6 @@ class Trainer(RLTrainer):
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
         self._stage = RolloutStage(self, self.rollout_loop.resume)
         self._restoring: object = None  # the checkpoint that a fit restores, until the fit runs
-        self._num_saved = 0  # iterations up to the latest checkpoint, or to the start of this fit
         self._muted: list[Any] = []  # checkpoint callbacks that must not save on exceptions until a stage runs
         self._hook_calls: deque[tuple[str, tuple[object, ...]]] = deque()
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
@@ -323,14 +322,13 @@ class Trainer(RLTrainer):
         if not isinstance(module, RLModule):
             self._restoring = None
             return super()._run_stage()
-        self._num_saved = self.global_step
         with contextlib.ExitStack() as stack:
             stack.push(self._note_failure)
             stack.callback(self._stage.close)
             return self._run_rl_stage(module)
 
     def _note_failure(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        """Records the error that ended a stage, if any, and warns about iterations without a checkpoint."""
+        """Records the error that ended a stage, if any, and warns if no checkpoint may be saved after it."""
         if error is None:
             return
         resume = self.rollout_loop.resume
@@ -341,8 +339,6 @@ class Trainer(RLTrainer):
                 # Otherwise the failed rank warns, or there was nothing to save.
                 if failed_before is None and self.global_step:
                     self._warn_of_no_checkpoint(getattr(callback, "dirpath", None))
-        elif self.state.fn == TrainerFn.FITTING and self.is_global_zero and not self.fast_dev_run:
-            self._warn_of_unsaved_iterations()
 
     def _run_rl_stage(self, module: RLModule) -> Any:
         loop, ranks = self.rollout_loop, self.rollout_loop.ranks
@@ -360,8 +356,12 @@ class Trainer(RLTrainer):
         self._restoring = None
         with loop.gate.held_back_on_all_ranks(ranks):
             results = super()._run_stage()
-        if self.fast_dev_run and self.state.fn == TrainerFn.FITTING:
-            check_resume(self)
+        if self.state.fn == TrainerFn.FITTING:
+            for stop in self.early_stopping_callbacks:
+                if stop.stopping_reason_message and not stop.verbose and self.is_global_zero:
+                    log.info("EarlyStopping after iteration %d: %s", self.global_step, stop.stopping_reason_message)
+            if self.fast_dev_run:
+                check_resume(self)
         return results
 
     def _mute_checkpoints(self) -> list[Any]:
@@ -384,7 +384,6 @@ class Trainer(RLTrainer):
             return
         with logged_behind_failure():
             super().save_checkpoint(filepath, weights_only, storage_options)
-        self._num_saved = self.global_step
 
     def _warn_of_no_checkpoint(self, path: object) -> None:
         log.warning(
@@ -393,17 +392,6 @@ class Trainer(RLTrainer):
             path,
             self.rollout_loop.resume.why_no_checkpoint,
         )
-
-    def _warn_of_unsaved_iterations(self) -> None:
-        """Warns if iterations are lost because the user's ModelCheckpoint does not save on exceptions."""
-        saving = [callback for callback in self.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-        if saving and self._num_saved < self.global_step and not any(item.save_on_exception for item in saving):
-            log.warning(
-                "No checkpoint was saved after iteration %d of %d. With save_on_exception=True your ModelCheckpoint "
-                "saves on Ctrl-C, SIGTERM and errors.",
-                self._num_saved,
-                self.global_step,
-            )
 
     def _add_default_callbacks(self, user_callbacks: list[Callback]) -> None:
         for kind in (StalenessControl, RolloutMetrics, WeightSync):
@@ -420,8 +408,9 @@ class Trainer(RLTrainer):
                 # Lightning 2.6.6 writes `last.ckpt` into the working directory even under fast_dev_run.
                 should_save = not self.fast_dev_run
                 self.callbacks[index] = ModelCheckpoint(save_last=should_save, save_on_exception=should_save)
-                if should_save:
-                    self.callbacks.append(TimedCheckpoint())
+        saving = [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
+        if saving and not self.fast_dev_run and not any(isinstance(item, TimedCheckpoint) for item in saving):
+            self.callbacks.append(TimedCheckpoint(saving[0].dirpath))
 
     def _check_folders(self) -> None:
         """Raises ValueError if this run cannot write to a folder, before it computes anything that would be lost."""

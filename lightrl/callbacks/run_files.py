@@ -286,18 +286,21 @@ class _Handler(logging.Handler):
 class TimedCheckpoint(ModelCheckpoint):
     """Keeps one checkpoint, `last-timed.ckpt`, at most `every_s` plus one iteration old; writes it in the background.
 
-    The Trainer adds it to its default ModelCheckpoint, which saves only after each epoch and on exceptions.
+    Also saves at the end and on exceptions, unless another ModelCheckpoint then saves a last checkpoint. The Trainer
+    adds it to every run that saves checkpoints.
 
     Args:
+        dirpath: its folder; None is the folder of the run's other checkpoints.
         every_s: seconds between two checkpoints.
     """
 
     CHECKPOINT_NAME_LAST = "last-timed"  # `last` finds it
 
-    def __init__(self, *, every_s: float = 600.0) -> None:
+    def __init__(self, dirpath: str | Path | None = None, *, every_s: float = 600.0) -> None:
         super().__init__(
-            save_top_k=0, save_last=True, train_time_interval=timedelta(seconds=every_s), enable_version_counter=False
-        )
+            dirpath, save_top_k=0, save_last=True, train_time_interval=timedelta(seconds=every_s),
+            enable_version_counter=False, save_on_exception=True,
+        )  # fmt: skip
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         # lightrl's strategies and checkpoint plugins have `save_async`; a user's plugin may not.
@@ -313,4 +316,14 @@ class TimedCheckpoint(ModelCheckpoint):
                 writer.save_async = before
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Saves nothing, unlike Lightning's: the other ModelCheckpoint saves at the end."""
+        if not any(item.save_last for item in self._others(trainer)):
+            super().on_train_end(trainer, pl_module)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if self._should_save_on_exception(trainer) and not any(
+            item.save_last and item.save_on_exception for item in self._others(trainer)
+        ):
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+
+    def _others(self, trainer: L.Trainer) -> list[ModelCheckpoint]:
+        return [item for item in trainer.checkpoint_callbacks if isinstance(item, ModelCheckpoint) and item is not self]
