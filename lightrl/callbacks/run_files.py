@@ -320,10 +320,9 @@ class TimedCheckpoint(ModelCheckpoint):
             super().on_train_end(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if self._should_save_on_exception(trainer) and not any(
-            item.save_last and item.save_on_exception for item in self._others(trainer)
-        ):
-            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+        is_saved = any(item.save_last and item.save_on_exception for item in self._others(trainer))
+        if self.save_on_exception and not (is_saved or trainer.sanity_checking):
+            trainer.save_checkpoint(self.format_checkpoint_name({}, self.CHECKPOINT_NAME_LAST))
 
     def _others(self, trainer: L.Trainer) -> list[ModelCheckpoint]:
         return [item for item in trainer.checkpoint_callbacks if isinstance(item, ModelCheckpoint) and item is not self]

@@ -253,7 +253,7 @@ class CheckpointConnector(_CheckpointConnector):
         if self.trainer.state.fn == TrainerFn.FITTING:
             self._resume.keep_settings()
         super().restore_training_state()
-        path = Path(self._ckpt_path or "")
+        path = Path(self.trainer.ckpt_path or "")
         if self._loaded_checkpoint and self.trainer.state.fn == TrainerFn.FITTING and self.trainer.is_global_zero:
             age = f", saved {duration_text(time.time() - path.stat().st_mtime)} ago" if path.exists() else ""
             done, total = self.trainer.global_step, self.trainer.max_steps
