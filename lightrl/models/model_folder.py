@@ -1,4 +1,4 @@
-"""Makes Hugging Face model folders from checkpoints, completely or not at all.
+"""Writes Hugging Face model folders from checkpoints, completely or not at all.
 
 A folder is written under a hidden name next to its destination and renamed when it is complete.
 """
@@ -166,7 +166,7 @@ class ModelDescription:
                 generation_config = GenerationConfig.from_pretrained(folder)
         dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
         config.dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
-        config._attn_implementation = "eager"  # no forward is run, and others may load code from the hub
+        config._attn_implementation = "eager"  # no forward is run, and other implementations may load code from the hub
         with torch.device("meta"):
             model: PreTrainedModel = model_class(config)
         if generation_config is not None:
@@ -250,7 +250,7 @@ def check_model_folder(to: Path, *, asked_by: str, source: str = "") -> None:
         ValueError: if `to` is a file, holds files that are not from an export, or is `source`.
     """
     if to.exists() and not to.is_dir():
-        raise ValueError(f"{asked_by} needs a folder, got to={str(to)!r}, a file.")
+        raise ValueError(f"{asked_by} needs a folder, but to={str(to)!r} is a file.")
     if source and Path(source).is_dir() and Path(source).resolve() == to.resolve():
         raise ValueError(
             f"{asked_by} must not write to={str(to)!r}: the policy is loaded from that folder, so the run could not be "
@@ -315,7 +315,7 @@ def keep_trained(checkpoint: dict[str, Any], models: Models, saved: Collection[s
 
 
 def fill_in(checkpoint: dict[str, Any], models: Models, saved: Collection[str]) -> None:
-    """Copies the weights that `keep_trained` removed from the models into a checkpoint, before it is loaded.
+    """Puts the weights that `keep_trained` removed back into a checkpoint, from the models, before it is loaded.
 
     Does nothing if the strategy loads the checkpoint itself, tensor by tensor.
     """

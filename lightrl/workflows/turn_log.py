@@ -41,8 +41,8 @@ class TurnLog:
                 answer, state = json.loads(json.dumps([self_contained(returned), environment.state_dict()]))
             except (TypeError, ValueError) as error:
                 raise RolloutError(
-                    f"{name} returned {returned!r:.200}, and this or the state is not JSON ({error}). An environment "
-                    "with state_dict must return only values that JSON can store."
+                    f"{name} returned {returned!r:.200}, but this or the environment's state is not JSON ({error}). An "
+                    "environment with state_dict must return only values that JSON can store."
                 ) from error
             self.answers.append((method, answer, state))
         self._num_given += 1
