@@ -1,4 +1,4 @@
-"""HuggingFaceExport: the trained policy as an ordinary Hugging Face folder, which any tool can load."""
+"""HuggingFaceExport: writes the trained policy as an ordinary Hugging Face folder, which any tool can load."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class HuggingFaceExport(RLCallback):
         merged: with LoRA, merge the adapters into the weights; always done for critics and reward models.
 
     Raises:
-        ValueError: when `fit` starts, if `to` contains files that are no export, or the model that the run starts from.
+        ValueError: when `fit` starts, if `to` has files that are not from an export, or the model that the run loads.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""StalenessControl: how many weight versions a trajectory may be behind the policy that trains on it."""
+"""StalenessControl: bounds how many weight versions a trajectory may be behind the policy that trains on it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LagWatch:
         self._problem = self._find_problem()
 
     def new_problem(self, ess_fraction: float, kl_nats: float, step_nats: float, grad_norm: float) -> str | None:
-        """Adds an iteration's values; returns the problem that they reveal, or None if there is none or it is known.
+        """Adds an iteration's values; returns the problem that they reveal; None if there is no new one.
 
         Args:
             step_nats: 0 if unknown, and in the `FIRST_ITERATIONS`.

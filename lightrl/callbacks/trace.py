@@ -165,7 +165,7 @@ class Trace(RLCallback):
         def start(name: str) -> None:
             started[name] = time.perf_counter_ns()
             if name in _PHASES and self._tape is not None and self._tape.is_recording:
-                self._timed(self._memory.begin)
+                self._run_and_count_cost(self._memory.begin)
 
         def stop(name: str) -> None:
             start_ns, tape = started.pop(name, 0), self._tape
@@ -173,7 +173,7 @@ class Trace(RLCallback):
                 return
             end_ns = time.perf_counter_ns()
             if name in _PHASES:
-                self._timed(functools.partial(self._keep_peak, _PHASES[name]))
+                self._run_and_count_cost(functools.partial(self._keep_peak, _PHASES[name]))
             elif name.endswith("train_dataloader_next"):
                 tape.events.append(Event("next batch of the loader", "loader", "trainer", start_ns, end_ns, {}))
             elif end_ns - start_ns >= _LEAST_NS and not name.startswith("run_training"):
@@ -186,7 +186,7 @@ class Trace(RLCallback):
         peaks = self._memory.end(phase)
         self._last_peaks[phase] = {kind: round(value / _MIB) for kind, value in peaks.items()}
 
-    def _timed(self, action: Callable[[], object]) -> None:
+    def _run_and_count_cost(self, action: Callable[[], object]) -> None:
         start_s = time.perf_counter()
         action()
         self._cost_s += time.perf_counter() - start_s
