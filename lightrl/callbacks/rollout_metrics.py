@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torchmetrics import Metric
 
-from lightrl.callbacks.monitors import check_monitors, are_names_known, names_of_validation
+from lightrl.callbacks.monitors import are_names_known, check_monitors, names_of_validation
 from lightrl.callbacks.progress import SHORT_NAMES
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
