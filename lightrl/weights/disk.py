@@ -89,10 +89,10 @@ class WeightFolder:
         numbers = sorted(int(match[1]) for match in matches if match)
         return [number for number in numbers if is_whole(self.path_of(number))]
 
-    def remove_old(self, but: Iterable[int] = ()) -> None:
-        """Removes all versions except the newest, and those in `but`, which servers may be reading."""
+    def remove_old(self, in_use: Iterable[int] = ()) -> None:
+        """Removes all versions except the newest and those in `in_use`, which servers may be reading."""
         numbers = self.versions()
-        for number in set(numbers[:-KEPT_VERSIONS]) - set(but):
+        for number in set(numbers[:-KEPT_VERSIONS]) - set(in_use):
             shutil.rmtree(self.path_of(number), ignore_errors=True)
 
 
@@ -147,7 +147,7 @@ class VersionWriter:
         except OSError as error:
             raise _disk_error(error, self.folder.root, self.weight_version, self.num_bytes) from error
         shutil.rmtree(replaced, ignore_errors=True)
-        self.folder.remove_old(but=[self.weight_version])
+        self.folder.remove_old(in_use=[self.weight_version])
         return place
 
     def discard(self) -> None:
@@ -186,7 +186,7 @@ def served_config(config: PretrainedConfig, form: ServerForm) -> dict[str, objec
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a version has all its files in full length."""
+    """Whether a version has all its files, each at its full size."""
     try:
         sizes: dict[str, int] = json.loads((folder / INDEX_FILE).read_text())["metadata"]["file_bytes"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -240,10 +240,10 @@ def _disk_error(error: OSError, root: Path, weight_version: int, num_bytes: int)
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """What a rank needs to write its share of a version; its `vars` are plain JSON."""
+    """The settings with which a rank writes its share of a version; `vars` of it is plain JSON."""
 
     root: str
-    dtype: str | None  # of floating-point weights, as in torch; None keeps the trainer's
+    dtype: str | None  # the torch dtype of floating-point weights; None keeps the trainer's
     skip_names: list[str]
     timeout_s: float  # limit until every rank has written its share
     is_block_fp8: bool = False

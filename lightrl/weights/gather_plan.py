@@ -1,4 +1,4 @@
-"""GatherPlan: which rank gathers each parameter, and who sends which part. Pure functions, without a process group.
+"""GatherPlan: says which rank gathers each parameter, and who sends which part. Pure functions, no process group.
 
     parameter   held by                          owner   sent
     q_proj      ranks 0, 1, 2, 3, a quarter each     2   ranks 0, 1 and 3 send their quarters to rank 2
@@ -70,7 +70,7 @@ def make_plan(
         sources: exported tensor → the parameters that it is computed from, in order, for example a weight and its
             trained update.
         ranks: the ranks that may own tensors; [0] gathers everything on rank 0.
-        bucket_bytes: the most bytes that a rank gathers in a round.
+        bucket_bytes: the maximum number of bytes that a rank gathers in a round.
 
     Raises:
         ValueError: if the parts of a parameter overlap or leave a gap.
