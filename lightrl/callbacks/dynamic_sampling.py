@@ -36,8 +36,8 @@ class DynamicSampling(RLCallback):
     their prompts come again in the next epoch.
 
     It logs `rollout/dropped_groups` and `rollout/dropped_groups_<reason>`, counted since the last iteration, and
-    `rollout/given_up_fraction`, the share of sampled groups that over-sampling dropped. RolloutMetrics'
-    `rollout/dropped_length_tokens` and `rollout/dropped_accuracy_fraction` show what the rules prefer.
+    `rollout/given_up_fraction`, the share of sampled groups that over-sampling dropped. `rollout/dropped_length_tokens`
+    and `rollout/dropped_accuracy_fraction` of RolloutMetrics show what the rules prefer.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476.
 

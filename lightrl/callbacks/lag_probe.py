@@ -1,4 +1,4 @@
-"""LagProbe: measures how far the policy moves in one version and in η versions, only by the trainer's logprobs.
+"""LagProbe: measures how far the policy moves in one version and in η versions, from the trainer's logprobs.
 
 For a token that version b sampled and version v trains on, log π_v - log b is the sum of the policy's lag, log π_v -
 log π_b, and the engine's mismatch. To separate them, the trainer computes logprobs under versions b, b + 1 and b + η.
@@ -39,7 +39,7 @@ class _Snapshot:
     logprobs: list[list[float]]
 
     def trained_logprobs(self, now: list[list[float]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns three logprobs of the trained tokens: the engine's, the snapshot's, and those of `now`."""
+        """Returns three logprobs of each trained token: from the engine, from the snapshot, and from `now`."""
         mask = torch.tensor([value for _, row, _ in self.rows for value in row])
         behavior, before, after = (
             torch.tensor([value for row in rows for value in row])[mask]

@@ -57,11 +57,11 @@ class Rounding:
     trainer_eps: float  # in the probe
     training_eps: float  # in an update
     engine_eps: float  # the engine's largest
-    dtypes: list[str]  # of the probe and the engine
+    dtypes: list[str]  # dtypes of the probe and the engine
 
 
 def mismatch_bound_nats(rounding: Rounding, entropy_nats: float) -> float:
-    """Returns the bound of the mean difference on tokens scored under the weights that sampled them."""
+    """Returns the bound of the mean difference between the logprobs of tokens under the weights that sampled them."""
     return bound_nats(max(rounding.training_eps, rounding.engine_eps), entropy_nats) + MISMATCH_NATS
 
 
@@ -110,7 +110,7 @@ def _eps(dtype: str, *, is_gpu: bool) -> float:
 
 
 def skips_autocast(trainer: RLTrainer, module: RLModule) -> bool:
-    """Whether the probe is scored in the parameters' dtype, which shows smaller steps than autocast."""
+    """Whether the probe runs in the parameters' dtype, which shows smaller steps than autocast."""
     attention = getattr(module.policy_config, "_attn_implementation", None)
     is_single = type(module.parallel_models.get("policy")) is SingleModel
     is_any_dtype = attention in ("sdpa", "eager", PACKED_ATTENTION)
@@ -193,7 +193,7 @@ class Probe:
             try:
                 answers = engine.score(self._sequences(module))
             except LightRLError as error:
-                raise WeightSyncError(f"The engine could not score the probe: {error}") from error
+                raise WeightSyncError(f"The engine could not compute the probe's logprobs: {error}") from error
             serving |= set(answers)
             scored = {name: rows for name, rows in answers.items() if all(rows)}
         metrics = {}
@@ -230,7 +230,7 @@ class Probe:
             raise WeightSyncError(
                 f"After the weight sync, the engine has other weights than the trainer. {problems}. The engine ignored "
                 "the update or a part of it, or computes in another precision: check its log and dtype, or set "
-                "WeightSync.verify to false if it rounds its scores more."
+                "WeightSync.verify to false if it rounds its logprobs more."
             )
         self._dropped |= set(wrong)
         for name, problem in wrong.items():

@@ -329,7 +329,7 @@ class ModelLines(ModelSummary):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         pp = getattr(trainer.strategy, "pp", 1)
-        self._summarize_kwargs["of"] = f" in rank 0's of {pp} pipeline stages" if pp > 1 else ""
+        self._summarize_kwargs["of"] = f" in rank 0's pipeline stage (one of {pp})" if pp > 1 else ""
         super().on_fit_start(trainer, pl_module)
 
     @staticmethod
@@ -344,7 +344,7 @@ class ModelLines(ModelSummary):
     ) -> None:
         columns = dict(summary_data)
         rows = zip(columns["Name"], columns["Type"], columns["Params"], strict=True)
-        # FSDP2 replaces a model's class by one with this prefix.
+        # FSDP2 replaces a model's class with one that has this prefix.
         lines = [f"{name}: {kind.removeprefix('FSDP')}, {num.strip()} parameters{of}" for name, kind, num in rows]
         trained, total = (
             " ".join(get_human_readable_count(num).split()) for num in (trainable_parameters, total_parameters)

@@ -64,7 +64,7 @@ class RolloutMetrics(RLCallback):
       groups, if any; compared with those trained on, they show what a filter or over-sampling prefers |
     | rollout/skipped_prompts | prompts that a curriculum, row filter or length limit skipped; logged after the first |
     | rollout/expert_load_entropy_nats | entropy of the experts' load in sampling, mean over the mixture-of-experts
-      layers: log E if all E experts get equally many tokens; only if the engine returns routes |
+      layers: log E if all E experts get the same number of tokens; only if the engine returns routes |
     | rollout/tokens_per_s | tokens generated per second of generation time (below) |
     | time/straggler_wait_s | with `max_staleness` above 0: the part of `time/rollout_s` in which enough groups were
       finished, but not the next ones in order |
@@ -89,7 +89,7 @@ class RolloutMetrics(RLCallback):
         for metric in self.metrics.values():
             metric.distributed_available_fn = lambda: False  # no reduction: each rank updates it with all groups
         self._num_flat_iterations = 0  # iterations in a row without variance in any group
-        self._groups: list[Group] = []  # this iteration's
+        self._groups: list[Group] = []  # groups of this iteration
         self._num_dropped: Counter[str] = Counter()  # reason → number; a reason that has occurred stays, with 0
         self._num_failed = 0  # failed trajectories in this fit
         self._warns_at = 1  # number of failed trajectories at which the next warning is due

@@ -292,7 +292,7 @@ class TimedCheckpoint(ModelCheckpoint):
         every_s: seconds between two checkpoints.
     """
 
-    CHECKPOINT_NAME_LAST = "last-timed"  # `last` finds it
+    CHECKPOINT_NAME_LAST = "last-timed"  # `--ckpt_path last` finds it
 
     def __init__(self, *, every_s: float = 600.0) -> None:
         super().__init__(

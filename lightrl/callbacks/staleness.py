@@ -91,7 +91,7 @@ class StalenessControl(RLCallback):
     continues under the new weights.
 
     Groups are trained on in the order of the prompt stream, and none is discarded. If the next group is slow, the
-    trainer waits for it (`time/straggler_wait_s`). So trained lengths have the same distribution as sampled ones; see
+    trainer waits for it (`time/straggler_wait_s`). Trained lengths thus have the same distribution as sampled ones; see
     docs/async.md.
 
     It warns if few tokens have most of the weight (`policy/ess_fraction`, see loops/metrics.py), if the policy is far

@@ -41,8 +41,8 @@ class Trace(RLCallback):
 
     Open it at https://ui.perfetto.dev, which uploads nothing, or in `lightrl inspect`, even while a fit runs. At the
     end, a summary is printed and written to `summary.json`: the mean time of each area, the area to look at first, the
-    speed-up of an iteration without it, each phase's peak memory, and the memory of each role's model. The callback
-    skips as many iterations as needed to stay within `max_cost`.
+    speed-up of an iteration without that area, each phase's peak memory, and the memory of each role's model. The
+    callback skips as many iterations as needed to stay within `max_cost`.
 
     Times are measured on the host, which only launches a GPU's kernels; their time appears in the next step that waits
     for a result (`profiler: pytorch` shows kernels). Collectives in FSDP's layers are part of forward and backward.

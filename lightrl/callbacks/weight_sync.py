@@ -65,7 +65,7 @@ def to_trainer(trainer: RLTrainer, engine: RolloutEngine) -> None:
         if ranks.is_main:
             engine.release_memory()
         ranks.broadcast_json(None)  # no rank allocates memory before the engine has released it
-    if not {"parameters", "optimizer"} & set(getattr(trainer.strategy, "offload_to_cpu", ())):  # else it stays
+    if not {"parameters", "optimizer"} & set(getattr(trainer.strategy, "offload_to_cpu", ())):  # offloaded state stays
         for optimizer in trainer.optimizers:
             move_state(optimizer, trainer.strategy.root_device)
 
@@ -88,7 +88,7 @@ class WeightSync(RLCallback):
     The engine checks names, shapes and values, and keeps the old weights if a check fails. After each sync, trainer and
     engine compute the logprobs of a probe, a few fixed sequences of random tokens. Their mean difference,
     `sync/probe_abs_dlogp_nats` (the largest of all replicas), has a bound; see probe.py. If only some replicas exceed
-    it, they are dropped and get the weights again; if all do, the run stops. `sync/verified_fraction` is the share of
+    it, they are dropped and get the weights again; otherwise the run stops. `sync/verified_fraction` is the share of
     replicas whose digests equal the trainer's. A failed sync is retried once if the old version still serves.
 
     `policy/kl_behavior_nats` combines the engine's numerical error and the policy's lag. `sync/mismatch_*` measures the

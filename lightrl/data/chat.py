@@ -214,9 +214,9 @@ def columns_shown(prompt_template: str) -> set[str]:
 class ChatRenderer:
     """Renders messages as token ids with the chat template, or as plain text if there is none."""
 
-    tokenizer: PreTrainedTokenizerBase  # the policy's
+    tokenizer: PreTrainedTokenizerBase  # the policy's tokenizer
     _: KW_ONLY
-    image_reader: ImageReader | None = None  # the policy's; None for a text-only policy
+    image_reader: ImageReader | None = None  # None for a text-only policy
     max_tokens: int | None = None  # the longest prompt allowed; None for no limit
     min_tokens: int | None = None  # shorter prompts are dropped; None for no limit
     overflow: Literal["error", "drop"] = "error"  # what to do with longer prompts
@@ -303,7 +303,7 @@ class ChatRenderer:
         """Returns a completion's token ids, and a mask that is True on the policy's turns and their end tokens.
 
         Args:
-            messages: the prompt's; None if the prompt is given as token ids.
+            messages: the prompt's messages; None if the prompt is given as token ids.
             completion: the policy's turn, optionally followed by other messages and more turns.
             arguments: arguments of the chat template, the same as for the prompt.
         """

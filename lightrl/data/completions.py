@@ -196,7 +196,7 @@ class CompletionDataModule(PromptDataModule):
         self.max_tokens = max_tokens
         self._windows: Windows | None = None
         self._ahead: ReadAhead[Any] | None = None
-        self._restored: JsonMapping = {}  # from a checkpoint
+        self._restored: JsonMapping = {}  # state from a checkpoint
         self._unread: Counter[str] = Counter()  # as in ChatRenderer
 
     def completions(self, prompt: Prompt) -> list[Messages]:
@@ -362,7 +362,7 @@ class ChatBatch(NamedTuple):
     token_ids: Tensor  # int64 [B, T], 0 on the padding
     loss_mask: Tensor  # bool [B, T], True on the completion and its end token
     set_name: str | None = None  # names the validation set, if there are several
-    images: ImageTable | None = None  # of all prompts
+    images: ImageTable | None = None  # images of all prompts
 
     @property
     def num_measured(self) -> int:

@@ -153,7 +153,7 @@ class RowPrompts(Sequence["Prompt | None"]):
     render: Callable[[Sequence[Made], Callable[[int], str]], list[Made]]  # as ChatRenderer.rendered
     seed: int  # determines the order
     shuffle: bool
-    ids: Sequence[str] = ()  # of all prompts, if they are known; otherwise they are made from the rows, and unique
+    ids: Sequence[str] = ()  # ids of all prompts if known; otherwise they are made from the rows, and unique
     checked: CheckedRows | None = None  # if all rows were checked at the start
 
     @classmethod

@@ -193,7 +193,7 @@ class ChatTemplate:
     def _typed_tokens(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
         """Returns patterns of tokens that stay text when typed: all special tokens; for the assistant, turn markers."""
         if self._typed[0] is not self.chat_template:
-            self._typed = self.chat_template, _one_of([]), _one_of([])  # for the probe
+            self._typed = self.chat_template, _one_of([]), _one_of([])  # used in the probe
             added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
             in_chats = [name for name in added if name in self._probe(2)]
             turn_markers = [name for name in in_chats if "think" not in name.lower()]
@@ -281,7 +281,7 @@ class ChatTemplate:
         return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
 
     def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Returns the UTF-8 bytes of each token, which may end inside a character; joined they are the text."""
+        """Returns each token's UTF-8 bytes; a token may end inside a character, but all bytes joined are the text."""
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         # Byte-level tokenizers write each byte as one character.

@@ -7,7 +7,7 @@ An image takes K image tokens, which the token ids of its prompt or observation 
 for Llava and Gemma 3, one per square of patches for Qwen's models. Image tokens that the policy samples come after
 those of the row's images; they are text and have text positions.
 
-Shapes: B trajectories, T tokens, M images, P entries of the table, I most images in a row, H hidden size.
+Shapes: B trajectories, T tokens, M images, P entries of the table, I images per row at most, H hidden size.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SUPPORTED = (
     "siglip_vision_model"
 )
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # without EPS, which would run Ghostscript
-_CACHE_BYTES = 256 * 2**20  # of pixel values; all trajectories of a group read the same images
+_CACHE_BYTES = 256 * 2**20  # limit for cached pixel values; all trajectories of a group read the same images
 
 
 class ImageTable(NamedTuple):
@@ -385,7 +385,7 @@ def image_inputs(
     elif kind == "bidirectional":
         inputs["token_type_ids"] = mask.long()
     if layers:
-        if positions is not None:  # tokens of a prompt that rows share occur once
+        if positions is not None:  # the tokens of a shared prompt occur once
             feature_index, at = is_image.flatten().cumsum(0).view_as(is_image) - 1, tuple(map(on_host, positions))
             picked = to_device(feature_index[at][is_image[at]], device)
             layers = [layer[picked] for layer in layers]

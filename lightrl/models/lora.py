@@ -202,7 +202,7 @@ class LoRA(Tuning):
         return ".lora_A." in name or ".lora_B." in name
 
     def added_values(self, seed: int) -> Callable[[str, torch.Size], Tensor]:
-        """Returns a lookup of the values in the folder `adapter`; without one, A is that of a new linear layer, B is 0.
+        """Returns a function for the values in the folder `adapter`; without one, A of a new linear layer, and B = 0.
 
         New values depend only on the seed and the name, so any process can make any of them.
         """

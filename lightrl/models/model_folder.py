@@ -104,7 +104,7 @@ class ModelDescription:
         )
 
     def code_named(self) -> list[str]:
-        """Lists what building this model would run or load, apart from data and transformers' classes."""
+        """Lists everything that building this model would run or load besides data and transformers' classes."""
         base = ModelSpec(**json.loads(self.base)) if self.base is not None else None
         function = self.tokenizer if self.tokenizer is not None and names_function(self.tokenizer) else None
         is_used = {
@@ -131,7 +131,7 @@ class ModelDescription:
         Args:
             tensors: the checkpoint's weights: all, or only the trained ones if the tuning keeps the base.
             folder: must exist.
-            merged: write the whole model in any case, as is always done if a scalar head was trained.
+            merged: always write the whole model; implied if a scalar head was trained.
         """
         tuning, config = self._tuning(), self.tuning_config
         if config is not None and not merged and all(tuning.adds(name) for name in tensors):
@@ -315,7 +315,7 @@ def keep_trained(checkpoint: dict[str, Any], models: Models, saved: Collection[s
 
 
 def fill_in(checkpoint: dict[str, Any], models: Models, saved: Collection[str]) -> None:
-    """Puts the weights that `keep_trained` removed back into a checkpoint, from the models, before it is loaded.
+    """Copies the weights that `keep_trained` removed from a checkpoint back into it, before it is loaded.
 
     Does nothing if the strategy loads the checkpoint itself, tensor by tensor.
     """

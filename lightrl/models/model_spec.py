@@ -1,4 +1,4 @@
-"""ModelSpec: where a role's model and tokenizer come from, and how they are loaded."""
+"""ModelSpec: the source of a role's model and tokenizer, and how they are loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LONGROPE_LENGTH = "original_max_position_embeddings"
-# What limits a row's length, for error messages.
+# The limit of a row's length, as error messages name it.
 CONTEXT = f"the model's context (with longrope, its {LONGROPE_LENGTH})"
 _HUB_ANSWER_S = 5.0
 _LONGEST_PROBLEM = 600  # characters of an exception; some of transformers list all model families
@@ -153,7 +153,7 @@ class ModelSpec:
         tokenizer: a hub name, a local folder, or the dotted path of a function that returns one; `path` if None.
         dtype: type of the weights, for example `float32` or `bfloat16`; None is float32, which mixed precision expects.
         attn_implementation: as in transformers; None is its default.
-        seed: for random weights with `config`; None is the seed of `seed_everything`.
+        seed: the seed of random weights with `config`; None is the seed of `seed_everything`.
         trust_remote_code: run Python code from the model's hub repository. Enable it only if you trust the owner.
         options: other arguments of `from_pretrained` about reading weights: key_mapping, use_safetensors, variant and
             weights_only. Everything else has a setting, or belongs in the model's folder.

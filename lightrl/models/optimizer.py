@@ -42,7 +42,7 @@ def parameter_groups(
     Args:
         module: has each role's model as an attribute.
         roles: the trained roles, the policy first.
-        lr: for roles without `lr`; None is the optimizer's.
+        lr: learning rate of roles without their own; None is the optimizer's.
     """
     trained = [item for item in module.parameters() if item.requires_grad]
     groups: list[dict[str, Any]] = []

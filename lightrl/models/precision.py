@@ -34,7 +34,7 @@ def _apply_unrounded(module: torch.nn.Module, change: Callable[[Tensor], Tensor]
 def rounding_warning(
     optimizers: Iterable[torch.optim.Optimizer], total: Callable[[Tensor], Tensor] = lambda counts: counts
 ) -> str | None:
-    """Returns a warning if a step of size `lr` leaves too many of the weights that are below float32 unchanged.
+    """Returns a warning if a step of size `lr` changes too few of the trained weights below float32, or None.
 
     AdamW moves a weight by about `lr`; a step of less than half the distance to the next number is rounded away.
 

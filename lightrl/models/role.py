@@ -68,7 +68,7 @@ class Role:
     Args:
         model: its source: a hub name, a local folder, or a ModelSpec.
         lr: this role's learning rate, which may be 0; None is the module's.
-        weight_decay: this role's; None is the module's.
+        weight_decay: this role's weight decay; None is the module's.
         frozen: do not train this critic; the policy is always trained.
         lora: train small adapters instead of the weights; needs `pip install peft`.
         offload: keep the model in CPU memory between uses; only for roles that are not trained.

@@ -45,7 +45,7 @@ _ROUTED = "lightrl_routed"  # attribute of a block whose forward is wrapped; oth
 _MASKS: Any = {torch.masked_fill, torch.Tensor.masked_fill}
 _OFF = "Set record_routes of the engine to false."
 _SAME_MODEL = "Let the engine serve the trainer's model, or set its record_routes to false."
-NOT_COMPILED = f"Compiled layers cannot replay the engine's routes. Omit compile_layers, or do this: {_OFF}"
+NOT_COMPILED = "Compiled layers cannot replay routes. Omit compile_layers, or set record_routes of the engine to false."
 
 
 @dataclass(frozen=True)

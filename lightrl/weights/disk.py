@@ -140,7 +140,7 @@ class VersionWriter:
             config = served_config(self.folder.config, self.folder.form)
             (self._place / "config.json").write_text(json.dumps(config, indent=2))
             (self._place / INDEX_FILE).write_text(json.dumps(index, indent=2))
-            if place.exists():  # from before this run resumed from an older checkpoint
+            if place.exists():  # written before this run resumed from an older checkpoint
                 shutil.rmtree(replaced, ignore_errors=True)
                 place.rename(replaced)
             self._place.rename(place)

@@ -40,11 +40,11 @@ class MultiTurn(Workflow):
     another, or its time limit has passed. Reaching `max_turns` does not count as truncation.
 
     Args:
-        tokenizer: the policy's.
+        tokenizer: the policy's tokenizer.
         environment: makes an environment for each trajectory: a class, or a function without arguments.
         max_turns: maximum number of policy turns in one trajectory.
         max_tokens: limit of the whole trajectory, at most the model's context, which is the default.
-        discount: factor on a reward for each turn before it.
+        discount: a reward is multiplied by this factor once for each turn before it.
         truncated_reward: the reward of a completion that was cut off, which the environment does not see.
         time_limit_s: limit of one trajectory; after it, an unfinished completion is discarded, and a trajectory
             without a finished turn is dropped.

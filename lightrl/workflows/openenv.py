@@ -22,7 +22,7 @@ from lightrl.trajectory import JsonMapping, JsonObject, Prompt, split_thinking
 from lightrl.workflows.environment import Environment, Step
 from lightrl.workflows.tools import ToolEnvironment, ToolParser, ToolServer, parse_hermes, read_parts, run_apart
 
-_MAX_BYTES = 2**26  # of one message from a server
+_MAX_BYTES = 2**26  # limit for one message from a server
 _START_TIMEOUT_S = 30.0  # for the request for the schemas
 
 
@@ -41,7 +41,7 @@ class _Session(ToolServer):
         if self._is_late:
             raise RolloutError(
                 f"The OpenEnv server {self.url} missed the deadline of a call, and its late answer would be taken for "
-                "the next call's. Increase tool_timeout_s."
+                "the answer to the next call. Increase tool_timeout_s."
             )
         try:
             if self._socket is None:

@@ -41,7 +41,7 @@ class TurnLog:
                 answer, state = json.loads(json.dumps([self_contained(returned), environment.state_dict()]))
             except (TypeError, ValueError) as error:
                 raise RolloutError(
-                    f"{name} returned {returned!r:.200}, but this or the environment's state is not JSON ({error}). An "
+                    f"{name} returned {returned!r:.200}, but that or the environment's state is not JSON ({error}). An "
                     "environment with state_dict must return only values that JSON can store."
                 ) from error
             self.answers.append((method, answer, state))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightrl.workflows.turn_log import TurnLog
 
 RunResult = Trajectory | RolloutError | RewardError  # an error drops the trajectory
-GroupResult = tuple[int, RunResult]  # the sample's number, and its result
+GroupResult = tuple[int, RunResult]  # number of the sample, and its result
 
 
 class Generate(Protocol):
@@ -144,7 +144,7 @@ class SingleTurn(Workflow):
         tokenizer: decodes the completion into `Trajectory.completion`, without end tokens.
     """
 
-    # The latest prompt, its token ids, as many zeros and its opened thinking, which its group's completions share.
+    # Shared by a group's completions: the latest prompt, its token ids, one zero for each of them, its opened thinking.
     _latest: tuple[Prompt, TokenArray[int], TokenArray[float], str] | None = None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -202,7 +202,7 @@ class SingleTurn(Workflow):
         )
 
 
-@functools.lru_cache(64)  # most trajectories of an iteration share a few arguments
+@functools.lru_cache(64)  # most calls in an iteration have one of a few arguments
 def _runs(code: str, *runs: tuple[int, int]) -> TokenArray[Any]:
     return TokenArray.of_runs(runs, code)
 

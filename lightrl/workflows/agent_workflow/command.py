@@ -55,7 +55,7 @@ _ARGUMENT_LIMITS = (
 
 @functools.cache
 def root_of(process: int) -> str:
-    """Makes the parent of this process's agent folders, removed at exit; removes those that dead processes left."""
+    """Makes a parent for this process's agent folders, removed at exit; removes the parents of dead processes."""
     root = tempfile.mkdtemp(prefix=own_prefix(_PREFIX))
     Path(root).chmod(0o711)  # a program that runs as another user must reach its folder
     atexit.register(remove_folder, root)
@@ -106,7 +106,7 @@ class AgentCommand:
                 log.warning("Agents may reach the network: they have no network namespace. %s", what_to_allow())
         if not is_kept:
             code, limit = reply["exit_code"], reply["stopped_by"]
-            how = f"was stopped for its {limit}" if limit else f"exited: {code}"
+            how = f"was stopped by its limit of {limit}" if limit else f"exited: {code}"
             raise RolloutError(f"{self.command[0]} {how}. It printed {reply['stdout'][-300:]!r}.")
         if reply["removed"]:
             text = "Removed %s from the agent's folder that led out of it or were not regular files: %s."
@@ -121,7 +121,7 @@ class AgentCommand:
         values |= {"home": f"{folder}/home", "tmp": f"{folder}/tmp", "api_key": api_key}
         values |= {"base_url": base_url, "root_url": base_url.removesuffix("/v1")}
 
-        def fill(text: str) -> str:  # other braces stay
+        def fill(text: str) -> str:  # leaves other braces unchanged
             return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), text)
 
         template = self.template and fill(self.template)
@@ -143,7 +143,7 @@ class AgentCommand:
         request |= {"template": template, "files": {"task.txt": task}, "stdin": "" if names_task else task}
         request |= {"port": urlsplit(base_url).port, "layers": ["namespaces", "private_user", "landlock"]}
         request |= {"folder": folder, "readable": [*_READABLE, program, *map(str, folders)], "unprotected": True}
-        return request | {"limits": _LIMITS | {"wall_s": self.timeout_s + 10}}  # the caller's deadline comes first
+        return request | {"limits": _LIMITS | {"wall_s": self.timeout_s + 10}}  # the caller's deadline expires first
 
 
 def _program_folders(program: str, search_path: str) -> set[Path]:

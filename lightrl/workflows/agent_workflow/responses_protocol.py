@@ -29,7 +29,7 @@ from lightrl.workflows.agent_workflow.protocol import (
 )
 
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
-_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # of a custom tool
+_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # custom tools
 
 
 class ResponsesExchange(Exchange):

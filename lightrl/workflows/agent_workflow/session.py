@@ -55,10 +55,10 @@ class _Snapshot:
     """The conversation after one answer; requests that continue it work on copies."""
 
     conversation: Conversation
-    keys: list[MessageKey]  # of all messages; the answer's key is the last
+    keys: list[MessageKey]  # one per message; the answer's key is the last
     tools: list[JsonObject]
     identity: tuple[object, ...]  # the answer's text and the ids of its calls
-    num_prompt_tokens: int  # the request's tokens; the answer's follow
+    num_prompt_tokens: int  # the request's tokens; the answer's tokens follow them
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class EncodedRequest:
 
     request: AgentRequest
     conversation: Conversation  # ends with the request's last message
-    keys: list[MessageKey]  # of the messages
+    keys: list[MessageKey]  # one per message
     num_prompt_tokens: int
 
 

@@ -49,7 +49,7 @@ class AgentWorkflow(Workflow):
     the program fails. `Trajectory.workspace` is the folder that a program leaves for the reward.
 
     Args:
-        tokenizer: the policy's.
+        tokenizer: the policy's tokenizer.
         agent: `run(prompt, base_url, api_key) -> float | None`, or its dotted path. An async function shares the event
             loop with the engine and must not block it; a sync one runs in a thread. At the deadline, an async function
             is cancelled; a thread cannot be cancelled, so it is abandoned and its session is closed.
@@ -58,14 +58,14 @@ class AgentWorkflow(Workflow):
         workspace_template: a folder; each program runs in a copy of it.
         environment: more variables for the program, which inherits only PATH from this process.
         agent_timeout_s: deadline of one call of the function, or of one run of the program.
-        max_agents: agents at the same time; further trajectories wait. Each uses two open files, and a thread if sync.
+        max_agents: agents that run at once; further trajectories wait. Each uses two open files, and a thread if sync.
         max_tokens: limit of one conversation, at most the model's context, which is the default. A longer request is
             refused (`context_length_exceeded`), and the trajectory is truncated.
         truncated_reward: the reward if the agent raises because of such a refusal.
         tool_parser: finds the calls in a completion's text; a function or its dotted path. None uses the tokenizer's
             response template or, if there is none, Hermes' format (Qwen 2.5 and 3).
-        renderer: parses completions instead: a model's format in the package `renderers`, such as `qwen3.5`, or `auto`
-            to choose it by the tokenizer's name. Needs `pip install renderers`.
+        renderer: parses completions instead of `tool_parser`: the name of a format in the package `renderers`, such as
+            `qwen3.5`; `auto` chooses it by the tokenizer's name. Needs `pip install renderers`.
 
     Raises:
         ValueError: if a limit is out of range, a dotted path or the renderer does not exist, or the chat template does
