@@ -180,14 +180,14 @@ def evidence_nats(top: Tensor, is_sampled: Tensor, sampling: Sampling, margin_na
         margin_nats: maximum error of a logprob by rounding.
     """
     chances = top.exp()
-    is_kept = chances.cumsum(1) - chances < sampling.top_p
+    is_kept = chances.cumsum(1) - chances < sampling.top_p  # tokens that the truncation keeps
     if sampling.top_k > 0:
         is_kept[:, sampling.top_k :] = False
     mass = (chances * is_kept).sum(1, keepdim=True)
     healthy, faulty = OUTSIDE_CHANCES
     other = torch.full_like(mass, healthy) if sampling.is_truncated else (1 - mass).clamp(min=1e-6)
     chances = torch.cat([chances * is_kept / mass * (1 - other), other], 1)
-    border = torch.where(is_kept, top, 0.0).amin(1, keepdim=True)
+    border = torch.where(is_kept, top, 0.0).amin(1, keepdim=True)  # logprob of the least likely kept token
     lowest = border - 1  # stands for the logprob of all other tokens
     values = torch.cat([torch.where(is_kept, top, lowest), lowest], 1).clamp(min=-20)
     mean = (chances * values).sum(1, keepdim=True)
@@ -195,7 +195,7 @@ def evidence_nats(top: Tensor, is_sampled: Tensor, sampling: Sampling, margin_na
     values = values.maximum(mean - 4 * spread)  # very rare tokens must not dominate E
     is_outcome = torch.cat([is_sampled & is_kept, ~(is_sampled & is_kept).any(1, keepdim=True)], 1)
     tilts = torch.tensor([0.5, -0.5], device=top.device) / spread  # λ and -λ
-    expected = (chances.log()[:, :, None] + tilts[:, None] * values[:, :, None]).logsumexp(1)
+    expected = (chances.log()[:, :, None] + tilts[:, None] * values[:, :, None]).logsumexp(1)  # log E
     evidence = tilts * values[is_outcome][:, None] - expected
     if sampling.is_truncated:  # a token beyond the border is stronger evidence
         sampled = torch.where(is_sampled.any(1), torch.where(is_sampled, top, 0.0).sum(1), top[:, -1])

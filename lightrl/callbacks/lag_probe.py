@@ -81,10 +81,10 @@ class LagProbe:
         offered: list[_Row] = ranks_of(trainer.strategy).broadcast_json(self._offered)
         is_due = bool(self._waiting) and self._waiting[0].weight_version + staleness <= weight_version
         last, due = self._last, self._waiting.popleft() if is_due else None
-        parts = [[] if snapshot is None else snapshot.rows for snapshot in (last, due)] + [offered]
-        token_ids = [row[0] for part in parts for row in part]
+        row_lists = [[] if snapshot is None else snapshot.rows for snapshot in (last, due)] + [offered]
+        token_ids = [row[0] for rows in row_lists for row in rows]
         logprobs = iter(trainer_logprobs(trainer, module, token_ids, is_scaled=True) if token_ids else [])
-        of_last, of_due, of_offered = (list(itertools.islice(logprobs, len(part))) for part in parts)
+        of_last, of_due, of_offered = (list(itertools.islice(logprobs, len(rows))) for rows in row_lists)
         self._last = _Snapshot(weight_version, offered, of_offered) if offered else None
         if self._last is not None and weight_version % EVERY == 1:
             self._waiting.append(self._last)

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 Messages = list[JsonObject]
 
-ROLES = ("user", "system", "assistant", "tool", "developer")  # a chat template may know others
+ROLES = ("user", "system", "assistant", "tool", "developer")  # a chat template may accept more roles
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: role for role in ROLES}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _KEYS = r"(?=.*[\"'](role|from)[\"']\s*:)(?=.*[\"'](content|value|tool_calls)[\"']\s*:)"
@@ -145,6 +145,7 @@ def row_messages(
 
 
 def _check_message(message: object, where: str) -> JsonObject:
+    """Converts a message to the form with role and content; raises ValueError if it is malformed."""
     if not isinstance(message, dict):
         raise ValueError(f"{where} must be {{'role': ..., 'content': ...}}, got {message!r:.100}.")
     if "from" in message and "role" not in message:  # ShareGPT

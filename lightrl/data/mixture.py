@@ -1,6 +1,6 @@
 """DataSource: a weighted source of rows; MixtureOrder: decides which source's row comes at each position.
 
-    train:                                        # in YAML, of any data module
+    train:                                        # in YAML, for any data module
       - {source: openai/gsm8k, name: main, weight: 3}
       - {source: math.parquet, columns: {question: problem, answer: solution}}
 

@@ -70,7 +70,7 @@ class PromptDataModule(L.LightningDataModule):
 
     With `DataSource.streaming`, rows are read in order as they are needed: hub datasets are not downloaded, a file's
     name may be a pattern, and the number of rows need not be known. The Trainer then needs `max_steps`, or
-    `limit_train_batches` as the iterations of an epoch. Validation and test rows are still read at the start.
+    `limit_train_batches` as the number of iterations per epoch. Validation and test rows are still read at the start.
 
     Args:
         train: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name, or the dotted path of a function that
@@ -87,8 +87,8 @@ class PromptDataModule(L.LightningDataModule):
         answer_column: a column that every row must have, for the reward; None requires none.
         system_prompt: opens every chat that has no system message.
         prompt_template: the user's turn, a format string with `{prompt}` and any other column by name.
-        chat_template: replaces the tokenizer's, for the whole run and the exported model; a Jinja file or the template
-            itself.
+        chat_template: a Jinja file or the template itself; replaces the tokenizer's for the whole run and in the
+            exported model.
         chat_template_kwargs: arguments of the chat template, like `{enable_thinking: false}`; a row's column of the
             same name takes precedence. A column `tools` is passed to the template as JSON schemas.
         validation_batch_size: prompts per validation batch.

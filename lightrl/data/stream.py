@@ -316,7 +316,6 @@ class PromptStream:
         return made
 
     def is_prepared(self, position: int) -> bool:
-        """Whether the prompt at this position is prepared."""
         return position in self._made
 
     def prepare(self, first: int, num: int) -> None:
@@ -340,7 +339,7 @@ class PromptStream:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Identifies the prompts and their order; if it has changed, a checkpoint's positions mean other prompts."""
+        """Identifies the prompts and their order; if it has changed, a checkpoint's positions refer to others."""
         prompts = self.prompts
         if self.num_prompts is None:
             parts = ", ".join(str(part) for part in prompts.parts if part.num_rows is None)

@@ -124,7 +124,6 @@ class ChatTemplate:
 
     @property
     def chat_template(self) -> Template:
-        """The tokenizer's template."""
         template: Template = getattr(self.tokenizer, "chat_template", None)
         return template
 

@@ -259,9 +259,9 @@ def _decode(routes: Tensor, index: int, num_blocks: int, num_experts: int) -> Te
             f"of {num_experts} experts. {_SAME_MODEL}"
         )
     width = routes.shape[1] // num_blocks
-    part = routes[:, index * width : (index + 1) * width].contiguous()
-    ids = (part if size == 1 else part.view(torch.int16)).long()
-    return ids.masked_fill((part == NATIVE).all(1, keepdim=True), -1)
+    block_bytes = routes[:, index * width : (index + 1) * width].contiguous()
+    ids = (block_bytes if size == 1 else block_bytes.view(torch.int16)).long()
+    return ids.masked_fill((block_bytes == NATIVE).all(1, keepdim=True), -1)
 
 
 class _TopK(TorchFunctionMode):

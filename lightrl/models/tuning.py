@@ -107,7 +107,6 @@ class ServedForm:
 
 
 def tuning_of(model: torch.nn.Module) -> Tuning:
-    """Returns the model's tuning."""
     tuning: Tuning = getattr(model, ATTRIBUTE, ALL_WEIGHTS)
     return tuning
 

@@ -8,7 +8,7 @@ of 1e-6 changes about one bfloat16 value in a hundred, mostly to the neighboring
     nothing   if no element changed
 
 and compressed, unless that takes longer than it saves. Differences are `new - old`, so a delta can be undone. A block
-encodes several chunks, for numpy; a part is a sequence of blocks, each `[lengths][header][body]`.
+encodes several chunks, to save numpy calls; a part is a sequence of blocks, each `[lengths][header][body]`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightrl.weights.bucket import Bucket, ServerForm, bucketed
 from lightrl.weights.disk import write_safetensors
 
 CHUNK = 2**19  # elements; a chunk stays in a core's cache while it is compared
-BLOCK_CHUNKS = 8  # the most chunks in a block
+BLOCK_CHUNKS = 8  # maximum number of chunks in a block
 PART_BYTES = 16 * 2**20  # approximate size of a part
 _ESCAPE = 255  # marks a gap this large or larger, which follows as four bytes
 _DENSE_FRACTION = 0.25  # if more elements changed, sending positions costs more than sending zeros

@@ -201,6 +201,7 @@ class DeltaFolder:
             raise NotTheBase("No upload of this version has started here, or another upload has replaced it.")
 
     def _apply_parts(self, parts: Sequence[Path], target: Version, *, backward: bool = False) -> None:
+        """Changes the current version in place to `target`; removes all files and raises DeltaError if that fails."""
         changing = self.root / ".changing"
         source = self.path
         sizes = {path.name: path.stat().st_size for path in source.glob("*.safetensors")}

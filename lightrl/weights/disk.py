@@ -154,6 +154,7 @@ class VersionWriter:
         shutil.rmtree(self._place, ignore_errors=True)
 
     def _adopt(self, file: WrittenFile) -> None:
+        """Moves a file that another rank has written into this version."""
         path = Path(file.path)
         self._check_new(file.shapes)
         try:

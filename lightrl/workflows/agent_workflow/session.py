@@ -172,6 +172,7 @@ class AgentSession:
             raise RequestRefused(str(error), status=500, code="rollout_failed") from error
 
     async def _answer(self, encoded: EncodedRequest) -> Answer:
+        """Generates until a completion has no malformed call, or `_MAX_CORRECTIONS` are used up; records the last."""
         request, conversation = encoded.request, encoded.conversation
         for num_corrections in range(_MAX_CORRECTIONS + 1):
             prompt_ids = conversation.token_ids
