@@ -44,7 +44,7 @@ KINDS = {
     "trace": "where the time went: summary.json, trace.json",
     "problems": "warnings, errors and drops, a file per rank",
     "logs": "log lines, a file per rank; logging: sets the levels",
-    "failed_rewards.jsonl": "trajectories whose reward failed, for lightrl doctor replay",
+    "failed_rewards.jsonl": "failed rewards; recompute with lightrl doctor replay",
     "traceback.txt": "the error that ended the run",
     "status.json": "what the run is doing, for lightrl status",
     "hparams.yaml": "the settings as Lightning's CSVLogger writes them",
