@@ -120,7 +120,7 @@ def copies_nats(trajectories: Sequence[Trajectory]) -> float:
         if item.oldest_version == item.newest_version and item.first_branch == len(item.token_ids):
             key = np.asarray(item.token_ids).tobytes(), item.newest_version
             nats.setdefault(key, []).append(-float(np.asarray(item.behavior_logprobs).sum(dtype=float)))
-    evidence = ((len(values) - 1) * min(values) for values in nats.values())
+    evidence = ((len(values) - 1) * min(values) for values in nats.values())  # (k - 1) L
     return max(evidence, default=0.0) - len(trajectories) * math.log(2)
 
 

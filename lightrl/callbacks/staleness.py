@@ -143,7 +143,7 @@ class StalenessControl(RLCallback):
             raise EngineError(
                 f"{type(trainer.rollout.engine).__name__} reports that weight version "
                 f"{int(local.weight_versions[row, token])} sampled token {token} of a trajectory of group "
-                f"{int(local.group_ids[row])}, which must be from {oldest} to {newest} (max_staleness="
+                f"{int(local.group_ids[row])}, but the version must be from {oldest} to {newest} (max_staleness="
                 f"{trainer.rollout.settings.max_staleness}). Fix the versions of the engine's completions."
             )
 

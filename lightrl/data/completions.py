@@ -135,14 +135,14 @@ class Windows:
         if window < min(self._starts):
             self._starts = {0: 0}
         for earlier_window in range(max(number for number in self._starts if number <= window), window):
-            self._rows(earlier_window)
-        rows = self._rows(window)
+            self._read_window(earlier_window)
+        rows = self._read_window(window)
         if not self.sorts:
             return cut(rows, self.batch_size)
         batches = cut(sorted(rows, key=lambda row: row.num_tokens), self.batch_size)
         return [batches[index] for index in epoch_order(BATCHES, f"{self.seed}/batches", window).tolist()]
 
-    def _rows(self, window: int) -> list[CompletedPrompt]:
+    def _read_window(self, window: int) -> list[CompletedPrompt]:
         """Returns a window's rows that are not dropped; records where the next window starts."""
         position, num = self._starts[window], BATCHES * self.batch_size
         rows: list[CompletedPrompt] = []

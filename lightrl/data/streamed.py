@@ -91,7 +91,7 @@ class StreamedRows(SourceRows):
                 self._read_next_block()
             mark = self._marks[bisect_right(self._marks, number, key=lambda item: item.number) - 1]
             if mark.number not in self._blocks:
-                self._keep_block(mark.number, next(self._blocks_from(mark))[0])
+                self._shuffle_and_store(mark.number, next(self._blocks_from(mark))[0])
             return self._blocks[mark.number][number - mark.number]
 
     def locate(self, key: StreamedRow) -> LocatedRow:
@@ -132,11 +132,11 @@ class StreamedRows(SourceRows):
         reader, self._reader = self._reader or self._blocks_from(last), None  # not kept if it fails
         rows, following = next(reader)
         self._reader = reader
-        self._keep_block(last.number, rows)
+        self._shuffle_and_store(last.number, rows)
         marks = [*self._marks, following] if rows else [*self._marks[:-1], following]
         self._marks = marks[len(marks) // 2 :] if len(marks) > _MAX_MARKS else marks
 
-    def _keep_block(self, number: int, rows: list[StreamedRow]) -> None:
+    def _shuffle_and_store(self, number: int, rows: list[StreamedRow]) -> None:
         if not rows:
             return
         if self.shuffle:

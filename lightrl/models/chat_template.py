@@ -251,10 +251,10 @@ class ChatTemplate:
     def plain_text(self, messages: Messages) -> str:
         """Joins the text of the messages without a template, with an image token for each image."""
         reader = self.image_reader
-        first = "" if reader is None else self.decode([(reader.frame or (reader.image_token_id,))[0]])
+        image_text = "" if reader is None else self.decode([(reader.frame or (reader.image_token_id,))[0]])
         typed = self._typed_tokens()[0].findall(plain_text(messages))
         self._warn_of_typed(len(typed), "without a chat template")
-        return self._with_image_frames(plain_text(messages, first))
+        return self._with_image_frames(plain_text(messages, image_text))
 
     def encode(self, text: str) -> list[int]:
         """Encodes a text, for example one from `render`."""

@@ -183,8 +183,8 @@ class LoRA(Tuning):
 
     def check_split(self, role: str, model: PreTrainedModel, modules: Collection[str] | None) -> None:
         for name in (name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name):
-            inside = name.partition(".layers.")[2].partition(".")[2]
-            if not inside or (modules is not None and inside not in modules):
+            name_in_layer = name.partition(".layers.")[2].partition(".")[2]
+            if not name_in_layer or (modules is not None and name_in_layer not in modules):
                 raise ValueError(
                     f"The {role} has a LoRA adapter on {name!r}, which Parallel3DStrategy does not split. Remove it "
                     "from lora.target_modules, or use FSDP2Strategy."

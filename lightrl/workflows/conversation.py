@@ -263,11 +263,11 @@ class Conversation:
         After this call, only `trajectory` may be called.
         """
         first, num_other = len(self.token_ids), len(other.token_ids)
-        num, gap = num_other - start, first - 1 - last
-        self.columns = joined(self.columns, first, cut(other.columns, num_other, start, num_other), num)
+        num_added, gap = num_other - start, first - 1 - last  # gap: tokens between `last` and the first added token
+        self.columns = joined(self.columns, first, cut(other.columns, num_other, start, num_other), num_added)
         if gap or GAPS.name in self.columns:
             before = self.columns[GAPS.name][:first] if GAPS.name in self.columns else GAPS.filled(first)
-            self.columns[GAPS.name] = TokenArray.joined([before, [gap], [0] * (num - 1)], "i", as_runs=True)
+            self.columns[GAPS.name] = TokenArray.joined([before, [gap], [0] * (num_added - 1)], "i", as_runs=True)
         self._add(
             other.token_ids[start:], other.logprobs[start:], other.weight_versions[start:], other.loss_mask[start:]
         )

@@ -29,10 +29,10 @@ class TurnLog:
         """
         name = f"{type(environment).__name__}.{method}"
         if self._num_given < len(self.answers):
-            recorded, answer, state = self.answers[self._num_given]
-            if recorded != method:
+            recorded_method, answer, state = self.answers[self._num_given]
+            if recorded_method != method:
                 raise RolloutError(
-                    f"The resumed run calls {name} at a point where the earlier run called {recorded!r}."
+                    f"The resumed run calls {name} at a point where the earlier run called {recorded_method!r}."
                 )
             environment.load_state_dict(prompt, state)
         else:

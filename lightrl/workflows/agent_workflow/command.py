@@ -128,7 +128,7 @@ class AgentCommand:
         expansion = f"workspace_template={self.template!r} expands to {template!r}"
         if template is not None and not Path(template).is_dir():
             raise NotADirectoryError(f"{expansion}, which is not a folder")
-        fixed, brace, _ = (self.template or "").partition("{")
+        fixed, brace, _ = (self.template or "").partition("{")  # `fixed`: the text before the first placeholder
         if brace and Path(f"{fixed}_").parent.resolve() not in Path(str(template)).resolve().parents:
             raise PermissionError(f"{expansion}, which is outside the template's folder")
         environment = {**_ENVIRONMENT, "PATH": os.environ.get("PATH", os.defpath), **self.environment}
