@@ -1,17 +1,17 @@
 """AnswerCheck: before the policy trains on sampled tokens, checks them against the weights that sampled them.
 
-In each iteration, the trainer recomputes logprobs of a few trajectories: of the tokens from their oldest and newest
-weight versions, whose weights it copies to host memory. The engine's logprobs must equal the trainer's, up to rounding.
-The oldest tokens must also be as likely as their distribution says, which detects a server that ignores sampling
-settings. The newest tokens exist only if no end token came before: a biased sample, which this check leaves out.
+In each iteration, the trainer recomputes the logprobs of tokens in a few trajectories: those from the oldest and newest
+weight version, copies of which are in host memory. The engine's logprobs must equal the trainer's, up to rounding. The
+oldest tokens must also be as likely as their distribution says, which detects a server that ignores sampling settings.
+The newest tokens are left out of this check: they exist only if no end token came before, so they are biased.
 
 For a function f of a token, exp(λ f) / E[exp(λ f)] has mean 1, whatever came before, so the product over all tokens
 exceeds e^35 with probability at most e^-35. Here f is the logprob: λ > 0 accumulates evidence for too likely tokens
 (temperature 0, a smaller top-k), λ < 0 for too unlikely ones. The sum of the logarithms is reset to 0 when it is
 negative. Source: Ville's inequality; Page, Continuous inspection schemes (CUSUM).
 
-k of a group's G completions are equal, each with logprob -L, with probability at most 2^G e^-(k - 1)L: more are copies,
-as from a server that gives all requests one seed. Shapes: N tokens, their K most likely alternatives.
+The probability that k of a group's G completions are equal, each with logprob -L, is at most 2^G e^-(k - 1)L. If it is
+tiny, they are copies, as from a server that gives all requests one seed. Shapes: N tokens, K most likely alternatives.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from lightrl.trajectory import Group, Sampling, Trajectory
 
 TOP = 64  # K
 LIMIT_NATS = 35.0
-OUTSIDE_CHANCES = 0.01, 0.05  # chance of a token beyond top-p or top-k: by rounding, in a faulty server
+OUTSIDE_CHANCES = 0.01, 0.05  # probability of a token beyond top-p or top-k: by rounding, in a faulty server
 NUM_TOKENS = 256  # trained tokens to check
 
 
 class AnswerCheck:
-    """Checks tokens of versions after the first that this run loads; `checks_all` checks all rows instead of a few.
+    """Checks tokens of all versions but the first that this run loads; `checks_all` checks all rows instead of a few.
 
-    After a failure within an iteration, other weights may have sampled tokens that carry that first version.
+    Tokens of the first version are skipped: after a failure within an iteration, other weights may have sampled them.
     """
 
     def __init__(self, checks_all: bool) -> None:
@@ -61,15 +61,15 @@ class AnswerCheck:
         if trainer.is_global_zero:
             self._copies_nats = max((copies_nats(group.trajectories) for group in groups), default=0.0)
 
-    def keep(self, trainer: RLTrainer, module: RLModule, weight_version: int, rounding: Rounding) -> None:
-        """Copies the current weights as this version; deletes versions whose tokens are too old to train on."""
+    def save_version(self, trainer: RLTrainer, module: RLModule, weight_version: int, rounding: Rounding) -> None:
+        """Saves a copy of the current weights as this version; deletes versions whose tokens are too old to train."""
         staleness = trainer.rollout.settings.max_staleness
         self._first_version = weight_version if self._first_version is None else self._first_version
         self._weights = {old: weights for old, weights in self._weights.items() if old >= weight_version - staleness}
         if staleness > 0 or self.checks_all:
             is_coarse = rounding.engine_eps >= torch.finfo(torch.bfloat16).eps  # the engine rounds its weights too
-            values = _trained(module) if ranks_of(trainer.strategy).of_role("policy").is_here else []
-            dtype = torch.bfloat16 if is_coarse else None  # None: each one's own
+            values = _trained_weights(module) if ranks_of(trainer.strategy).of_role("policy").is_here else []
+            dtype = torch.bfloat16 if is_coarse else None  # None keeps each parameter's dtype
             self._weights[weight_version] = [value.to("cpu", dtype, copy=True) for value in values]
 
     def has_sampled(self, version: int) -> bool:
@@ -91,7 +91,7 @@ class AnswerCheck:
         for version, rows in version_to_rows.items():
             sums, largest = torch.zeros(6), torch.zeros(1)
             if ranks.of_role("policy").is_here:
-                with torch.no_grad(), _set_weights(self._weights.get(version, []), _trained(module)):
+                with torch.no_grad(), _set_weights(self._weights.get(version, []), _trained_weights(module)):
                     sums, largest = _measure(trainer, module, minibatch.select(rows), version, rounding)
             sums, largest = ranks.total(sums), ranks.total(largest, "max")
             evidence += sums[4:]
@@ -99,7 +99,7 @@ class AnswerCheck:
                 difference, bias, entropy = (sums[1:4] / num).tolist()
                 name = "the present weights" if version == current else f"weight version {version}"
                 check_mismatch(name + _at_servers(trainer), num, difference, float(largest), entropy, rounding, bias)
-        if _is_unselected(trainer, module, minibatch):
+        if _has_every_sample(trainer, module, minibatch):
             self._evidence_nats = (self._evidence_nats + evidence).clamp(min=0)
         copies = ranks.total(torch.tensor([self._copies_nats if module.sampling.temperature > 0 else 0.0]), "max")
         nats, kind = torch.cat([self._evidence_nats, copies]).max(0)
@@ -114,17 +114,17 @@ class AnswerCheck:
 
 
 def copies_nats(trajectories: Sequence[Trajectory]) -> float:
-    """Returns the evidence that equal completions of a group are copies; omits those with several versions or rows."""
+    """Returns the evidence, in nats, that equal completions are copies; omits those with several versions or rows."""
     nats: dict[object, list[float]] = {}
     for item in trajectories:
         if item.oldest_version == item.newest_version and item.first_branch == len(item.token_ids):
             key = np.asarray(item.token_ids).tobytes(), item.newest_version
             nats.setdefault(key, []).append(-float(np.asarray(item.behavior_logprobs).sum(dtype=float)))
-    evidence = ((len(values) - 1) * min(values) for values in nats.values())
+    evidence = ((len(values) - 1) * min(values) for values in nats.values())  # (k - 1) L
     return max(evidence, default=0.0) - len(trajectories) * math.log(2)
 
 
-def _is_unselected(trainer: RLTrainer, module: RLModule, minibatch: ShardedExperience) -> bool:
+def _has_every_sample(trainer: RLTrainer, module: RLModule, minibatch: ShardedExperience) -> bool:
     """Whether the minibatch has every token that was sampled for it; a selection would bias the likelihood."""
     settings = trainer.rollout.settings
     num_rows = settings.groups_per_iteration * settings.group_size // module.num_minibatches
@@ -134,14 +134,14 @@ def _is_unselected(trainer: RLTrainer, module: RLModule, minibatch: ShardedExper
 
 
 def _measure(
-    trainer: RLTrainer, module: RLModule, part: ShardedExperience, version: int, rounding: Rounding
+    trainer: RLTrainer, module: RLModule, selected: ShardedExperience, version: int, rounding: Rounding
 ) -> tuple[Tensor, Tensor]:
     """Returns sums over this rank's tokens, and the largest difference.
 
     The sums: number, differences without and with their signs, entropy, evidence for too likely and unlikely tokens.
     """
-    rollout, own_rows = part.rollout_part(), set(part.local_rows.tolist())
-    oldest = part.version_bounds[0].to(module.device)
+    rollout, local_rows = selected.rollout_part(), set(selected.local_rows.tolist())
+    oldest = selected.version_bounds[0].to(module.device)
     rows = microbatch_rows(rollout, ranks_of(trainer.strategy).of_role("policy"), module.microbatch_tokens)
     topk = min(TOP, module.policy_config.get_text_config().vocab_size)
     without_supports = {name: values for name, values in rollout.tokens.items() if name != SUPPORTS.name}
@@ -153,8 +153,8 @@ def _measure(
         with trainer.precision_plugin.forward_context():
             results: Any = list(module.parallel_models["policy"].forward(batches, topk=num))
         for index, batch, outputs in zip(rows, batches, results, strict=True):
-            is_own = torch.tensor([row in own_rows for row in index] or [False], device=module.device)
-            mask = batch.loss_mask & (batch.weight_versions == version) & is_own[:, None]
+            is_local = torch.tensor([row in local_rows for row in index] or [False], device=module.device)
+            mask = batch.loss_mask & (batch.weight_versions == version) & is_local[:, None]
             if not mask.any():
                 continue
             if num == 0 or not is_truncated:
@@ -180,32 +180,32 @@ def evidence_nats(top: Tensor, is_sampled: Tensor, sampling: Sampling, margin_na
         margin_nats: maximum error of a logprob by rounding.
     """
     chances = top.exp()
-    is_kept = chances.cumsum(1) - chances < sampling.top_p
+    is_kept = chances.cumsum(1) - chances < sampling.top_p  # tokens that the truncation keeps
     if sampling.top_k > 0:
         is_kept[:, sampling.top_k :] = False
     mass = (chances * is_kept).sum(1, keepdim=True)
-    chance, suspect = OUTSIDE_CHANCES
-    other = torch.full_like(mass, chance) if sampling.is_truncated else (1 - mass).clamp(min=1e-6)
+    healthy, faulty = OUTSIDE_CHANCES
+    other = torch.full_like(mass, healthy) if sampling.is_truncated else (1 - mass).clamp(min=1e-6)
     chances = torch.cat([chances * is_kept / mass * (1 - other), other], 1)
-    border = torch.where(is_kept, top, 0.0).amin(1, keepdim=True)
-    lowest = border - 1
+    border = torch.where(is_kept, top, 0.0).amin(1, keepdim=True)  # logprob of the least likely kept token
+    lowest = border - 1  # stands for the logprob of all other tokens
     values = torch.cat([torch.where(is_kept, top, lowest), lowest], 1).clamp(min=-20)
     mean = (chances * values).sum(1, keepdim=True)
     spread = (chances * (values - mean) ** 2).sum(1, keepdim=True).sqrt().clamp(min=0.05)
     values = values.maximum(mean - 4 * spread)  # very rare tokens must not dominate E
     is_outcome = torch.cat([is_sampled & is_kept, ~(is_sampled & is_kept).any(1, keepdim=True)], 1)
-    tilts = torch.tensor([0.5, -0.5], device=top.device) / spread
-    expected = (chances.log()[:, :, None] + tilts[:, None] * values[:, :, None]).logsumexp(1)
+    tilts = torch.tensor([0.5, -0.5], device=top.device) / spread  # λ and -λ
+    expected = (chances.log()[:, :, None] + tilts[:, None] * values[:, :, None]).logsumexp(1)  # log E
     evidence = tilts * values[is_outcome][:, None] - expected
     if sampling.is_truncated:  # a token beyond the border is stronger evidence
         sampled = torch.where(is_sampled.any(1), torch.where(is_sampled, top, 0.0).sum(1), top[:, -1])
         is_beyond = sampled < border[:, 0] - margin_nats
-        evidence[:, 1] = torch.where(is_beyond, suspect / chance, (1 - suspect) / (1 - chance)).log()
+        evidence[:, 1] = torch.where(is_beyond, faulty / healthy, (1 - faulty) / (1 - healthy)).log()
     is_known = ~is_kept[:, -1:] | (not sampling.is_truncated)  # otherwise the truncation keeps tokens beyond K
     return torch.where(is_known, evidence, 0.0)
 
 
-def _trained(module: RLModule) -> list[Tensor]:
+def _trained_weights(module: RLModule) -> list[Tensor]:
     policy: Any = module.policy
     return [local(parameter.detach()) for parameter in policy.parameters() if parameter.requires_grad]
 

@@ -1,4 +1,4 @@
-"""HuggingFaceExport: the trained policy as an ordinary Hugging Face folder, which any tool can load."""
+"""HuggingFaceExport: writes the trained policy as an ordinary Hugging Face folder, which any tool can load."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class HuggingFaceExport(RLCallback):
 
     The policy's folder omits a critic that is a head on the policy's body; `role="critic"` writes body and head as a
     separate model. Weights & Biases and MLflow get the folder as an artifact if they log models: the last export with
-    `log_model: true`, every one with `all`. Ctrl-C, an exception and `fast_dev_run` leave an earlier export unchanged.
+    `log_model: true`, each export with `all`. Ctrl-C, an exception and `fast_dev_run` leave an earlier export as it is.
 
     Args:
         to: the folder; its parents are created. An earlier export in it is replaced; other content is refused.
@@ -53,7 +53,7 @@ class HuggingFaceExport(RLCallback):
         merged: with LoRA, merge the adapters into the weights; always done for critics and reward models.
 
     Raises:
-        ValueError: when `fit` starts, if `to` contains files that are no export, or the model that the run starts from.
+        ValueError: when `fit` starts, if `to` has files that are not from an export, or the model that the run loads.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""ModelSpec: where a role's model and tokenizer come from, and how they are loaded."""
+"""ModelSpec: the source of a role's model and tokenizer, and how they are loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LONGROPE_LENGTH = "original_max_position_embeddings"
-# What limits a row's length, for error messages.
+# The limit of a row's length, as error messages name it.
 CONTEXT = f"the model's context (with longrope, its {LONGROPE_LENGTH})"
 _HUB_ANSWER_S = 5.0
 _LONGEST_PROBLEM = 600  # characters of an exception; some of transformers list all model families
@@ -46,7 +46,7 @@ _OPTIONS = ("key_mapping", "use_safetensors", "variant", "weights_only")
 
 
 def loading(source: str, fix: str) -> AbstractContextManager[None]:
-    """Turns exceptions of transformers inside into an OSError or a ValueError that names the source.
+    """Inside, turns transformers' exceptions into an OSError or a ValueError that names the source.
 
     Args:
         source: the setting and its value.
@@ -136,8 +136,8 @@ def check_loaded(source: str, model: PreTrainedModel, missing: Collection[str], 
         first = sorted(unexpected)[0]
         log.warning("%s has %d weights that its config does not use, like %r.", source, len(unexpected), first)
     for name, parameter in model.named_parameters():
-        held = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # this rank's shard
-        if not held.is_meta and not bool(torch.isfinite(held).all()):
+        shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # this rank's
+        if not shard.is_meta and not bool(torch.isfinite(shard).all()):
             raise ValueError(f"{source} has NaN or infinity in weight {name!r}. Use an intact checkpoint.")
 
 
@@ -153,7 +153,7 @@ class ModelSpec:
         tokenizer: a hub name, a local folder, or the dotted path of a function that returns one; `path` if None.
         dtype: type of the weights, for example `float32` or `bfloat16`; None is float32, which mixed precision expects.
         attn_implementation: as in transformers; None is its default.
-        seed: for random weights with `config`; None is the seed of `seed_everything`.
+        seed: the seed of random weights with `config`; None is the seed of `seed_everything`.
         trust_remote_code: run Python code from the model's hub repository. Enable it only if you trust the owner.
         options: other arguments of `from_pretrained` about reading weights: key_mapping, use_safetensors, variant and
             weights_only. Everything else has a setting, or belongs in the model's folder.
@@ -320,15 +320,15 @@ class ModelSpec:
 
     @property
     def _named(self) -> str:
-        """How messages name the model."""
-        return f"Model {self.path!r}" if self.config is None else f"A model of config={self.config!r:.200}"
+        """The model's name in messages."""
+        return f"Model {self.path!r}" if self.config is None else f"A model with config={self.config!r:.200}"
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
         source = self.tokenizer or self.path
         assert source is not None
-        make = _dotted(source) if self.tokenizer is not None else None
+        make = _import_function(source) if self.tokenizer is not None else None
         if make is None:
             fix = "It must have a tokenizer.json. Set tokenizer to a folder or a hub name that has one."
             with loading(f"The tokenizer of {source!r}", fix):
@@ -393,7 +393,7 @@ def names_function(tokenizer: str) -> bool:
     return "." in tokenizer and not Path(tokenizer).exists() and all(map(str.isidentifier, tokenizer.split(".")))
 
 
-def _dotted(name: str) -> Callable[[], object] | None:
+def _import_function(name: str) -> Callable[[], object] | None:
     """Imports `package.module.function`; returns None if the name is not such a path."""
     if not names_function(name):
         return None

@@ -30,7 +30,7 @@ from lightrl.rollout.prompts import State
 from lightrl.trace import record, span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.workflows.turn_log import TurnLog
-from lightrl.workflows.workflow import GroupResult, RunResult, SingleTurn, Workflow, check_trajectory, own_cancellation
+from lightrl.workflows.workflow import GroupResult, RunResult, SingleTurn, Workflow, check_trajectory, self_cancellation
 
 # Ticks of the event loop after which every new trajectory has reached its first `generate`: one starts the group's
 # task, one the task of the trajectory or request, and the others allow for a workflow that first awaits something that
@@ -152,7 +152,7 @@ class TrajectoryRunner:
         except asyncio.CancelledError:
             if is_abandoned(asyncio.current_task()):
                 raise
-            error = own_cancellation(name, prompt)
+            error = self_cancellation(name, prompt)
         for sample in missing:
             yield sample, error
 

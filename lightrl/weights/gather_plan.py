@@ -1,4 +1,4 @@
-"""GatherPlan: which rank gathers each parameter, and who sends which part. Pure functions, without a process group.
+"""GatherPlan: says which rank gathers each parameter, and who sends which part. Pure functions, no process group.
 
     parameter   held by                          owner   sent
     q_proj      ranks 0, 1, 2, 3, a quarter each     2   ranks 0, 1 and 3 send their quarters to rank 2
@@ -70,7 +70,7 @@ def make_plan(
         sources: exported tensor → the parameters that it is computed from, in order, for example a weight and its
             trained update.
         ranks: the ranks that may own tensors; [0] gathers everything on rank 0.
-        bucket_bytes: the most bytes that a rank gathers in a round.
+        bucket_bytes: the maximum number of bytes that a rank gathers in a round.
 
     Raises:
         ValueError: if the parts of a parameter overlap or leave a gap.
@@ -80,10 +80,10 @@ def make_plan(
     owners = {name: owner_of_unit[_unit(name)] for name in sources}
     sent: Counter[int] = Counter()
     sends = {
-        name: [send for part in parts for send in _sends_of(by_name[part], owners[name], sent)]
-        for name, parts in sources.items()
+        name: [send for parameter in parameters for send in _sends_of(by_name[parameter], owners[name], sent)]
+        for name, parameters in sources.items()
     }
-    sizes = {name: sum(by_name[part].num_bytes for part in parts) for name, parts in sources.items()}
+    sizes = {name: sum(by_name[each].num_bytes for each in parameters) for name, parameters in sources.items()}
     return GatherPlan(owners, sends, _rounds(owners, sizes, bucket_bytes))
 
 
@@ -98,23 +98,23 @@ def _owners(
     layouts: Mapping[str, Layout], sources: Mapping[str, Sequence[str]], ranks: Sequence[int]
 ) -> dict[str, int]:
     """Assigns units, largest first, each to the least loaded of the ranks that hold much of it."""
-    held: dict[str, Counter[int]] = {}
-    size: Counter[str] = Counter()
-    for name, parts in sources.items():
+    held_bytes: dict[str, Counter[int]] = {}
+    unit_bytes: Counter[str] = Counter()
+    for name, parameters in sources.items():
         unit = _unit(name)
-        for layout in (layouts[part] for part in parts):
-            size[unit] += layout.num_bytes
+        for layout in (layouts[parameter] for parameter in parameters):
+            unit_bytes[unit] += layout.num_bytes
             for rank, (_, sizes) in layout.boxes.items():
-                held.setdefault(unit, Counter())[rank] += math.prod(sizes) * layout.item_bytes
+                held_bytes.setdefault(unit, Counter())[rank] += math.prod(sizes) * layout.item_bytes
     load = dict.fromkeys(ranks, 0)
     owners: dict[str, int] = {}
-    for unit in sorted(size, key=lambda unit: (-size[unit], unit)):
-        most = max(held[unit][rank] for rank in ranks)
+    for unit in sorted(unit_bytes, key=lambda unit: (-unit_bytes[unit], unit)):
+        largest_share = max(held_bytes[unit][rank] for rank in ranks)
         # Half as much as the largest share is enough, to balance the load; other pipeline stages hold nothing.
-        candidates = [rank for rank in ranks if 2 * held[unit][rank] >= most]
+        candidates = [rank for rank in ranks if 2 * held_bytes[unit][rank] >= largest_share]
         owner = min(candidates, key=lambda rank: (load[rank], rank))
         owners[unit] = owner
-        load[owner] += size[unit]
+        load[owner] += unit_bytes[unit]
     return owners
 
 

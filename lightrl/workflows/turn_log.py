@@ -29,10 +29,10 @@ class TurnLog:
         """
         name = f"{type(environment).__name__}.{method}"
         if self._num_given < len(self.answers):
-            recorded, answer, state = self.answers[self._num_given]
-            if recorded != method:
+            recorded_method, answer, state = self.answers[self._num_given]
+            if recorded_method != method:
                 raise RolloutError(
-                    f"The resumed run calls {name} at a point where the earlier run called {recorded!r}."
+                    f"The resumed run calls {name} at a point where the earlier run called {recorded_method!r}."
                 )
             environment.load_state_dict(prompt, state)
         else:
@@ -41,8 +41,8 @@ class TurnLog:
                 answer, state = json.loads(json.dumps([self_contained(returned), environment.state_dict()]))
             except (TypeError, ValueError) as error:
                 raise RolloutError(
-                    f"{name} returned {returned!r:.200}, and this or the state is not JSON ({error}). An environment "
-                    "with state_dict must return only values that JSON can store."
+                    f"{name} returned {returned!r:.200}, but that or the environment's state is not JSON ({error}). An "
+                    "environment with state_dict must return only values that JSON can store."
                 ) from error
             self.answers.append((method, answer, state))
         self._num_given += 1

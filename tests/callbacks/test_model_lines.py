@@ -28,8 +28,8 @@ def test_a_stage_is_not_called_the_policy_nor_fsdp_a_model(caplog: pytest.LogCap
     with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
         ModelLines().on_fit_start(trainer, module)
     assert caplog.messages[-1].splitlines() == [
-        "layer: Linear, 66 parameters in rank 0's of 2 pipeline stages",
-        "66 of 66 parameters in rank 0's of 2 pipeline stages are trained, 0.0 MB",
+        "layer: Linear, 66 parameters in rank 0's pipeline stage (one of 2)",
+        "66 of 66 parameters in rank 0's pipeline stage (one of 2) are trained, 0.0 MB",
     ]
 
 
