@@ -50,7 +50,7 @@ def check_effect(reason: str, /, **settings: tuple[object, object]) -> None:
     """Rejects settings that have no effect in this configuration.
 
     Args:
-        reason: ends the sentence "… has no effect".
+        reason: completes the sentence "… has no effect".
         settings: name → (value, default); a value equal to its default is accepted.
     """
     for name, (value, default) in settings.items():
@@ -62,7 +62,7 @@ def check_same_shape(**tensors: Tensor) -> None:
     """Raises ValueError if a tensor's shape differs from the first one's, so that nothing broadcasts.
 
     Args:
-        tensors: by the names of the caller's arguments.
+        tensors: named like the caller's arguments.
     """
     (first, expected), *others = tensors.items()
     for name, tensor in others:

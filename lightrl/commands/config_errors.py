@@ -31,12 +31,8 @@ from lightrl.commands.config_layers import CLASS_KEYS, ClassOrText, Flag, Settin
 from lightrl.models import ModelSpec, Role
 
 _TYPE_WORDS: dict[object, str] = {
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    str: "a string",
-    type(None): "null",
-}
+    int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "null",
+}  # fmt: skip
 
 
 def explain(error: ArgumentError, parser: ArgumentParser, user_settings: UserSettings) -> str:
@@ -54,7 +50,7 @@ def explain(error: ArgumentError, parser: ArgumentParser, user_settings: UserSet
         return f"{' and '.join(names)} must be set, in a --config file or as --{names[0]}."
     file = re.search("Unable to load config '(.+)'", error.message)
     message = error.message.replace("<unicode string>", file[1] if file else "--config")
-    # without the subtrees that the parser quotes
+    # leave out the subtrees that the parser quotes
     return "\n".join(line for line in message.splitlines() if not (len(line) > 200 and "Given value" in line))
 
 
@@ -72,7 +68,7 @@ def check_empty_sections(user_settings: UserSettings, parser: ArgumentParser) ->
 
 @dataclasses.dataclass
 class Keys:
-    """The settings that are allowed in one section: types of single settings and groups of settings, by name."""
+    """The settings that one section allows, by name: the types of single settings, and groups of settings."""
 
     types: dict[str, object]
     groups: dict[str, Keys]
@@ -141,10 +137,10 @@ def type_of_setting(path: str, keys: Keys, settings: object, above: str = "") ->
 
 
 class TextParser(ArgumentParser):  # type: ignore[misc]
-    """Reads each flag by the type of its setting, and keeps a string to which a later layer adds settings.
+    """Parses each flag by the type of its setting, and keeps a string when a later layer adds settings to it.
 
-    A flag of a string stays as typed: YAML would turn `[a]` into a list. The parser of a class passes
-    `--workflow.prompt=...` to the parser of the workflow's class, and so on: only the last one reads the value.
+    The value of a string setting stays as typed: YAML would turn `[a]` into a list. The parser of a class passes
+    `--workflow.prompt=...` on to the parser of the workflow's class, and so on; only the last one parses the value.
     """
 
     def parse_args(self, args: Any = None, namespace: Any = None, *rest: Any, **options: Any) -> Any:
@@ -193,14 +189,14 @@ class TextParser(ArgumentParser):  # type: ignore[misc]
 
 
 class _Word(str):
-    """`--name=value` that argparse splits without making the value a plain string."""
+    """A word `--name=value` whose value stays a SettingText when argparse splits the word."""
 
     value: str
 
     def partition(self, separator: str, /) -> tuple[str, str, str]:
         return (*super().partition(separator)[:2], self.value)
 
-    def split(self, *_: Any) -> list[str]:  # of argparse of Python 3.11
+    def split(self, *_: Any) -> list[str]:  # argparse of Python 3.11 calls this
         return [super().partition("=")[0], self.value]
 
 
@@ -325,7 +321,7 @@ class _Walk:
     def _unknown(self, name: str, settings: Mapping[str, object], keys: Keys, prefix: str, owner: str) -> str:
         path = f"{prefix}{name}"
         if owner == "lightrl.ModelSpec" and name in Keys.of_class(Role):
-            return f"{path} is a setting of lightrl.Role{self._from(path)}, whose `model:` is the lightrl.ModelSpec."
+            return f"{path} is a setting of lightrl.Role{self._from(path)}. Put the ModelSpec in the Role's `model:`."
         names = keys.names()
         close = [f"{prefix}{match}" for match in difflib.get_close_matches(str(name), names, n=2, cutoff=0.6)]
         if not close:
@@ -346,7 +342,7 @@ class _Walk:
 
 
 def classes_in(hint: object) -> list[type]:
-    """Returns the classes within a type that a `class_path` could name, and data classes."""
+    """Returns the classes in a type hint that a `class_path` could name, and the data classes in it."""
     if inspect.isclass(hint) and typing.get_origin(hint) is None:
         plain = hint.__module__ in ("builtins", "types", "pathlib", "datetime", "enum") or issubclass(hint, Path)
         return [] if plain or hint in (Callable, typing.Any) else [hint]
@@ -375,7 +371,7 @@ def _num_given(hint: object) -> int:
 
 
 def value_type(hint: object) -> object:
-    """Returns the type of a mapping's values; Any if it has none."""
+    """Returns the type of a mapping's values; Any if the hint does not state it."""
     options = typing.get_args(hint) if _is_union(hint) else [hint]
     pairs = [typing.get_args(option) for option in options if takes_mapping(option)]
     return next((pair[1] for pair in pairs if len(pair) == 2), Any)
@@ -444,6 +440,7 @@ def resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> t
 
 
 def _fits(kind: type, base: type) -> bool:
+    """Whether a class is a subclass of `base`, or has the public methods of the protocol `base`."""
     if not getattr(base, "_is_protocol", False):
         return issubclass(kind, base)
     methods = [name for name, value in vars(base).items() if inspect.isfunction(value) and not name.startswith("_")]
@@ -462,7 +459,7 @@ def _accepts(value: object, hint: object) -> bool:
 
 
 def _describe(hint: object) -> str:
-    """Describes a type in a user's words: `a number`, `one of 'token', 'sequence', 'fixed'`."""
+    """Describes a type in plain words: `a number`, `one of 'token', 'sequence', 'fixed'`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if _is_union(hint):
         return " or ".join(_describe(item) for item in inner)
