@@ -51,7 +51,7 @@ LEAVES = {
     "judge": Leaf("rewards/llm_judge.py", 241, "lightrl.rewards.LLMJudge",
         "rewards/test_llm_judge.py", "write-a-reward.md#a-model-as-the-judge"),
     "text rewards": Leaf("rewards/text_rewards.py", 146, "lightrl.rewards.json_schema",
-        "rewards/test_text_rewards.py", "write-a-reward.md#the-text-alone"),
+        "rewards/test_text_rewards.py", "write-a-reward.md#text-only"),
     "reasoning-gym": Leaf("rewards/reasoning_gym.py", 102, "lightrl.rewards.reasoning_gym.reward",
         "rewards/test_reasoning_gym.py", "bring-your-data.md#reasoning-gym"),
     "tools": Leaf("workflows/tools", 646, "lightrl.ToolEnvironment",
