@@ -1,4 +1,4 @@
-"""Addresses of servers and weight receivers, read from the environment, and the routes between them and here."""
+"""Addresses of servers and weight receivers, read from the environment, and the routes to them."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class VLLMEngine(ServerEngine):
         ):
             if (value := settings.get(name, choices[0])) not in choices:
                 allowed = " or ".join(map(str, choices))
-                raise ValueError(f"{name} must be {allowed} for VLLMEngine, got {value!r}. Or use SGLangEngine.")
+                raise ValueError(f"{name} must be {allowed} for VLLMEngine, got {value!r}. Try SGLangEngine.")
         super().__init__(**settings)
         self.source.python = vllm_python
 
