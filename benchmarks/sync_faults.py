@@ -160,7 +160,7 @@ NOTICED_BY = {
     r"reports version": "version",
     r"another process answers|was restarted": "identity",
     r"unlike those of the other": "replicas",
-    r"are not the trainer's": "digests",
+    r"differ from the trainer's": "digests",
     r"did not take a delta": "digest of the delta's result",
     r"does not list it": "list of adapters",
     r"key-values": "canary",

@@ -36,17 +36,17 @@ def countdown_rows(
     operators: str = "+-*/",
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Generates different rows, each with a solution; the train split shares no game with the other splits.
+    """Generates distinct rows that have a solution; the train split shares no game with the other splits.
 
-    The hash of a game (target, and numbers in any order) decides whether it is in the held-out tenth, so no seed mixes
-    the splits.
+    The hash of a game (target, and numbers in any order) decides whether it is in the held-out tenth, so the splits
+    never overlap, whatever the seed.
 
     Returns:
         `numbers`, text such as `3 5 2`; `target`, an integer >= 1; `answer`, an expression without parentheses that
         reaches the target.
 
     Raises:
-        ValueError: if a setting is out of range, or there are too few different games.
+        ValueError: if a setting is out of range, or there are too few distinct games.
     """
     check_bounds(1, num_rows=num_rows, max_number=max_number, max_target=max_target)
     check_bounds(2, num_numbers=num_numbers)
@@ -60,7 +60,7 @@ def countdown_rows(
         num_misses += 1
         if num_misses > _MAX_MISSES:
             raise ValueError(
-                f"num_rows={num_rows} is too many: split {split!r} has hardly more than {len(rows)} different games of "
+                f"num_rows={num_rows} is too many: split {split!r} has hardly more than {len(rows)} distinct games of "
                 f"{num_numbers} numbers up to {max_number}. Lower num_rows or increase max_number."
             )
         used = [draw.randint(1, max_number) for _ in range(num_numbers)]

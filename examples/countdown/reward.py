@@ -1,7 +1,7 @@
 r"""countdown rewards an expression that reaches the target and uses each number once.
 
 The expression is in the last `<answer>...</answer>`, otherwise after `####` or in `\boxed{}`, otherwise in the last
-line of the completion. An `=` and the text after it are ignored, since models like to write `2*3+4 = 10`.
+line of the completion. An `=` and the text after it are ignored, because models often write `2*3+4 = 10`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def countdown(trajectory: Trajectory, *, format_reward: float = 0.1) -> dict[str
     """Rewards an expression that uses each number once and equals the target.
 
     Args:
-        trajectory: with the prompt's fields `numbers` (text such as `3 5 2`, or a list) and `target`.
+        trajectory: its prompt has the fields `numbers` (text such as `3 5 2`, or a list) and `target`.
         format_reward: the reward of an expression that uses each number once but misses the target.
 
     Returns:
-        `reward`; `accuracy`: 1 if it reaches the target; `format`: 1 if it uses each number once; `extracted`, the
+        `reward`; `accuracy`: 1 if the target is reached; `format`: 1 if each number is used once; `extracted`: the
         expression. A completion that was cut off has accuracy and format 0.
 
     Raises:
-        ValueError: if the prompt has no such fields.
+        ValueError: if the prompt lacks these fields.
     """
     numbers, target = _game(trajectory)
     expression = extracted_expression(trajectory.answer)
@@ -48,7 +48,7 @@ def countdown(trajectory: Trajectory, *, format_reward: float = 0.1) -> dict[str
 
 
 def extracted_expression(completion: str) -> str:
-    """Returns the final expression of the completion; see the top of the file."""
+    """Returns the final expression in the completion; the module docstring says where it looks."""
     tagged = _ANSWER_TAG.findall(completion)
     marked = final_answer(completion)
     lines = completion.strip().splitlines() or [""]

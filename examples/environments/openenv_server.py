@@ -1,4 +1,4 @@
-"""A server of openenv 0.10: guess a digit; the answer is + for higher, - for lower.
+"""An openenv 0.10 server: guess a digit; the answer is + for higher, - for lower.
 
 pip install openenv==0.10.0, or: python scripts/environments/build.py openenv
 PYTHON examples/environments/openenv_server.py --port 8010

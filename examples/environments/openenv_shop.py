@@ -1,6 +1,6 @@
-"""A server of openenv 0.10 for OpenEnvTools, whose environment has a tool that returns prices.
+"""An openenv 0.10 server for OpenEnvTools: its environment has a tool that returns prices.
 
-It is started like openenv_server.py. The chat template must show tools, and the policy must know how to call them.
+Start it like openenv_server.py. The chat template must show tools, and the policy must know how to call them.
 """
 
 import sys

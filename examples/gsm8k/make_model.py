@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE tokenizer with a ChatML template; each digit is one token, which helps arithmetic."""
+    """Trains a byte-level BPE tokenizer with a ChatML template; each digit is one token, to help with arithmetic."""
     tokenizer = Tokenizer(models.BPE())
     words = Regex(r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

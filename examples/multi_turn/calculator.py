@@ -1,4 +1,4 @@
-"""Products of two numbers: prompts, the calculator tool, and demonstrations, 1 in 4 of which calls it."""
+"""Products of two numbers: prompts, the calculator tool, and demonstrations, 1 in 4 of which calls the tool."""
 
 import random
 

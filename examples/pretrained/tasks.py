@@ -18,13 +18,13 @@ _NOUNS = (Path(__file__).parent / "nouns.txt").read_text().split()
 
 
 def sums(split: str = "train", *, max_number: int = 20) -> list[dict[str, str]]:
-    """Asks for the sum of two numbers from 1 to `max_number`, once for each pair; a fifth of the pairs is held out."""
+    """Asks for the sum of each pair of numbers from 1 to `max_number`; a fifth of the pairs is held out."""
     pairs = [(a, b) for a in range(1, max_number + 1) for b in range(1, max_number + 1)]
     return [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in _split(pairs, split)]
 
 
 def questions(split: str = "train") -> list[dict[str, str]]:
-    """Asks for one question about each noun, which is also the answer; a fifth of the nouns is held out."""
+    """Asks for one question about each noun; the field `answer` is the noun. A fifth of the nouns is held out."""
     return [{"question": f"Ask one question about a {noun}.", "answer": noun} for noun in _split(_NOUNS, split)]
 
 
@@ -35,7 +35,7 @@ def last_number(trajectory: Trajectory) -> dict[str, float]:
 
 
 def ends_in(completion: str, answer: str) -> bool:
-    """Whether the answer is the last number of the completion."""
+    """Returns whether the answer is the last number of the completion."""
     return re.findall(r"\d+", completion)[-1:] == [answer]
 
 

@@ -1,7 +1,7 @@
 """The quickstart's task: name the largest of four digits. Tokenizer and prompts are generated.
 
-For a prompt `3719=` the only right completion is `9` and the end token. A hash of the prompt holds out 1,980 of the
-10,000, so no seed can mix them with the training prompts. Always answering `9` is right for 33 % of them.
+For the prompt `3719=` the only right completion is `9` and the end token. A hash of the prompt selects the 1,980 of
+10,000 that are held out, so no seed can mix them with train prompts. Always answering `9` is right for 33 % of them.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ class LargestDigit(PromptDataModule):
     """Prompts of four digits, split by their hash.
 
     Args:
-        batch_size: prompts, and so groups, per iteration.
+        batch_size: prompts per iteration; each becomes a group.
         num_validation: maximum number of held-out prompts to validate on.
         kwargs: other arguments of PromptDataModule, such as `seed`.
     """

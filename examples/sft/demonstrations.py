@@ -1,4 +1,4 @@
-"""The quickstart's prompts with an answer to imitate; a given fraction of the answers is hasty and often wrong."""
+"""The quickstart's prompts with answers to imitate; a given fraction of the answers is hasty, and so often wrong."""
 
 import hashlib
 from typing import Any
@@ -14,7 +14,7 @@ class Demonstrations(SFTDataModule):
         batch_size: demonstrations per step.
         hasty_fraction: fraction of hasty answers in the train split; the validation split has none.
         num_validation: maximum number of held-out prompts to validate on.
-        kwargs: those of SFTDataModule.
+        kwargs: other arguments of SFTDataModule.
     """
 
     def __init__(self, batch_size: int, hasty_fraction: float = 0.0, num_validation: int = 2000, **kwargs: Any) -> None:

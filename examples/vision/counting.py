@@ -1,4 +1,4 @@
-"""Counting in the style of CLEVR: images of red and blue shapes are generated; the answer counts one color."""
+"""Counting in the style of CLEVR: generated images of red and blue shapes; the answer is the number of one color."""
 
 import random
 import re

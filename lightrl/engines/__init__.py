@@ -2,14 +2,14 @@
 
 Reading order:
     engine.py       RolloutEngine, the interface of all engines with its defaults, and Completion
-    fake_engine.py  FakeEngine, for tests: deterministic, and slow or broken on request
+    fake_engine.py  FakeEngine, for tests: deterministic, and slow or failing on request
     local/          LocalEngine, for a laptop: decodes in this process
-    servers/        the code that all engines with servers share: fleet, requests, weight syncs
+    servers/        code shared by all engines that use servers: fleet, requests, weight syncs
     sglang/         SGLangEngine: SGLang servers
     vllm/           VLLMEngine: vLLM servers
 
-May import: errors, checks, concurrency, trajectory, experience, functional, weights, models. Knows no workflow. To add
-an engine, subclass RolloutEngine, implement `generate`, `load_weights` and any other methods that it can offer, and run
+May import: errors, checks, concurrency, trajectory, experience, functional, weights, models. Does not know workflows.
+To add an engine, subclass RolloutEngine, implement `generate`, `load_weights` and whatever else it can do, and run
 tests/engines/engine_contract.py on it.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightrl.engines.sglang.engine import SGLangEngine
     from lightrl.engines.vllm import VLLMEngine
 
-# Loaded on first use, so that the tests' fake server starts without torch.
+# Loaded on first use, so that the fake server in the tests starts without torch.
 _HOMES = {
     "Completion": "engine",
     "FakeEngine": "fake_engine",

@@ -1,5 +1,5 @@
-"""RolloutEngine: the interface of all engines, with defaults; Completion: what they generate; PlannedEngine: the
-devices and memory that an engine will use."""
+"""RolloutEngine, the interface of all engines, with defaults; Completion, their result; and PlannedEngine, the devices
+and memory that an engine will use."""
 
 # ruff: noqa: B027  # a method without a body is a default that does nothing
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-# Imported at run time, because for each method jsonargparse parses modules that import for type checkers again.
+# Imported at run time: jsonargparse would reparse this module for each method if it had imports for type checkers only.
 import transformers
 from transformers import PretrainedConfig
 
@@ -29,11 +29,11 @@ class Completion:
     """The tokens generated after a prompt; each field has one entry per token. Lists become TokenArrays."""
 
     token_ids: Sequence[int]  # int32, including the stop token
-    # float32, nats: log-softmax(logits / temperature) within the token's support; without temperature if greedy.
+    # float32, nats: log-softmax(logits / temperature) over the token's support; without temperature if greedy.
     logprobs: Sequence[float]
     weight_versions: Sequence[int]  # int32, version of the weights that sampled each token; never decreasing
     finish_reason: FinishReason
-    columns: Mapping[str, Any] = field(default_factory=dict)  # see lightrl/columns; truncated sampling needs supports
+    columns: Mapping[str, Any] = field(default_factory=dict)  # lightrl/columns; truncated sampling requires supports
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", TOKENS["token_ids"].array(self.token_ids))
@@ -58,14 +58,14 @@ reserve(item.name for item in fields(Completion))
 
 @dataclass(frozen=True)
 class PlannedEngine:
-    """What an engine will use: rank 0's device, servers, or another device of this machine."""
+    """The devices and memory that an engine will use, on rank 0's device, on servers or elsewhere on this machine."""
 
     name: str
     place: Literal["rank 0", "servers", "elsewhere"]
     servers: int = 1
     tp: int = 1
     width: int = 2  # bytes of a parameter, and of a key or value
-    max_rows: int | None = None  # rows that decode together; None for all in flight
+    max_rows: int | None = None  # rows that are decoded together; None for all in flight
     is_block_fp8: bool = False  # one byte per parameter, except embedding and head
 
 
@@ -76,13 +76,13 @@ class RolloutEngine(ABC):
     in between, then `close`; after that it may be started again. All engines pass the same tests,
     `tests/engines/engine_contract.py`.
 
-    A subclass must implement `generate` and `load_weights`, which sets `weight_version`. The defaults of all other
-    methods fit an engine in the trainer's process that computes no logprobs of given tokens, cannot continue a
+    A subclass must implement `generate` and `load_weights`, which sets `weight_version`. The other methods have
+    defaults for an engine in the trainer's process that cannot compute logprobs of given tokens, cannot continue a
     completion, and is never paused.
     """
 
     weight_version: int = -1  # of the current weights; -1 before the first load
-    max_context: int | None = None  # limit of prompt plus completion in tokens, set by `start`; None for no limit
+    max_context: int | None = None  # most tokens of prompt plus completion, set by `start`; None for no limit
     threads: int | None = None  # number of threads that decode in this process, set by `start`
     continues_completions: ClassVar[bool] = False  # `generate` accepts `started`, and `unfinished` is implemented
     can_drop_replicas: ClassVar[bool] = False
@@ -97,7 +97,7 @@ class RolloutEngine(ABC):
 
     @property
     def is_colocated(self) -> bool:
-        """Whether it shares the trainer's devices, and releases its memory while the trainer updates."""
+        """Whether the engine shares the trainer's devices, and releases its memory during the trainer's updates."""
         return False
 
     def check(self) -> None:
@@ -114,7 +114,7 @@ class RolloutEngine(ABC):
         )
 
     def place(self, trainer_devices: Sequence[torch.device]) -> str:
-        """Chooses devices, given those of the trainer's ranks on this machine; returns a description of the choice.
+        """Chooses devices, given the trainer's devices on this machine; returns a description of the choice.
 
         Raises:
             ValueError: if there are too few GPUs.
@@ -126,28 +126,28 @@ class RolloutEngine(ABC):
         return None
 
     def take_memory(self, key_value_bytes: float, fraction: float) -> str:
-        """Limits the memory that it uses on the trainer's GPUs, unless the user has; describes the limit.
+        """Limits its memory on the trainer's GPUs, unless the user set a limit; returns a description of the limit.
 
         Args:
-            key_value_bytes: GPU memory that is free for key-values.
+            key_value_bytes: GPU memory available for key-values.
             fraction: the fraction of a GPU's memory that servers may use.
         """
         return ""
 
     def expect_policy(self, policy: transformers.PreTrainedModel, *, num_versions: int) -> None:
-        """Called before `start` with the policy, and with the number of weight versions that are in use at once."""
+        """Called before `start` with the policy and the number of weight versions that are in use at the same time."""
 
     def start(self, config: PretrainedConfig) -> None:
-        """Builds the model of this config, or connects to servers with it; called first, on the main thread."""
+        """Builds this config's model, or connects to servers that have it; called first, on the main thread."""
 
     async def attach(self) -> None:
-        """Called on the rollouts' event loop before the first request."""
+        """Called on the rollout's event loop before the first request."""
 
     async def detach(self) -> None:
-        """Called on the rollouts' event loop before the loop ends."""
+        """Called on the rollout's event loop before the loop stops."""
 
     def open_to_workers(self, num: int) -> tuple[Any, Any]:
-        """Returns a Leader and the Follower that each of `num` workers gets; called after `start`."""
+        """Returns a Leader, and the Follower that each of `num` workers gets; called after `start`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -168,8 +168,8 @@ class RolloutEngine(ABC):
         there are any, `started` only to an engine that continues completions.
 
         Args:
-            session: the conversation's name, for prefix caches.
-            images: the prompt's, then those of observations; `token_ids` contains their image tokens.
+            session: name of the conversation, for prefix caches.
+            images: those of the prompt, then those of observations; `token_ids` contains their image tokens.
             started: the tokens so far of an interrupted completion (n = 1). They keep their logprobs and versions and
                 count toward `sampling.max_new_tokens`; sampling continues as if it had not been interrupted.
 
@@ -187,12 +187,12 @@ class RolloutEngine(ABC):
         images: tuple[str, ...] = (),
         started: Sequence[Completion | None] | None = None,
     ) -> list[asyncio.Future[Completion]]:
-        """Starts a completion of this prompt for each sampling, as `generate` would return it.
+        """Starts one completion of this prompt for each sampling, with the results that `generate` would return.
 
         This default calls `generate` for each sampling. An engine that starts all of them with one request saves tasks
         on the event loop; it must not bypass a subclass that overrides only `generate` (see `replaces_generate_alone`).
 
-        Called on the event loop. A future is done when its completion is; cancelling it cancels only that completion.
+        Called on the event loop. Each future is done when its completion is; cancelling it cancels only that one.
 
         Args:
             started: the tokens so far of each completion, or None. Passed only to an engine that continues completions,
@@ -212,13 +212,13 @@ class RolloutEngine(ABC):
         return [asyncio.ensure_future(generate(index, sampling)) for index, sampling in enumerate(samplings)]
 
     async def pause(self) -> None:
-        """Returns when requests in flight have stopped at a token boundary; new requests wait."""
+        """Stops the requests in flight at a token boundary, and makes new requests wait."""
 
     async def resume(self) -> None:
-        """Continues requests, which keep their tokens and recompute key-values if the weights have changed."""
+        """Continues all requests; they keep their tokens, and recompute key-values if the weights have changed."""
 
     async def unfinished(self) -> dict[int, Completion]:
-        """Returns the tokens so far of each running completion, by its sampling's seed, with finish reason `abort`.
+        """Returns each running completion so far, by the seed of its sampling, with finish reason `abort`.
 
         Called while the engine is paused, if it `continues_completions`. The completions continue after `resume`.
         """
@@ -230,10 +230,10 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Pauses, loads a version, sets `weight_version` and resumes; or returns to the old weights and raises.
+        """Pauses, loads a version, sets `weight_version` and resumes; if a step fails, restores the old weights.
 
-        Called from another thread than the event loop's. Tokens sampled afterwards have the new version, and key-values
-        of old weights are not used again. A paused engine stays paused.
+        Called outside the event loop's thread. Tokens sampled afterwards have the new version, and key-values of old
+        weights are not used again. An engine that was already paused stays paused.
 
         Raises:
             WeightSyncError: if a name, shape or value does not fit the model; the engine keeps its old weights.
@@ -244,25 +244,25 @@ class RolloutEngine(ABC):
         return None
 
     def release_memory(self) -> None:
-        """Releases its memory for the trainer until the next load, if it `is_colocated`."""
+        """If the engine `is_colocated`, releases its memory for the trainer until the next load."""
 
     def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
-        """Returns the logprobs of the sequences' tokens, by name of each replica that may get requests.
+        """Returns the logprobs of the sequences' tokens from each replica that may get requests, by replica name.
 
-        They are at temperature 1, given the tokens before, and 0 for the first token; no earlier request's cache is
-        used. A replica that cannot compute them has empty lists. Called if `probe_every_n_loads` is above 0.
+        Each is at temperature 1, given the tokens before it, and 0 for the first token; caches of earlier requests are
+        not used. A replica that cannot compute them has empty lists. Called if `probe_every_n_loads` is above 0.
         """
         return {}
 
     def dtypes(self) -> set[str]:
-        """Returns torch's names of the dtypes of its weights and computation, which set the probe's tolerance."""
+        """Returns torch's names of the dtypes of weights and computation, which set the probe's tolerance."""
         return {"float32"}
 
     def verified_by(self) -> dict[str, Verification]:
-        """Returns the check that each replica passed at its last load, by name of each replica that may get requests.
+        """Returns the check that each replica that may get requests passed at its last load, by replica name.
 
-        `digests`: every parameter equals the trainer's bit for bit. `replicas`: its checksum equals the other
-        replicas', but all may be wrong. `version`: it reports the version number; nothing else was compared.
+        `digests`: every parameter equals the trainer's bit for bit. `replicas`: the checksum equals that of the other
+        replicas, but all may be wrong. `version`: it reports the version number; nothing else was compared.
         """
         return {}
 

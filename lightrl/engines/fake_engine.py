@@ -1,4 +1,4 @@
-"""FakeEngine: a rollout engine without a model. It is deterministic, and slow, failing or hanging on request."""
+"""FakeEngine: a rollout engine without a model. It is deterministic, and slow, failing or hung on request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Seconds = float | Callable[[list[int], Sampling], float]
 
 @dataclass(frozen=True)
 class FakeRequest:
-    """The arguments of a call of `generate`."""
+    """The arguments of one call of `generate`."""
 
     number: int  # counts calls, from 0
     token_ids: list[int]
@@ -67,21 +67,21 @@ class _Draft:
 class FakeEngine(RolloutEngine):
     """Generates completions from a script or a hash, token by token at a given pace; supports pauses and syncs.
 
-    Without a script, token i is a hash of (seed, i), uniform over the vocabulary, as if a policy gave all tokens the
-    same logit: each logprob is -log of the number of tokens that may be sampled. Stop tokens are not among them before
-    `min_new_tokens`; top-k and top-p keep the lowest ids, which win ties. A weight sync during a completion changes the
-    versions of the tokens that follow, but not the tokens.
+    Without a script, token i is a hash of (seed, i), uniform over the vocabulary, as from a policy with equal logits:
+    each logprob is -log of the number of tokens that may be sampled. Stop tokens cannot be sampled before
+    `min_new_tokens`; top-k and top-p keep the lowest ids, because lower ids win ties. A weight sync during a completion
+    changes the versions of later tokens, but not the tokens.
 
     All arguments are also attributes and may be set between requests. Functions are called once per completion, except
     `delay_s`, which is called once per request.
 
     Args:
-        script: (prompt, sampling, sample) → token ids of completion `sample`; cut after the first stop token and after
+        script: (prompt, sampling, sample) → token ids of completion `sample`; cut after the first stop token or after
             `max_new_tokens`.
-        seconds_per_token: pace of each completion; a function of (prompt, sampling) makes stragglers, for example
+        seconds_per_token: pace of each completion; a function of (prompt, sampling) can make stragglers, for example
             `lambda prompt, sampling: 0.3 if prompt[0] == 7 else 0.01`. Even at 0, other tasks run between two tokens.
-        delay_s: wait before the first token: a number, or a function of (prompt, sampling).
-        fail_requests: numbers of requests that raise EngineError, from 0.
+        delay_s: seconds before the first token: a number, or a function of (prompt, sampling).
+        fail_requests: numbers of requests that raise EngineError, counted from 0.
         hang_requests: numbers of requests that do not finish until they are cancelled or the engine is closed.
         fail_loads: weight versions whose load raises WeightSyncError.
         logprob_error_nats: added to every logprob, to test checks that compare logprobs.
@@ -116,7 +116,7 @@ class FakeEngine(RolloutEngine):
         self._drafts: dict[int, _Draft] = {}  # seed → draft of a completion in progress
         self._vocab_size = 0
         self._max_context: int | None = None
-        self._shapes: dict[str, torch.Size] | None = None  # of the parameters in the first load
+        self._shapes: dict[str, torch.Size] | None = None  # parameter shapes in the first load
         self._lock = threading.Lock()  # guards the attributes below
         self._is_paused = False
         self._is_loading = False
@@ -124,7 +124,7 @@ class FakeEngine(RolloutEngine):
         self._sleepers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     def start(self, config: PretrainedConfig) -> None:
-        """Reads the sizes of the vocabulary and the context from the config."""
+        """Reads vocabulary size and context from the config."""
         with self._lock:
             self._is_closed = self._is_paused = False
         self.weight_version = -1
@@ -176,7 +176,7 @@ class FakeEngine(RolloutEngine):
         self._wake_sleepers()
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Reads the buckets and sets the version; names and shapes must be those of the first load."""
+        """Reads the buckets and sets the version; names and shapes must equal those of the first load."""
         self._check_open()
         with self._lock:
             self._is_loading = True
@@ -245,7 +245,7 @@ class FakeEngine(RolloutEngine):
         return draft.completion(finish_reason)
 
     def _choices(self, sampling: Sampling, banned: set[int]) -> Sequence[int]:
-        """Returns the tokens that may be sampled, all equally likely."""
+        """Returns the tokens that may be sampled; all are equally likely."""
         vocabulary = range(self._vocab_size)
         allowed = [token for token in vocabulary if token not in banned] if banned else vocabulary
         if not sampling.is_truncated:
@@ -254,7 +254,7 @@ class FakeEngine(RolloutEngine):
         return top_k[: math.ceil(sampling.top_p * len(top_k))]
 
     def _hashed(self, prompt: list[int], sampling: Sampling, sample: int, position: int, choices: Sequence[int]) -> int:
-        """Returns one of the choices; a greedy choice depends on the prompt instead of the seed."""
+        """Hashes to one of the choices; a greedy choice depends on the prompt instead of the seed."""
         source = f"{prompt}" if sampling.temperature == 0 else f"{sampling.seed}/{sample}"
         digest = hashlib.blake2b(f"{source}/{position}".encode(), digest_size=8).digest()
         return choices[int.from_bytes(digest, "big") % len(choices)]
@@ -264,7 +264,7 @@ class FakeEngine(RolloutEngine):
             raise EngineError("FakeEngine is closed. Start it, or create a new one.")
 
     async def _sleep(self, seconds: float) -> None:
-        """Waits at a token boundary: for `seconds`, then while the engine is paused or loading; raises if closed."""
+        """Waits for `seconds`, and then while the engine is paused or loading; raises EngineError if it is closed."""
         loop, woken = entry = asyncio.get_running_loop(), asyncio.Event()
         deadline = loop.time() + seconds
         if seconds <= 0:
@@ -273,7 +273,7 @@ class FakeEngine(RolloutEngine):
             remaining_s = deadline - loop.time()
             with self._lock:
                 if self._is_closed:
-                    raise EngineError("FakeEngine was closed before the completion was finished.")
+                    raise EngineError("FakeEngine was closed before the completion finished.")
                 if remaining_s <= 0 and not (self._is_paused or self._is_loading):
                     return
                 woken.clear()

@@ -181,7 +181,7 @@ def processes() -> Drawing:
     drawing.box("ranks", 40, 386, 340, 90, *ranks, kind="strong")
     drawing.arrow("main.b0.1", "ranks.t0.062", both=True)
     drawing.note(70, 335, "collectives", anchor="start")
-    drawing.area(460, 350, 420, 150, "on the servers' hosts")
+    drawing.area(460, 350, 420, 150, "on the server hosts")
     drawing.box("servers", 480, 386, 180, 90, "SGLang servers", "each with its GPUs", kind="strong")
     drawing.box("receiver", 710, 386, 150, 90, "weight receiver", "transport: delta")
     drawing.arrow("loop.r0.85", "servers.t0.62", both=True)
@@ -209,14 +209,14 @@ def few_gpus() -> Drawing:
 
 def many_gpus() -> Drawing:
     drawing = Drawing(
-        "many_gpus", 720, 330, "Policy in three directions, critic on ranks of its own, servers on many hosts"
+        "many_gpus", 720, 330, "Policy in three directions, critic on separate ranks, servers on many hosts"
     )
     drawing.box("servers", 230, 10, 260, 48, "SGLang servers", "on many hosts, which join and leave")
     drawing.area(20, 100, 430, 110, "policy: pp=2, dp=2, tp=2 on ranks 0 to 7")
     drawing.box("first", 40, 138, 150, 56, "stage 0", "4 ranks, dp 2 × tp 2", kind="strong")
     drawing.box("second", 290, 138, 150, 56, "stage 1", "4 ranks, dp 2 × tp 2", kind="strong")
     drawing.area(500, 100, 200, 110, "critic: ranks 8 to 11")
-    drawing.box("critic", 520, 138, 160, 56, "mesh", "axes of its own", kind="strong")
+    drawing.box("critic", 520, 138, 160, 56, "mesh", "its own axes", kind="strong")
     drawing.box("losses", 230, 265, 260, 44, "advantages, losses")
     drawing.arrow("first.r", "second.l", "hidden states")
     drawing.arrow("servers.l", "first.t", "trajectories")
@@ -276,11 +276,11 @@ def failure() -> Drawing:
         (
             "a reward raises or hangs",
             ("its process is killed, the trajectory", "is dropped and counted"),
-            ("the run ends above", "max_failed_fraction"),
+            ("the run stops above", "max_failed_fraction"),
         ),
         (
             "a rank fails or hangs",
-            ("it is named, all ranks end",),
+            ("it is named, all ranks exit",),
             ("--ckpt_path last resumes;", "nothing is lost or trained twice"),
         ),
     ]

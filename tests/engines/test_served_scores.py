@@ -128,7 +128,7 @@ def test_a_head_of_several_numbers_is_no_reward_model(tmp_path: Path) -> None:
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     with (
         FakeServerProcess(str(tmp_path), is_embedding=True) as server,
-        pytest.raises(EngineError, match="3 numbers each instead of 1"),
+        pytest.raises(EngineError, match="3 numbers instead of 1"),
     ):
         ServedRewards(server.url)(random_experience(), [])
 

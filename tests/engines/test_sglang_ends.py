@@ -36,7 +36,7 @@ def test_a_close_during_a_thousand_requests_is_orderly(start: Start, engine_on: 
         return {repr(error) for error in errors}
 
     errors = asyncio.run(scenario())
-    assert errors == {"EngineError('SGLangEngine was closed before the completion was finished.')"}
+    assert errors == {"EngineError('SGLangEngine was closed before the completion finished.')"}
 
 
 def generate(engine: SGLangEngine, num_tokens: int) -> Any:

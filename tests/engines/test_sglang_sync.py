@@ -152,7 +152,7 @@ def test_a_loop_that_has_ended_is_an_error_not_a_wait(is_closed: bool, monkeypat
     feed = BucketFeed(loop)
     if is_closed:
         loop.close()
-    with pytest.raises(WeightSyncError, match="event loop of the engine's requests ended during a weight sync"), feed:
+    with pytest.raises(WeightSyncError, match="engine's event loop stopped during a weight sync"), feed:
         feed.put(BUCKET)
     loop.close()
 

@@ -53,7 +53,7 @@ def test_a_load_that_changed_nothing_is_found_by_the_digests_that_there_are(mode
     case.load(0)
     assert engine.verified_by() == {server.url: "version"}  # the linear layers have none
     server.fault("ignore_update", "/update_weights_from_disk")
-    with pytest.raises(WeightSyncError, match=r"2 of its 19 parameters are not the trainer's of version 1"):
+    with pytest.raises(WeightSyncError, match=r"2 of its 19 parameters differ from the trainer's version 1"):
         case.load(1)
 
 

@@ -103,7 +103,7 @@ def test_of_two_servers_that_disagree_the_one_that_agrees_with_the_trainer_stays
     load(engine, parameters_of(config_of(), 1), 1)
     report = engine.last_sync
     assert report.versions == {right.url: 1}
-    assert "are not the trainer's" in report.lost[wrong.url]
+    assert "differ from the trainer's" in report.lost[wrong.url]
     assert engine.verified_by()[right.url] == "digests"
 
 

@@ -345,7 +345,7 @@ def test_a_server_that_leaves_during_an_iteration_is_drained(make, router, serve
     controller = make(2, router=router)
     engine: Any = controller.engine
     num_before = [server.stats()["requests"]["/generate"] for server in servers]
-    groups = taken_while(controller, lambda: engine.loader.let_go(engine.fleet.servers[servers[1].url]))
+    groups = taken_while(controller, lambda: engine.loader.remove(engine.fleet.servers[servers[1].url]))
     assert groups == expected
     assert list(engine.fleet.servers) == [servers[0].url]
     num_moved = [server.stats()["requests"]["/generate"] - num for server, num in zip(servers, num_before, strict=True)]

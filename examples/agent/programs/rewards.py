@@ -1,4 +1,4 @@
-"""Rewards that read the folder in which an agent's program worked."""
+"""Rewards that read the folder in which the agent's program ran."""
 
 import functools
 from pathlib import Path
@@ -8,13 +8,13 @@ from lightrl.rewards.sandbox import Limits, LocalSandbox
 
 
 def wrote_largest_digit(trajectory: Trajectory) -> float:
-    """Returns 1 for the right digit in answer.txt; the workspace is None if the program had to stop at max_tokens."""
+    """Returns 1 for the right digit in answer.txt; the workspace is None if the program was stopped at max_tokens."""
     file = Path(trajectory.workspace or "", "answer.txt")
     return float(file.is_file() and file.read_text() == max(trajectory.prompt.id[:4]))
 
 
 def reported(trajectory: Trajectory) -> float:
-    """Returns the number that the program wrote into reward.txt; 0 if it had to stop at max_tokens."""
+    """Returns the number that the program wrote into reward.txt; 0 if it was stopped at max_tokens."""
     file = Path(trajectory.workspace or "", "reward.txt")
     return float(file.read_text()) if file.is_file() else 0.0
 

@@ -1,11 +1,11 @@
-"""DecodeThread: the only thread that touches the batch of a LocalEngine.
+"""DecodeThread: the only thread that uses the batch of a LocalEngine.
 
     submit() ─► waiting rows ─► RunningBatch (slots) ─► completions, handed to the caller's event loop
     any loop    in call order   this thread              in one call per loop and step
 
 Everything else goes through one condition variable: callers add requests, cancellations and holds, and the thread
-handles them between two tokens, at a "token boundary". A hold (a pause, a weight load, a score) keeps it from starting
-the next token.
+handles them between two tokens, at a "token boundary". A hold (a pause, a weight load, a score) keeps the thread from
+starting the next token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightrl.engines.engine import Completion
 from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.errors import EngineError, EngineTimeout
 
-_ADMIT_FRACTION = 8  # rows are admitted when 1/8 of the slots are free, so that a prefill has several rows
+_ADMIT_FRACTION = 8  # rows are admitted when 1/8 of the slots are free, so that a prefill contains several rows
 
 
 class DecodeThread(threading.Thread):
@@ -36,7 +36,7 @@ class DecodeThread(threading.Thread):
     def __init__(self, batch: RunningBatch, *, threads: int, boundary_timeout_s: float = 120.0) -> None:
         super().__init__(name="lightrl-local-engine", daemon=True)
         self._batch = batch
-        # A token's short kernels run before an update's long ones.
+        # The short kernels of a token run before the long ones of an update.
         make_stream: Any = torch.cuda.Stream
         self._stream = make_stream(batch.device, priority=-1) if batch.device.type == "cuda" else None
         self._threads = threads
@@ -45,7 +45,7 @@ class DecodeThread(threading.Thread):
         self._condition = threading.Condition()  # guards everything below
         self.weight_version = -1
         self.is_closed = False
-        self._awaited: set[asyncio.Future[Completion]] = set()  # of waiting and running rows
+        self._awaited: set[asyncio.Future[Completion]] = set()  # futures of waiting and running rows
         self._waiting: deque[Row] = deque()
         self._num_running = 0
         self._has_cancellations = False
@@ -61,7 +61,7 @@ class DecodeThread(threading.Thread):
             return {"running": self._num_running, "waiting": len(self._waiting)}
 
     def submit(self, rows: list[Row]) -> list[asyncio.Future[Completion]]:
-        """Returns a future of each row's completion; if one is cancelled, its row leaves at the next token boundary."""
+        """Returns a future for each row's completion; a row whose future is cancelled leaves at the next boundary."""
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Completion]] = []
         for row in rows:
@@ -84,7 +84,7 @@ class DecodeThread(threading.Thread):
                 self._condition.notify_all()
 
     async def pause(self) -> None:
-        """Stops decoding between two tokens, until `resume`. If this call is cancelled, the pause remains."""
+        """Stops decoding between two tokens, until `resume`. The pause remains even if this call is cancelled."""
         with self._condition:
             self.check_alive()
             self._is_paused = True
@@ -108,7 +108,7 @@ class DecodeThread(threading.Thread):
 
     @contextlib.contextmanager
     def held(self, caller: str) -> Iterator[None]:
-        """Pauses decoding while the context is open. One caller at a time, never the decode thread itself."""
+        """Context in which decoding is paused. One caller at a time, never the decode thread itself."""
         with self._hold_lock:
             try:
                 with self._condition:
@@ -139,7 +139,7 @@ class DecodeThread(threading.Thread):
             return self._batch.unfinished()
 
     def take_version(self, weight_version: int) -> None:
-        """Notes new weights, inside `held`: key-values are recomputed, and further tokens get this version."""
+        """Called inside `held` when the weights are new: recomputes key-values, and gives later tokens this version."""
         self.weight_version = weight_version
         self._is_stale = True
 
@@ -153,7 +153,7 @@ class DecodeThread(threading.Thread):
             raise self._overdue("close")
 
     def check_alive(self) -> None:
-        """Raises EngineError if decoding has ended."""
+        """Raises EngineError if decoding has stopped for good."""
         if self.is_closed:
             raise EngineError("LocalEngine is closed. Create a new engine.")
         if self._failure is not None:
@@ -178,7 +178,7 @@ class DecodeThread(threading.Thread):
         )
 
     def run(self) -> None:
-        """Samples one token for every row, repeatedly, until `close` or an error."""
+        """Repeatedly samples one token for every row, until `close` or an error."""
         torch.set_num_threads(self._threads)
         try:
             with torch.inference_mode(), contextlib.ExitStack() as stack:
@@ -192,7 +192,7 @@ class DecodeThread(threading.Thread):
         self._fail_requests()
 
     def _next_token_is_due(self) -> bool:
-        """Waits until there is a token to sample; returns False if the engine is closed. This is the token boundary."""
+        """The token boundary: waits until there is a token to sample; returns False if the engine is closed."""
         with self._condition:
             while True:
                 if self._has_cancellations:
@@ -252,7 +252,7 @@ class DecodeThread(threading.Thread):
             self._num_running = 0
             self._reach_boundary()
         del self._batch  # frees the model too
-        closed = "LocalEngine was closed before the completion was finished."
+        closed = "LocalEngine was closed before the completion finished."
         settle_all(
             (future, EngineError(closed) if self._failure is None else self._failure_error()) for future in futures
         )

@@ -1,7 +1,7 @@
 """Decoder: computes the next token's logits for a changing set of rows; the protocol and a generic implementation.
 
-A decoder keeps the key-values of its rows. New rows follow the existing ones, `keep` reorders and removes rows, `clear`
-removes all of them (after the weights have changed). It owns its weights: `write` copies and never aliases. It handles
+A decoder keeps the key-values of its rows. New rows follow the existing ones, `keep_rows` reorders and removes rows,
+`clear` removes all (after the weights have changed). It owns its weights: `write` copies and never aliases. It handles
 no threads, sampling or requests; `fast/` has a faster decoder for Llama-like families.
 
 Shapes: n rows, T tokens of a sequence, V tokens of the vocabulary.
@@ -34,16 +34,16 @@ log = logging.getLogger(__name__)
 
 
 class Decoder(Protocol):
-    """A model as LocalEngine needs it. One thread at a time calls it, in `torch.inference_mode` or not."""
+    """The interface of a model in LocalEngine. Called by one thread at a time, in `torch.inference_mode` or not."""
 
     # The columns (lightrl/columns) that it records, by name: values for the tokens of the latest `append`, [T, w] for
     # each sequence, or of the latest `step`, [n, w].
     latest_columns: Mapping[str, Sequence[Tensor]]
-    has_own_threads: bool  # whether its own threads divide a step's rows; otherwise torch's threads share an operation
+    has_own_threads: bool  # whether its own threads divide the rows of a step; otherwise torch's threads do the work
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
-        """Maps the Hugging Face name of every parameter to its shape; all must be written."""
+        """Maps the Hugging Face name of every parameter to its shape; all of them must be written."""
         ...
 
     @property
@@ -60,19 +60,19 @@ class Decoder(Protocol):
         ...
 
     def append(
-        self, sequences: Sequence[Sequence[int]], owners: Sequence[int], images: Sequence[Sequence[str]] = ()
+        self, sequences: Sequence[Sequence[int]], sequence_indices: Sequence[int], images: Sequence[Sequence[str]] = ()
     ) -> Tensor:
         """Adds rows with these tokens; returns the logits after each sequence, [len(sequences), V] float32.
 
         Args:
             sequences: token ids, at least one per sequence; each sequence is computed once.
-            owners: the index of each new row's sequence.
+            sequence_indices: for each new row, the index of its sequence.
             images: paths or data: URLs of each sequence's images; empty if no sequence has any.
         """
         ...
 
     def fits(self, num_rows: int, num_tokens: int) -> bool:
-        """Whether the key-values of this many rows of this many tokens fit into the available memory."""
+        """Whether the key-values of this many rows, with this many tokens each, fit into the available memory."""
         ...
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
@@ -84,20 +84,19 @@ class Decoder(Protocol):
         ...
 
     def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Adds each row's last token to its key-values; returns the next logits, [n, V] float32; the caller may change
-        them.
+        """Adds each row's last token to its key-values; returns the next logits [n, V] float32, which may be changed.
 
         Args:
-            token_ids, positions: [n], of the last tokens.
+            token_ids, positions: [n], those of the last tokens.
             longest: the largest position plus 1.
         """
         ...
 
-    def keep(self, order: Sequence[int], longest: int) -> None:
-        """Moves row `order[i]` to row i, and removes rows that `order` does not name.
+    def keep_rows(self, order: Sequence[int], longest: int) -> None:
+        """Moves row `order[i]` to row i, and removes rows that are not in `order`.
 
-        If `order[i] != i`, row `order[i]` lies beyond the new end, so that rows can be copied in place. No row's
-        key-values have more than `longest` tokens.
+        If `order[i] != i`, row `order[i]` lies beyond the new end, so that rows can be copied in place. No row has
+        key-values of more than `longest` tokens.
         """
         ...
 
@@ -106,17 +105,17 @@ class Decoder(Protocol):
         ...
 
     def use_threads(self, num: int) -> None:
-        """Sets the number of the decoder's own threads, if it has any."""
+        """Sets the number of the decoder's own threads, if it uses any."""
         ...
 
 
 class HuggingFaceDecoder:
-    """Runs Hugging Face's code of a decoder-only model whose layers keep key-values, states of fixed size, or both.
+    """Runs Hugging Face's code for a decoder-only model whose layers keep key-values, states of fixed size, or both.
 
     All rows share one time axis that ends with the latest token: a row's key-values are right-aligned in the cache,
     with masked columns before them, like Hugging Face's left padding. Distances between columns are then distances
     between tokens, so sliding windows work; columns that no row uses are removed. The states of convolutions and
-    recurrences, such as linear attention, have rows but no columns. If padding would change them, all prompts of a
+    recurrences, such as linear attention, have rows but no columns. If padding would change them, all prompts in a
     forward have the same length.
 
     Args:
@@ -125,8 +124,8 @@ class HuggingFaceDecoder:
         image_reader: how the model reads images; None if it accepts none.
 
     Raises:
-        ValueError: if routes must be recorded but cannot be, the model keeps anything else, such as the index of
-            sparse attention, has its own class of cache, or computes differently in decoding than in training.
+        ValueError: if routes must be recorded but cannot be; or if the model keeps anything else, such as the index of
+            sparse attention, has its own cache class, or computes differently in decoding than in training.
     """
 
     has_own_threads = False
@@ -177,7 +176,7 @@ class HuggingFaceDecoder:
         self.optional_shapes |= {name: tensor.shape for name, tensor in buffers.items()}
         self._cache: DynamicCache | None = None
         self._is_token = torch.zeros(0, 0, dtype=torch.int64, device=device)  # [n, T], 1 where the cache has a token
-        self._shifts = torch.zeros(0, dtype=torch.int64, device=device)  # [n], of the positions after images
+        self._shifts = torch.zeros(0, dtype=torch.int64, device=device)  # [n], shift of positions after images
 
     @torch.no_grad()
     def _keeps_what_rows_need(self) -> bool:
@@ -193,7 +192,7 @@ class HuggingFaceDecoder:
         try:
             cache = self._cache_after(2)
         except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError):
-            # A layer does not find its own kind of state, or the model its own class of cache.
+            # A layer does not find its kind of state, or the model its cache class.
             return False
         layers = [_layer_tensors(layer) for layer in cache.layers if type(layer).__name__ != "DummyLayer"]
         columns = [holder[name].shape[-2] for tensors in layers for holder, name, has_columns in tensors if has_columns]
@@ -248,7 +247,7 @@ class HuggingFaceDecoder:
         return copy
 
     def append(
-        self, sequences: Sequence[Sequence[int]], owners: Sequence[int], images: Sequence[Sequence[str]] = ()
+        self, sequences: Sequence[Sequence[int]], sequence_indices: Sequence[int], images: Sequence[Sequence[str]] = ()
     ) -> Tensor:
         longest = max(len(sequence) for sequence in sequences)
         logits: list[Tensor | None] = [None] * len(sequences)
@@ -277,21 +276,21 @@ class HuggingFaceDecoder:
                 ]
         self.latest_columns = {} if self._routes is None else {ROUTES.name: routes}
         width = max(self._is_token.shape[1], longest)
-        mask = torch.zeros(len(owners), width, dtype=torch.int64, device=self._device)
-        for row, owner in enumerate(owners):
-            mask[row, width - len(sequences[owner]) :] = 1
+        mask = torch.zeros(len(sequence_indices), width, dtype=torch.int64, device=self._device)
+        for row, index in enumerate(sequence_indices):
+            mask[row, width - len(sequences[index]) :] = 1
         self._is_token = torch.cat([_aligned_right(self._is_token, width, dim=1), mask])
         is_first, self._cache = self._cache is None, self._cache or cache
         for depth, (holder, name, has_columns) in enumerate(_cache_tensors(self._cache)):
-            blocks = [prefixes[owner][depth] for owner in owners]
+            blocks = [prefixes[index][depth] for index in sequence_indices]
             block = torch.stack([_aligned_right(block, width, dim=1) for block in blocks] if has_columns else blocks)
             old = [] if is_first else [_aligned_right(holder[name], width, dim=2) if has_columns else holder[name]]
             holder[name] = torch.cat([*old, block])
-        self._shifts = torch.cat([self._shifts, shifts[list(owners)]])
+        self._shifts = torch.cat([self._shifts, shifts[list(sequence_indices)]])
         return torch.stack([last for last in logits if last is not None])
 
     def fits(self, num_rows: int, num_tokens: int) -> bool:
-        return True  # the cache grows with every token, without a bound
+        return True  # the cache grows with every token, without a limit
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
         """Does nothing: memory is allocated for each token."""
@@ -309,7 +308,7 @@ class HuggingFaceDecoder:
         next_logits: Tensor = logits[:, -1].float()
         return next_logits
 
-    def keep(self, order: Sequence[int], longest: int) -> None:
+    def keep_rows(self, order: Sequence[int], longest: int) -> None:
         assert self._cache is not None
         if not order:
             self.clear()
@@ -341,8 +340,7 @@ class HuggingFaceDecoder:
 
         arguments: dict[str, Any] = {"attention_mask": is_token, "use_cache": True}
         if cache is None:
-            # Without the config all layers keep all tokens; sliding layers would not let `keep` and `append` move
-            # columns.
+            # Without the config all layers keep all tokens: the columns of sliding layers could not be moved.
             cache = DynamicCache(config=self._model.config) if self._keeps_states else DynamicCache()
         arguments[self._cached] = cache
         if "position_ids" in self._accepted:
@@ -360,7 +358,7 @@ class HuggingFaceDecoder:
 
 
 def _aligned_right(tensor: Tensor, width: int, dim: int) -> Tensor:
-    """Pads `tensor` with zeros at the start of `dim`, up to `width`."""
+    """Pads `tensor` with zeros at the start of `dim` to `width`."""
     missing = width - tensor.shape[dim]
     if missing == 0:
         return tensor
@@ -370,7 +368,7 @@ def _aligned_right(tensor: Tensor, width: int, dim: int) -> Tensor:
 
 
 def _layer_tensors(layer: CacheLayerMixin) -> list[tuple[dict[Any, Tensor], Any, bool]]:
-    """Returns the dict and the key of each tensor [n, …] of a layer, and whether it has a column for each token."""
+    """Returns, for each tensor [n, …] of a layer, its dict, its key, and whether it has a column for each token."""
     tensors: list[tuple[dict[Any, Tensor], Any, bool]] = [(vars(layer), name, True) for name in ("keys", "values")]
     for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
         tensors += [(states, index, False) for index in states]

@@ -1,4 +1,4 @@
-"""LocalEngine: generates in this process, with continuous batching, its own decode thread and its own weights."""
+"""LocalEngine: generates in this process, with continuous batching, a decode thread and its own weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightrl.weights import Bucket, block_fp8
 
 
 def copy_in(decoder: Decoder, buckets: Iterable[Bucket], *, can_undo: bool) -> None:
-    """Copies every parameter into the decoder; if anything fails, restores the old values.
+    """Copies every parameter into the decoder; if any of this fails, restores the old values.
 
     Args:
         can_undo: False if the decoder has no weights yet.
@@ -72,7 +72,7 @@ def copy_in(decoder: Decoder, buckets: Iterable[Bucket], *, can_undo: bool) -> N
 
 
 def _check_values(tensors: Mapping[str, Tensor]) -> None:
-    """Raises WeightSyncError for values that are not finite; reads from the device once for all tensors."""
+    """Raises WeightSyncError if a value is not finite; reads from the device once for all tensors."""
     finite = {
         name: torch.stack(torch.aminmax(tensor.detach())).isfinite().all()
         for name, tensor in tensors.items()
@@ -88,15 +88,15 @@ def _check_values(tensors: Mapping[str, Tensor]) -> None:
 
 log = logging.getLogger(__name__)
 
-# Measured on 2 cores, batch 64: a second thread slows 1 M parameters from 6,789 to 3,610 tokens/s, and speeds 27 M up
-# from 415 to 508.
+# Measured on 2 cores with batch 64: a second thread slows a model with 1 M parameters from 6,789 to 3,610 tokens/s, and
+# speeds one with 27 M up from 415 to 508.
 SMALL_MODEL_PARAMETERS = 10_000_000
 
 
 class LocalEngine(RolloutEngine):
     """A rollout engine in this process, on the trainer's GPU or the CPU, with its own copy of the weights.
 
-    Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path. Other decoder-only models whose layers keep
+    Llama, Mistral, Qwen2 and Qwen3 models are decoded on a fast path. Other decoder-only models whose layers keep
     key-values, or the states of convolutions and recurrences, run Hugging Face's code, which also reads images. All
     other models are refused. Both paths share the scheduler: rows wait in the order of the calls, enter free slots, and
     leave with their last token; equal prompts that are admitted together are computed once. Tokens depend on (seed,
@@ -110,14 +110,14 @@ class LocalEngine(RolloutEngine):
     of rows and tokens so far. On a GPU the fast path uses at most `key_value_bytes` for these; other rows wait.
 
     Args:
-        max_batch: slots, the maximum number of completions that decode together; None is 512 for a model below 10 M
-            parameters, whose steps cost more per operation than per row, and 256 for others.
-        threads: cores that decoding uses; None is the number that torch uses in the thread that calls `start`. With
-            the fast path's kernels, each thread decodes a part of the rows. Otherwise torch's threads share an
-            operation, which is slower than one thread below 10 M parameters: there None is 1.
-        max_context: maximum number of tokens of prompt and completion together; None is the model's context.
-        dtype: of the engine's weights, for example `bfloat16`; `auto` is float32 on the CPU, bfloat16 on a GPU.
-        device: where to decode; None is the trainer's CUDA device, or the CPU.
+        max_batch: slots, the maximum number of completions that are decoded together; None means 512 for a model below
+            10 M parameters, whose steps cost more per operation than per row, and 256 for others.
+        threads: cores used for decoding; None means the number that torch uses in the thread that calls `start`. With
+            the fast path's kernels, each thread decodes some of the rows. Otherwise torch's threads share an operation,
+            which is slower than one thread below 10 M parameters: there None means 1.
+        max_context: maximum number of tokens in prompt and completion together; None means the model's context.
+        dtype: dtype of the engine's weights, for example `bfloat16`; `auto` is float32 on the CPU, bfloat16 on a GPU.
+        device: where to decode; None means the trainer's CUDA device, or the CPU.
         quantization: `fp8` rounds linear weights as SGLang does with that argument, to show the difference from the
             trainer, and its correction, without a GPU; saves no memory. See weights/block_fp8.py.
         fast_path: False runs Hugging Face's code for every model.
@@ -128,7 +128,7 @@ class LocalEngine(RolloutEngine):
     """
 
     continues_completions = True
-    probe_every_n_loads = 10  # a probe of 0.8 M parameters takes 9 ms, 3 % of an iteration of the quickstart
+    probe_every_n_loads = 10  # with 0.8 M parameters a probe takes 9 ms, 3 % of an iteration of the quickstart
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class LocalEngine(RolloutEngine):
         check_choice(("fp8", None), quantization=quantization)
         self.max_batch = max_batch
         self.threads = threads
-        self.max_context = max_context  # a number after `start`
+        self.max_context = max_context  # always a number after `start`
         self._given_max_context = max_context
         self.dtype = dtype
         self._given_device = device
@@ -164,11 +164,11 @@ class LocalEngine(RolloutEngine):
         self.record_routes = record_routes
         self.boundary_timeout_s = boundary_timeout_s
 
-        self.key_value_bytes: float | None = None  # set before `start`; None: half of a GPU's memory that is free then
+        self.key_value_bytes: float | None = None  # set before `start`; None: half of the GPU memory that is free then
 
         self._generates_each = replaces_generate_alone(self)
         self._decoder: Decoder | None = None
-        self._dtype = torch.float32  # after `start` the dtype of `dtype` and the device
+        self._dtype = torch.float32  # after `start`: the dtype that results from `dtype` and the device
         self._thread: DecodeThread | None = None
         self._vocab_size = 0
         self._image_reader: ImageReader | None = None  # how the model reads images; None if it accepts none
@@ -200,7 +200,7 @@ class LocalEngine(RolloutEngine):
         if self.device.type == "cuda" and not is_small:
             log.warning("LocalEngine decodes on %s; SGLangEngine is faster for models of this size.", self.device)
         batch = RunningBatch(self._decoder, max_rows=max_rows, vocab_size=self._vocab_size, device=self.device)
-        threads = 1 if is_small and has_own_threads else self.threads  # within one operation of torch
+        threads = 1 if is_small and has_own_threads else self.threads  # within one torch operation
         self._thread = DecodeThread(batch, threads=threads, boundary_timeout_s=self.boundary_timeout_s)
         self._thread.start()
 
@@ -330,7 +330,7 @@ class LocalEngine(RolloutEngine):
             if self._image_reader is None:
                 raise ValueError(refusal(len(images)))
             self._image_reader.check(images, token_ids)
-            self._image_reader.read(images)  # an error fails only this request; the decoder finds them in the cache
+            self._image_reader.read(images)  # an error fails only this request; the decoder reads from the cache
         prompt = tuple(token_ids)
         rows = zip(samplings, started, strict=True)
         return thread.submit([Row(prompt, sampling, images, start) for sampling, start in rows])

@@ -1,6 +1,6 @@
 """RunningBatch: the rows being decoded; they enter and step together, and leave one by one.
 
-Slots 0 to `size - 1` are in use, so that every tensor of a step is a plain slice; when a row leaves, the last one moves
+Slots 0 to `size - 1` are in use, so that each tensor in a step is a plain slice; when a row leaves, the last one moves
 into its slot. `decode_thread.py` decides when to admit, step and recompute, and handles threads, queues and asyncio.
 
 Shapes: S slots, n = `size` rows in use, W tokens that fit in a row, V vocabulary.
@@ -26,7 +26,7 @@ from lightrl.functional import encode_supports
 from lightrl.functional.device_copy import on_device
 from lightrl.trajectory import FinishReason, Sampling
 
-# The settings of a Sampling that hundreds of rows share: neither the seed nor the limits, which turns lower.
+# The settings of a Sampling that hundreds of rows share: not the seed, nor the limits, which each turn lowers.
 _kind = operator.attrgetter("temperature", "top_p", "top_k", "stop_token_ids")
 _FIRST_WIDTH = 64  # tokens; W doubles from here
 _MAX_SAMPLED = 32  # steps whose supports are encoded together
@@ -38,11 +38,11 @@ class Row:
 
     prompt: tuple[int, ...]
     sampling: Sampling  # with this completion's seed
-    attachments: tuple[str, ...] = ()  # of the prompt, as the decoder reads them
-    started: Completion | None = None  # the start of the completion, generated before by this or another engine
-    owner: Any = None  # the completion's owner; the batch returns it
+    attachments: tuple[str, ...] = ()  # those of the prompt, in the form that the decoder reads
+    started: Completion | None = None  # the tokens that this or another engine generated earlier
+    owner: Any = None  # the caller's object for this completion, such as a future; the batch does not use it
     version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on)
-    codes: list[bytes] = field(default_factory=list)  # the tokens' encoded supports, if sampling is truncated
+    codes: list[bytes] = field(default_factory=list)  # encoded supports of the tokens, if sampling is truncated
     recorded: dict[str, list[bytes]] = field(default_factory=dict)  # the decoder's columns, one part per forward
 
     @property
@@ -57,7 +57,7 @@ class Row:
 class RunningBatch:
     """The rows being decoded.
 
-    An admitted row has its first token; its last token is not yet in the decoder's key-values.
+    An admitted row has at least one token; its last token is not yet in the decoder's key-values.
 
     Args:
         decoder: computes the logits; if its weights change between two calls, `recompute` must be called next.
@@ -72,7 +72,7 @@ class RunningBatch:
         self.device = device
         self._rows: list[Row] = []
         self._sampled: list[tuple[list[Row], Any, Any]] = []  # rows, supports [M, 2], tokens [n]: not yet encoded
-        # Host state: only the sampled tokens are read from the device to find finished rows.
+        # Host state: to find finished rows, only the sampled tokens are read from the device.
         self._prompt_lengths = np.zeros(max_rows, np.int64)
         self._lengths = np.zeros(max_rows, np.int64)  # tokens so far
         self._limits = np.zeros(max_rows, np.int64)  # max_new_tokens
@@ -99,7 +99,7 @@ class RunningBatch:
         return len(self._rows)
 
     def capacity(self, waiting: Iterable[Row]) -> int:
-        """Returns how many rows fit, with the most tokens they may get, if the first waiting ones enter; at least 1."""
+        """Returns how many rows fit with all tokens that they may get, if the first waiting ones enter; at least 1."""
         size, longest = self.size, _longest_end(self._rows)
         for row in itertools.islice(waiting, self.max_rows - size):
             longest = max(longest, _longest_end([row]))
@@ -115,13 +115,13 @@ class RunningBatch:
     def admit(self, rows: Sequence[Row], weight_version: int) -> None:
         """Computes each distinct prompt once, and samples the first token of each row."""
         first = self.size
-        prompts, owners, attachments = _distinct([row.prompt for row in rows], rows)
-        logits = self._decoder.append(prompts, owners, attachments)
+        prompts, sequence_indices, attachments = _distinct([row.prompt for row in rows], rows)
+        logits = self._decoder.append(prompts, sequence_indices, attachments)
         for row in rows:
             row.version_changes = [(0, weight_version)]
-        self._add_recorded(rows, owners)
+        self._add_recorded(rows, sequence_indices)
         self._fill_rows(rows, [0] * len(rows))
-        self._sample(first, self.size, logits[on_device(owners, self.device)])
+        self._sample(first, self.size, logits[on_device(sequence_indices, self.device)])
 
     def step(self) -> None:
         """Samples one token in every row."""
@@ -163,7 +163,7 @@ class RunningBatch:
         return completions
 
     def read(self) -> None:
-        """Copies the sampled tokens to the host; only this, supports and recorded columns wait for the device."""
+        """Copies the sampled tokens to the host; only this, supports and recorded columns make the host wait."""
         unread, self._unread = self._unread, []
         if not unread:
             return
@@ -195,14 +195,14 @@ class RunningBatch:
         }
 
     def readmit(self, rows: Sequence[Row], weight_version: int) -> None:
-        """Adds rows that were `started` before and computes their key-values; samples no token."""
+        """Adds rows that have `started` tokens, and computes their key-values; samples no token."""
         first = self.size
         starts = [row.started for row in rows if row.started is not None]
-        sequences, owners, attachments = _distinct(
+        sequences, sequence_indices, attachments = _distinct(
             [(*row.prompt, *part.token_ids[:-1]) for row, part in zip(rows, starts, strict=True)], rows
         )
-        self._decoder.append(sequences, owners, attachments)
-        self._add_recorded(rows, owners)
+        self._decoder.append(sequences, sequence_indices, attachments)
+        self._add_recorded(rows, sequence_indices)
         lengths = [len(part.token_ids) for part in starts]
         self._fill_rows(rows, lengths)
         self._fill(self._current, first, [part.token_ids[-1] for part in starts])
@@ -224,16 +224,16 @@ class RunningBatch:
             tokens_by_row.append((*row.prompt, *self._token_ids[slot, : length - 1].tolist()))
             row.version_changes.append((length, weight_version))
             row.recorded.clear()
-        sequences, owners, attachments = _distinct(tokens_by_row, self._rows)
-        self._decoder.append(sequences, owners, attachments)
-        self._add_recorded(self._rows, owners)
+        sequences, sequence_indices, attachments = _distinct(tokens_by_row, self._rows)
+        self._decoder.append(sequences, sequence_indices, attachments)
+        self._add_recorded(self._rows, sequence_indices)
 
     def _longest(self) -> int:
-        """Returns the number of tokens of the longest row, including its prompt."""
+        """Returns the number of tokens in the longest row, including its prompt."""
         return int((self._prompt_lengths + self._lengths)[: self.size].max())
 
     def _sample(self, first: int, end: int, logits: Tensor) -> None:
-        """Samples one token for each slot from `first` to before `end`; changes the logits."""
+        """Samples one token for each slot from `first` up to `end`, exclusive; changes the logits."""
         rows, generated = self._slots[first:end], self._generated[first:end]
         lengths = self._lengths[first:end]
         is_banned = (lengths < self._minimums[first:end]) & (self._stop_ids[first:end, 0] >= 0)
@@ -258,15 +258,15 @@ class RunningBatch:
             if len(self._sampled) == _MAX_SAMPLED:
                 self._encode_supports()
 
-    def _add_recorded(self, rows: Sequence[Row], owners: Sequence[int]) -> None:
-        """Adds to each row the columns that the decoder recorded for its owner in the latest forward."""
+    def _add_recorded(self, rows: Sequence[Row], sequence_indices: Sequence[int]) -> None:
+        """Adds to each row the columns that the decoder recorded for its sequence in the latest forward."""
         for name, latest in self._decoder.latest_columns.items():
-            of_owner = [values.numpy().tobytes() for values in latest]
-            for row, owner in zip(rows, owners, strict=True):
-                row.recorded.setdefault(name, []).append(of_owner[owner])
+            stored = [values.numpy().tobytes() for values in latest]  # for each sequence
+            for row, index in zip(rows, sequence_indices, strict=True):
+                row.recorded.setdefault(name, []).append(stored[index])
 
     def _encode_supports(self) -> None:
-        """Adds to rows the codes of their latest supports, several steps at a time, since numpy calls cost most."""
+        """Adds to each row the codes of its latest supports; several steps at a time, because numpy calls cost most."""
         sampled, self._sampled = self._sampled, []
         if sampled:
             rows, parts, token_ids = zip(*sampled, strict=True)
@@ -277,7 +277,7 @@ class RunningBatch:
                 row.codes.append(code)
 
     def _drop(self, leaving: set[int]) -> None:
-        """Removes the rows of these slots; the last rows move into their places."""
+        """Removes the rows in these slots; the last rows move into their places."""
         self.read()
         old_size, new_size = self.size, self.size - len(leaving)
         holes = [slot for slot in sorted(leaving) if slot < new_size]
@@ -285,7 +285,7 @@ class RunningBatch:
         order = list(range(new_size))
         for hole, mover in zip(holes, movers, strict=True):
             order[hole] = mover
-        self._decoder.keep(order, self._longest())
+        self._decoder.keep_rows(order, self._longest())
         self._rows = [self._rows[source] for source in order]
         if holes:
             targets, sources = on_device([holes, movers], self.device)
@@ -302,7 +302,7 @@ class RunningBatch:
                 array[holes] = array[movers]
 
     def _fill_rows(self, rows: Sequence[Row], generated: Sequence[int]) -> None:
-        """Sets the state of new rows that a step needs; `generated` are their numbers of tokens."""
+        """Adds rows with the state that a step needs; `generated` has the number of tokens of each."""
         first = self.size
         self._rows.extend(rows)
         new = slice(first, self.size)
@@ -359,14 +359,14 @@ def _longest_end(rows: Sequence[Row]) -> int:
 def _distinct(
     sequences: Sequence[tuple[int, ...]], rows: Sequence[Row]
 ) -> tuple[Sequence[tuple[int, ...]], list[int], Sequence[tuple[str, ...]]]:
-    """Returns the sequences that differ in tokens or attachments, each row's index in them, and their attachments."""
+    """Returns the distinct (tokens, attachments): the sequences, each row's index in them, and their attachments."""
     index_of: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
-    owners = [
+    sequence_indices = [
         index_of.setdefault((sequence, row.attachments), len(index_of))
         for sequence, row in zip(sequences, rows, strict=True)
     ]
     distinct, attachments = zip(*index_of, strict=True)
-    return distinct, owners, attachments
+    return distinct, sequence_indices, attachments
 
 
 def _changes(versions: Sequence[int]) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Samples tokens: one uniform number per (seed, position), then the inverse of the cumulative distribution.
+"""Samples tokens: one uniform number per (seed, position) through the inverse of the cumulative distribution.
 
 The global random state is not used: a completion depends only on its seed and logits, not on the rest of the batch.
 Shapes: n rows, V tokens of the vocabulary. Logprobs are in nats.
@@ -23,7 +23,7 @@ def completion_seed(seed: int, sample: int) -> int:
 
 
 def uniforms(seeds: Tensor, first: int, count: int) -> Tensor:
-    """Returns uniform numbers for `count` positions from `first` on, of completions with these seeds [n], int64.
+    """Returns uniform numbers for `count` positions from `first` on, for completions with these seeds [n], int64.
 
     Source: splitmix64, https://doi.org/10.1145/2660193.2660195, with its state hashed from the seed.
 
@@ -54,9 +54,9 @@ def sample_tokens(
     top_p: Tensor | None = None,
     is_greedy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Samples one token per row; returns it, its logprob within its support (see below), and that support.
+    """Samples one token per row; returns it, its logprob over its support, and the support.
 
-    The support is what temperature, top-k and top-p leave. A setting is None if no row uses it, which saves work.
+    The support consists of the tokens that top-k and top-p leave. A setting is None if no row uses it, to save work.
 
     Args:
         logits: [n, V] float32.
@@ -66,8 +66,8 @@ def sample_tokens(
         is_greedy: [n] bool, rows that get the most likely token.
 
     Returns:
-        Token ids [n] int64, logprobs [n] float32, and bool [n, V], the tokens that truncated rows could sample (all
-        False in other rows), or None without `top_k`.
+        Token ids [n] int64, logprobs [n] float32, and bool [n, V]: the tokens that truncated rows could sample (all
+        False in other rows); None without `top_k`.
     """
     scaled = logits if temperature is None else logits / temperature[:, None]
     logprobs = torch.log_softmax(scaled, -1)
@@ -77,13 +77,13 @@ def sample_tokens(
     # float64: with 150,000 tokens a float32 sum would lose every token below 6e-8
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     token_ids = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
-    token_ids.clamp_(max=logits.shape[-1] - 1)  # NaN logits may give V; their NaN logprob is reported later
+    token_ids.clamp_(max=logits.shape[-1] - 1)  # NaN logits may give V; `retire` reports their NaN logprob
     if is_greedy is not None:
         token_ids = torch.where(is_greedy[:, None], logits.argmax(-1, keepdim=True), token_ids)
     if top_k is not None and top_p is not None:
         is_truncated = ((top_k < logits.shape[-1]) | (top_p < 1))[:, None]
         is_possible = (probabilities > 0) & is_truncated
-        shifted = logits - logits.amax(-1, keepdim=True)  # first: dividing a large logit would lose digits
+        shifted = logits - logits.amax(-1, keepdim=True)  # before the division, where large logits would lose digits
         shifted = shifted if temperature is None else shifted / temperature[:, None]
         within = torch.log_softmax(shifted.masked_fill(~is_possible, -torch.inf), -1)
         logprobs = torch.where(is_truncated, within, logprobs)
@@ -91,7 +91,7 @@ def sample_tokens(
 
 
 def truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Sets the probabilities outside top-k to 0, then those outside top-p of the rest.
+    """Sets the probabilities outside top-k to 0, then those of the rest that are outside top-p.
 
     Top-p keeps the most likely tokens until their sum reaches `top_p`, including the one that reaches it. Ties go to
     the lower token id. The result [n, V] is not renormalized.
@@ -112,5 +112,5 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:
-    """Shifts zeros in from the left; `>>` on int64 would shift in the sign."""
+    """Shifts right and fills with zeros; `>>` on int64 would fill with the sign bit."""
     return (bits >> count) & ((1 << (64 - count)) - 1)

@@ -1,16 +1,16 @@
 """The code that all server engines share: the fleet of servers, requests to it, and weight syncs.
 
 Reading order:
-    engine.py        ServerEngine, made of what follows; timeouts.py  its deadlines
-    source.py        which servers there are, started here or not; addresses.py  their addresses
+    engine.py        ServerEngine, composed of the parts below; timeouts.py  its deadlines
+    source.py        finds or starts the servers; addresses.py  their addresses
     server.py        Server: the state of one server; server_info.py  what a server reports about itself
-      fleet.py       chooses the server for a request; members.py  changes servers' states; watch.py  checks servers
+      fleet.py       chooses the server for a request; members.py  changes server states; watch.py  checks servers
       registry.py    the folder where servers announce themselves; processes/  servers that the engine starts
-    request_loop.py  generates completions despite failures; request.py  a completion over several requests
+    request_loop.py  generates completions despite failures; request.py  a completion made by several requests
       leader.py      lets other processes send requests to the fleet; follower.py  the code in those processes
-      router.py      sends a request to its server; gateway.py  lets SGLang's gateway choose it (a leaf)
+      router.py      sends a request to its server; gateway.py  lets SGLang's gateway choose the server (a leaf)
     sync/            sends weight versions to the servers and verifies them there
-    home_loop.py     the event loop of the engine, and how other threads reach it
+    home_loop.py     the engine's event loop, and how other threads reach it
       client.py      requests to one server; connection.py  HTTP with retries and deadlines
 
 May import: what engines/ may, but no kind of server. Each kind is a package, such as sglang/ and vllm/, with three

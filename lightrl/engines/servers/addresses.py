@@ -1,4 +1,4 @@
-"""Addresses of servers and weight receivers: from the environment, and the routes between them and this machine."""
+"""Addresses of servers and weight receivers, read from the environment, and the routes to them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def as_url(address: str) -> str:
 
 
 def addresses_from_environment() -> list[str]:
-    """Returns the addresses in LIGHTRL_SERVER_ADDRS, or in AReaL's variable.
+    """Returns the addresses in LIGHTRL_SERVER_ADDRS, or in the variable that AReaL uses.
 
     Raises:
         ValueError: if neither is set.
@@ -40,22 +40,22 @@ def addresses_from_environment() -> list[str]:
 
 
 def read_addresses(name: str) -> list[str]:
-    """Returns the comma-separated addresses in an environment variable; [] if it is not set."""
+    """Returns the comma-separated addresses in the environment variable `name`; [] if it is not set."""
     return [as_url(part.strip()) for part in os.environ.get(name, "").split(",") if part.strip()]
 
 
 def remote_servers(urls: Iterable[str]) -> list[str]:
-    """Returns the servers on other machines; raises EngineUnreachable if a name is unknown or has no route."""
+    """Returns the servers on other machines; raises EngineUnreachable if a host is unknown or has no route."""
     ends = {url: _route_to(url) for url in urls}
     return [url for url, (server, here) in ends.items() if server != here and not ip_address(server).is_loopback]
 
 
 def trainer_address(urls: Iterable[str], trainer_host: str | None = None) -> str:
-    """Returns the address at which these servers reach this machine: `trainer_host`, or that of the route to them.
+    """Returns the address at which these servers reach this machine: `trainer_host`, or the one on the route to them.
 
     Raises:
-        ValueError: if the address is not this machine's, remote servers cannot reach it, or the routes to them differ.
-        EngineUnreachable: if a server's name is unknown or has no route.
+        ValueError: if it is not an address of this machine, remote servers cannot reach it, or their routes differ.
+        EngineUnreachable: if a server's host is unknown or has no route.
     """
     remote = remote_servers(urls)
     if trainer_host is None:
@@ -73,7 +73,7 @@ def trainer_address(urls: Iterable[str], trainer_host: str | None = None) -> str
     if remote and ip_address(address).is_loopback:
         raise ValueError(
             f"engine.trainer_host={trainer_host!r} is {address}, where {remote[0]} would only reach itself. Set it to "
-            "an address of this machine that the servers can reach, or omit it to use that of the route to them."
+            "an address of this machine that the servers can reach, or omit it to use the one on the route to them."
         )
     try:
         with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET):
@@ -81,13 +81,13 @@ def trainer_address(urls: Iterable[str], trainer_host: str | None = None) -> str
     except OSError as error:
         raise ValueError(
             f"engine.trainer_host={trainer_host!r} ({address}) is not an address of this machine: {error}. Set it to "
-            "one, or omit it to use that of the route to the servers."
+            "one, or omit it to use the one on the route to the servers."
         ) from error
     return address
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the network interface with this IPv4 address; None if no interface has it, or without Linux."""
+    """Returns the network interface with this IPv4 address; None if no interface has it, or not on Linux."""
     try:
         import fcntl
 
@@ -106,7 +106,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _route_to(url: str) -> tuple[str, str]:
-    """Returns the server's IP address and this machine's on the route to it; sends nothing."""
+    """Returns the server's IP address, and this machine's address on the route to it; sends nothing."""
     parts = urlsplit(url)
     try:
         family, kind, _, _, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]

@@ -1,4 +1,4 @@
-"""ServerClient: the engine's requests to one server; each kind of server has a subclass with its paths.
+"""ServerClient: the engine's requests to one server; each kind of server has a subclass that knows its paths.
 
 A `timeout_s` of 0 means `timeouts.request_s`, or `timeouts.generate_s` for `generate`.
 """
@@ -46,13 +46,13 @@ class ServerClient(Connection, ABC):
     server supports the transport or placement that needs it.
     """
 
-    version: str  # the program and version that it was written for, for messages
+    version: str  # the program and version that the class is written for, for messages
     column_help: ClassVar[Mapping[str, str]]  # column name → how to make the server return it
 
     @staticmethod
     @abstractmethod
     def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, Any]:
-        """Returns the body of the next request, for the missing tokens; shares key-values under `cache_key`."""
+        """Returns the body of the request for the missing tokens; requests with one `cache_key` share key-values."""
 
     @staticmethod
     @abstractmethod
@@ -62,16 +62,16 @@ class ServerClient(Connection, ABC):
     async def generate(
         self, body: dict[str, Any], *, num_retries: int | None = None, timeout_s: float = 0.0, read: Reader = json.loads
     ) -> Any:
-        """Sends a generation request; returns the answer as `read` parses it, by default a dict, or a list for a batch.
+        """Sends a generation request; returns the answer parsed by `read`: by default a dict, or a list for a batch.
 
-        A cancellation closes the connection, which the server notices seconds later; `abort` ends the request at once.
+        A cancellation closes the connection, which the server notices seconds later; `abort` stops the request at once.
         """
         path = self.generate_path
         return await self.request("POST", path, body, timeout_s=timeout_s, num_retries=num_retries, read=read)
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[None]:
-        """Raises EngineError if the code inside fails because an answer of `path` has an unexpected format."""
+        """Context that raises EngineError if the code inside fails because `path` answered in an unexpected format."""
         try:
             yield
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -97,15 +97,15 @@ class ServerClient(Connection, ABC):
 
     @abstractmethod
     async def num_cached(self, token_ids: list[int], rid: str, cache_key: str, *, timeout_s: float) -> int:
-        """Generates one token after these, and returns how many of these were in the prefix cache under this key."""
+        """Generates one token after these; returns how many of these were in the prefix cache under this key."""
 
     @abstractmethod
     async def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
-        """Ends requests whose id starts with `rid` at the next token; `generate` then returns their tokens so far."""
+        """Stops requests whose id starts with `rid` at the next token; `generate` then returns their tokens so far."""
 
     @abstractmethod
     async def model_info(self, *, timeout_s: float = 0.0, num_retries: int | None = None) -> Mapping[str, Any]:
-        """Returns the current `weight_version` and the fields for `other_model`; also the cheapest liveness check."""
+        """Returns `weight_version` and the fields that `other_model` reads; also the cheapest health check."""
 
     @abstractmethod
     async def server_info(self, *, timeout_s: float = 0.0) -> ServerInfo: ...
@@ -116,7 +116,7 @@ class ServerClient(Connection, ABC):
 
     @abstractmethod
     async def resume(self, *, timeout_s: float = 0.0) -> None:
-        """Continues generation; has no effect if it was not paused."""
+        """Continues generation; has no effect if the server was not paused."""
 
     @abstractmethod
     async def flush_cache(self, *, wait_s: float = 0.0) -> None:
@@ -124,7 +124,7 @@ class ServerClient(Connection, ABC):
 
     @abstractmethod
     async def begin_weight_update(self) -> bool:
-        """Announces updates by tensors or a group, until `end_weight_update`; returns False if that is not needed."""
+        """Announces updates from tensors or a group, until `end_weight_update`; returns False if none is needed."""
 
     @abstractmethod
     async def end_weight_update(self) -> None: ...
@@ -142,11 +142,11 @@ class ServerClient(Connection, ABC):
         """Returns digests of the server's weights; None if it cannot compute them."""
 
     async def release_memory(self, tags: Sequence[MemoryPart]) -> None:
-        """Releases these parts of the server's memory. A server that is not idle dies."""
+        """Releases these parts of the server's memory. A server that is not idle crashes."""
         raise NotImplementedError
 
     async def resume_memory(self, tags: Sequence[MemoryPart]) -> None:
-        """Allocates these parts again. The server dies if one was not released."""
+        """Allocates these parts again. The server crashes if one of them was not released."""
         raise NotImplementedError
 
     async def init_weights_group(self, name: str, place: GroupPlace, *, timeout_s: float) -> None:
@@ -156,7 +156,7 @@ class ServerClient(Connection, ABC):
     async def update_weights_from_distributed(
         self, layout: TensorLayout, group_name: str, weight_version: str | None, *, timeout_s: float
     ) -> None:
-        """Makes the server receive these tensors from the group's rank 0; only the last call has a version."""
+        """Makes the server receive these tensors from the group's rank 0; only the last call passes a version."""
         raise NotImplementedError
 
     async def destroy_weights_group(self, name: str) -> None:
@@ -165,7 +165,7 @@ class ServerClient(Connection, ABC):
     async def update_weights_from_tensor(
         self, payloads: Sequence[str], weight_version: str | None, *, timeout_s: float
     ) -> None:
-        """Sends tensors, one payload per tp rank (see weights/shared_memory.py); only the last call has a version."""
+        """Sends tensors, one payload per tp rank (weights/shared_memory.py); only the last call passes a version."""
         raise NotImplementedError
 
     async def _update(
@@ -178,7 +178,7 @@ class ServerClient(Connection, ABC):
 
 
 async def abort_at(clients: Iterable[ServerClient], rid: str = "", *, abort_all: bool = False) -> None:
-    """Calls each client's `abort`; ignores failures, and waits at most `ABORT_TIMEOUT_S`."""
+    """Aborts the requests at each server; ignores failures, and waits at most `ABORT_TIMEOUT_S`."""
 
     async def abort(client: ServerClient) -> None:
         with contextlib.suppress(EngineError, asyncio.TimeoutError):

@@ -1,7 +1,7 @@
 """Connection: HTTP to one server, with deadlines and retries; every failure names the server.
 
-Failed connections, 5xx answers and answers that are not JSON are retried after a wait that doubles, unless repeating
-the request would do harm. A request to a busy server or balancer is repeated until the deadline, after the time in
+Failed connections, 5xx answers and answers that are not JSON are retried after a wait that doubles each time, unless a
+repeated request would do harm. A request to a busy server or balancer is repeated until the deadline, after the time in
 `Retry-After` if there is one; other 4xx answers are final. Generation and control have separate connections, so that a
 pause never queues behind 4,096 generations.
 """
@@ -37,13 +37,13 @@ BUSY_S = 30.0  # warn if a request has been refused as busy for this long
 _NOT_TAKEN = (408, 425, 429, 503)  # the request was refused before it was read, so repeating it does no harm
 _SLICE_BYTES = 2**18  # a large body is sent in slices of this size
 _MAX_ANSWER_BYTES = 2**30
-MAX_CONNECTIONS = 4096  # concurrent generations per server; more of them queue here
-_KEPT_FILES = 128  # reserved for files, and for pipes and sockets of rewards and agents
+MAX_CONNECTIONS = 4096  # concurrent generations per server; others queue here
+_KEPT_FILES = 128  # open files reserved for other uses, such as pipes and sockets of rewards and agents
 CONTROL_CONNECTIONS = 16  # per server
 
 
 def raise_open_files() -> int:
-    """Raises this process's limit of open files as far as the system permits; returns the new limit."""
+    """Raises this process's limit on open files as far as the system permits; returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -51,13 +51,13 @@ def raise_open_files() -> int:
 
 
 def connections_within(limit: int, num_servers: int) -> int:
-    """Returns how many requests per server may be in flight within this limit of open files."""
+    """Returns how many requests per server may be in flight within this limit on open files."""
     num_open = sum(1 for _ in Path("/dev/fd").iterdir())
     return max(1, (limit - num_open - _KEPT_FILES) // max(1, num_servers) - CONTROL_CONNECTIONS)
 
 
 def connections_to_each(num_servers: int) -> int:
-    """Returns how many requests per server may be in flight; warns if the limit of open files reduces the number."""
+    """Returns how many requests per server may be in flight; warns if the limit on open files reduces the number."""
     limit = raise_open_files()
     num = min(MAX_CONNECTIONS, connections_within(limit, num_servers))
     if num < MAX_CONNECTIONS:
@@ -72,7 +72,7 @@ def connections_to_each(num_servers: int) -> int:
 
 
 def is_out_of_files(error: BaseException | None) -> bool:
-    """Whether this process or machine could not open another file, so the server is not the cause."""
+    """Whether the cause is this process's or machine's limit on open files, not the server."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
@@ -90,8 +90,8 @@ class ServerRefused(EngineError):
         return self.status in BUSY
 
     @property
-    def is_passing(self) -> bool:
-        """Whether another server may accept the same request, or this one later."""
+    def is_temporary(self) -> bool:
+        """Whether another server, or this server later, may accept the same request."""
         return self.status >= 500 or self.is_busy
 
 
@@ -103,15 +103,15 @@ NO_ANSWER = (EngineUnreachable, EngineTimeout, ServerRefused, OutOfFiles)  # a l
 
 
 class Connection:
-    """HTTP to one server, from one event loop at a time; after `close` the next request opens new connections.
+    """HTTP to one server, from one event loop at a time; after `close`, the next request opens new connections.
 
-    A subclass sets the program's name for messages, and the path that generates.
+    A subclass sets the program's name for messages, and the path of generations.
 
     Args:
         token: the server's API key; None if it has none.
-        num_retries: for requests that may be repeated.
-        backoff_s: wait before the first retry; doubled each time up to 5 s, with jitter.
-        max_connections: concurrent generations; more of them queue here.
+        num_retries: of requests that may be repeated.
+        backoff_s: wait before the first retry; doubles each time up to 5 s, with jitter.
+        max_connections: concurrent generations; others queue here.
     """
 
     generate_path = "/generate"
@@ -156,15 +156,15 @@ class Connection:
     ) -> Any:
         """Returns the answer, parsed by `read`; a `timeout_s` of 0 means `timeouts.generate_s` or `timeouts.request_s`.
 
-        A retry of a generation or batch gets a new random `rid` in `body`, since the server may still run the old one.
+        A retry of a generation or batch gets a new random `rid` in `body`: the server may still be running the old one.
 
         Args:
-            headers: the answer's headers are added to it, with names in lower case.
+            headers: a dict that receives the answer's headers, with lower-case names.
 
         Raises:
             ServerRefused: if the server answers with an error.
-            EngineUnreachable: if there is no connection, or the answer is not JSON.
-            EngineTimeout: at the deadline.
+            EngineUnreachable: if no connection can be opened, or the answer is not JSON.
+            EngineTimeout: if the deadline passes.
             OutOfFiles: if this process cannot open another connection.
         """
         kind = "generate" if path == self.generate_path else "control"
@@ -178,12 +178,12 @@ class Connection:
                 return await self._attempt(method, path, body, timeout_s, kind, read, headers)
             except EngineError as error:
                 # A missed deadline is final: the caller has waited long enough, and the server may still be working.
-                is_passing = isinstance(error, EngineUnreachable | OutOfFiles)
-                is_passing |= isinstance(error, ServerRefused) and error.is_passing
-                may_repeat = attempt < retries and is_passing
+                is_temporary = isinstance(error, EngineUnreachable | OutOfFiles)
+                is_temporary |= isinstance(error, ServerRefused) and error.is_temporary
+                may_repeat = attempt < retries and is_temporary
                 if isinstance(error, ServerRefused) and error.is_busy:
                     wait_s = max(wait_s, error.retry_after_s)
-                    # A caller that sends a generation without retries tries other servers itself.
+                    # The caller of a generation without retries tries other servers itself.
                     is_harmless = retries > 0 or (kind == "control" and error.status in _NOT_TAKEN)
                     busy_s = time.monotonic() - start + wait_s
                     may_repeat = is_harmless and busy_s < timeout_s
@@ -218,7 +218,7 @@ class Connection:
             log.warning("Still waiting for a server that refuses requests as busy: %s", error)
 
     def describe(self) -> str:
-        """Returns what the server last answered, for messages."""
+        """Describes the server's last answer, for messages."""
         if self.last_answer_at is None:
             return f"{self.name} has never answered"
         return f"{self.name} last answered {self._last_path} {time.monotonic() - self.last_answer_at:.1f} s ago"
@@ -237,7 +237,7 @@ class Connection:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.timeouts.request_s)
         data: Any = json.dumps(body).encode() if isinstance(body, dict) else body
         headers = None
-        if isinstance(body, bytes):  # large, so sent in slices, between which other requests continue
+        if isinstance(body, bytes):  # large, so sent in slices, so that other requests continue in between
             data, headers = _slices(body), {"Content-Length": str(len(body))}
         num_closes = self._num_closes
         try:
@@ -253,7 +253,7 @@ class Connection:
             if task is None or task.cancelling() or self._num_closes == num_closes:
                 raise
             raise EngineUnreachable(f"The connection to {self.name} was closed before it accepted {name}.") from error
-        except aiohttp.ServerTimeoutError as error:  # deadline of the connection; that of the request is below
+        except aiohttp.ServerTimeoutError as error:  # the connection's deadline; the request's deadline is below
             raise EngineUnreachable(
                 f"{self.name} accepted no connection for {name} within engine.timeouts.request_s="
                 f"{self.timeouts.request_s:g}; {self.describe()}. It may hang, or have too many connections."
@@ -298,7 +298,7 @@ class Connection:
         if (status, path) in self.hints:
             return self.hints[status, path]
         if status in (401, 403):
-            problem = "does not accept this token" if self._headers else "requires a token, and this run has none"
+            problem = "does not accept this token" if self._headers else "requires a token, but this run has none"
             return f"The server {problem}. Set {TOKEN_VARIABLE} to the API key that it was started with."
         return "Check the server's log." if status >= 500 or status in BUSY else "Fix the request."
 

@@ -2,15 +2,15 @@
 
 Two objects hold its settings. Each start makes the other parts, each of which uses those above it:
 
-    ServerSource, WeightDelivery   which servers there are; how weights reach them
+    ServerSource, WeightDelivery   the servers; how weights reach them
     ServerFleet, HomeLoop          the servers' states, and the event loop of everything below
-    Members, Leader                changes of a single server; requests of other processes
+    Members, Leader                changes of single servers; requests from other processes
     RequestLoop                    generate ─► a server, despite failures
     WeightLoader                   load_weights ─► all servers, verified
-    Watch                          losses, returns, joins
+    Watch                          servers that are lost, return, join or leave
 
-The loop is the controller's (`attach`, `detach`); without a controller the engine runs its own. `start`,
-`load_weights`, `score`, `release_memory` and `close` are called from other threads.
+The loop is the controller's (`attach`, `detach`); without a controller, the engine starts one. `start`, `load_weights`,
+`score`, `release_memory` and `close` are called from other threads.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ from lightrl.weights import Bucket, SharedFolder, block_fp8
 class ServerEngine(RolloutEngine):
     """A rollout engine on one or more servers of one kind.
 
-    The servers are those at `urls`; or `servers` of them, started on this machine and restarted when they die; or, with
-    neither, those in LIGHTRL_SERVER_ADDRS (or AREAL_LLM_SERVER_ADDRS): host:port, separated by commas. An address such
-    as `file:///shared/servers` is a registry: servers that announce themselves there join and leave during the run.
-    Started servers get the GPUs that the trainer does not use, or the trainer's GPUs if colocated.
+    The servers are those at `urls`; or a number of `servers` that are started on this machine and restarted when they
+    die; or, with neither, those in LIGHTRL_SERVER_ADDRS (or AREAL_LLM_SERVER_ADDRS): host:port, separated by commas. An
+    address such as `file:///shared/servers` is a registry: servers announce themselves there, and join and leave during
+    the run. Started servers get the GPUs that the trainer does not use, or the trainer's GPUs if colocated.
 
     A request goes to the server with the fewest outstanding tokens, a session's turns to the one that has its prefix.
     If a server is lost, hangs or fails (5xx), its requests continue on other servers with their tokens so far; no token
@@ -71,14 +71,14 @@ class ServerEngine(RolloutEngine):
     Args:
         urls: addresses of running servers, such as `http://host:30000`, or the address of a registry.
         servers: how many to start on this machine.
-        tp: number of GPUs of each started server.
-        server_args: arguments for started servers, by the server's own names.
+        tp: number of GPUs per started server.
+        server_args: arguments for started servers, by the server's argument names.
         transport: how weights are sent: `disk`, `distributed` (NCCL, or gloo on the CPU), `tensor` (same host; uses a
             pickle, see weights/shared_memory.py), `delta` (only what changed, through weight receivers) or `cuda_ipc`
-            (same GPUs; also a pickle; not tested yet). They are sent in the servers' dtype if all report the same.
-        router: chooses the server of a request: `smg` starts SGLang's gateway on this machine (pip install smg); an
-            address is that of a running gateway that no other run uses; None lets the engine choose. Only generations
-            go through it.
+            (same GPUs; also a pickle; not tested yet). Weights have the servers' dtype if all report the same.
+        router: what chooses a request's server: `smg` starts SGLang's gateway on this machine (pip install smg); an
+            address names a running gateway that no other run uses; None lets the engine choose. Only generations go
+            through a gateway.
         weight_folder: folder of the disk transport, visible to trainer and servers under this path; None uses a
             temporary folder on this machine.
         trainer_host: address of this machine that remote servers connect to for `distributed`; None uses the one on the
@@ -96,8 +96,8 @@ class ServerEngine(RolloutEngine):
     continues_completions = can_drop_replicas = True
     probe_every_n_loads = 1
     parameter_names = "checkpoint"
-    is_quantized: bool = False  # the servers get linear weights in block FP8
-    client_type: type[ServerClient]  # set by each kind
+    is_quantized: bool = False  # whether the servers get linear weights in block FP8
+    client_type: type[ServerClient]  # set by each subclass
     process_type: type[ModelProcess]
     broadcast_type: type[BroadcastTransport] = BroadcastTransport
     gpu_transports: tuple[TransportName, ...] = ("cuda_ipc",)
@@ -147,7 +147,7 @@ class ServerEngine(RolloutEngine):
         self.router = router
         self.record_routes = record_routes
         self.timeouts = timeouts
-        self.fleet = ServerFleet()  # this and what follows is made anew at each start
+        self.fleet = ServerFleet()  # this and the following are new at each start
         self._home = HomeLoop(self.fleet.describe)
         self._members: Members | None = None
         self._loader: WeightLoader | None = None
@@ -155,12 +155,12 @@ class ServerEngine(RolloutEngine):
 
     @property
     def last_sync(self) -> SyncReport | None:
-        """The outcome of the last load for each server."""
+        """The outcome of the last load at each server."""
         return self._loader.last_report if self._loader is not None else None
 
     @property
     def loader(self) -> WeightLoader:
-        """The started engine's loader of weights, which also has its requests; raises EngineError if it is closed."""
+        """The weight loader, which also has the request loop; raises EngineError if the engine is not running."""
         if not self._is_open or self._loader is None:
             raise EngineError(f"{type(self).__name__} is closed. Start it, or create a new one.")
         return self._loader
@@ -195,11 +195,11 @@ class ServerEngine(RolloutEngine):
             entry_point("gateway").check_installed(self.router)
 
     def start_args(self, columns: Collection[str]) -> dict[str, Any]:
-        """Returns arguments for servers started here, which these settings and the columns to return require."""
+        """Returns the arguments that these settings and the columns to return require of servers started here."""
         return {}
 
     def dtype_of_auto(self, config: PretrainedConfig) -> torch.dtype:
-        """Returns the dtype that these servers use for a model of this config if their dtype is `auto`."""
+        """Returns the dtype that these servers use for a model with this config if their dtype is `auto`."""
         return getattr(config, "dtype", None) or torch.float32
 
     def start(self, config: PretrainedConfig) -> None:
@@ -264,7 +264,7 @@ class ServerEngine(RolloutEngine):
         self._home.forget()
 
     def close(self) -> None:
-        """Ends requests in flight and the servers that were started here; an error in one step skips no other."""
+        """Stops requests in flight and the servers that were started here; if one step fails, the others still run."""
         was_open, self._is_open = self._is_open, False
         if not was_open:
             return
@@ -278,7 +278,7 @@ class ServerEngine(RolloutEngine):
         )
 
     async def _leave_loop(self, *, for_good: bool = False) -> None:
-        """Ends requests, watches and connections."""
+        """Stops requests and watches, and closes connections."""
         try:
             await self._home.end_tasks()
         finally:
@@ -290,16 +290,16 @@ class ServerEngine(RolloutEngine):
         return {"running": traffic.num_running, "waiting": traffic.num_waiting}
 
     async def generate(self, token_ids: list[int], sampling: Sampling, **request: Any) -> list[Completion]:
-        """Generates as RolloutEngine says; waits at most `timeouts.generate_s` for each request to a server."""
+        """Implements `RolloutEngine.generate`; waits at most `timeouts.generate_s` for each request to a server."""
         requests = self.loader.requests
         if self.weight_version < 0:
             raise EngineError(f"{type(self).__name__} has no weights yet. Call load_weights before the first request.")
         try:
-            return await self._home.across(requests.generate(token_ids, sampling, **request))
+            return await self._home.run(requests.generate(token_ids, sampling, **request))
         except asyncio.CancelledError:
             if self._is_open:
                 raise
-            raise EngineError(f"{type(self).__name__} was closed before the completion was finished.") from None
+            raise EngineError(f"{type(self).__name__} was closed before the completion finished.") from None
 
     def open_to_workers(self, num: int) -> tuple[Leader, Follower]:
         """Returns a leader for use on the controller's loop, and a follower to pickle and open in each worker."""
@@ -318,17 +318,17 @@ class ServerEngine(RolloutEngine):
         return [dataclasses.asdict(server.status()) for server in self.fleet.in_state()]
 
     async def unfinished(self) -> dict[int, Completion]:
-        """Aborts requests in flight, since servers return partial tokens only then; they continue after the pause."""
-        return await self._home.across(self.loader.requests.unfinished())
+        """Aborts requests in flight, because servers return partial tokens only then; `resume` continues them."""
+        return await self._home.run(self.loader.requests.unfinished())
 
     async def pause(self) -> None:
-        await self._home.across(self.loader.requests.pause())
+        await self._home.run(self.loader.requests.pause())
 
     async def resume(self) -> None:
-        await self._home.across(self.loader.requests.resume())
+        await self._home.run(self.loader.requests.resume())
 
     def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
-        """Returns logprobs by address of each server; waits for the slowest, as a request does."""
+        """Returns logprobs by server address; waits for the slowest server, up to `timeouts.generate_s`."""
         return self._home.call(self.loader.requests.score(sequences), self.timeouts.generate_s)
 
     def drop_replica(self, name: str, reason: str) -> None:

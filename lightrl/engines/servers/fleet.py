@@ -1,4 +1,4 @@
-"""ServerFleet: decides which servers may get requests, and which server a request goes to. No HTTP, no event loop.
+"""ServerFleet: decides which servers may get requests, and which server each request goes to. No HTTP, no event loop.
 
 join ─► starting ──(has the weights)──► routable ──► draining ──► forgotten
             ▲                              │
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from lightrl.engines.servers.server import ACTIVE, GONE, Server, State
 
-MAX_SESSIONS = 65536  # at this number of remembered sessions, all are forgotten
+MAX_SESSIONS = 65536  # when this many sessions are remembered, all are forgotten
 # A server that is lost this often within this many weight versions is retired.
 MAX_LOSSES, WITHIN_VERSIONS = 4, 8
 SLOW_FACTOR = 3.0  # warn of a server that takes this many times as long per token as the others
@@ -25,7 +25,7 @@ class ServerFleet:
     """The servers of an engine, and the sessions whose prefixes they hold.
 
     A server is routable only after it has acknowledged the current weights. A session stays on its server while that
-    server is routable and at most `max_lead_tokens` busier than the least busy one, about what its prefix cache saves.
+    server is routable and at most `max_lead_tokens` busier than the least busy one: about what a cached prefix saves.
     """
 
     may_grow: bool = False  # whether new servers may join
@@ -34,11 +34,11 @@ class ServerFleet:
     servers: dict[str, Server] = field(default_factory=dict)  # address → server
     weight_version: int = -1  # of all routable servers
     newest_version: int = -1  # the newest version that a server may have: that of the current or last load
-    is_loading: bool = False  # meanwhile servers may report either version
+    is_loading: bool = False  # during a load, servers may report either version
     sessions: dict[str, str] = field(default_factory=dict)  # session → server with its prefix; cleared by a load
 
     def join(self, server: Server) -> Server:
-        """Adds a server that runs but does not have this run's weights."""
+        """Adds a running server that does not have this run's weights."""
         self.servers[server.url] = server
         return server
 
@@ -50,14 +50,14 @@ class ServerFleet:
     def drain(self, server: Server) -> bool:
         """Excludes a leaving server from new requests; returns whether it still has requests to finish."""
         if server.state in ACTIVE:
-            server.state, server.reason = "draining", "it leaves"
+            server.state, server.reason = "draining", "it is leaving"
         return server.state == "draining" and server.num_requests > 0
 
     def lose(self, server: Server, reason: str, *, is_given_up: bool = False) -> bool:
-        """Marks a server as lost if it is gone or its weights are unknown; returns False if it was lost before.
+        """Marks a server as lost, because it is gone or its weights are unknown; returns False if it was lost before.
 
         A server that the engine started is restarted until it `is_given_up`; any other may return by itself. Requests
-        wait for both. A server that was lost too often is retired, unless it is the last.
+        wait for both. A server that was lost too often is retired, unless it is the last one.
         """
         if not self.has(server):
             return False
@@ -87,15 +87,15 @@ class ServerFleet:
         return self.servers.get(server.url) is server
 
     def choose(self, session: str, *, min_version: int = -1, excluded: Collection[Server] = ()) -> Server | None:
-        """Returns the server for a request of this session, or None; avoids `excluded` servers if there are others."""
+        """Returns the server for a request in this session, or None; avoids `excluded` servers if there are others."""
         eligible = [server for server in self.in_state("routable") if server.weight_version >= min_version]
         candidates = [server for server in eligible if server not in excluded] or eligible
         if not candidates:
             return None
         best = min(candidates, key=lambda server: (server.outstanding_tokens, server.num_requests))
-        home = self.servers.get(self.sessions.get(session, ""))
-        if home in candidates and home.outstanding_tokens <= best.outstanding_tokens + self.max_lead_tokens:
-            best = home
+        previous = self.servers.get(self.sessions.get(session, ""))
+        if previous in candidates and previous.outstanding_tokens <= best.outstanding_tokens + self.max_lead_tokens:
+            best = previous
         if len(self.sessions) >= MAX_SESSIONS:
             self.sessions.clear()
         self.sessions[session] = best.url
@@ -125,7 +125,7 @@ class ServerFleet:
         if was_slow or not server.is_slow:
             return None
         return (
-            f"The server at {url} takes {speed:.3g} ms for a token, the others {median:.3g} ms. Look for another "
+            f"The server at {url} takes {speed:.3g} ms per token, the others {median:.3g} ms. Look for another "
             "program on its GPU, throttling, different arguments, or a slow network."
         )
 
@@ -141,11 +141,11 @@ class ServerFleet:
         return f"{self.salt}-{weight_version}"  # vLLM accepts no slash
 
     def has_hope(self) -> bool:
-        """Whether a server is routable or may become routable without the user's help."""
+        """Whether any server is routable, or may become routable without the user's help."""
         return self.may_grow or any(
             server.state not in ("lost", "retired") or server.may_return for server in self.servers.values()
         )
 
     def describe(self) -> str:
-        """Describes each server in a clause, for messages."""
+        """Describes all servers, a clause for each, for messages."""
         return "; ".join(server.describe() for server in self.servers.values())

@@ -1,4 +1,4 @@
-"""Follower: sends requests from a process that does not control the servers; see leader.py."""
+"""Follower: sends requests to servers from a process that does not control them; see leader.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ReportServer = Callable[[str, str, str], object]  # called with the arguments of
 
 @dataclass(eq=False)
 class _FollowedMembers(Members):
-    """A copy of the leader's members; the leader decides which servers are lost."""
+    """A copy of the leader's Members; the leader decides which servers are lost."""
 
     report: ReportServer
     _suspects: set[Server] = field(default_factory=set)  # servers reported since the last state arrived
@@ -59,8 +59,8 @@ class Follower:
 
     Args:
         salt: as in ServerFleet.
-        max_connections: this process's connections to each server; more requests queue here.
-        make_router: result of the leader's `Router.for_followers`.
+        max_connections: connections from this process to each server; other requests queue here.
+        make_router: the result of the leader's `Router.for_followers`.
     """
 
     client_type: type[ServerClient]
@@ -74,7 +74,7 @@ class Follower:
     continues_completions: ClassVar[bool] = True
 
     async def open(self, report: ReportServer) -> None:
-        """Called first, on the event loop of the requests; `report` reports failed servers to the leader."""
+        """Called first, on the event loop that sends requests; `report` reports failed servers to the leader."""
         raise_open_files()
         self._fleet = ServerFleet(salt=self.salt)
         self._home = HomeLoop(self._fleet.describe, timeout_s=self.timeouts.request_s)

@@ -3,8 +3,8 @@
     RequestLoop ── /generate ──► smg ──► one of its workers
     Gateway.keep ── /workers ──► smg     keeps exactly the routable servers as workers
 
-Requests therefore reach only servers whose current weights are verified. Paths and fields are those of smg 1.13.0. A
-deleted worker gets no new requests; it is listed as `draining` for 5 seconds, and cannot be added again meanwhile.
+So requests reach only servers whose current weights are verified. Paths and fields are those of smg 1.13.0. A deleted
+worker gets no new requests; for 5 seconds it is listed as `draining` and cannot be added again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from smg.launch_router import main
 sys.argv.append("--api-key=" + os.environ.pop({TOKEN_VARIABLE!r}))
 main()
 """
-# lightrl retries requests itself and knows which servers are alive; a server paused for a sync is not overloaded.
+# lightrl itself retries requests and knows which servers are alive; a server paused for a sync is not overloaded.
 _ARGUMENTS = [
     "--disable-retries", "--disable-circuit-breaker", "--disable-health-check", "--disable-worker-overload-protection",
     "--worker-stall-secs=1000000", "--worker-wedge-secs=1000000", "--request-timeout-secs=1000000",
@@ -54,7 +54,7 @@ _ARGUMENTS = [
 _SERVER_HEADER = "x-smg-routed-worker-id"
 _NOT_FOUND, _CONFLICT = 404, 409
 _SETTLING_S, _SETTLED_S = 0.1, 1.0  # intervals between checks of its workers
-_CUT_AFTER_S = 1.0  # how long requests to a lost server, and then to the others, may take to end by themselves
+_CUT_AFTER_S = 1.0  # how long aborted requests to a lost server, and then to the others, may take to return
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class GatewayState:
 
     serving: frozenset[str] = frozenset()  # servers to which it may send a request
     problem: str = ""  # why it cannot be used
-    num_cuts: int = 0  # how often the connections of all requests were closed
+    num_cuts: int = 0  # how often all connections were closed
 
 
 class Gateway(Connection, Router):
-    """A gateway that only this run uses; it counts its servers' requests itself.
+    """A gateway that only this run uses; the gateway itself counts the requests at each server.
 
     Args:
         token: API key of the gateway and the servers; None if they have none.
@@ -104,7 +104,7 @@ class Gateway(Connection, Router):
         self.state = state
 
     def note_loads(self, loads: Iterable[tuple[str, int, int]]) -> None:
-        """Does nothing, because `settle` reads the loads from the gateway."""
+        """Does nothing, because `settle` reads each server's load from the gateway."""
 
     def may_reach(self, server: Server, *states: State) -> list[Server]:
         return self.fleet.in_state(*states)
@@ -129,7 +129,7 @@ class Gateway(Connection, Router):
 
     @classmethod
     def opened(cls, router: str, source: ServerSource, fleet: ServerFleet, timeouts: Timeouts) -> Gateway:
-        """Returns the gateway that `router` names, or starts one, which `source` keeps running; it has their token."""
+        """Returns the gateway at `router`; or starts one with the servers' token, which `source` keeps running."""
         if router != "smg":
             return cls(as_url(router), source.token, fleet, timeouts=timeouts)
         process = smg_process(source.token)
@@ -156,7 +156,7 @@ class Gateway(Connection, Router):
         return answer, url
 
     async def keep(self, home: HomeLoop) -> None:
-        """Keeps the gateway's workers equal to the routable servers, as long as the engine runs."""
+        """Keeps the gateway's workers equal to the routable servers while the engine runs."""
         while True:
             before = self.state
             await self.settle()
@@ -168,20 +168,20 @@ class Gateway(Connection, Router):
     async def settle(self) -> None:
         """Sets the gateway's workers to the routable servers; if that fails, sets `state.problem`."""
         try:
-            serving, problem = await self._settle(), ""
+            serving, problem = await self._update_workers(), ""
         except EngineError as error:
             serving, problem = frozenset[str](), str(error)
-            if isinstance(error, EngineTimeout):  # the gateway hangs, and so do its requests
+            if isinstance(error, EngineTimeout):  # the gateway hangs, and its requests with it
                 await self.cut()
         if bool(problem) != bool(self.state.problem):
             log.warning("%s", problem or f"{self.name} answers again.")
         self.state = replace(self.state, serving=serving, problem=problem)
 
-    async def free(self, server: Server, home: HomeLoop) -> None:
-        home.spawn(abort_at([server.client], abort_all=True))  # in case it is alive; its answers are ignored
+    async def fail_requests(self, server: Server, home: HomeLoop) -> None:
+        home.spawn(abort_at([server.client], abort_all=True))  # in case the server is alive; its answers are ignored
         await asyncio.sleep(_CUT_AFTER_S)
         await self.settle()
-        if self.fleet.has(server) and server.num_requests:  # the server hangs, and its requests are unknown
+        if self.fleet.has(server) and server.num_requests:  # it hangs, and we cannot tell which requests it has
             await abort_at([other.client for other in self.fleet.in_state("routable")], abort_all=True)
             await asyncio.sleep(_CUT_AFTER_S)  # meanwhile the other servers return their tokens so far
             await self.cut()
@@ -192,7 +192,7 @@ class Gateway(Connection, Router):
         self.state = replace(self.state, num_cuts=self.state.num_cuts + 1)
         await self.close()
 
-    async def _settle(self) -> frozenset[str]:
+    async def _update_workers(self) -> frozenset[str]:
         timeout_s = min(self.timeouts.hang_s, self.timeouts.request_s)
         answer = await self.request("GET", "/workers", timeout_s=timeout_s)
         try:
@@ -220,7 +220,7 @@ class Gateway(Connection, Router):
         try:
             await self.request(method, path, body, read=None)
         except ServerRefused as error:
-            if error.status not in (_NOT_FOUND, _CONFLICT):  # these mean already done, or in progress
+            if error.status not in (_NOT_FOUND, _CONFLICT):  # these mean that it is already done, or in progress
                 raise
 
 

@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _CANCEL_AGAIN_S = 1.0
-_ENDED = "The engine's event loop ended. The log, or the previous error, says why."
+_ENDED = "The engine's event loop stopped. The log, or the previous error, says why."
 
 
 class HomeLoop:
-    """The controller's event loop, or an own loop in a thread while there is no controller.
+    """The controller's event loop, or a private loop in a thread while there is no controller.
 
-    When the loop changes, tasks of `spawn` and tasks inside `counted` are cancelled, and coroutines of `keep` start
-    again on the new loop.
+    When the loop changes, tasks from `spawn` and tasks inside `cancelled_with_loop` are cancelled, and coroutines from
+    `keep` start again on the new loop.
 
     Args:
         describe: describes the servers, for the error about a missed deadline.
@@ -44,8 +44,8 @@ class HomeLoop:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop; starts an own loop if there is none. Raises EngineError after `close`."""
-        if self._is_closed:  # a thread that is late must not start a loop that nothing ends
+        """The loop; starts a private one if there is none. Raises EngineError after `close`."""
+        if self._is_closed:  # a late thread must not start a loop that nothing would stop
             raise EngineError("The engine is closed.")
         if self._loop is None:
             self._own_thread = LoopThread(
@@ -57,7 +57,7 @@ class HomeLoop:
         return self._loop
 
     async def move_here(self, leave: Callable[[], Work[None]]) -> None:
-        """Makes the running loop the home. If the home was an own loop, runs `leave` there and ends it."""
+        """Makes the running loop the home. If the home was a private loop, runs `leave` there and stops it."""
         here = asyncio.get_running_loop()
         old, thread = self._loop, self._own_thread
         if old is here:
@@ -69,13 +69,13 @@ class HomeLoop:
         self._enter(here)
 
     def forget(self) -> None:
-        """Forgets the loop, which is about to end."""
+        """Forgets the loop, which is about to stop."""
         self._loop = None
 
     def close(self, leave: Callable[[], Work[None]]) -> None:
-        """Runs `leave` on the loop, from another thread, and ends an own loop.
+        """Runs `leave` on the loop, from another thread, and stops a private loop.
 
-        If the loop does not answer in time or is already ending, `leave` does not run; its requests end with it.
+        If the loop does not answer in time or is already stopping, `leave` does not run; its requests end with it.
         """
         loop, thread = self._loop, self._own_thread
         try:
@@ -92,7 +92,7 @@ class HomeLoop:
     async def end_tasks(self) -> None:
         """Cancels all tasks and waits for them; called on the loop.
 
-        Repeats this for tasks that continue: aiohttp swallows a cancellation that arrives when its timeout expires.
+        Cancels again the tasks that continue: aiohttp swallows a cancellation that arrives as its timeout expires.
         """
         me = asyncio.current_task()
         while tasks := [task for task in self._tasks if task is not me and not task.done()]:
@@ -107,7 +107,7 @@ class HomeLoop:
             self._start_soon(start)
 
     def call(self, coroutine: Work[_T], timeout_s: float) -> _T:
-        """Runs a coroutine on the loop, from another thread; raises EngineError if the loop ends meanwhile."""
+        """Runs a coroutine on the loop, from another thread; raises EngineError if the loop stops meanwhile."""
         future, loop = self._submit(coroutine)
         deadline_s = time.monotonic() + timeout_s
 
@@ -128,8 +128,8 @@ class HomeLoop:
         finally:
             future.cancel()  # no effect if it is done
 
-    async def across(self, coroutine: Work[_T]) -> _T:
-        """Runs a coroutine on the loop, from any loop."""
+    async def run(self, coroutine: Work[_T]) -> _T:
+        """Runs a coroutine on the loop, from this or any other loop."""
         if self._loop is asyncio.get_running_loop():
             return await coroutine
         return await asyncio.wrap_future(self._submit(coroutine)[0])
@@ -166,8 +166,8 @@ class HomeLoop:
         return task
 
     @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
-        """Inside, the current task is cancelled when the loop changes."""
+    def cancelled_with_loop(self) -> Iterator[None]:
+        """Context in which the current task is cancelled when the loop changes."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)

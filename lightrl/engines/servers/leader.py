@@ -1,9 +1,9 @@
 """Leader: lets other processes send requests to the servers that this process controls; see also follower.py.
 
     rank 0: engine, Leader ── FleetState: servers, gate ─────────────► Follower ── /generate ──► servers
-                                 ◄── FollowerState; servers that failed ────
+                                 ◄── FollowerState; failed servers ─────────
 
-A follower chooses servers and repeats failed requests as the engine does, from the state that the leader sends. The
+A follower chooses servers and repeats failed requests as the engine does, based on the state that the leader sends. The
 leader decides whether a server is lost and when requests may begin.
 """
 
@@ -21,13 +21,13 @@ from lightrl.engines.servers.server import ServerStatus
 
 @dataclass
 class Traffic:
-    """The requests in flight, of this process or of all its followers, and whether new requests may begin."""
+    """The requests in flight, from this process or from all its followers, and whether new requests may begin."""
 
     num_running: int = 0  # completions that a server is generating
     num_waiting: int = 0  # completions that wait for the gate or for a server
     is_held: bool = False  # requests wait for a load to end
     is_paused: bool = False
-    has_minimum: bool = False  # a request has min_new_tokens; abort it, since servers count from 0 after a pause
+    has_minimum: bool = False  # a request has min_new_tokens: abort it, because servers recount from 0 after a pause
 
     @property
     def is_open(self) -> bool:
@@ -36,7 +36,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class FleetState:
-    """The state that followers get; it is pickled."""
+    """The leader's state, which is pickled and sent to followers."""
 
     weight_version: int
     newest_version: int
@@ -48,7 +48,7 @@ class FleetState:
 
 @dataclass(frozen=True)
 class FollowerState:
-    """The state that a follower answers with."""
+    """A follower's state, which it answers to the leader."""
 
     num_running: int = 0  # completions that a server is generating
     has_minimum: bool = False  # whether a request had `min_new_tokens`
@@ -59,11 +59,11 @@ class FollowerProcesses(Protocol):
     """The leader's connection to all followers."""
 
     async def notify(self) -> None:
-        """Returns when each follower has the leader's state and has answered with its own, or has ended."""
+        """Returns when each follower has the leader's state and has answered with its own state, or has exited."""
         ...
 
     def post(self) -> object:
-        """Sends the leader's state without waiting."""
+        """Sends the leader's state without waiting for answers."""
         ...
 
 
@@ -78,7 +78,7 @@ class Leader:
     _posting: asyncio.Task[Any] | None = None
 
     def lead(self, followers: FollowerProcesses | None) -> None:
-        """Lets these processes send all requests, until it is called with None."""
+        """Lets these processes send all requests, until called with None."""
         if self._posting is not None:
             self._posting.cancel()
         self._followers = followers
@@ -90,7 +90,7 @@ class Leader:
             followers.post()
 
     async def notify(self) -> None:
-        """Returns when all followers have the current state and have answered with theirs."""
+        """Returns when all followers have the current state and have answered with their own."""
         if self._followers is not None:
             await self._followers.notify()
 

@@ -1,4 +1,4 @@
-"""Members: changes the states of servers (reached, lost, drained) when `Watch` or a request calls it."""
+"""Members: changes the states of servers (reached, lost, drained); called by `Watch` and by requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 @dataclass(eq=False)
 class Members:
-    """Changes the fleet together with the connections to its servers; used on the home loop."""
+    """Changes the fleet, and with it the connections to its servers; used on the home loop."""
 
     home: HomeLoop
     fleet: ServerFleet
@@ -49,10 +49,10 @@ class Members:
         await self.router.reach()
 
     async def identify_all(self) -> None:
-        """Reads every server's identity. A server that does not answer is asked again at the first load.
+        """Reads every server's identity. If a server does not answer, the first load asks it again.
 
         Raises:
-            EngineError: if a server was started without arguments that rollouts need.
+            EngineError: if a server was started without an argument that rollouts need.
         """
 
         async def identify(server: Server) -> None:
@@ -71,7 +71,7 @@ class Members:
                 return
             except EngineError as error:
                 waited_s = time.monotonic() - start
-                is_fatal = _is_other_program(error) or (_is_nowhere(error) and waited_s > _WARN_AFTER_S)
+                is_fatal = _is_other_program(error) or (_is_unreachable(error) and waited_s > _WARN_AFTER_S)
                 if is_fatal or waited_s > self.timeouts.startup_s:
                     raise
                 if server.process is None and waited_s > warn_after_s:
@@ -93,16 +93,16 @@ class Members:
                     "No server is left; requests wait up to engine.timeouts.startup_s=%g s for one to return.",
                     self.timeouts.server_wait_s,
                 )
-            self.home.spawn(self._free(server))
+            self.home.spawn(self._fail_requests(server))
         self.home.wake()
 
-    async def _free(self, server: Server) -> None:
-        """Makes the requests at a lost server fail."""
+    async def _fail_requests(self, server: Server) -> None:
+        """Makes the requests to a lost server fail."""
         await server.client.close()
-        await self.router.free(server, self.home)
+        await self.router.fail_requests(server, self.home)
 
-    def check_hope(self, since: float) -> None:
-        """Raises EngineError if no server can become routable, or `server_wait_s` have passed since this time."""
+    def check_wait(self, since: float) -> None:
+        """Raises EngineError if waiting is futile: no server can become routable, or `server_wait_s` have passed."""
         limit_s = self.timeouts.server_wait_s
         is_late = time.monotonic() - since > limit_s
         if is_late and self.fleet.urls("routable") and not self.router.can_send():
@@ -122,10 +122,10 @@ class Members:
             )
 
     async def wait_for_any(self) -> None:
-        """Waits for a server that may get weights, at most `server_wait_s`."""
+        """Waits at most `server_wait_s` until there is a server that may get weights."""
         since = time.monotonic()
         while not self.fleet.in_state(*ACTIVE):
-            self.check_hope(since)
+            self.check_wait(since)
             await self.home.wait_for_change(1.0)
 
     async def check(self, server: Server) -> None:
@@ -144,7 +144,7 @@ class Members:
         """Returns the servers' common dtype if it is narrower than float32; None means the trainer's dtype.
 
         Args:
-            auto: what `auto` means on servers that the engine started; another server's config may differ.
+            auto: the meaning of `auto` on servers that the engine started; other servers may have another config.
         """
         dtypes = set()
         for server in self.fleet.in_state():
@@ -154,7 +154,7 @@ class Members:
         return None if dtype == torch.float32 else dtype
 
     async def drain(self, server: Server) -> None:
-        """Moves a leaving server's requests to other servers, for at most `request_s`, and forgets the server."""
+        """Moves a leaving server's requests to other servers within `request_s`, then forgets the server."""
         deadline = time.monotonic() + self.timeouts.request_s
         self.fleet.drain(server)
         await self.router.settle()
@@ -181,12 +181,12 @@ class Members:
 def _is_other_program(error: EngineError) -> bool:
     """Whether another program answered: it refused the request or the token, or did not send JSON."""
     if isinstance(error, ServerRefused):
-        return not error.is_passing
+        return not error.is_temporary
     return isinstance(error.__cause__, (TypeError, ValueError, aiohttp.ClientResponseError))
 
 
-def _is_nowhere(error: EngineError) -> bool:
-    """Whether the address cannot be reached: its name is unknown, or there is no route."""
+def _is_unreachable(error: EngineError) -> bool:
+    """Whether the address cannot be reached: the host is unknown, or there is no route to it."""
     cause = error.__cause__
     cause = cause.os_error if isinstance(cause, aiohttp.ClientConnectorError) else cause
     return isinstance(cause, socket.gaierror) or getattr(cause, "errno", None) in _NO_ROUTE

@@ -4,9 +4,9 @@
                           is_leaving: true ───────────────────────────────────► requests move to other servers
                           waits until the file is removed ◄───────────────────  when the server is unused
 
-Runs read a server's model, weight version and identity from the server itself. Hosts' clocks are not compared: an entry
-is alive while its content changes, by the reader's clock. An entry older than the reader may belong to a server that
-was killed, so it counts only after it has changed.
+Runs read a server's model, weight version and identity from the server itself. The clocks of hosts are not compared: an
+entry is alive while its content keeps changing, by the reader's clock. An entry that is older than the reader may
+belong to a killed server, so it counts only after it has changed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ServerEntry:
 
 
 class Announcement:
-    """Keeps servers' entries in the registry up to date, in a thread, until `leave`."""
+    """A thread that keeps the entries of servers in the registry up to date, until `leave`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -61,9 +61,9 @@ class Announcement:
         self._thread.start()
 
     def leave(self, timeout_s: float = 30.0) -> bool:
-        """Waits until runs have moved their requests to other servers; returns False if that takes over `timeout_s`.
+        """Waits until runs have moved their requests to other servers; returns False if `timeout_s` is not enough.
 
-        With a timeout of 0, removes the entries at once.
+        With a timeout of 0, the entries are removed at once.
         """
         if not self._thread.is_alive() or not timeout_s:
             self.end()
@@ -112,7 +112,7 @@ class Announcement:
 
 @dataclass
 class Registry:
-    """Reads the entries. Calls may block on the file system, so make them in a thread."""
+    """Reads the entries. Its methods may block on the file system, so call them in a thread."""
 
     folder: Path
     num_expected: int = 1  # how many servers a run waits for when it starts
@@ -136,10 +136,10 @@ class Registry:
         return servers
 
     def wait_for_servers(self, timeout_s: float) -> list[ServerEntry]:
-        """Waits for the expected number of servers and returns them; after `timeout_s`, returns those that there are.
+        """Waits at most `timeout_s` for the expected number of servers, then returns the announced ones.
 
         Raises:
-            EngineTimeout: if there are none by then.
+            EngineTimeout: if none has announced itself by then.
         """
         deadline = time.monotonic() + timeout_s
         while len(entries := [entry for entry in self.read().values() if not entry.is_leaving]) < self.num_expected:
@@ -160,10 +160,10 @@ class Registry:
 
 
 def registry_at(urls: Sequence[str] | None) -> Registry | None:
-    """Returns the registry at a URL like `file:///shared/servers` or `file:///shared/servers?servers=4`, else None.
+    """Returns the registry for a URL like `file:///shared/servers` or `file:///shared/servers?servers=4`, else None.
 
     Raises:
-        ValueError: if there are other addresses too, or the path is not absolute.
+        ValueError: if there are also other addresses, or the path is not absolute.
     """
     if not any(url.startswith(SCHEME) for url in urls or ()):
         return None

@@ -1,6 +1,6 @@
 """CompletionDraft: a completion in progress, which may take several requests; Answer: a server's answer. No I/O.
 
-After an abort for a sync, or the loss of its server, the next request has the tokens so far in its prompt.
+If a sync aborts a request, or its server is lost, the prompt of the next request includes the tokens so far.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Answer:
     finish: str = "abort"
     columns: Mapping[str, TokenArray[Any]] = field(default_factory=dict)
     raw_columns: Mapping[str, Any] = field(default_factory=dict)  # columns for `CompletionDraft.encoders` to encode
-    full_support: int | None = None  # size of the smallest support that may be incomplete, because no more was returned
+    full_support: int | None = None  # size of the smallest support that the server may have cut off
     rid: object = None  # id of the request that it answers
     num_read: object = None  # number of tokens that the server read
     problem: str = ""  # why the answer is unusable
@@ -62,7 +62,7 @@ def check_answers(rid: str, num_sent: int | None, answer_rid: object, num_read: 
 
 @dataclass(frozen=True)
 class NamedVersion:
-    """A weight version that servers hold under a name next to its base; the tokens of its requests get this version."""
+    """A weight version that servers hold under a name, next to its base; tokens from its requests get this version."""
 
     version: int
     name: str
@@ -79,7 +79,7 @@ class CompletionDraft:
     token_ids: TokenArray[int] = NO_IDS
     logprobs: TokenArray[float] = _NO_LOGPROBS
     weight_versions: TokenArray[int] = NO_IDS
-    columns: Mapping[str, TokenArray[Any]] = field(default_factory=dict)  # of the prompt and the tokens so far
+    columns: Mapping[str, TokenArray[Any]] = field(default_factory=dict)  # for the prompt and the tokens so far
     encoders: Mapping[str, Encode] = field(default_factory=dict)  # of the columns to request besides supports
     finish_reason: FinishReason | None = None
     attachments: Attachments | None = None
@@ -99,12 +99,12 @@ class CompletionDraft:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of the prompt and of the completion so far."""
+        """The number of tokens in the prompt and the completion so far."""
         return len(self.prompt) + len(self.token_ids)
 
     @property
     def max_tokens(self) -> int:
-        """The largest number of tokens that prompt and completion can have; it measures a server's load."""
+        """The largest possible number of tokens in prompt and completion; measures the load on a server."""
         return len(self.prompt) + self.sampling.max_new_tokens
 
     def add(
@@ -119,7 +119,7 @@ class CompletionDraft:
         if (named := self.named_version) is not None:
             if other := sorted({version for version, _ in versions.runs()} - {named.base_version}):
                 raise MalformedAnswer(
-                    f"{server} generated with base {other}, but {named.name} belongs to base {named.base_version}."
+                    f"{server} generated with base version {other}, but {named.name} needs base {named.base_version}."
                 )
             versions = TokenArray.of_runs([(named.version, len(token_ids))], "i")
         if token_ids and max(token_ids) >= self.vocab_size:
@@ -154,8 +154,8 @@ class CompletionDraft:
             if self.sampling.is_truncated and (answer.full_support or self.vocab_size) < self.vocab_size:
                 raise MalformedAnswer(
                     f"{server} returns only the {answer.full_support} most likely tokens, but may have sampled from "
-                    f"more, because others are as likely as token {self.sampling.max_support}. Use another top_k or "
-                    "top_p, or SGLangEngine."
+                    f"more, because others are as likely as token {self.sampling.max_support}. Use a different top_k "
+                    "or top_p, or SGLangEngine."
                 )
             self.columns = extended(self.columns, self.num_tokens, columns, len(token_ids))
         self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
@@ -167,17 +167,17 @@ class CompletionDraft:
             self.finish_reason = "length"
         elif token_ids and self._is_end(token_ids[-1]):  # SGLang may abort a request before it notices the stop token
             self.finish_reason = "stop"
-        # Otherwise it continues: it was aborted, or stopped at a token that stops in the model's config only.
+        # Otherwise it continues: it was aborted, or stopped at an end token of the model's config that sampling omits.
 
     def check(self, answer: Answer, server: str, rid: str, oldest: int, newest: int) -> None:
         """Raises MalformedAnswer if this answers another request, or reports weights that the server cannot have had.
 
         Args:
-            oldest, newest: the weight versions that it may have had; of the base, for a named version.
+            oldest, newest: the weight versions that the server may have had; base versions, for a named version.
         """
         if answer.problem:  # `add` reports it
             return
-        # Servers count tokens of attachments differently, and none for a request that they abort unread.
+        # Servers count the tokens of attachments differently, and count none for a request aborted before it was read.
         is_counted = self.attachments is None and (answer.num_read is not None or answer.finish != "abort")
         num_sent = self.num_tokens if is_counted else None
         check_answers(rid, num_sent, answer.rid, answer.num_read, server)
@@ -185,7 +185,7 @@ class CompletionDraft:
         if wrong := [version for version in versions if not oldest <= version <= newest]:
             raise MalformedAnswer(
                 f"{server} reports that weight versions {wrong} generated its answer, but since the request it can "
-                f"only have had {oldest} to {newest}. Look for another run that loads weights there."
+                f"only have had versions {oldest} to {newest}. Look for another run that loads weights there."
             )
 
     def completion(self) -> Completion:
@@ -198,7 +198,7 @@ class CompletionDraft:
         return Completion(self.token_ids, self.logprobs, self.weight_versions, reason, columns)
 
     def _encoded(self, answer: Answer, server: str) -> dict[str, TokenArray[Any]]:
-        """Encodes the answer's raw columns."""
+        """Encodes the answer's raw columns with `encoders`."""
         num_read = self.num_tokens + len(answer.token_ids) - 1  # the model has not read the last token
         columns = {}
         for name, encode in self.encoders.items():
@@ -208,7 +208,7 @@ class CompletionDraft:
                 columns[name] = encode(answer.raw_columns[name], num_read)
             except ValueError as error:
                 raise MalformedAnswer(
-                    f"{server} answered /generate with another model's {name}: {error}. Check that it serves the "
+                    f"{server} answered /generate with {name} of another model: {error}. Check that it serves the "
                     f"trainer's model, or set record_{name} to false."
                 ) from error
         return columns
@@ -228,7 +228,7 @@ def request_seed(seed: int, sample: int) -> int:
 
 
 def _check_numbers(token_ids: TokenArray[int], logprobs: TokenArray[float]) -> None:
-    """Raises ValueError for impossible values, which training might not notice."""
+    """Raises ValueError for impossible values, because training might not notice them."""
     numbers = np.asarray(logprobs)
     if not (np.isfinite(numbers) & (numbers <= _ABOVE_0_NATS)).all():
         wrong = next(number for number in logprobs if not -math.inf < number <= _ABOVE_0_NATS)
@@ -239,7 +239,7 @@ def _check_numbers(token_ids: TokenArray[int], logprobs: TokenArray[float]) -> N
 
 @dataclass(frozen=True)
 class RawAnswer:
-    """An unchecked answer, as a server sent it."""
+    """An answer as the server sent it, unchecked."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -256,7 +256,7 @@ class RawAnswer:
 def parse_answer(content: bytes, parse: Callable[[Any], RawAnswer]) -> Answer:
     """Parses and checks an answer; raises ValueError if it is not JSON.
 
-    The garbage collector is off meanwhile: the short-lived lists of a thousand tokens would trigger it, and it would
+    Turns the garbage collector off for that time: short-lived lists of a thousand tokens would trigger it, and it would
     visit all trajectories in memory (0.9 of 2.2 ms per request).
     """
     was_enabled = gc.isenabled()
@@ -284,7 +284,7 @@ def _checked(raw: RawAnswer) -> Answer:
     if not are_complete or raw.finish not in ("stop", "length", "abort"):
         return Answer(
             problem=f"{len(token_ids)} tokens, {len(logprobs)} logprobs, {len(versions)} versions and the finish "
-            f"reason {raw.finish!r}; the numbers must be equal, the reason stop, length or abort"
+            f"reason {raw.finish!r}; these numbers must be equal, and the reason must be stop, length or abort"
         )
     sent = {name: text for name, text in raw.raw_columns.items() if text is not None}
     raw_columns = {name: np.frombuffer(base64.b64decode(text), np.int32) for name, text in sent.items()}

@@ -58,7 +58,7 @@ class RequestLimits:
     vocab_size: int
     max_context: int | None  # the most tokens of prompt and completion together
     image_reader: ImageReader | None  # None if the model accepts only token ids
-    encoders: Mapping[str, Encode] = field(default_factory=dict)  # for columns that servers return besides supports
+    encoders: Mapping[str, Encode] = field(default_factory=dict)  # of columns that servers return besides supports
 
     @classmethod
     def of(cls, config: PretrainedConfig, encoders: Mapping[str, Encode]) -> RequestLimits:
@@ -67,7 +67,7 @@ class RequestLimits:
 
 
 class ServedVersions:
-    """Chooses the weights that a request uses; here, the server's only weights."""
+    """Chooses the weights that a request uses; in this class, the server's only weights."""
 
     def choose(self, started_with: NamedVersion | None) -> NamedVersion | None:
         """Returns the version for the next request of a completion that started with `started_with`."""
@@ -88,17 +88,17 @@ class ServedVersions:
 
 @dataclass(eq=False)
 class RequestLoop:
-    """Generates completions while the gate is open (see Traffic)."""
+    """Generates completions while the gate (see Traffic) is open."""
 
     home: HomeLoop
     members: Members
     traffic: Traffic
-    leader: Leader  # if it has followers, only they send requests, and `traffic` counts their requests
+    leader: Leader  # if it has followers, only they send requests, which `traffic` counts
     limits: RequestLimits
     timeouts: Timeouts
     versions: ServedVersions = field(default_factory=ServedVersions)
-    _paused: set[Server] = field(default_factory=set)  # servers that `pause` paused and nothing has resumed
-    _at_load: set[Server] = field(default_factory=set)  # servers that a load pauses and resumes
+    _paused: set[Server] = field(default_factory=set)  # servers that `pause` paused and that are still paused
+    _at_load: set[Server] = field(default_factory=set)  # servers that a running load pauses and resumes
     _drafts: dict[int, CompletionDraft] = field(default_factory=dict)  # seed → completion in progress with n = 1
 
     @property
@@ -121,7 +121,7 @@ class RequestLoop:
         attachments = Attachments.of(limits.image_reader, images, token_ids) if images else None
         shared: dict[str, Any] = {"attachments": attachments, "vocab_size": limits.vocab_size}
         shared |= {"encoders": limits.encoders}
-        with self.home.counted():
+        with self.home.cancelled_with_loop():
             if n == 1:
                 draft = CompletionDraft(token_ids, sampling, **shared)
                 if started is not None:
@@ -142,9 +142,9 @@ class RequestLoop:
     async def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
         """Returns these sequences' logprobs at temperature 1 from each routable server, 0 for each first token.
 
-        A server that cannot compute logprobs has empty lists; a server that is lost meanwhile is left out.
+        A server that cannot compute logprobs has empty lists; a server that is lost meanwhile is omitted.
         """
-        with self.home.counted():
+        with self.home.cancelled_with_loop():
             while True:
                 await self._find_server("probe", set())
                 servers = self.fleet.in_state("routable")
@@ -166,7 +166,7 @@ class RequestLoop:
         return None
 
     async def pause(self) -> None:
-        """Stops requests in flight between tokens; new requests wait. Returns when the servers have paused."""
+        """Stops requests in flight between tokens and makes new ones wait; returns when the servers have paused."""
         self.traffic.is_paused = True
         await self.leader.notify()
         if self.traffic.num_running:
@@ -175,7 +175,7 @@ class RequestLoop:
     async def unfinished(self) -> dict[int, Completion]:
         """Returns the tokens so far of completions with n = 1, by seed; call it while requests are paused.
 
-        A server returns tokens only when a request ends, so requests are aborted, and sent again after the pause.
+        A server returns tokens only when a request finishes, so requests are aborted, and sent again after the pause.
         """
         paused, self._paused = self._paused, set()
         for server in paused & set(self.fleet.in_state("routable")):
@@ -185,20 +185,20 @@ class RequestLoop:
 
     async def resume(self) -> None:
         """Continues all requests."""
-        # Also if all requests have ended since, because nothing else resumes these servers, unless a load is running.
+        # Even if all requests have finished since: nothing but a running load would resume these servers.
         paused = self._paused - self._at_load
         servers = [server for server in self.fleet.in_state("routable") if server in paused]
-        await asyncio.gather(*(self._try(server, server.client.resume, "resumed") for server in servers))
+        await asyncio.gather(*(self._try_or_lose(server, server.client.resume, "resumed") for server in servers))
         self._paused.clear()
         self.traffic.is_paused = False
         self.home.wake()
 
     def leave_to_load(self, servers: Collection[Server]) -> None:
-        """Leaves pausing and resuming these servers to a load, until `release`."""
+        """Lets a load pause and resume these servers, until `release`."""
         self._at_load.update(servers)
 
     async def close_gate(self) -> None:
-        """Makes new requests wait until `release`. A server reads a pause only after the requests sent before it."""
+        """Makes new requests wait until `release`: a server reads a pause only after all requests sent before it."""
         self.traffic.is_held = True
         await self.leader.notify()
 
@@ -231,16 +231,16 @@ class RequestLoop:
             await self._abort_all(self.fleet.in_state("routable"), within_s=self.timeouts.request_s)
         servers = self.fleet.in_state("routable")
         self._paused.update(servers)
-        await asyncio.gather(*(self._try(server, server.client.pause, "paused") for server in servers))
+        await asyncio.gather(*(self._try_or_lose(server, server.client.pause, "paused") for server in servers))
 
-    async def _try(self, server: Server, change: Callable[[], Awaitable[None]], done: str) -> None:
+    async def _try_or_lose(self, server: Server, change: Callable[[], Awaitable[None]], done: str) -> None:
         try:
             await change()
         except EngineError as error:
             self.members.lose(server, f"it could not be {done}: {error}")
 
     async def _generate(self, draft: CompletionDraft, session: str) -> Completion:
-        """Sends requests until the completion is finished, to another server if one is lost."""
+        """Sends requests until the completion is finished; if a server is lost, the next request goes to another."""
         failures = _Failures()
         while draft.finish_reason is None:
             min_version = self.versions.min_version(draft)
@@ -257,12 +257,12 @@ class RequestLoop:
 
     async def _wait_to_retry(self, server: Server, error: EngineError, failures: _Failures) -> None:
         """Waits and returns if the request may be sent again; otherwise raises the error."""
-        is_refused = isinstance(error, ServerRefused) and not error.is_passing
+        is_refused = isinstance(error, ServerRefused) and not error.is_temporary
         if is_refused and self.versions.is_missing(server, error):
             self.members.lose(server, str(error))
             is_refused = False
-        temporary = (ServerRefused, EngineUnreachable, EngineTimeout, MalformedAnswer, OutOfFiles)
-        if is_refused or not isinstance(error, temporary):
+        retried = (ServerRefused, EngineUnreachable, EngineTimeout, MalformedAnswer, OutOfFiles)
+        if is_refused or not isinstance(error, retried):
             raise error
         if not isinstance(error, OutOfFiles):
             failures.servers.add(server)
@@ -334,7 +334,7 @@ class RequestLoop:
                 if not is_waiting:
                     is_waiting = True
                     self.traffic.num_waiting += 1
-                self.members.check_hope(since)
+                self.members.check_wait(since)
                 await self.home.wait_for_change(1.0)
         finally:
             self.traffic.num_waiting -= is_waiting

@@ -1,4 +1,4 @@
-"""Router: sends each request to the server that the fleet chooses. gateway.py has another router."""
+"""Router: sends each request to the server that the fleet chooses. A second router is in gateway.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Router:
     """Sends each request to the server that the fleet has chosen, and counts each server's requests."""
 
     state: Any = None  # for followers; it is pickled
-    problem: str = ""  # why it cannot send requests
+    problem: str = ""  # why the router cannot send requests
 
     def __init__(self, fleet: ServerFleet, *, timeouts: Timeouts) -> None:
         self.fleet = fleet
@@ -26,7 +26,7 @@ class Router:
         """Called when all servers answer; raises EngineError if the router does not work."""
 
     async def keep(self, home: HomeLoop) -> None:
-        """Background work; runs as long as the engine."""
+        """Background work that runs as long as the engine."""
 
     async def settle(self) -> None:
         """Returns when requests go only to routable servers, or the router has failed to arrange that."""
@@ -36,7 +36,7 @@ class Router:
         return True
 
     def may_reach(self, server: Server, *states: State) -> list[Server]:
-        """Returns the servers that a request for `server` may reach; if the router chooses, all in these states."""
+        """Returns the servers that a request for `server` may reach: all in these states if the router chooses."""
         return [server]
 
     def start_request(self, server: Server, tokens: int) -> None:
@@ -50,8 +50,8 @@ class Router:
         client = server.client
         return await client.generate(body, num_retries=0, timeout_s=timeout_s, read=client.read_answer), server.url
 
-    async def free(self, server: Server, home: HomeLoop) -> None:
-        """Makes a lost server's requests fail; called after this process's connections to it are closed."""
+    async def fail_requests(self, server: Server, home: HomeLoop) -> None:
+        """Makes the requests to a lost server fail; called after this process's connections to it are closed."""
 
     async def close(self, *, for_good: bool = False) -> None:
         """Closes the router's connections."""

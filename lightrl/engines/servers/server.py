@@ -25,8 +25,8 @@ SPEED_ANSWERS = 64  # how many recent answers a server's speed is measured over
 class Server:
     """A server at one address, from when it joins until it is forgotten; used only on the home loop.
 
-    `ServerFleet` decides its state; `Members` and `Watch` act on it. If the engine restarts a server, the restarted one
-    is a new Server with a new address and the same process object.
+    `ServerFleet` decides its state; `Members` and `Watch` act on it. When the engine restarts a server, it becomes a
+    new Server with a new address and the same process object.
     """
 
     client: ServerClient
@@ -34,19 +34,19 @@ class Server:
     state: State = "starting"
     reason: str = ""  # why it is not routable
     may_return: bool = False  # it is lost, but will be admitted again if it answers
-    losses: tuple[int, ...] = ()  # the fleet's newest weight version at each of its latest losses
+    losses: tuple[int, ...] = ()  # the fleet's newest weight version at each of the last times it was lost
     weight_version: int = -1  # the last version that it acknowledged
     verified_by: Verification = "version"  # the strongest check that the last load passed
     info: ServerInfo | None = None  # None until `identify`
-    digest_dtype: torch.dtype | None = None  # the dtype for which its digests equaled the trainer's
+    digest_dtype: torch.dtype | None = None  # the dtype in which its digests equaled the trainer's
     logged_check: Verification | None = None  # the check that was logged for this process
-    released: set[MemoryPart] = field(default_factory=set)  # released memory; resuming another part kills the server
+    released: set[MemoryPart] = field(default_factory=set)  # resuming a part that is not in here crashes the server
     num_requests: int = 0
     outstanding_tokens: int = 0  # prompt tokens plus max_new_tokens of its requests
     num_answers: int = 0
     recent_s: float = 0.0  # seconds and tokens of recent answers, with decaying weights
     recent_tokens: float = 0.0
-    is_slow: bool = False  # slower than the others; this was logged
+    is_slow: bool = False  # slower than the others, which was logged
 
     @property
     def url(self) -> str:
@@ -54,7 +54,7 @@ class Server:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since its last answer to any request; a busy server may delay one answer while it gives others."""
+        """Seconds since its last answer to any request; a busy server may delay one answer while it sends others."""
         last = self.client.last_answer_at
         return float("inf") if last is None else time.monotonic() - last
 
@@ -67,12 +67,12 @@ class Server:
         return f"{self.url} is {self.state} with version {self.weight_version} and {requests}{reason}"
 
     def rejoin(self) -> None:
-        """Called when the server answers again at its address, without this run's weights."""
+        """Called when a lost server, which no longer has this run's weights, answers again at its address."""
         self.state, self.reason, self.may_return = "starting", "", False
         self.weight_version = -1
 
     async def identify(self, *, timeout_s: float = 0.0) -> bool:
-        """Updates `info`; returns whether another process answers at the address than before."""
+        """Updates `info`; returns whether a different process than before answers at the address."""
         info = await self.client.server_info(timeout_s=timeout_s)
         is_other_process = self.info is not None and self.info.identity != info.identity
         if is_other_process:
@@ -81,14 +81,14 @@ class Server:
         return is_other_process
 
     async def release_memory(self) -> None:
-        """Releases the memory that it still holds; only while it is paused, since a server that is not idle dies."""
+        """Releases the memory that it still holds; the server must be paused, because it crashes if it is not idle."""
         tags = [part for part in MEMORY_PARTS if part not in self.released]
-        self.released.update(tags)  # before the request; a server that fails in between is lost anyway
+        self.released.update(tags)  # before the request; if the request fails, the server is lost anyway
         if tags:
             await self.client.release_memory(tags)
 
     async def resume_memory(self, parts: Collection[MemoryPart] = MEMORY_PARTS) -> None:
-        """Resumes the parts that were released, one after the other."""
+        """Resumes those of `parts` that were released, one after the other."""
         for part in MEMORY_PARTS:
             if part in parts and part in self.released:
                 self.released.discard(part)

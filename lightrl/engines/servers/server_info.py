@@ -27,17 +27,17 @@ class ServerInfo:
     Args:
         identity: changes with a restart; None if the server does not report when it started.
         num_ranks: number of tensor-parallel ranks.
-        dtype: of its weights; None if it reports only `auto`.
-        is_cpu: whether its weights are on a CPU.
+        dtype: of the weights; None if the server reports only `auto`.
+        is_cpu: whether the weights are on a CPU.
         layout_problem: why its digests cannot be compared with the trainer's; None if they can.
-        model_path: the model that it was started with.
+        model_path: the model that the server was started with.
         overrides: overrides of that model's config, in JSON.
-        page_tokens: number of tokens in a page of its key-value cache.
-        is_auto: whether its dtype comes from the config that it was started with.
-        computes_in: torch's name of the coarsest dtype that it computes in, or `auto`.
-        world_size: number of ranks, of tensor and pipeline parallelism together.
-        is_vllm: whether it stores weights as vLLM does; see ServerLayout.
-        returned_columns: names of the columns (lightrl/columns) that it was started to return.
+        page_tokens: number of tokens per page of the key-value cache.
+        is_auto: whether the dtype comes from the config that the server was started with.
+        computes_in: torch's name of the coarsest dtype used in computation, or `auto`.
+        world_size: number of tensor-parallel times pipeline-parallel ranks.
+        is_vllm: whether weights are stored as in vLLM; see ServerLayout.
+        returned_columns: names of the columns (lightrl/columns) that the server was started to return.
         ep: as in ServerLayout.
     """
 
@@ -57,7 +57,7 @@ class ServerInfo:
     ep: int = 1
 
     def layouts(self, dtype: torch.dtype | None = None) -> list[ServerLayout]:
-        """Returns the layouts that the server may have; `dtype` is its dtype if known from an earlier load."""
+        """Returns the layouts that its weights may have; `dtype` is their dtype if an earlier load found it."""
         dtypes = [self.dtype or dtype] if self.dtype or dtype else list(DTYPES)
         return [ServerLayout(item, self.num_ranks, self.is_cpu, self.is_vllm, self.ep) for item in dtypes if item]
 
@@ -65,10 +65,10 @@ class ServerInfo:
 def other_model(
     config: PretrainedConfig, model_info: Mapping[str, Any], info: ServerInfo, names: Iterable[str]
 ) -> str | None:
-    """Returns how a server's model differs from the trainer's; None if they seem to be the same.
+    """Describes how a server's model differs from the trainer's; None if they seem to be the same.
 
-    A running server does not report its model's sizes. They are compared only if this machine can read the config that
-    the server was started with.
+    A running server does not report the sizes of its model. They are compared only if this machine can read the config
+    that the server was started with.
 
     Args:
         model_info: its `model_type` and `architectures`, if it reports them.
@@ -77,9 +77,9 @@ def other_model(
     model_type = model_info.get("model_type")
     if model_type is not None and model_type != config.model_type:
         return f"it serves a model of type {model_type!r} ({info.model_path}); the trainer's is {config.model_type!r}"
-    architectures, ours = model_info.get("architectures"), config.architectures
-    if architectures and ours and set(architectures) != set(ours):
-        return f"it serves {', '.join(architectures)} ({info.model_path}); the trainer has {', '.join(ours)}"
+    architectures, expected = model_info.get("architectures"), config.architectures
+    if architectures and expected and set(architectures) != set(expected):
+        return f"it serves {', '.join(architectures)} ({info.model_path}); the trainer has {', '.join(expected)}"
     numbers = {int(piece) for name in names if (piece := name.partition("model.layers.")[2].split(".")[0]).isdigit()}
     num_layers = config.get_text_config().num_hidden_layers
     if numbers and len(numbers) != num_layers and info.layout_problem is None:

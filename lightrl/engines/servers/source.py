@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, kw_only=True)
 class ServerSource:
-    """The settings that determine the servers, and what the engine has for them from `open` to `end`."""
+    """The settings that determine the servers, and the processes, folder and token for them from `open` to `end`."""
 
     client_type: type[ServerClient]
     process_type: type[ModelProcess]
     urls: list[str] | None
     num: int | None  # how many to start here; if this and `urls` are None, the environment has the addresses
     tp: int
-    args: dict[str, Any]  # for servers that are started here, by the server's own names
+    args: dict[str, Any]  # for servers started here; keys are the server's argument names
     placement: Literal["separate", "colocated"]
     timeouts: Timeouts
     python: str | None = None  # of the servers' environment
@@ -51,9 +51,9 @@ class ServerSource:
     receivers: Receivers = field(default_factory=Receivers)
     registry: Registry | None = None  # set by `open`, like the following fields
     token: str | None = None
-    num_connections: int = MAX_CONNECTIONS  # to each server, within the limit of open files
+    num_connections: int = MAX_CONNECTIONS  # to each server, within the limit on open files
     folder: Path = field(default_factory=Path)  # on this machine, until `remove_folder`
-    _processes: list[ServerProcess] = field(default_factory=list)  # servers, and helpers restarted when they end
+    _processes: list[ServerProcess] = field(default_factory=list)  # servers, and helpers that `keep` restarts
     _home: HomeLoop | None = None
     _scratch: tempfile.TemporaryDirectory[str] | None = None
 
@@ -64,7 +64,7 @@ class ServerSource:
         check_choice(("separate", "colocated"), placement=self.placement)
 
     def gpus(self) -> list[int] | None:
-        """Returns torch's indices of the GPUs for servers started here; see `gpus_of_servers`."""
+        """Returns the torch indices of the GPUs for servers started here; see `gpus_of_servers`."""
         num, available = (self.num or 0) * self.tp, torch.cuda.device_count()
         trainer = [device.index or 0 for device in self.trainer_devices if device.type == "cuda"]
         return gpus_of_servers(num, available=available, trainer=trainer, placement=self.placement)
@@ -82,13 +82,13 @@ class ServerSource:
         return f"{count_text(self.num, 'server')} with tp={self.tp} on {devices}, {self.placement}"
 
     def addresses(self) -> list[str] | None:
-        """Returns the servers' addresses or that of their registry; None if they are started here."""
+        """Returns the addresses of the servers or of their registry; None if the servers are started here."""
         if self.urls is None and self.num is None:
             return addresses_from_environment()
         return None if self.urls is None else [as_url(url) for url in self.urls]
 
     def check(self, check_reach: Callable[[Sequence[str]], None]) -> None:
-        """Raises ValueError if servers cannot be started; `check_reach` raises it for URLs that cannot be reached."""
+        """Raises ValueError if servers cannot be started; `check_reach` raises it for unreachable URLs."""
         urls = self.addresses()
         if urls is None:
             self.process_type.find_python(self.python)
@@ -122,7 +122,7 @@ class ServerSource:
             check_reach(urls)
         self.num_connections = connections_to_each(self.num or 1 if urls is None else len(urls))
         if urls is None:
-            self._processes = self._started(config, start_args)
+            self._processes = self._start_servers(config, start_args)
             for process in self._processes:
                 fleet.join(Server(self.client(process.url), process))
             if needs_receivers:
@@ -133,8 +133,8 @@ class ServerSource:
         if needs_receivers:
             self.receivers.connect(receiver_urls, urls)
 
-    def _started(self, config: PretrainedConfig, start_args: dict[str, Any]) -> list[ServerProcess]:
-        """Returns servers without weights, once all are ready; a Watch restarts them."""
+    def _start_servers(self, config: PretrainedConfig, start_args: dict[str, Any]) -> list[ServerProcess]:
+        """Starts servers with random weights and waits until all are ready; a Watch restarts them."""
         assert self.num is not None
         self.token = usable_token(self.token)
         gpus = self.gpus()
@@ -153,7 +153,7 @@ class ServerSource:
         return processes
 
     def keep(self, process: ServerProcess, hang_s: float = HANG_S) -> None:
-        """Restarts a running helper process whenever it ends or hangs, until `end`."""
+        """Restarts a running helper process whenever it exits or hangs, until `end`."""
         assert self._home is not None
         self._processes.append(process)
         self._home.keep(functools.partial(keep, process, hang_s=hang_s))
@@ -162,7 +162,7 @@ class ServerSource:
         return self.client_type(url, token=self.token, timeouts=self.timeouts, max_connections=self.num_connections)
 
     def end(self) -> None:
-        """Ends the processes that were started here."""
+        """Stops the processes that were started here."""
         call_all(lambda: end_all(self._processes, STOP_GRACE_S), self.receivers.stop)
 
     def remove_folder(self) -> None:

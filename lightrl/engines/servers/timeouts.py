@@ -12,8 +12,8 @@ class Timeouts:
     """Deadlines of a server engine, in seconds. In YAML: `timeouts: {startup_s: 1800}`.
 
     Args:
-        request_s: for a connection, and for the answer to a request that should be quick. A server that answers nothing
-            for half this time is lost.
+        request_s: for a connection, and for the answer to a request that should be quick. A server that does not answer
+            for half this time counts as lost.
         sync_s: for each step of a weight sync.
         startup_s: from a server's start to its first answer. Requests and weight syncs also wait this long for a server
             if all servers are starting, syncing or lost.
@@ -28,7 +28,7 @@ class Timeouts:
 
     @property
     def hang_s(self) -> float:
-        """How long a server may be silent before it is lost."""
+        """How long a server may be silent before it counts as lost."""
         return self.request_s / 2
 
     @property
@@ -43,9 +43,9 @@ class Timeouts:
 
     @property
     def generate_s(self) -> float:
-        """The deadline of one generation; then the server returns its tokens so far, and another request follows.
+        """The deadline of one generation; the server then returns its tokens so far, and another request follows.
 
-        It is below StalenessControl's rollout_timeout_s, so that a request that a server forgot is repeated before the
-        run ends.
+        It is below StalenessControl's rollout_timeout_s, so that a request that a server has lost is repeated before
+        the run stops.
         """
         return 900.0

@@ -1,4 +1,4 @@
-"""Watch: checks all servers, and reacts to those that are lost, return, join or leave."""
+"""Watch: checks all servers, and reacts when one is lost, returns, joins or leaves."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from lightrl.errors import EngineError, EngineTimeout, LightRLError
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
-_IDENTIFY_EVERY = 5  # every fifth health check, because this request reaches the scheduler and so costs more
-_FAILURES = (LightRLError, OSError, MemoryError, RuntimeError)  # of work in a thread, or of starting the thread
+_IDENTIFY_EVERY = 5  # every fifth health check, because this request goes to the scheduler and costs more
+_FAILURES = (LightRLError, OSError, MemoryError, RuntimeError)  # from work in a thread, or from starting the thread
 
 
 @dataclass(eq=False)
 class Watch:
     """Checks every server until it is forgotten, and reads the registry, if any; used on the home loop.
 
-    If the engine started a lost server, it is restarted; otherwise it is checked until it returns. It then gets the
-    weights before it gets requests.
+    A lost server is restarted if the engine started it; otherwise it is checked until it returns. Either way it gets
+    the weights before it gets requests.
     """
 
     home: HomeLoop
@@ -49,7 +49,7 @@ class Watch:
             self.home.spawn(self._watch(server))
         self.home.spawn(self.members.router.keep(self.home))
         if self.source.registry is not None:
-            await self._follow(self.source.registry)
+            await self._follow_registry(self.source.registry)
 
     async def _watch(self, server: Server) -> None:
         if server in self._watched:
@@ -63,7 +63,7 @@ class Watch:
             self._watched.discard(server)
 
     async def _until_lost_for_good(self, server: Server) -> None:
-        """Checks a server regularly; also while it is lost, if the engine did not start it, since it may return."""
+        """Checks a server regularly; if the engine did not start it, also while it is lost, because it may return."""
         interval_s = self.timeouts.probe_interval_s
         answered_at = checked_at = time.monotonic()
         num_checks = 0
@@ -76,15 +76,15 @@ class Watch:
                 self.members.lose(server, f"its process ended ({process.exit_status()})")
                 continue
             if server.client.last_answer_at is None or time.monotonic() - checked_at < interval_s:
-                continue  # `reach` waits for the first answer and reports if there is none
+                continue  # `reach` waits for the first answer, and reports an error if none comes
             num_checks += 1
             try:
-                problem = await self._problem(server, should_identify=num_checks % _IDENTIFY_EVERY == 0)
+                problem = await self._find_problem(server, should_identify=num_checks % _IDENTIFY_EVERY == 0)
             except OutOfFiles:
                 answered_at = time.monotonic()  # the server is not the cause
                 continue
             except EngineError as error:
-                is_gone = not isinstance(error, EngineTimeout | ServerRefused)  # or it cannot serve rollouts
+                is_gone = not isinstance(error, EngineTimeout | ServerRefused)  # or cannot serve rollouts
                 silent_s = min(time.monotonic() - answered_at, server.silent_s)
                 if server.state not in GONE and (is_gone or silent_s >= self.timeouts.hang_s):
                     self.members.lose(server, str(error))
@@ -99,8 +99,8 @@ class Watch:
                 self.home.wake()  # a sync may be waiting for it
                 await self._give_weights(server)
 
-    async def _problem(self, server: Server, *, should_identify: bool) -> str | None:
-        """Returns why a server that answers must get no more requests, if it was restarted or changed; else None."""
+    async def _find_problem(self, server: Server, *, should_identify: bool) -> str | None:
+        """Returns None, or why an answering server must get no more requests: it was restarted or changed."""
         version = None if self.members.fleet.is_loading else server.weight_version
         was_routable = server.state == "routable"
         info = await server.client.model_info(timeout_s=self.members.probe_s, num_retries=0)
@@ -123,7 +123,7 @@ class Watch:
         return True
 
     async def _restart(self, lost: Server, process: ServerProcess) -> None:
-        """Restarts a server that the engine started, if the restart policy allows it, as a new Server."""
+        """Restarts a server that the engine started as a new Server, if the restart policy allows it."""
         current = lost
 
         async def join_with_weights() -> None:
@@ -141,7 +141,7 @@ class Watch:
         else:
             self.members.lose(current, problem, is_given_up=True)
 
-    async def _follow(self, registry: Registry) -> None:
+    async def _follow_registry(self, registry: Registry) -> None:
         """Lets servers join and leave according to the registry."""
         while True:
             await asyncio.sleep(READ_EVERY_S)
@@ -153,16 +153,17 @@ class Watch:
             except (OSError, RuntimeError) as error:  # RuntimeError if no thread can start
                 log.warning("The registry %s cannot be read: %r. Trying again.", registry.folder, error)
                 continue
-            silent = set(self.members.fleet.urls("lost", "retired")) - set(entries)  # a server that answers stays
+            silent = set(self.members.fleet.urls("lost", "retired")) - set(entries)  # servers that answer stay
             leaving = {url for url, entry in entries.items() if entry.is_leaving}
             for url in (silent | leaving) - self._leaving:
                 self._leaving.add(url)
-                self.home.spawn(self._leave(url, registry))
+                self.home.spawn(self._remove(url, registry))
             for url, entry in entries.items():
                 if url not in self.members.fleet.servers and url not in leaving:
-                    self.home.spawn(self._enter(entry))
+                    self.home.spawn(self._add(entry))
 
-    async def _enter(self, entry: ServerEntry) -> None:
+    async def _add(self, entry: ServerEntry) -> None:
+        """Adds an announced server to the fleet and gives it the weights."""
         self.source.receivers.add(entry.receiver)
         server = self.members.fleet.join(Server(self.source.client(entry.url)))
         self.home.spawn(self._watch(server))
@@ -173,12 +174,12 @@ class Watch:
             return
         await self._give_weights(server)
 
-    async def _leave(self, url: str, registry: Registry) -> None:
-        """Drains and forgets a server that is leaving, or is lost and silent, and releases it in the registry."""
+    async def _remove(self, url: str, registry: Registry) -> None:
+        """Drains and forgets a server that is leaving, or is lost and silent, and removes its entry in the registry."""
         server = self.members.fleet.servers.get(url)
         try:
             if server is not None:
-                await in_thread(self.loader.let_go, server)
+                await in_thread(self.loader.remove, server)
                 log.info("The server at %s has left.", url)
             await in_thread(registry.release, url)
         except _FAILURES as error:

@@ -6,6 +6,6 @@ Reading order:
     command.py     a server's arguments, command line and environment
     scoring.py     gets a teacher's logprobs or a reward model's rewards from a server
 
-May import: what engines/ may. Nothing outside this package knows SGLang's paths, except the gateway's. To use
-another route of SGLang, add a method to client.py, its behavior to tests/fake_sglang/, and a test on a real server.
+May import: what engines/ may. Only this package knows SGLang's paths, except those of the gateway. To use another route
+of SGLang, add a method to client.py, its behavior to tests/fake_sglang/, and a test on a real server.
 """

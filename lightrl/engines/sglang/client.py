@@ -27,7 +27,7 @@ from lightrl.weights.shared_memory import LOAD_FORMAT
 _NOT_FOUND = 404
 # Excludes draft models of speculative decoding, which share some parameters with the target model.
 _TARGET = {"selector": "target"}
-# Arguments that change parameters' values, or which rank has which; see `layout_problem`.
+# Arguments that change the values of parameters, or on which rank they are; see `layout_problem`.
 _OTHER_LAYOUTS = ("quantization", "torchao_config", "enable_dp_attention", "enable_dp_lm_head", "enable_fp32_lm_head",
                   "modelopt_quant", "rl_quant_profile", "enable_eplb", "ep_num_redundant_experts")  # fmt: skip
 # Argument values that keep experts in the checkpoint's order; other values reorder them.
@@ -67,7 +67,7 @@ class SGLangClient(ServerClient):
             return [0.0, *(float(entry[0]) for entry in logprobs[1:])] if len(logprobs) == len(token_ids) else []
 
     async def num_cached(self, token_ids: list[int], rid: str, cache_key: str, *, timeout_s: float) -> int:
-        # Not greedy, because a greedy request in a batch makes SGLang sample other tokens for the whole batch.
+        # Not greedy, because one greedy request makes SGLang sample different tokens for its whole batch.
         params = {"max_new_tokens": 1, "temperature": 1.0}
         body = {"rid": rid, "input_ids": token_ids, "sampling_params": params, "extra_key": cache_key}
         answer = await self.ask(body, num_retries=0, timeout_s=timeout_s)
@@ -86,7 +86,7 @@ class SGLangClient(ServerClient):
         check_answers(rid, len(token_ids), meta.get("id"), meta.get("prompt_tokens"), self.name)
 
     async def classify(self, rows: Sequence[Sequence[int]], *, timeout_s: float = 0.0) -> list[list[float]]:
-        """Returns the outputs of a reward model's head, usually one, at each row's last token.
+        """Returns the outputs of a reward model's head, usually one, at the last token of each row.
 
         The server needs `--is-embedding` and a `…ForSequenceClassification` model.
         """
@@ -101,7 +101,7 @@ class SGLangClient(ServerClient):
         await self.request("POST", "/abort_request", {"rid": rid, "abort_all": abort_all}, read=None)
 
     async def model_info(self, *, timeout_s: float = 0.0, num_retries: int | None = None) -> dict[str, Any]:
-        """Returns `model_path`, the current `weight_version` and more; also the cheapest liveness check."""
+        """Returns `model_path`, the current `weight_version` and more; also the cheapest health check."""
         try:
             with self.reading("/model_info"):
                 return {**await self.request("GET", "/model_info", timeout_s=timeout_s, num_retries=num_retries)}
@@ -132,7 +132,7 @@ class SGLangClient(ServerClient):
         await self.request("POST", "/resume_memory_occupation", {"tags": tags}, num_retries=0)
 
     async def begin_weight_update(self) -> bool:
-        """Returns False before SGLang 0.5.21."""
+        """Returns False if SGLang is older than 0.5.21."""
         try:
             await self._update("/begin_weight_update", _TARGET)
         except ServerRefused as error:
@@ -145,7 +145,7 @@ class SGLangClient(ServerClient):
         await self._update("/end_weight_update", {})
 
     async def update_weights_from_disk(self, folder: str, weight_version: str | None, *, timeout_s: float) -> None:
-        # Without `load_format` SGLang uses that of its start, so a server with dummy weights would refuse real ones.
+        # Otherwise SGLang uses the `load_format` of its start, so a server with dummy weights would refuse real ones.
         body = {"model_path": folder, "load_format": "auto", "weight_version": weight_version, "flush_cache": True}
         await self._update("/update_weights_from_disk", body, timeout_s)
 
@@ -183,13 +183,13 @@ class SGLangClient(ServerClient):
     async def load_adapter(
         self, name: str, config: dict[str, Any], payloads: Sequence[str], checksums: dict[str, str], *, timeout_s: float
     ) -> None:
-        """Adds a LoRA adapter, one payload per tp rank. The server dies if a tensor does not match its SHA-256."""
+        """Adds a LoRA adapter, one payload per tp rank. The server crashes if a tensor does not match its SHA-256."""
         body = {"lora_name": name, "config_dict": config, "expected_checksums": checksums, "load_format": LOAD_FORMAT}
         body |= {"serialized_named_tensors": list(payloads)}
         await self._update("/load_lora_adapter_from_tensors", body, timeout_s)
 
     async def unload_adapter(self, name: str, *, timeout_s: float = 0.0) -> None:
-        """Removes a LoRA adapter when no request uses it; until then the server delays other adapter updates."""
+        """Removes a LoRA adapter once no request uses it; until then the server delays other adapter updates."""
         await self._update("/unload_lora_adapter", {"lora_name": name}, timeout_s)
 
     async def set_weight_version(self, weight_version: str) -> None:
@@ -197,7 +197,7 @@ class SGLangClient(ServerClient):
         await self._update("/update_weight_version", body, num_retries=None)
 
     async def checksum(self, *, timeout_s: float = 0.0) -> dict[str, Any]:
-        """Returns checksums of the server's weights: `per_engine_checksum`, and those of each rank and parameter."""
+        """Returns checksums of the server's weights: `per_engine_checksum`, and one for each rank and parameter."""
         return await self._update("/weights_checker", {"action": "checksum"}, timeout_s, num_retries=None)
 
     async def digests(self, *, timeout_s: float = 0.0) -> RankDigests | None:
@@ -210,7 +210,7 @@ class SGLangClient(ServerClient):
             raise
 
     def is_unknown_adapter(self, error: EngineError) -> bool:
-        """Whether the server refused a request because it lacks the adapter, since it was restarted."""
+        """Whether the server refused a request because it lacks the adapter, which happens after a restart."""
         return isinstance(error, ServerRefused) and "LoRA adapter" in str(error)
 
 
@@ -219,7 +219,7 @@ def _version(weight_version: str | None) -> dict[str, Any]:
 
 
 def read_server_info(info: Mapping[str, Any]) -> ServerInfo:
-    """Parses the answer of `/server_info`, the arguments that the server was started with."""
+    """Parses the answer of `/server_info`, which has the arguments that the server was started with."""
     started = info.get("startup_time")
     identity = None
     if started is not None:

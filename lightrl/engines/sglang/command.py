@@ -19,14 +19,14 @@ _RESERVED_TOKENS = 8
 
 
 def _fp8_kernels() -> dict[str, Any]:
-    """Returns arguments for kernels that do not repack block FP8 weights, so that new weights can be loaded."""
+    """Returns arguments that select kernels that do not repack block FP8 weights, so that new ones can be loaded."""
     if not torch.cuda.is_available():
         return {}
     capability = torch.cuda.get_device_capability()
     if capability < (8, 9):  # Marlin would repack them
         raise ValueError(
-            "server_args.quantization=fp8 needs GPUs of compute capability 8.9 or higher, like an H100; this one has "
-            f"{'.'.join(map(str, capability))}. Omit it."
+            "server_args.quantization=fp8 needs GPUs with compute capability 8.9 or higher, like an H100; this one has "
+            f"{'.'.join(map(str, capability))}. Omit the argument."
         )
     if capability[0] == 10:  # DeepGEMM and TensorRT-LLM would repack them
         return {"fp8_gemm_backend": "triton", "moe_runner_backend": "triton"}
@@ -39,7 +39,7 @@ class SGLangProcess(ModelProcess):
     title = "SGLang"
     secret_arguments = ("api-key", "admin-api-key")
     info_path = "/model_info"  # servers before 0.5.20 or so have no /ready
-    ours: ClassVar[Mapping[str, str]] = {
+    preset: ClassVar[Mapping[str, str]] = {
         "model_path": "the model folder",
         "host": "host=",
         "port": "port=",
@@ -60,7 +60,7 @@ class SGLangProcess(ModelProcess):
         "mem_fraction_static": 0.1,
         "max_total_tokens": 16384,
         "sleep_on_idle": True,  # otherwise an idle server uses a core
-        "enable_deterministic_inference": True,  # otherwise SGLang ignores requests' seeds; no cost on a CPU
+        "enable_deterministic_inference": True,  # otherwise SGLang ignores request seeds; costs nothing on a CPU
     }
 
     @classmethod

@@ -17,14 +17,14 @@ from lightrl.engines.sglang.generation import RETURNED
 class SGLangEngine(ServerEngine):
     """A rollout engine with one or more SGLang servers: token ids in, token ids out, with a weight version on each.
 
-    Logprobs are SGLang's `output_token_logprobs`; with top-p or top-k, those within the token's support, as
-    `Completion` defines them. The seed of a request determines its tokens only if the servers run with
-    `enable_deterministic_inference`. A colocated server needs `enable_memory_saver: true`.
+    Logprobs are SGLang's `output_token_logprobs`; with top-p or top-k, those over the token's support, as `Completion`
+    defines them. A request's seed determines its tokens only if the servers run with `enable_deterministic_inference`.
+    A colocated server needs `enable_memory_saver: true`.
 
     Args:
-        sglang_python: Python of the environment that has SGLang; None searches, see docs/serve-with-sglang.md.
+        sglang_python: Python of the environment that has SGLang; None searches for it (docs/serve-with-sglang.md).
         settings: those of `ServerEngine`. `server_args` are SGLang's, such as `{mem_fraction_static: 0.8}`. With
-            `{quantization: fp8}` linear weights are sent in block FP8 (weights/block_fp8.py), as servers of an FP8
+            `{quantization: fp8}`, linear weights are sent in block FP8 (weights/block_fp8.py), which servers of an FP8
             checkpoint need; not yet tested on a GPU.
     """
 
@@ -60,7 +60,7 @@ class SGLangEngine(ServerEngine):
         return args | {RETURNED[name][0]: True for name in columns} | self.delivery.start_args()
 
     def dtype_of_auto(self, config: PretrainedConfig) -> torch.dtype:
-        """Returns what `auto` means in SGLang 0.5.23: the config's dtype, or for float32 float16 (Gemma: bfloat16)."""
+        """Returns what `auto` means in SGLang 0.5.23: the config's dtype, but float16 (Gemma: bfloat16) for float32."""
         dtype = super().dtype_of_auto(config)
         if dtype != torch.float32:
             return dtype

@@ -12,7 +12,7 @@ RETURNED = {ROUTES.name: ("enable_return_routed_experts", "return_routed_experts
 
 
 def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, Any]:
-    """Returns the next request to `/generate`, for the missing tokens; shares key-values under `cache_key`."""
+    """Returns the request to `/generate` for the missing tokens; requests with one `cache_key` share key-values."""
     sampling, num_generated = draft.sampling, len(draft.token_ids)
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
@@ -24,7 +24,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
     }
     if sampling.stop_token_ids:
         params["stop_token_ids"] = list(sampling.stop_token_ids)
-    else:  # with stop ids it would make SGLang ignore these too
+    else:  # not with stop ids, because SGLang would then ignore these too
         params["ignore_eos"] = True
     attached = draft.attachments
     body = {
@@ -51,7 +51,7 @@ def _parse(answer: Any) -> RawAnswer:
     meta = answer["meta_info"]
     output_ids = answer.get("output_ids") or []
     triples = meta.get("output_token_logprobs") or []
-    truncated = meta.get("output_token_sampling_logprobs")  # within the support
+    truncated = meta.get("output_token_sampling_logprobs")  # over the support
     # A server without spans (before 0.5.20) reports one version for all tokens.
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": len(output_ids)}]
     return RawAnswer(

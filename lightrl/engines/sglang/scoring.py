@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightrl.experience import Experience
     from lightrl.functional import BranchRows
 
-MAX_CONCURRENT = 64  # trajectories that are at the server at the same time
+MAX_CONCURRENT = 64  # trajectories that the server processes at the same time
 BATCH = 16  # trajectories per request for rewards
 
 # Logprobs of a trajectory's tokens; with `topk`, (logprob, id) of the top tokens at each position but the first.
@@ -50,8 +50,8 @@ class ServedScores:
     """
 
     url: str
-    timeout_s: float = 1800.0  # deadline of a trajectory
-    topk: int = 0  # K; 0 gets the logprobs of the trajectories' tokens only
+    timeout_s: float = 1800.0  # deadline for one trajectory
+    topk: int = 0  # K; 0 gets only the logprobs of the trajectories' tokens
 
     def __call__(self, experience: Experience, trajectories: Sequence[Any]) -> Tensor | Mapping[str, Tensor]:
         """Returns the loss tokens' logprobs at temperature 1, [B, T], 0 elsewhere.
@@ -112,8 +112,8 @@ class ServedScores:
     def _check_ids(self, scored: list[int], sent: list[int]) -> None:
         if len(scored) != len(sent):
             raise EngineError(
-                f"The server at {self.url} returned logprobs of {len(scored)} of {len(sent)} tokens. Use SGLang 0.5.21 "
-                "or later."
+                f"The server at {self.url} returned logprobs for {len(scored)} of {len(sent)} tokens. Use SGLang "
+                "0.5.21 or later."
             )
         for actual, expected in zip(scored, sent, strict=True):
             if actual != expected:
@@ -126,17 +126,17 @@ class ServedScores:
 
 @dataclass(frozen=True)
 class ServedRewards:
-    """Gets rewards, as ServedScores gets logprobs, from a reward model's server that was started with `--is-embedding`.
+    """Gets rewards, as ServedScores gets logprobs, from a reward model on a server started with `--is-embedding`.
 
-    SGLang's Qwen2 and Qwen3 heads have a bias. Checkpoints of transformers have none, so SGLang initializes it at
+    The Qwen2 and Qwen3 heads in SGLang have a bias. transformers checkpoints have none, so SGLang initializes it at
     random, which shifts all rewards; docs/model-calls.md shows how to set it to 0.
     """
 
     url: str
-    timeout_s: float = 1800.0  # deadline of a request of BATCH trajectories
+    timeout_s: float = 1800.0  # deadline for a request with BATCH trajectories
 
     def __call__(self, experience: Experience, trajectories: Sequence[Any]) -> Tensor:
-        """Returns the reward model's output at each trajectory's last token, [B]."""
+        """Returns the reward model's output at the last token of each trajectory, [B]."""
         import torch
 
         rows, tree = _rows(experience)
@@ -152,8 +152,8 @@ class ServedRewards:
             sizes = [len(numbers) for numbers in answer]
             if sizes != [1] * len(batch):
                 raise EngineError(
-                    f"The server at {self.url} gave {len(sizes)} of {len(batch)} trajectories {max(sizes, default=0)} "
-                    "numbers each instead of 1. Start it with the export of a RewardModel, whose config has one label."
+                    f"The server at {self.url} returned {max(sizes, default=0)} numbers instead of 1 for {len(sizes)} "
+                    f"of {len(batch)} trajectories. Start it with an exported RewardModel, whose config has one label."
                 )
             return [float(numbers[0]) for numbers in answer]
 
@@ -161,7 +161,7 @@ class ServedRewards:
 
 
 def _rows(experience: Experience) -> tuple[list[list[int]], BranchRows | None]:
-    """Returns the token ids of each trajectory; if some are trees, those of each conversation, and the mapping."""
+    """Returns the token ids of each trajectory; if some are trees, of each conversation, with the mapping back."""
     from lightrl.functional import BranchRows
 
     token_ids, lengths, tree = experience.token_ids, experience.lengths, None
@@ -175,7 +175,7 @@ def _rows(experience: Experience) -> tuple[list[list[int]], BranchRows | None]:
 async def _all_answers(
     url: str, ask: Callable[[SGLangClient, Item], Awaitable[Answer]], items: Sequence[Item], max_concurrent: int
 ) -> list[Answer]:
-    """Asks for all items; returns the answers in their order. A failure or a cancellation cancels all requests."""
+    """Calls `ask` for all items; returns the answers in their order. A failure or cancellation cancels all requests."""
     client = SGLangClient(url, token=os.environ.get(TOKEN_VARIABLE))
     limit = asyncio.Semaphore(max_concurrent)
 

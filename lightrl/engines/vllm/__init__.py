@@ -5,7 +5,7 @@ Reading order:
     client.py      vLLM's routes as methods; generation.py  a completion's next request, and the answer
     command.py     a server's arguments, command line and environment
 
-May import: what engines/ may. Nothing outside this package knows vLLM's paths, and nothing in it imports vLLM.
+May import: what engines/ may. Only this package knows vLLM's paths, and nothing in it imports vLLM.
 """
 
 from lightrl.engines.vllm.command import VLLMProcess

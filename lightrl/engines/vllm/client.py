@@ -2,7 +2,7 @@
 
     purpose                path in vLLM 0.32
     generate, logprobs     POST /inference/v1/generate                   needs --enable-scale-out
-    liveness check         GET  /weight_info                             this and all below need VLLM_SERVER_DEV_MODE=1
+    health check           GET  /weight_info                             this and all below need VLLM_SERVER_DEV_MODE=1
     arguments              GET  /server_info?config_format=json
     pause, resume, abort   POST /pause?mode=keep, /resume, /abort_requests
     load a folder          POST /collective_rpc with reload_weights
@@ -33,7 +33,7 @@ from lightrl.weights.server_layout import DTYPES
 LOGPROBS_MODE = "processed_logprobs"
 _SERVER_INFO = "/server_info?config_format=json"
 _BAD_REQUEST, _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 400, 401, 403, 404
-# Arguments that change which rank has a parameter; see `layout_problem`.
+# Arguments that change on which rank a parameter is; see `layout_problem`.
 _OTHER_LAYOUTS = ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
 _RESTART_HELP = "Restart it with them, or start a server with `lightrl serve --engine vllm`."
 _EMPTY_DIGEST = "e3b0c44298fc1c14"  # SHA-256 of an empty tensor; on a CPU vLLM stores the packed values elsewhere
@@ -56,7 +56,7 @@ class VLLMClient(ServerClient):
         answer = await self._ask(
             {"request_id": secrets.token_hex(16), "token_ids": token_ids, "sampling_params": params}
         )
-        self._num_cached_of(answer)  # rejects a server that does not report it, at a run's first answer
+        self._num_cached_of(answer)  # rejects a server that does not report it, at the first answer of a run
         with self.reading(self.generate_path):
             candidates = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
             return [0.0, *(float(by_token[str(token)]["logprob"]) for token, by_token in candidates)]
@@ -87,7 +87,7 @@ class VLLMClient(ServerClient):
             raise ServerRefused(await self._explain_absence(timeout_s), status=_NOT_FOUND) from error
 
     async def server_info(self, *, timeout_s: float = 0.0) -> ServerInfo:
-        """Raises EngineError if the server was started without arguments that rollouts need."""
+        """Raises EngineError if the server was started without an argument that rollouts need."""
         with self.reading("/server_info"):
             config = (await self.request("GET", _SERVER_INFO, timeout_s=timeout_s))["vllm_config"]
             info, logprobs_mode = read_server_info(config), config["model_config"]["logprobs_mode"]
@@ -118,7 +118,7 @@ class VLLMClient(ServerClient):
         await self._update("/finish_weight_update", {})
 
     async def update_weights_from_disk(self, folder: str, weight_version: str | None, *, timeout_s: float) -> None:
-        """Loads a folder, even after a start with dummy weights; the server dies if it cannot read the folder."""
+        """Loads a folder, even after a start with dummy weights; the server crashes if it cannot read the folder."""
         real_weights = {"overrides": {"load_config": {"load_format": "auto"}}}
         for method, arguments in (("update_config", real_weights), ("reload_weights", {"weights_path": folder})):
             await self._update("/collective_rpc", {"method": method, "kwargs": arguments}, timeout_s)
@@ -133,7 +133,7 @@ class VLLMClient(ServerClient):
             return rank_digests(answer["checksums"])
 
     async def init_weights_group(self, name: str, place: GroupPlace, *, timeout_s: float) -> None:
-        """Makes the server join by NCCL's unique id, which is the group's name."""
+        """Makes the server join the group by NCCL's unique id, which is the group's name."""
         ranks = {"rank_offset": place.rank_offset, "world_size": place.world_size, "packed": False}
         body = {"init_info": {"nccl_unique_id_b64": name, **ranks}}
         await self._update("/init_weight_transfer_engine", body, timeout_s)
@@ -165,7 +165,7 @@ class VLLMClient(ServerClient):
         raise EngineError(_describe_missing(self.name, ["--enable-prompt-tokens-details"]))
 
     async def _missing_arguments(self, timeout_s: float) -> list[str]:
-        """Finds missing arguments by a request that is always refused; its `?` keeps it from queueing."""
+        """Finds missing arguments with a request that is always refused; the `?` keeps it from queueing."""
         try:
             await self.request("POST", f"{self.generate_path}?", {}, timeout_s=timeout_s, num_retries=0, read=None)
         except ServerRefused as error:
@@ -175,7 +175,7 @@ class VLLMClient(ServerClient):
         return []
 
     async def _explain_absence(self, timeout_s: float) -> str:
-        """Returns what kind of program answers at an address without /weight_info, for the error."""
+        """Describes the program that answers at an address without /weight_info, for the error."""
         if await self.has_path("/model_info", timeout_s):
             return f"{self.name} is an SGLang server. Set the engine to SGLangEngine, or urls to vLLM servers."
         if not await self.has_path("/version", timeout_s):
@@ -213,7 +213,7 @@ def read_server_info(config: dict[str, Any]) -> ServerInfo:
 
 
 def rank_digests(checksums: dict[str, str]) -> RankDigests:
-    """Parses digests of each rank from `{"dp0:pp0:pcp0:tp1:model.norm.weight": "…64 digits"}`; "" if vLLM has none."""
+    """Parses each rank's digests from `{"dp0:pp0:pcp0:tp1:model.norm.weight": "…64 digits"}`; "" if vLLM has none."""
     ranks: dict[int, dict[str, str]] = {}
     for key, checksum in checksums.items():
         *_, rank, name = key.split(":")

@@ -16,11 +16,11 @@ class VLLMProcess(ModelProcess):
 
     title = "vLLM"
     info_path = "/health"
-    ours: ClassVar[Mapping[str, str]] = {"model": "the model", "host": "host=", "port": "port=", "api_key": "token="}
+    preset: ClassVar[Mapping[str, str]] = {"model": "the model", "host": "host=", "port": "port=", "api_key": "token="}
     defaults: ClassVar[Mapping[str, Any]] = {
         "enable_scale_out": True,  # token ids in and out
         "logprobs_mode": LOGPROBS_MODE,
-        "enable_prompt_tokens_details": True,  # cached tokens show whether a load emptied the cache
+        "enable_prompt_tokens_details": True,  # the number of cached tokens shows whether a load emptied the cache
         "max_logprobs": MAX_LOGPROBS,
         "generation_config": "vllm",  # otherwise the checkpoint's generation_config sets top-p etc. on some routes
         "disable_uvicorn_access_log": True,
@@ -29,7 +29,7 @@ class VLLMProcess(ModelProcess):
 
     def args_for(self, config: Mapping[str, Any], tp: int, seed: int) -> dict[str, Any]:
         max_context = config.get("max_position_embeddings")
-        # One position more than the model's, because a request for logprobs also generates a token.
+        # One position more than the model has, because a request for logprobs also generates a token.
         context = {} if max_context is None else {"max_model_len": max_context + 1}
         return {"seed": seed, "tensor_parallel_size": tp, **context}
 

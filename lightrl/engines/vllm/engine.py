@@ -48,7 +48,7 @@ class NCCLGroup(BroadcastGroup):
 class VLLMBroadcast(BroadcastTransport):
     """Broadcasts to vLLM's workers over NCCL. **Not tested yet, because vLLM's CPU build has no NCCL.**
 
-    The workers join by NCCL's unique id, without a store, and then reduce a number to check that all have joined.
+    The workers join by NCCL's unique id, without a store, then reduce a number to check that all have joined.
 
     Source: vLLM 0.32.0, distributed/weight_transfer/nccl_common.py and nccl_engine.py, device_communicators/pynccl.py.
     """
@@ -69,12 +69,12 @@ class VLLMEngine(ServerEngine):
     for `transport: distributed` `--weight-transfer-config '{"backend": "nccl"}'`. Its routes that load weights require
     no key, so let only the run's machines reach its port.
 
-    The seed of a request determines its tokens, unless an abort or a lost server interrupts the request. Images are not
+    A request's seed determines its tokens, unless an abort or a lost server interrupts the request. Images are not
     supported: a request with images raises ValueError. On a CPU, when vLLM loads weights of a model with tied
     embeddings, it keeps the old output head, so the probe of `WeightSync` fails.
 
     Args:
-        vllm_python: Python of the environment that has vLLM; None searches as SGLangEngine does.
+        vllm_python: Python of the environment that has vLLM; None searches for it as SGLangEngine does.
         settings: those of `ServerEngine`, except router, placement, adapters and record_routes. `transport` is disk,
             delta or distributed (not tested yet); `server_args` are vLLM's, such as `{gpu_memory_utilization: 0.8}`.
     """
@@ -94,7 +94,7 @@ class VLLMEngine(ServerEngine):
         ):
             if (value := settings.get(name, choices[0])) not in choices:
                 allowed = " or ".join(map(str, choices))
-                raise ValueError(f"{name} must be {allowed} for VLLMEngine, got {value!r}. Otherwise use SGLangEngine.")
+                raise ValueError(f"{name} must be {allowed} for VLLMEngine, got {value!r}. Try SGLangEngine.")
         super().__init__(**settings)
         self.source.python = vllm_python
 

@@ -1,7 +1,7 @@
 """A completion's next request to vLLM, and its answer. Pure functions.
 
 Only one of vLLM's runners returns the tokens of a truncated distribution, and it then needs `top_k` in every request.
-Requests therefore ask for the most likely tokens instead; those outside the support have no finite logprob.
+So requests ask for the most likely tokens instead; those outside the support have no finite logprob.
 
 Source: vLLM 0.32.0, entrypoints/scale_out/token_in_token_out/protocol.py and serving.py.
 """
@@ -13,14 +13,14 @@ from typing import Any
 from lightrl.engines.servers.request import Answer, CompletionDraft, RawAnswer, parse_answer, request_seed
 from lightrl.trajectory import MAX_SUPPORT
 
-MAX_TIES = 8  # how many tokens may exceed `top_k` because they are as likely as the last token within it
+MAX_TIES = 8  # how many tokens beyond `top_k` may be as likely as the last one within it
 MAX_LOGPROBS = MAX_SUPPORT + MAX_TIES  # per token
 PREFIX = "generate-tokens-"  # vLLM prepends it to a request's id
 _IMPOSSIBLE = -9999.0  # the logprob that vLLM sends for -inf
 
 
 def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, Any]:
-    """Returns the next request, for the missing tokens; shares key-values under `cache_key`."""
+    """Returns the request for the missing tokens; requests with one `cache_key` share key-values."""
     if draft.attachments is not None:
         raise ValueError("VLLMEngine does not support images yet. Use SGLangEngine for a policy that reads them.")
     sampling, num_generated = draft.sampling, len(draft.token_ids)
@@ -30,12 +30,12 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
         "top_k": sampling.max_support,
         "max_tokens": sampling.max_new_tokens - num_generated,
         "min_tokens": max(0, sampling.min_new_tokens - num_generated),
-        # vLLM restarts its random numbers with each request, so a later request needs another seed.
+        # vLLM restarts its random numbers with each request, so a later request needs a different seed.
         "seed": request_seed(request_seed(sampling.seed, draft.sample), num_generated),
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": True,
         "detokenize": False,
-        # A request for more logprobs than the vocabulary has tokens kills vLLM.
+        # A request for more logprobs than the vocabulary has tokens crashes vLLM.
         "logprobs": min(sampling.max_support + MAX_TIES, draft.vocab_size) if sampling.is_truncated else 0,
     }
     token_ids = [*draft.prompt, *draft.token_ids]

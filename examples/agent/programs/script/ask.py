@@ -1,6 +1,6 @@
 """Reads a task, asks the model at the address in its environment, and writes the answer to a file.
 
-It is an ordinary program, unaware of training.
+It is an ordinary program and knows nothing about training.
 """
 
 import sys

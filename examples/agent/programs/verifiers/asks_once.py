@@ -1,6 +1,6 @@
 """A verifiers harness that asks the model once, in the same Python.
 
-verifiers' own harnesses install their agent from the network, which a program of AgentWorkflow cannot reach.
+The harnesses in verifiers install their agent from the network, which a program run by AgentWorkflow cannot reach.
 """
 
 import sys
@@ -20,7 +20,7 @@ print(OpenAI(base_url=url, api_key=key).chat.completions.create(model=model, mes
 
 
 class AsksOnce(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
-    """Runs PROGRAM with the endpoint, the key, the model's name and the prompt."""
+    """Runs PROGRAM with the endpoint, the key, the model name and the prompt."""
 
     NEEDS_CONTAINER = False
 

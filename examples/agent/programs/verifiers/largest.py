@@ -1,7 +1,7 @@
-"""A task for verifiers 0.4, whose agent runs it with the policy at the address in the environment.
+"""A task for verifiers 0.4, run by its agent with the policy at the address in the environment.
 
-It reads a prompt such as `3719=` from standard input. It runs in verifiers' Python (scripts/environments/build.py
-verifiers) and is unaware of training.
+It reads a prompt such as `3719=` from standard input. It runs in the Python built by scripts/environments/build.py
+verifiers, and knows nothing about training.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """LocalEngine's fast path for Llama-like models; the engine gets `fast_decoder` from checks/entry_points.py.
 
 Reading order:
-    decoder.py  LlamaDecoder, which keeps the weights of its products packed
+    decoder.py  LlamaDecoder, which keeps the weights of its matrix products packed
     kernels.py  its compiled part, built from kernels.cpp if there is a compiler
 
 May import: the same as engines/.

@@ -1,9 +1,9 @@
 """LlamaDecoder: decodes with Llama-like models in few, large operations, without Hugging Face's model.
 
 Weights with the same input are fused (query, key and value; gate and up). The key-values of all rows are in
-preallocated slots, row i in slot i, and attention reads only up to the longest row. Within each head, the two halves
-that the rotary embedding pairs are stored interleaved, so that the rotation is one complex product; queries and keys
-have the same permutation, which does not change their products. In float32 on a CPU, a step is one call of the compiled
+preallocated slots, row i in slot i, and attention reads only up to the longest row. The two halves of each head, which
+the rotary embedding pairs, are stored interleaved, so that the rotation is one complex product; queries and keys are
+permuted in the same way, which does not change their products. In float32 on a CPU, a step is one call of the compiled
 kernels, if they could be built.
 
 Shapes: n rows, H query heads, K key-value heads, D head size, T tokens, V vocabulary.
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LEAST_MOVED = 2**18  # elements; a smaller weight keeps its plain form too, so that no load has to restore it
+_LEAST_MOVED = 2**18  # elements; a smaller weight also keeps its plain form, so that a load need not restore it
 
 
 class FusedLinear:
     """Computes `F.linear` with a weight [out, in] and a bias [out] or None.
 
     Args:
-        kernels: compute products of the packed weight; None computes with torch.
-        is_shared: whether another part of the model reads the weight, which therefore keeps its plain form next to the
-            packed one, as small weights do.
+        kernels: multiply by the packed weight; None uses torch.
+        is_shared: whether another part of the model reads the weight, so that its plain form is kept next to the packed
+            one, as for small weights.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class FusedLinear:
         self._packed: Tensor | None = None
 
     def __call__(self, inputs: Tensor, added: Tensor | None = None) -> Tensor:
-        """Returns the product [n, out], plus `added` [n, out]; without `added`, `inputs` may have more leading axes."""
+        """Returns the product [n, out] plus `added` [n, out]; without `added`, `inputs` may have more leading axes."""
         if self._kernels is not None and self._packed is not None:
             return self._kernels.linear(inputs, self.of_kernel(), added)
         if added is None:
@@ -76,14 +76,14 @@ class FusedLinear:
                 self._weight.untyped_storage().resize_(0)
 
     def unpack(self) -> None:
-        """Restores the plain weight, before it is written."""
+        """Restores the plain weight; called before it is overwritten."""
         packed, self._packed = self._packed, None
         if packed is not None and self._kernels is not None and not self._is_plain_kept:
             self._weight.untyped_storage().resize_(self._weight.numel() * self._weight.element_size())
             self._kernels.unpack(packed, self._weight)
 
     def current(self, view: Tensor) -> Tensor:
-        """Returns the values of a view of the weight, which may be a copy if the weight is packed."""
+        """Returns the values of a view of the weight; a copy if only the packed form exists."""
         if self._kernels is None or self._packed is None or self._is_plain_kept:
             return view
         plain = torch.empty(self._weight.shape, dtype=torch.float32)
@@ -96,13 +96,13 @@ class FusedLinear:
         return LinearOfKernel(address(self._packed), address(self._bias), inputs, outputs)
 
 
-_TIME_STEP = 16  # attention reads a multiple of this many tokens, so that fewer views are made
-_TIME_GROWTH = 64  # tokens; the cache grows by at least this many
+_TOKEN_STEP = 16  # attention reads a multiple of this many tokens, so that fewer views are made
+_TOKEN_GROWTH = 64  # tokens; the cache grows by at least this many
 
 
 @dataclass(frozen=True)
 class Family:
-    """How a family differs from Llama. Biases need no entry: they are among the model's parameters."""
+    """How a family differs from Llama. Biases need no entry, because they are among the model's parameters."""
 
     has_qk_norm: bool = False  # RMS norm of each query and key head, before the rotation
 
@@ -133,14 +133,14 @@ def find_family(config: PretrainedConfig) -> Family | None:
 def _grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """Attends with queries [n, K, H / K, D] to keys and values [n, K, T, D]; adds `mask` [n, 1, 1, T] to the scores."""
     mask = mask.expand(*queries.shape[:-1], keys.shape[2])
-    if queries.is_cuda and queries.shape[-1] % 8 == 0:  # torch's own choice may be cuDNN, which plans each new length
+    if queries.is_cuda and queries.shape[-1] % 8 == 0:  # torch might choose cuDNN, which plans each new length
         mixed: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(queries, keys, values, mask, False)[0]
         return mixed
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
 
 
-def _stepped(num_times: int) -> int:
-    return -(-num_times // _TIME_STEP) * _TIME_STEP
+def _stepped(num_tokens: int) -> int:
+    return -(-num_tokens // _TOKEN_STEP) * _TOKEN_STEP
 
 
 class _Layer:
@@ -162,18 +162,18 @@ class _Target:
     view: Tensor  # a view of the fused buffer, in Hugging Face's order of elements
     shape: torch.Size  # of the parameter in Hugging Face's model
     is_spread: bool = False  # whether the first axis of `view` holds copies, one for each head
-    linear: FusedLinear | None = None  # `view` is part of its weight
+    linear: FusedLinear | None = None  # the FusedLinear of whose weight `view` is a part
 
 
 class LlamaDecoder:
     """A fast `Decoder` for the families in `FAMILIES`.
 
-    Memory: the weights once (with kernels, small ones and a head that is tied to the embedding twice), and key-values,
-    which are copied when they grow, and kept for reuse. With a limit of `cache_bytes` for them, `reserve` allocates
+    Memory: the weights once (with kernels, small weights and a head tied to the embedding twice), and key-values, which
+    are copied when they grow, and kept for reuse. With a limit of `cache_bytes` on key-values, `reserve` allocates
     memory for all tokens that the rows may get; a single row may exceed the limit. A load writes in place.
 
     Args:
-        config: of the `family` that `find_family` returned for it.
+        config: one for which `find_family` returned this `family`.
         prefill_tokens: maximum number of tokens, with padding, in one forward over prompts.
     """
 
@@ -205,7 +205,7 @@ class LlamaDecoder:
         self._tied = {name: "model.embed_tokens.weight" for name in ties if name not in self.shapes}
         self.optional_shapes = {name: ties[name].shape for name in self._tied}
 
-        # For float32 on a CPU, if they could be built.
+        # Kernels are for float32 on a CPU, if they could be built.
         self.kernels = kernels() if dtype == torch.float32 and device.type == "cpu" else None
         self._targets: dict[str, _Target] = {}
         self._linears: list[FusedLinear] = []
@@ -230,10 +230,10 @@ class LlamaDecoder:
         self._keys = torch.empty(shape, dtype=dtype, device=device)  # [layers, slots, K, T, D]
         self._values = self._keys
         self._rotations = torch.empty(0, self._head_size // 2, dtype=torch.complex64)
-        self._views: list[tuple[Tensor, Tensor]] = []  # per layer, of the keys and values that attention reads
-        self._views_of = (-1, -1)  # rows and tokens of `_views`
+        self._views: list[tuple[Tensor, Tensor]] = []  # for each layer, the keys and values that attention reads
+        self._views_of = (-1, -1)  # numbers of rows and tokens in `_views`
         self._slot_starts = torch.empty(0, dtype=torch.int64)
-        self._times = torch.empty(0, dtype=torch.int64)
+        self._token_positions = torch.empty(0, dtype=torch.int64)
 
     @torch.no_grad()
     def write(self, name: str, tensor: Tensor) -> None:
@@ -251,16 +251,16 @@ class LlamaDecoder:
         return view.clone(memory_format=torch.contiguous_format).view(target.shape)
 
     def append(
-        self, sequences: Sequence[Sequence[int]], owners: Sequence[int], images: Sequence[Sequence[str]] = ()
+        self, sequences: Sequence[Sequence[int]], sequence_indices: Sequence[int], images: Sequence[Sequence[str]] = ()
     ) -> Tensor:
         assert not any(images), "these families take no images"
         self._pack()
         first = self._num_rows
-        self._reserve(first + len(owners), max(len(sequence) for sequence in sequences) + 1)
-        self._num_rows += len(owners)
+        self._reserve(first + len(sequence_indices), max(len(sequence) for sequence in sequences) + 1)
+        self._num_rows += len(sequence_indices)
         rows_of: list[list[int]] = [[] for _ in sequences]
-        for offset, owner in enumerate(owners):
-            rows_of[owner].append(first + offset)
+        for offset, index in enumerate(sequence_indices):
+            rows_of[index].append(first + offset)
         logits = torch.empty(len(sequences), len(self._embedding), dtype=torch.float32, device=self._device)
         for chunk in chunks_of_similar_length(sequences, self._prefill_tokens):
             longest = len(sequences[chunk[0]])
@@ -268,7 +268,7 @@ class LlamaDecoder:
             lasts = [len(sequences[index]) - 1 for index in chunk]
             rows = [row for index in chunk for row in rows_of[index]]
             sources = on_device([p for p, index in enumerate(chunk) for _ in rows_of[index]], self._device)
-            # Writes to a slice, if the rows are consecutive, are faster.
+            # If the rows are consecutive, writing to a slice is faster.
             is_slice = rows == [*range(rows[0], rows[-1] + 1)]
             places = slice(rows[0], rows[-1] + 1) if is_slice else on_device(rows, self._device)
             hidden = self._forward(on_device(padded, self._device), places, sources)
@@ -293,7 +293,7 @@ class LlamaDecoder:
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         self._pack()
-        no_sources = torch.empty(0, dtype=torch.int64, device=self._device)  # no row gets the key-values
+        no_sources = torch.empty(0, dtype=torch.int64, device=self._device)  # the key-values are not stored
         self._make_rotations(len(token_ids))
         sequence = torch.tensor([[*token_ids]], device=self._device)
         return self._logits(self._forward(sequence, None, no_sources)[0])
@@ -308,14 +308,14 @@ class LlamaDecoder:
 
     def _step_with_torch(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         n, heads, kv_heads, size = len(token_ids), self._num_heads, self._num_kv_heads, self._head_size
-        group, num_times = heads // kv_heads, min(_stepped(longest), self._keys.shape[3])
-        if self._views_of != (n, num_times):
-            self._make_views(n, num_times)
+        group, num_tokens = heads // kv_heads, min(_stepped(longest), self._keys.shape[3])
+        if self._views_of != (n, num_tokens):
+            self._make_views(n, num_tokens)
         positions_by_head = positions.repeat_interleave(kv_heads)
         cache_rows = self._slot_starts[: n * kv_heads] + positions_by_head
         masked = positions[:, None, None, None] if self._is_grouped else positions_by_head[:, None, None]
-        mask = torch.zeros(*masked.shape[:-1], num_times, dtype=self._dtype, device=self._device)
-        mask.masked_fill_(self._times[:num_times] > masked, float("-inf"))
+        mask = torch.zeros(*masked.shape[:-1], num_tokens, dtype=self._dtype, device=self._device)
+        mask.masked_fill_(self._token_positions[:num_tokens] > masked, float("-inf"))
         rotations = self._rotations[positions][:, None]
         flat_keys = self._keys.view(len(self._layers), -1, size)
         flat_values = self._values.view(len(self._layers), -1, size)
@@ -341,7 +341,7 @@ class LlamaDecoder:
             hidden = self._mlp(hidden, layer)
         return self._logits(hidden)
 
-    def keep(self, order: Sequence[int], longest: int) -> None:
+    def keep_rows(self, order: Sequence[int], longest: int) -> None:
         moved = [(slot, source) for slot, source in enumerate(order) if slot != source]
         if moved:
             slots, sources = on_device(list(zip(*moved, strict=True)), self._device)
@@ -362,22 +362,22 @@ class LlamaDecoder:
 
     def _forward(self, token_ids: Tensor, rows: Tensor | slice | None, sources: Tensor) -> Tensor:
         """Writes the padded sequences' key-values into `rows`, if not None; returns hidden states [b, T, hidden]."""
-        b, num_times = token_ids.shape
+        b, num_tokens = token_ids.shape
         heads, kv_heads, size = self._num_heads, self._num_kv_heads, self._head_size
-        rotations = self._rotations[:num_times][None, :, None]
+        rotations = self._rotations[:num_tokens][None, :, None]
         hidden = F.embedding(token_ids, self._embedding)
         for depth, layer in enumerate(self._layers):
             normed = F.rms_norm(hidden, (hidden.shape[-1],), layer.input_norm, self._eps)
-            qkv = layer.qkv(normed).view(b, num_times, heads + 2 * kv_heads, size)
+            qkv = layer.qkv(normed).view(b, num_tokens, heads + 2 * kv_heads, size)
             qk = self._rotate(qkv[:, :, : heads + kv_heads], layer.qk_norm, rotations).transpose(1, 2)
             keys, values = qk[:, heads:], qkv[:, :, heads + kv_heads :].transpose(1, 2)
             if rows is not None:
-                self._keys[depth][rows, :, :num_times] = keys.index_select(0, sources)
-                self._values[depth][rows, :, :num_times] = values.index_select(0, sources)
+                self._keys[depth][rows, :, :num_tokens] = keys.index_select(0, sources)
+                self._values[depth][rows, :, :num_tokens] = values.index_select(0, sources)
             mixed = F.scaled_dot_product_attention(qk[:, :heads], keys, values, is_causal=True, enable_gqa=True)
-            mixed = mixed.transpose(1, 2).reshape(b * num_times, heads * size)
-            flat = layer.output(mixed, hidden.view(b * num_times, -1))
-            hidden = self._mlp(flat, layer).view(b, num_times, -1)
+            mixed = mixed.transpose(1, 2).reshape(b * num_tokens, heads * size)
+            flat = layer.output(mixed, hidden.view(b * num_tokens, -1))
+            hidden = self._mlp(flat, layer).view(b, num_tokens, -1)
         return hidden
 
     def _rotate(self, qk: Tensor, norm: Tensor | None, rotations: Tensor) -> Tensor:
@@ -397,7 +397,7 @@ class LlamaDecoder:
         return self._head(normed).float()
 
     def _pack(self) -> None:
-        """Packs the weights, unless they are packed; called before a product with them."""
+        """Packs the weights unless they are packed; called before they are used."""
         if not self._are_packed:
             for linear in self._linears:
                 linear.pack()
@@ -413,47 +413,47 @@ class LlamaDecoder:
             addresses = address(self._embedding), address(self._final_norm)
             self._of_kernel = ModelOfKernel(*sizes, self._intermediate, *addresses, layers, self._eps)
 
-    def _make_views(self, num_rows: int, num_times: int) -> None:
-        keys, values = (cache[:, :num_rows, :, :num_times] for cache in (self._keys, self._values))
+    def _make_views(self, num_rows: int, num_tokens: int) -> None:
+        keys, values = (cache[:, :num_rows, :, :num_tokens] for cache in (self._keys, self._values))
         if not self._is_grouped:
             keys, values = keys.flatten(1, 2), values.flatten(1, 2)
         self._views = list(zip(keys.unbind(), values.unbind(), strict=True))
-        self._views_of = (num_rows, num_times)
+        self._views_of = (num_rows, num_tokens)
 
-    def _reserve(self, num_rows: int, num_times: int) -> None:
-        """Reserves memory for these rows and tokens; both axes grow in large steps."""
-        if self._has_capacity(num_rows, num_times):
+    def _reserve(self, num_rows: int, num_tokens: int) -> None:
+        """Reserves memory for this many rows and tokens; both axes grow in large steps."""
+        if self._has_capacity(num_rows, num_tokens):
             return
-        old_rows, old_times = self._keys.shape[1], self._keys.shape[3]
+        old_rows, old_tokens = self._keys.shape[1], self._keys.shape[3]
         if num_rows > old_rows:
             num_rows = max(num_rows, min(2 * old_rows, old_rows + 64))
-        if num_times > old_times:
-            num_times = max(num_times + _TIME_GROWTH, old_times * 5 // 4)
-            num_times = _stepped(num_times)
-        self._allocate(max(num_rows, old_rows), max(num_times, old_times))
+        if num_tokens > old_tokens:
+            num_tokens = max(num_tokens + _TOKEN_GROWTH, old_tokens * 5 // 4)
+            num_tokens = _stepped(num_tokens)
+        self._allocate(max(num_rows, old_rows), max(num_tokens, old_tokens))
 
-    def _has_capacity(self, num_rows: int, num_times: int) -> bool:
-        return num_rows <= self._keys.shape[1] and num_times <= self._keys.shape[3]
+    def _has_capacity(self, num_rows: int, num_tokens: int) -> bool:
+        return num_rows <= self._keys.shape[1] and num_tokens <= self._keys.shape[3]
 
-    def _allocate(self, rows: int, times: int) -> None:
-        if not self._num_rows:  # there is nothing to copy, so the old memory can be freed first
+    def _allocate(self, num_rows: int, num_tokens: int) -> None:
+        if not self._num_rows:  # nothing to copy, so the old memory can be freed first
             self._views, self._views_of = [], (-1, -1)
             self._keys = self._values = self._keys[:, :0].clone()
-        old_times = slice(min(times, self._keys.shape[3]))
-        shape = (len(self._layers), rows, self._num_kv_heads, times, self._head_size)
+        old_tokens = slice(min(num_tokens, self._keys.shape[3]))
+        shape = (len(self._layers), num_rows, self._num_kv_heads, num_tokens, self._head_size)
         for name in ("_keys", "_values"):
             old = getattr(self, name)
-            new = torch.zeros(shape, dtype=self._dtype, device=self._device)  # zeros: masked NaNs would spread
-            new[:, : self._num_rows, :, old_times] = old[:, : self._num_rows, :, old_times]
+            new = torch.zeros(shape, dtype=self._dtype, device=self._device)  # zeros, because masked NaNs would spread
+            new[:, : self._num_rows, :, old_tokens] = old[:, : self._num_rows, :, old_tokens]
             setattr(self, name, new)
-        self._times = torch.arange(times, device=self._device)
-        self._slot_starts = torch.arange(rows * self._num_kv_heads, device=self._device) * times
+        self._token_positions = torch.arange(num_tokens, device=self._device)
+        self._slot_starts = torch.arange(num_rows * self._num_kv_heads, device=self._device) * num_tokens
         self._views_of = (-1, -1)
-        self._make_rotations(times)
+        self._make_rotations(num_tokens)
 
-    def _make_rotations(self, times: int) -> None:
-        if times > len(self._rotations):
-            cosines, sines = self._rotary(torch.zeros(1, dtype=torch.float32), torch.arange(times)[None])
+    def _make_rotations(self, num_tokens: int) -> None:
+        if num_tokens > len(self._rotations):
+            cosines, sines = self._rotary(torch.zeros(1, dtype=torch.float32), torch.arange(num_tokens)[None])
             half = self._head_size // 2
             self._rotations = torch.complex(cosines[0, :, :half], sines[0, :, :half]).to(self._device)
 
@@ -470,7 +470,7 @@ class LlamaDecoder:
         if family.has_qk_norm:
             layer.qk_norm = torch.zeros(heads + kv_heads, size, dtype=self._dtype, device=self._device)
             for name, part in (("q_norm", layer.qk_norm[:heads]), ("k_norm", layer.qk_norm[heads:])):
-                # All heads of a kind have the same norm, which `write` copies to each.
+                # All query heads have the same norm, and all key heads; `write` copies it to each.
                 self._targets[f"{attention}{name}.weight"] = _Target(
                     self._interleaved(part.flatten()), self.shapes[f"{attention}{name}.weight"], is_spread=True
                 )
@@ -480,7 +480,7 @@ class LlamaDecoder:
         return layer
 
     def _make_head(self) -> FusedLinear:
-        """Makes the output head, whose weight is the embedding if the two are tied."""
+        """Makes the output head, whose weight is the embedding if they are tied."""
         name = self._tied.get("lm_head.weight", "lm_head.weight")
         is_tied = name in self._targets
         weight = self._embedding if is_tied else self._plain(name)
@@ -495,9 +495,9 @@ class LlamaDecoder:
         return buffer
 
     def _fused(self, prefixes: Sequence[str], sizes: Sequence[int], num_interleaved: int = 0) -> FusedLinear:
-        """Fuses projections of the same input: makes one weight for them, and one bias if any of them has a bias.
+        """Fuses projections of one input: makes one weight, and one bias if any of them has a bias.
 
-        The first `num_interleaved` are stored with each head's rows interleaved. Projections without a bias have 0.
+        The first `num_interleaved` are stored with the rows of each head interleaved. Where there is no bias, it is 0.
         """
         buffers: list[Tensor | None] = []
         views: dict[str, Tensor] = {}
@@ -522,7 +522,7 @@ class LlamaDecoder:
         return linear
 
     def _interleaved(self, part: Tensor) -> Tensor:
-        """Returns a view of the rows in which element i of a head's first half is next to element i of its second."""
+        """Returns a view in which row i of a head's first half is stored next to row i of its second half."""
         half = self._head_size // 2
         return part.view(-1, half, 2, *part.shape[1:]).transpose(1, 2)
 
@@ -535,10 +535,10 @@ def fast_decoder(
     prefill_tokens: int,
     cache_bytes: float | None,
 ) -> LlamaDecoder | None:
-    """Returns a decoder of this model; None if it would not compute exactly what Hugging Face's model does.
+    """Returns a decoder for this model; None if it would not compute exactly what Hugging Face's model does.
 
     Args:
-        cache_bytes: limit for the key-values; None is half of a GPU's free memory, and no limit on a CPU.
+        cache_bytes: limit on the key-values; None means half of a GPU's free memory, and no limit on a CPU.
     """
     family = find_family(config)
     if family is None:
@@ -547,6 +547,6 @@ def fast_decoder(
     if device.type == "cuda" and cache_bytes is None:
         cache_bytes = torch.cuda.mem_get_info(device)[0] / 2
     if cache_bytes is not None:
-        log.info("Key-values may take %d tokens; others wait.", cache_bytes // decoder.token_bytes)
+        log.info("Key-values of %d tokens fit into memory; other rows wait.", cache_bytes // decoder.token_bytes)
     decoder.cache_bytes = cache_bytes
     return decoder

@@ -2,7 +2,7 @@
 // LlamaDecoder in one call. kernels.py compiles, loads and calls it.
 //
 // A step has the operations of LlamaDecoder._step_with_torch, and the same layouts of norms and key-values. A row does
-// not depend on the other rows, since each sum is added up in a fixed order. No function checks its arguments.
+// not depend on the other rows, because each sum is computed in a fixed order. No function checks its arguments.
 //
 // Shapes: n rows, H query heads, K key-value heads, D head size, T tokens that fit in a slot, I intermediate size.
 
@@ -22,7 +22,7 @@
 
 namespace {
 
-constexpr int64_t LANES = 16;  // compilers split a vector if the processor's are shorter
+constexpr int64_t LANES = 16;  // compilers split a vector if those of the processor are shorter
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 // A product keeps TILE_ROWS x PANEL_VECTORS sums in registers.
@@ -192,7 +192,7 @@ void attend(int64_t size, const float* query, const float* keys, const float* va
   }
 }
 
-// Steps the n rows, at most BLOCK_ROWS, from `slot` on; writes normed hidden states to `outputs` [n, hidden].
+// Steps n rows, at most BLOCK_ROWS, in the slots from `slot` on; writes normed hidden states to `outputs` [n, hidden].
 void step_block(const Model& model, const Cache& cache, int64_t n, int64_t slot, const int64_t* token_ids,
                 const int64_t* positions, float* outputs) {
   const int64_t width = model.hidden, size = model.head_size, kv_heads = model.kv_heads, heads = model.heads;
@@ -215,20 +215,20 @@ void step_block(const Model& model, const Cache& cache, int64_t n, int64_t slot,
       rms_norm(hidden + row * width, layer.input_norm, width, model.eps, normed + row * width);
     product(layer.qkv, normed, n, nullptr, qkv);
     for (int64_t row = 0; row < n; ++row) {
-      float* own = qkv + row * qkv_width;
+      float* row_qkv = qkv + row * qkv_width;
       const int64_t position = positions[row];
       for (int64_t head = 0; head < heads + kv_heads; ++head) {
-        float* values = own + head * size;
+        float* values = row_qkv + head * size;
         if (layer.qk_norm) rms_norm(values, layer.qk_norm + head * size, size, model.eps, values);
         rotate(values, cache.rotations + position * size, size);
       }
       for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head) {
         const int64_t start = (((depth * cache.slots + slot + row) * kv_heads) + kv_head) * cache.capacity * size;
         float *keys = cache.keys + start, *values = cache.values + start;
-        std::copy_n(own + (heads + kv_head) * size, size, keys + position * size);
-        std::copy_n(own + (heads + kv_heads + kv_head) * size, size, values + position * size);
+        std::copy_n(row_qkv + (heads + kv_head) * size, size, keys + position * size);
+        std::copy_n(row_qkv + (heads + kv_heads + kv_head) * size, size, values + position * size);
         for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head)
-          attend(size, own + head * size, keys, values, position + 1, scores, mixed + (row * heads + head) * size);
+          attend(size, row_qkv + head * size, keys, values, position + 1, scores, mixed + (row * heads + head) * size);
       }
     }
     product(layer.output, mixed, n, hidden, hidden);
@@ -237,8 +237,8 @@ void step_block(const Model& model, const Cache& cache, int64_t n, int64_t slot,
     product(layer.gate_up, normed, n, nullptr, gate_up);
     for (int64_t row = 0; row < n; ++row) {
       const float *gate = gate_up + row * 2 * inner, *up = gate + inner;
-      float* own = activated + row * inner;
-      for (int64_t i = 0; i < inner; ++i) own[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];  // SiLU
+      float* result = activated + row * inner;
+      for (int64_t i = 0; i < inner; ++i) result[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];  // SiLU
     }
     product(layer.down, activated, n, hidden, hidden);
   }
@@ -246,8 +246,8 @@ void step_block(const Model& model, const Cache& cache, int64_t n, int64_t slot,
     rms_norm(hidden + row * width, model.final_norm, width, model.eps, outputs + row * width);
 }
 
-// Blocks of rows, which several threads compute: each takes the next block. The caller takes blocks too and waits only
-// for those that others have begun, so a thread that gets no core, or is lost in a fork, delays nothing.
+// Blocks of rows that several threads compute; each thread takes the next block. The caller takes blocks too, and waits
+// only for those that others have begun, so a thread that gets no core, or is lost in a fork, delays nothing.
 struct Job {
   const std::function<void(int64_t)> run;  // computes a block
   const int64_t blocks;
@@ -283,7 +283,7 @@ struct Workers {
     helpers == 1 ? has_job.notify_one() : has_job.notify_all();
   }
 
-  // Removes a job's entries that no helper has taken.
+  // Removes the entries of a job that no helper has taken.
   void forget(const std::shared_ptr<Job>& job) {
     const std::lock_guard<std::mutex> lock(mutex);
     jobs.erase(std::remove(jobs.begin(), jobs.end(), job), jobs.end());
@@ -301,7 +301,7 @@ struct Workers {
   }
 };
 
-// Calls `run(first, end)` for blocks of n rows, in up to num_threads threads.
+// Calls `run(first, end)` for blocks of the n rows, in up to num_threads threads.
 template <typename Run>
 void in_blocks(int64_t n, int64_t num_threads, const Run& run) {
   const int64_t tiles = (n + TILE_ROWS - 1) / TILE_ROWS;
@@ -313,7 +313,7 @@ void in_blocks(int64_t n, int64_t num_threads, const Run& run) {
     for (int64_t block = 0; block < blocks; ++block) run_block(block);
     return;
   }
-  static Workers* const workers = new Workers;  // until the process ends
+  static Workers* const workers = new Workers;  // never deleted
   const auto job = std::make_shared<Job>(run_block, blocks);
   workers->help(job, helpers);
   job->work();

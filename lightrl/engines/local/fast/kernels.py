@@ -1,9 +1,9 @@
 """Kernels: the compiled part of LocalEngine, for float32 on a CPU; its loops are in `kernels.cpp`.
 
-With few rows or a small model, an operation of torch takes longer to call than to compute, and a step has many in each
-layer. Here a step is one call, which does not hold Python's lock. At the first use, the system's C++ compiler builds
-the library for this processor, in a few seconds, into the user's cache. Without a compiler, or if the library computes
-wrong products, torch computes everything.
+With few rows or a small model, a torch operation takes longer to call than to compute, and a step has many of them in
+each layer. Here a step is one call, which does not hold Python's GIL. At the first use, the system's C++ compiler
+builds the library for this processor into the user's cache, in a few seconds. Without a compiler, or if the library
+computes wrong products, torch computes everything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-HEAD_SIZES = frozenset({16, 32, 64, 128, 256})  # those that `step` is compiled for
+HEAD_SIZES = frozenset({16, 32, 64, 128, 256})  # the head sizes that `step` is compiled for
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = ["-O3", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
@@ -38,7 +38,7 @@ _Count = ctypes.c_int64
 
 
 class LinearOfKernel(ctypes.Structure):
-    """A packed weight and its bias."""
+    """A packed weight and its bias, as C++ reads them."""
 
     _fields_ = (("packed", _Address), ("bias", _Address), ("inputs", _Count), ("outputs", _Count))
 
@@ -77,8 +77,8 @@ class CacheOfKernel(ctypes.Structure):
 class Kernels:
     """Calls the functions of a library that was built from `kernels.cpp`.
 
-    A call divides its rows among up to `threads` threads; few rows, which fill one tile, have one thread. Tensors are
-    float32 whatever torch's default, which Lightning with bf16-true changes for all threads during a forward.
+    A call divides its rows among up to `threads` threads; rows that fit in one tile get one thread. Tensors are float32
+    whatever torch's default dtype is, because Lightning with bf16-true changes it for all threads during a forward.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -95,7 +95,7 @@ class Kernels:
         )
 
     def pack(self, weight: Tensor) -> Tensor:
-        """Returns the packed form of a contiguous weight [out, in], float32."""
+        """Returns the packed form of a contiguous float32 weight [out, in]."""
         packed = torch.zeros(self._packed_size(*weight.shape), dtype=torch.float32)
         self._repack(weight.data_ptr(), *weight.shape, packed.data_ptr(), False)
         return packed
@@ -105,7 +105,7 @@ class Kernels:
         self._repack(weight.data_ptr(), *weight.shape, packed.data_ptr(), True)
 
     def linear(self, inputs: Tensor, weight: LinearOfKernel, added: Tensor | None = None) -> Tensor:
-        """Returns `inputs` [..., in] times the weight, plus its bias and `added` [n, out]: [..., out]."""
+        """Returns `inputs` [..., in] times the weight, plus the bias and `added` [n, out]: [..., out]."""
         rows = inputs.contiguous()
         outputs = torch.empty(*inputs.shape[:-1], weight.outputs, dtype=torch.float32)
         count = rows.numel() // weight.inputs
@@ -122,19 +122,19 @@ class Kernels:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Returns the address of a contiguous tensor's elements, which must outlive their use; None for None."""
+    """Returns the address of a contiguous tensor's elements, which the caller must keep alive; None for None."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def kernels() -> Kernels | None:
-    """Returns the kernels; None, which is logged once, if they cannot be built or loaded here."""
+    """Returns the kernels; None if they cannot be built or loaded here, which is logged once."""
     library = _library()
     return None if library is None else Kernels(library)
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """Loads the library, which it builds first if necessary; None if either fails."""
+    """Builds the library if necessary, and loads it; None if either fails."""
     try:
         path = _build()
         library = ctypes.CDLL(str(path))
@@ -147,7 +147,7 @@ def _library() -> ctypes.CDLL | None:
         reason = str(error)
     log.warning(
         "LocalEngine decodes only with torch's operations, several times slower for a small model, because its kernels "
-        "could not be built. Install a C++ compiler such as g++, or name one in CXX. %s",
+        "could not be built. Install a C++ compiler such as g++, or set CXX to one. %s",
         reason,
     )
     return None
@@ -166,10 +166,10 @@ def _build() -> Path:
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as build_folder:
-            log.info("Building LocalEngine's kernels for this processor, once; this takes some seconds.")
+            log.info("Building LocalEngine's kernels for this processor, once; this takes a few seconds.")
             built = Path(build_folder) / library.name
             _run([*command, str(_SOURCE), "-o", str(built)])
-            built.replace(library)  # complete or absent, even if other ranks build it too
+            built.replace(library)  # atomic, because other ranks may build it too
     return library
 
 
@@ -178,7 +178,7 @@ def _run(command: list[str]) -> str:
 
 
 def _processor() -> str:
-    """Describes the instructions of this machine, since machines of several kinds may share a home folder."""
+    """Describes this machine's instruction set, because different machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:

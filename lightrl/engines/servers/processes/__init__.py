@@ -1,10 +1,10 @@
-"""Processes that an engine or `lightrl serve` starts: command lines, starts, restarts and ends.
+"""Processes that an engine or `lightrl serve` starts: how they are started, restarted and stopped.
 
 Reading order:
-    process.py        one process: start, readiness, health check, end
-    model_process.py  a server of a model; each kind has a subclass
+    process.py        one process: start, readiness, health check, stop
+    model_process.py  a model server; each kind has a subclass
     command.py        shared by all command lines: flags, devices, an environment without secrets
-    keeper.py         several processes; restarts those that end or hang
+    keeper.py         several processes; restarts those that exit or hang
 
 May import: what servers/ may, except sync/.
 """

@@ -1,4 +1,4 @@
-"""Parts of all servers' command lines: arguments as flags, devices, and an environment without secrets."""
+"""Shared by the command lines of all servers: arguments as flags, devices, and an environment without secrets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightrl.checks.secret_settings import is_secret
 
 
 def environment_for(python: str) -> dict[str, str]:
-    """Returns a server's environment: the trainer's without secrets, and without package paths for another Python."""
+    """Returns a server's environment: the trainer's without secrets, nor package paths if it runs another Python."""
     paths = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"} if python != sys.executable else set()
     return {name: value for name, value in os.environ.items() if name not in paths and not is_secret(name.upper())}
 
@@ -48,16 +48,16 @@ def devices_of_servers(servers: int, tp: int, devices: Sequence[int | str]) -> l
 def gpus_of_servers(
     num: int, *, available: int, trainer: Collection[int], placement: Literal["separate", "colocated"]
 ) -> list[int] | None:
-    """Returns torch's indices of `num` GPUs of this machine; None if it has no GPUs.
+    """Returns the torch indices of `num` GPUs on this machine; None if it has no GPUs.
 
     Args:
         num: servers times `tp`.
         available: number of GPUs that torch sees.
         trainer: GPUs of the trainer's ranks on this machine.
-        placement: the engine's.
+        placement: that of the engine.
 
     Raises:
-        ValueError: if there are too few.
+        ValueError: if there are too few GPUs.
     """
     if available == 0:
         return None
@@ -73,6 +73,6 @@ def gpus_of_servers(
 
 
 def visible(gpus: Sequence[int]) -> list[str]:
-    """Returns these GPUs' names in CUDA_VISIBLE_DEVICES, since torch counts only the GPUs that this process sees."""
+    """Returns the names of these GPUs in CUDA_VISIBLE_DEVICES, because torch counts only GPUs that are visible here."""
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return [names[gpu] if gpu < len(names) else str(gpu) for gpu in gpus]

@@ -1,8 +1,8 @@
-"""Starts and ends processes; restarts those that end or hang, and gives up if they do so too often.
+"""Starts and stops processes; restarts those that exit or hang, and gives up if they do so too often.
 
-running ── ends, hangs ──► wait ─► start ─► ready ─► running
-                            ▲                 │ failed
-                            └─ not too often ─┴─ given up
+running ── exits, hangs ──► wait ─► start ─► ready ─► running
+                             ▲                 │ failed
+                             └─ not too often ─┴─ given up
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ log = logging.getLogger(__name__)
 _TICK_S = 0.25
 _PROBE_EVERY_S, _PROBE_TIMEOUT_S = 5.0, 5.0
 HANG_S = 60.0
-STOP_GRACE_S = 5.0  # for processes that save nothing when they end
+STOP_GRACE_S = 5.0  # for processes that have nothing to save when they exit
 
 
 def start_all(processes: Sequence[ServerProcess]) -> None:
-    """Starts processes at the same time and waits until all are ready; if one fails, ends the others."""
+    """Starts processes concurrently and waits until all are ready; if one fails, stops the others."""
     failed = threading.Event()
 
     def wait_ready(process: ServerProcess) -> None:
         try:
             process.wait_ready()
         except EngineError:
-            if failed.is_set():  # another process failed first, and its error is raised
+            if failed.is_set():  # another process failed first, whose error is raised
                 return
             failed.set()
             end_all([other for other in processes if other is not process], 0.0)
@@ -52,14 +52,14 @@ def start_all(processes: Sequence[ServerProcess]) -> None:
 
 
 def end_all(processes: Sequence[ServerProcess], grace_s: float | None = None) -> None:
-    """Ends processes for good, all at the same time, and waits for their end. May be called twice."""
+    """Stops processes for good, concurrently, and waits until they have exited. Safe to call twice."""
     if processes:
         with ThreadPoolExecutor(len(processes)) as pool:
             list(pool.map(lambda process: process.stop(grace_s, for_good=True), processes))
 
 
 async def keep(process: ServerProcess, *, hang_s: float = HANG_S) -> str:
-    """Restarts a process whenever it ends or hangs; returns the reason when it gives up."""
+    """Restarts a process whenever it exits or hangs; returns the reason when it gives up."""
     while True:
         reason = await _until_lost(process, hang_s)
         log.warning("%s at %s is lost: %s.", process.name, process.url, reason)
@@ -71,7 +71,7 @@ async def keep(process: ServerProcess, *, hang_s: float = HANG_S) -> str:
 async def restart(
     process: ServerProcess, reason: str, on_ready: Callable[[], Awaitable[None]] | None = None
 ) -> str | None:
-    """Ends a process and starts it again, as often as its policy allows.
+    """Stops a process and starts it again, trying as often as its policy allows.
 
     Args:
         on_ready: makes the process usable; if it raises, the restart has failed.
@@ -88,7 +88,7 @@ async def restart(
             await in_thread(process.wait_ready)
             if on_ready is not None:
                 await on_ready()
-        except Exception as error:  # noqa: BLE001  # a full disk, or no more processes, threads or memory: nothing else restarts this process
+        except Exception as error:  # noqa: BLE001  # such as a full disk, or no more threads: nothing else restarts this process
             reason = str(error) if isinstance(error, LightRLError) else f"{type(error).__name__}: {error}"
         else:
             log.info("%s is back at %s.", process.name, process.url)
@@ -105,6 +105,7 @@ async def restart(
 
 
 async def _until_lost(process: ServerProcess, hang_s: float) -> str:
+    """Watches a process until it exits or hangs, and returns which of the two happened."""
     answered_at = probed_at = time.monotonic()
     while True:
         await asyncio.sleep(_TICK_S)

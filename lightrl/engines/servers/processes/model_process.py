@@ -1,7 +1,7 @@
-"""ModelProcess: a model's server as a child process: the Python that runs it, and its arguments.
+"""ModelProcess: a model server as a child process: the Python that runs it, and its arguments.
 
-A kind of server runs with the first Python of these: the given path, $LIGHTRL_…_PYTHON, this environment, the
-environment that scripts/…_cpu/build.py built for this machine's CPU.
+A server runs with the first of these Pythons that has its program: the given path, $LIGHTRL_…_PYTHON, this environment,
+the environment that scripts/…_cpu/build.py built for this machine's CPU.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 
 class ModelProcess(ServerProcess):
-    """A model's server.
+    """A server that serves a model.
 
     Args:
         model_folder: has config.json, and weights unless `args` has `load_format: dummy`; see `write_model_folder`.
-        python: Python of an environment with this kind of server; None for `find_python`.
+        python: Python of an environment with this kind of server; None to use `find_python`.
         args: the server's arguments by name, with `_` or `-`; see `flags`. They override the defaults.
         tp: number of GPUs.
-        seed: seed of the server's random numbers.
+        seed: seed of the server's random number generator.
         settings: other arguments of ServerProcess.
     """
 
     title: str  # such as SGLang; also the name of its package and its variables
-    ours: ClassVar[Mapping[str, str]]  # argument that lightrl sets → the setting to use instead
+    preset: ClassVar[Mapping[str, str]]  # argument that lightrl sets → the setting to use instead
     defaults: ClassVar[Mapping[str, Any]]
     cpu_defaults: ClassVar[Mapping[str, Any]]  # for an environment that was built for this machine's CPU
 
@@ -93,21 +93,21 @@ class ModelProcess(ServerProcess):
 
     @classmethod
     def named(cls, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments by names with `_`; raises ValueError for an argument that lightrl sets."""
+        """Returns the arguments with `_` in their names; raises ValueError for an argument that lightrl itself sets."""
         named = {name.removeprefix("--").replace("-", "_"): value for name, value in args.items()}
-        for name in sorted(cls.ours.keys() & named.keys()):
-            raise ValueError(f"server_args has {name}, which lightrl sets. Remove it and use {cls.ours[name]}.")
+        for name in sorted(cls.preset.keys() & named.keys()):
+            raise ValueError(f"server_args has {name}, which lightrl sets. Remove it, and use {cls.preset[name]}.")
         return named
 
     @classmethod
     def served_config(cls, config: PretrainedConfig, args: Mapping[str, Any], tp: int) -> PretrainedConfig:
-        """Returns the config of the model that servers with these arguments hold; they may quantize it."""
+        """Returns the config of the model as servers with these arguments hold it; they may quantize the model."""
         return config
 
     @abstractmethod
     def args_for(self, config: Mapping[str, Any], tp: int, seed: int) -> dict[str, Any]:
-        """Returns the arguments for a model of this config on `tp` GPUs."""
+        """Returns the arguments for a model with this config on `tp` GPUs."""
 
     def environment(self) -> dict[str, str]:
-        """Returns `environment_for` its Python; the Hugging Face hub is offline unless HF_HUB_OFFLINE is set."""
+        """Returns `environment_for` the Python; the Hugging Face hub is offline unless HF_HUB_OFFLINE is set."""
         return environment_for(self.python) | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}

@@ -1,4 +1,4 @@
-"""ServerProcess: a server as a child process: start, readiness, health check, and an end without orphans.
+"""ServerProcess: a server as a child process: start, readiness, health check, and a stop that leaves no orphans.
 
 Each kind of server has a subclass with its command line. `keeper.py` starts and restarts several.
 """
@@ -39,11 +39,11 @@ _TAIL_BYTES = 3000
 
 
 class HeldPort:
-    """A reserved port of this machine, until `close`.
+    """A port that is reserved on this machine until `close`.
 
     A socket is bound to the port without listening. Linux then gives the port to no outgoing connection and to no
-    program that asks for any free port, but a server that sets SO_REUSEADDR can bind it, as asyncio, uvicorn and
-    http.server do. Other systems would refuse that server too, so there the port is not reserved.
+    program that asks for any free port, but a server that sets SO_REUSEADDR can bind it; asyncio, uvicorn and
+    http.server do. Other systems would refuse that server too, so on these the port is not reserved.
 
     Args:
         host: the address that the server will listen on.
@@ -78,7 +78,7 @@ class RestartPolicy:
     """When to restart a lost process, and when to give it up."""
 
     max_restarts: int = 3  # in a row
-    backoff_s: float = 1.0  # wait before the first restart; doubled for each restart that follows, up to a minute
+    backoff_s: float = 1.0  # wait before the first restart; doubles with each further restart, up to a minute
     stable_s: float = 600.0  # a run of this length resets the count
     restarts: int = 0  # so far, in a row
 
@@ -93,26 +93,26 @@ class RestartPolicy:
 
 
 class ServerProcess:
-    """A server process on this machine. It can be started again after it ended, on a new port unless `port` is set.
+    """A server process on this machine. After an exit it can be started again, on a new port unless `port` is set.
 
     Invariants: it listens on the loopback unless `host` is set, and requires a token on every route that matters; no
     command line or log that other users can read contains the token; no other program gets its port between start and
-    end (see `HeldPort`); none of its processes outlives this process, even after `kill -9`.
+    stop (see `HeldPort`); none of its processes outlives this process, even after `kill -9`.
 
     Args:
         command: the program and its arguments, with `{port}` for the port. It gets the token in LIGHTRL_SERVER_TOKEN.
             Its socket must set SO_REUSEADDR, as most servers do.
         host: address to listen on. Consider who can reach an address other than the loopback.
-        port: None for a free port at each start, 0 for a free port that it keeps after its first start.
+        port: None for a free port at each start, 0 for a free port that it keeps after the first start.
         token: token that requests must have; None for a random one. It cannot start with `-`.
-        devices: the GPUs it sees (CUDA_VISIBLE_DEVICES); None for those of this process.
-        log_file: its output is appended to this file; None for a file in a temporary folder.
-        startup_timeout_s: how long it may take to be ready.
+        devices: the GPUs that it sees (CUDA_VISIBLE_DEVICES); None for those of this process.
+        log_file: file to which its output is appended; None for a file in a temporary folder.
+        startup_timeout_s: how long it may take until it is ready.
         stop_timeout_s: how long it may take to exit before it is killed.
     """
 
-    secret_arguments: tuple[str, ...] = ()  # arguments that get the token, from a file that only this user can read
-    info_path = "/ready"  # a route that answers quickly; if the server has no /ready, its 200 means ready
+    secret_arguments: tuple[str, ...] = ()  # arguments whose value is the token, read from a file only for this user
+    info_path = "/ready"  # a route that answers quickly; if the server has no /ready, status 200 here means ready
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class ServerProcess:
         self._stop_timeout_s = stop_timeout_s
         self._keeps_port = port is not None
         self._held_port: HeldPort | None = None  # while the process runs
-        self._secrets_file: Path | None = None  # the guard removes it
+        self._secrets_file: Path | None = None  # removed by the guard
         self._devices = devices
         self._program = list(command)
         self._lock = threading.Lock()
@@ -154,7 +154,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the guard, which ends with the server; None before the first start."""
+        """The process id of the guard, which exits with the server; None before the first start."""
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
@@ -176,7 +176,7 @@ class ServerProcess:
             self._secrets_file = self._write_secrets()
             command = self.command_line(str(self._secrets_file))
             self.command = " ".join(command)
-            # Only for this user, because SGLang logs its arguments, including the token.
+            # Readable only by this user, because SGLang logs its arguments, including the token.
             log_descriptor = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             gpus = {} if self._devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._devices))}
             try:
@@ -194,10 +194,10 @@ class ServerProcess:
             self._started_at = time.monotonic()
 
     def wait_ready(self) -> None:
-        """Returns when the server reports that it is ready.
+        """Waits until the server reports that it is ready.
 
         Raises:
-            EngineError: if the process ended.
+            EngineError: if the process exited.
             EngineTimeout: if it is not ready `startup_timeout_s` after its start. Both errors contain the server's last
             output.
         """
@@ -230,7 +230,7 @@ class ServerProcess:
         return status == 200 or (status == 404 and self._status_of(self.info_path) == 200)
 
     def answers(self, within_s: float = _PROBE_TIMEOUT_S) -> bool:
-        """Whether the server answers HTTP at all, even if it is paused, starting or refuses; a hanging one does not."""
+        """Whether the server answers HTTP at all: True even if it refuses, is starting or paused; False if it hangs."""
         return self._status_of(self.info_path, within_s) is not None
 
     def exit_status(self) -> str:
@@ -241,7 +241,7 @@ class ServerProcess:
         return "running" if code is None else ending_of(code)
 
     def stop(self, grace_s: float | None = None, *, for_good: bool = False) -> None:
-        """Ends the server and all its processes, which get `grace_s` or `stop_timeout_s` to exit by themselves.
+        """Stops the server and all its processes, which get `grace_s` or `stop_timeout_s` to exit by themselves.
 
         `start` can start it again, unless `for_good`.
         """
@@ -252,7 +252,7 @@ class ServerProcess:
             self._release()
 
     def last_output(self) -> str:
-        """Returns the command, the log file and the end of the log without the token, for messages."""
+        """Returns the command, the log file and the log's last lines without the token, for messages."""
         tail = "" if self.log_file is None else end_of_log(self.log_file, _TAIL_BYTES).replace(self.token, "<token>")
         output = f"Last output:\n{tail}" if tail else "It printed nothing."
         return f"Command: {self.command}\nLog: {self.log_file}\n{output}"
@@ -270,18 +270,18 @@ class ServerProcess:
         return [part.replace("{port}", str(self.port)) for part in self._program]
 
     def environment(self) -> dict[str, str]:
-        """Returns the process's environment; `start` adds the variable that chooses its devices."""
+        """Returns the environment of the process; `start` adds the variable that selects its devices."""
         return {**os.environ, TOKEN_VARIABLE: self.token}
 
     def _write_secrets(self) -> Path:
-        """Writes the token to a file, because all users of the machine can see a command line."""
+        """Writes the token to a file, because all users of the machine can see command lines."""
         descriptor, name = tempfile.mkstemp(prefix=own_prefix("lightrl-secrets-"), suffix=".yaml")  # only for this user
         with os.fdopen(descriptor, "w") as file:
             json.dump(dict.fromkeys(self.secret_arguments, self.token), file)  # JSON is YAML
         return Path(name)
 
     def _status_of(self, route: str, within_s: float = _PROBE_TIMEOUT_S) -> int | None:
-        """Returns the HTTP status of a GET; None without a timely answer, 0 if this process is out of files."""
+        """Returns the HTTP status of a GET; None if no answer arrives in time, 0 if this process is out of files."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=within_s)
         try:
             connection.request("GET", route, headers={"Authorization": f"Bearer {self.token}"})
@@ -293,7 +293,7 @@ class ServerProcess:
 
 
 def usable_token(token: str | None) -> str:
-    """Checks a token and returns it; returns a random one for None."""
+    """Checks a token and returns it; returns a random token if it is None or empty."""
     if token is not None and token.startswith("-"):  # SGLang parses the secrets file like a command line
         raise ValueError(
             "The server's token starts with '-', so SGLang would take it for an option. Change LIGHTRL_SERVER_TOKEN, "
@@ -314,7 +314,7 @@ def make_servers(
     log_folder: Path | None = None,
     **settings: Any,
 ) -> list[ServerProcess]:
-    """Makes `num` servers of a model without starting them; server i gets `tp` devices, `seed + i` and `port + i`.
+    """Makes `num` servers for a model without starting them; server i gets `tp` devices, `seed + i` and `port + i`.
 
     Args:
         devices: None lets each server use the devices of this process.
@@ -338,11 +338,11 @@ def make_servers(
 
 
 def write_model_folder(config: PretrainedConfig, folder: str | Path) -> Path:
-    """Writes the config and a tokenizer, with which a server can start without weights (`load_format: dummy`).
+    """Writes the config and a tokenizer, enough for a server to start without weights (`load_format: dummy`).
 
-    The config has no end token, because SGLang stops at a config's end tokens whatever a request says, and lightrl's
-    requests name their stop tokens. Requests and answers are token ids, so the tokenizer has only one token; but
-    without a tokenizer, a request with `min_new_tokens` would kill an SGLang server.
+    The config has no end token, because SGLang always stops at the end tokens of its config, and lightrl's requests
+    name their stop tokens. Requests and answers are token ids, so the tokenizer has only one token; but without a
+    tokenizer, a request with `min_new_tokens` would crash an SGLang server.
     """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast

@@ -1,7 +1,7 @@
 """AdapterVersions: the adapters that servers hold, one per weight version, and the requests that use them.
 
-SGLang 0.5.23 compares each tensor's SHA-256 with the one that the trainer sent, and dies if they differ. It refuses a
-second adapter of the same name. Its prefix cache separates adapters.
+SGLang 0.5.23 compares each tensor's SHA-256 with the one that the trainer sent, and crashes if they differ. It refuses
+a second adapter with the same name. Its prefix cache keeps adapters apart.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Adapter:
-    """The tensors of a version in host memory, for servers that return."""
+    """A version's tensors in host memory, for servers that return."""
 
-    tensors: Mapping[str, Tensor]  # by peft's names
+    tensors: Mapping[str, Tensor]  # by their names in peft
     checksums: Mapping[str, str]
 
     @classmethod
@@ -55,7 +55,7 @@ class Adapter:
 
 
 class AdapterClient(Protocol):
-    """The methods of a server's client that load adapters, as SGLangClient has them."""
+    """The methods of a server client that load adapters; SGLangClient has them."""
 
     async def adapters(self) -> list[str]: ...
 
@@ -72,15 +72,15 @@ class AdapterClient(Protocol):
 class AdapterVersions(ServedVersions):
     """The adapter versions that every routable server has."""
 
-    fleet: ServerFleet  # its weight version is the base's
+    fleet: ServerFleet  # its weight version is that of the base
     form: ServedForm
-    timeout_s: float  # for each request, and for a removed version's requests to end
+    timeout_s: float  # for each request, and for the requests of a removed version to finish
     newest: int = -1
     _adapters: dict[int, Adapter] = field(default_factory=dict)  # weight version → adapter, oldest first
     _in_use: dict[int, dict[str, Server]] = field(default_factory=dict)  # version → id and server of its requests
 
     def choose(self, started_with: NamedVersion | None) -> NamedVersion:
-        """Returns the version that the completion started with, if servers still hold it, otherwise the newest."""
+        """Returns the version that the completion started with if servers still hold it, otherwise the newest."""
         version = self.newest
         if started_with is not None and started_with.version in self._adapters:
             version = started_with.version
@@ -97,14 +97,14 @@ class AdapterVersions(ServedVersions):
             del requests[rid]
 
     def min_version(self, draft: CompletionDraft) -> int:
-        return -1  # all routable servers have all adapters, so the base's version does not matter
+        return -1  # all routable servers have all adapters, so the base version does not matter
 
     def is_missing(self, server: Server, error: EngineError) -> bool:
         return _client(server).is_unknown_adapter(error)
 
     async def add(self, version: int, adapter: Adapter) -> list[int]:
-        """Records a version that all routable servers have; drops old versions, aborts their requests, returns them."""
-        self._adapters.pop(version, None)  # from before this run resumed from an older checkpoint
+        """Records a version that all routable servers have; drops and returns old ones, and aborts their requests."""
+        self._adapters.pop(version, None)  # it may exist if this run resumed from an older checkpoint
         self._adapters[version] = adapter
         self.newest = version
         dropped = list(self._adapters)[: -self.form.num_versions]
@@ -115,11 +115,11 @@ class AdapterVersions(ServedVersions):
         return dropped
 
     async def give(self, server: Server, version: int, adapter: Adapter, payload: str) -> None:
-        """Loads an adapter under the version's name, checks that the server lists it, and removes unused versions."""
+        """Removes unused versions, loads an adapter under its version's name, and checks that the server lists it."""
         client, name = _client(server), name_of(version)
         current = {name_of(used) for used in (*self._adapters, *self._in_use)} - {name}
         for other in await client.adapters():
-            if other.startswith(_PREFIX) and other not in current:  # left by an earlier run, or from before a resume
+            if other.startswith(_PREFIX) and other not in current:  # left over from an earlier run or before a resume
                 await client.unload_adapter(other, timeout_s=self.timeout_s)
         payloads = [payload] * await num_ranks(server)
         checksums = dict(adapter.checksums)
@@ -128,12 +128,12 @@ class AdapterVersions(ServedVersions):
             raise EngineError(f"{server.url} acknowledged the adapter {name} but does not list it in /v1/models.")
 
     async def give_all(self, server: Server) -> None:
-        """Loads all versions into a server that returns, before it gets requests."""
+        """Loads all versions into a returning server, before it gets requests."""
         for version, adapter in list(self._adapters.items()):
             await self.give(server, version, adapter, await in_thread(payload_of, dict(adapter.tensors)))
 
     async def remove(self, version: int) -> None:
-        """Unloads a version after its last request has ended; before, a server would delay other updates."""
+        """Unloads a version after its last request has finished; before that, it would delay other updates."""
         deadline = time.monotonic() + self.timeout_s
         while (requests := self._in_use.get(version)) and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_S)

@@ -18,8 +18,8 @@ BLOCKED_S = 60.0  # an event loop that runs nothing for this long is blocked
 class BucketFeed:
     """Passes buckets from a thread to a coroutine; `put` returns when the coroutine has taken the bucket.
 
-    The thread puts buckets inside `with feed:`; the end of the block, or an error in it, ends the coroutine's
-    iteration. The coroutine waits at most `timeout_s` for each bucket.
+    The thread puts buckets inside `with feed:`; the coroutine's iteration stops when the block ends or raises. The
+    coroutine waits at most `timeout_s` for each bucket.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, timeout_s: float = 600.0) -> None:
@@ -27,14 +27,14 @@ class BucketFeed:
         self._loop = loop
         self._changed = asyncio.Event()
         self._taken = threading.Event()
-        self._next: Bucket | None = None  # put, but not taken yet
+        self._next: Bucket | None = None  # a bucket that was put but has not been taken
         self._taken_bucket = Bucket({})
         self._is_complete = False  # no more buckets will be put
         self._is_stopped = False  # no more buckets will be taken
         self._error: BaseException | None = None
 
     def put(self, bucket: Bucket) -> bool:
-        """Passes a bucket on; returns False if the coroutine takes no more. The coroutine watches the deadlines."""
+        """Passes a bucket on; returns False if the coroutine takes no more. Deadlines are checked by the coroutine."""
         self._taken.clear()
         if self._is_stopped:
             return False
@@ -62,7 +62,7 @@ class BucketFeed:
         return self
 
     async def __anext__(self) -> Bucket:
-        """Empties the previous bucket, and waits for the next `put` or the end of `with`, at most `timeout_s`."""
+        """Empties the previous bucket, then waits at most `timeout_s` for the next `put` or the end of `with`."""
         self._taken_bucket.tensors.clear()
         while self._next is None:
             if self._error is not None:
@@ -82,10 +82,10 @@ class BucketFeed:
 
 
 def wait_while_running(loop: asyncio.AbstractEventLoop, awaited: Future[Any] | threading.Event) -> None:
-    """Waits for a future or event of the loop; called from another thread.
+    """Waits for a future or event that the loop sets; called from another thread.
 
     Raises:
-        WeightSyncError: if the loop has ended or is blocked, so that it cannot watch deadlines.
+        WeightSyncError: if the loop has stopped or is blocked, so that it cannot check deadlines.
     """
     try:
         wait_on_loop(loop, awaited, silent_s=BLOCKED_S)
@@ -93,14 +93,14 @@ def wait_while_running(loop: asyncio.AbstractEventLoop, awaited: Future[Any] | t
         raise loop_ended(loop) from error
     except LoopBlocked as error:
         raise WeightSyncError(
-            f"The event loop of the engine's requests did not answer for {BLOCKED_S:g} s during a weight sync. A "
-            "workflow, environment or async reward blocks it. Use await there, or move the work to a thread."
+            f"The engine's event loop did not answer for {BLOCKED_S:g} s during a weight sync. A "
+            "workflow, environment or async reward is blocking it. Use await there, or move the work to a thread."
         ) from error
 
 
 def loop_ended(loop: asyncio.AbstractEventLoop) -> WeightSyncError:
-    """Returns the error of a sync whose loop has ended."""
-    cause = f"The thread of the rollouts died: {deaths[loop]!r}" if loop in deaths else "The log says why"
+    """Returns the error of a sync whose event loop has stopped."""
+    cause = f"The rollout thread died: {deaths[loop]!r}" if loop in deaths else "The log says why"
     return WeightSyncError(
-        f"The event loop of the engine's requests ended during a weight sync. {cause}. Resume from the last checkpoint."
+        f"The engine's event loop stopped during a weight sync. {cause}. Resume from the last checkpoint."
     )

@@ -1,9 +1,9 @@
 """CacheCanary: a short prompt that shows whether a load has emptied a server's prefix cache.
 
-Key-values of old weights must not be used with new weights. Each request has a cache key of the run and the weight
+Key-values of old weights must not be used with new weights. Each request has a cache key made of the run and the weight
 version, so a new request reuses none. A request that a load interrupts keeps its old key and computes its prefix again,
-so only the flush of the cache protects it. The canary is therefore generated before a load, and again after it under
-the *old* key: none of its tokens may be in the cache.
+so only the cache flush protects it. So the canary is generated before a load, and again after it under the *old* key:
+none of its tokens may be in the cache.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from lightrl.errors import EngineError
 
 log = logging.getLogger(__name__)
 
-_SETTLE_S = 0.25  # wait for canaries that are still queued when the load is about to begin
-_FLUSH_S = 60.0  # wait for a busy server to become idle
+_SETTLE_S = 0.25  # how long to wait for canaries that are still queued when the load is about to begin
+_FLUSH_S = 60.0  # how long to wait for a busy server to become idle
 
 
 @dataclass(frozen=True)
 class CacheCanary:
-    """The canaries of an engine's servers."""
+    """Generates canaries on an engine's servers."""
 
     fleet: ServerFleet  # makes the cache keys
     vocab_size: int
     max_context: int | None = None  # tokens; None for no limit
-    timeout_s: float = 3600.0  # for a canary after a load, which waits for other requests
+    timeout_s: float = 3600.0  # for a canary after a load, when it waits behind other requests
 
     def start(self, servers: Iterable[Server], weight_version: int) -> dict[str, asyncio.Task[int]]:
-        """Starts a canary on each server, under the key of its version; returns the tasks by address."""
+        """Starts a canary on each server, under the key of this version; returns the tasks by address."""
         return {server.url: asyncio.ensure_future(self._generate(server, weight_version)) for server in servers}
 
     async def settle(self, starting: dict[str, asyncio.Task[int]]) -> list[str]:
-        """Returns the addresses of servers whose cache has the canary; aborts canaries that are still queued."""
+        """Returns the addresses of servers that have cached the canary; aborts canaries that are still queued."""
         if starting:
             await asyncio.wait(starting.values(), timeout=_SETTLE_S)
         cached = [
@@ -51,10 +51,10 @@ class CacheCanary:
         return cached
 
     async def check(self, server: Server, weight_version: int) -> str | None:
-        """Returns why the server must get no more requests after a load; None if its cache was emptied.
+        """Returns None if a load has emptied the server's cache, otherwise why the server must get no more requests.
 
-        If it was not, the cache is flushed when the server is idle, and checked again. `weight_version` is the version
-        before the load.
+        A cache that was not emptied is first flushed, when the server is idle, and checked again. `weight_version` is
+        the version before the load.
         """
         try:
             num_cached = await self._generate(server, weight_version)
@@ -72,10 +72,10 @@ class CacheCanary:
             return f"its prefix cache could not be checked after a load: {error}"
         if num_cached == 0:
             return None
-        return f"its prefix cache still has key-values of weight version {weight_version}, after a load and a flush"
+        return f"its prefix cache still has key-values of weight version {weight_version} after a load and a flush"
 
     async def _generate(self, server: Server, weight_version: int) -> int:
-        """Generates one token; returns how many prompt tokens the cache had."""
+        """Generates one token; returns how many prompt tokens were in the cache."""
         page_tokens = server.info.page_tokens if server.info is not None else 1
         length = min(2 * page_tokens + 8, (self.max_context or 2**31) - 1)
         rid = secrets.token_hex(16)

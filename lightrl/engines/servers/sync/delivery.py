@@ -1,4 +1,4 @@
-"""WeightDelivery: how an engine's weights reach its servers; makes the loader that sends them."""
+"""WeightDelivery: the settings for sending weights to servers; makes the loader that sends them."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ TRANSFER_TIMEOUT_S = 120.0  # to broadcast one bucket
 
 @dataclass(eq=False, kw_only=True)
 class WeightDelivery:
-    """The settings for sending weights; makes a loader that sends whole weights, with added parameters merged in."""
+    """The settings for sending weights; its loader sends whole weights, with added parameters merged in."""
 
     loader_type: ClassVar[type[WeightLoader]] = WeightLoader
     transport: TransportName
     broadcast_type: type[BroadcastTransport]
-    gpu_transports: Sequence[TransportName]  # those that need a GPU
+    gpu_transports: Sequence[TransportName]  # transports that need a GPU
     weight_folder: str | None
     trainer_host: str | None
 
@@ -65,7 +65,7 @@ class WeightDelivery:
             )
 
     def check_reach(self, urls: Sequence[str]) -> None:
-        """Raises ValueError if weights cannot reach these servers by this transport."""
+        """Raises ValueError if this transport cannot reach these servers."""
         try:
             remote = remote_servers(urls)
             if self.transport == "distributed":
@@ -83,7 +83,7 @@ class WeightDelivery:
             )
 
     def check_loads_whole(self, setting: str) -> None:
-        """Raises ValueError if a load does not send whole weights, which `setting` needs."""
+        """Raises ValueError if loads do not send whole weights, which `setting` requires."""
 
     def start_args(self) -> dict[str, Any]:
         """Returns SGLang's arguments for servers that are started here."""
@@ -93,7 +93,7 @@ class WeightDelivery:
         """Called before `loader`; see RolloutEngine."""
 
     def parts_to_load(self, base_version: int) -> list[Part]:
-        """Returns the parts that the next load must send; `base_version` is that of the servers' base, or -1."""
+        """Returns the parts that the next load must send; `base_version` is the version of the servers' base, or -1."""
         return ["whole"]
 
     def versions(self, fleet: ServerFleet, sync_s: float) -> ServedVersions:
@@ -109,7 +109,7 @@ class WeightDelivery:
         *,
         verify: bool,
     ) -> WeightLoader:
-        """Makes a loader for the servers of `requests`, whose model has this config; it sends weights in `dtype`."""
+        """Makes a loader that sends weights in `dtype` to the servers of `requests`, whose model has this config."""
         timeouts, limits, form = requests.timeouts, requests.limits, ServerForm.of(config, dtype)
         canary = CacheCanary(
             requests.fleet, vocab_size=limits.vocab_size, max_context=limits.max_context, timeout_s=timeouts.generate_s

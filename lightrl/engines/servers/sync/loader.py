@@ -1,7 +1,7 @@
 """WeightLoader: checks the trainer's weights and loads them into all servers of an engine, or into one that returns.
 
 The calling thread holds a lock during a load; server_sync.py pauses, loads and resumes servers on the home loop. In a
-colocated engine, `release_memory` frees the servers' memory for the trainer until the next load.
+colocated engine, `release_memory` frees the memory of servers for the trainer until the next load.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class WeightLoader:
     sync: ServerSync
     timeouts: Timeouts
     config: PretrainedConfig  # describes the servers' model
-    dtype: torch.dtype | None = None  # of the weights that are sent; None for the trainer's
+    dtype: torch.dtype | None = None  # of the weights that are sent; None for the trainer's dtype
     is_colocated: bool = False  # whether the servers release their memory for the trainer between loads
     last_report: SyncReport | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)  # one load at a time
     _parameters: ParameterCheck = field(default_factory=ParameterCheck)
-    _refused: set[Server] = field(default_factory=set)  # servers that lack a needed argument, so loads exclude them
+    _refused: set[Server] = field(default_factory=set)  # servers excluded from loads, because they lack an argument
     _is_over: bool = False
 
     @property
@@ -72,7 +72,7 @@ class WeightLoader:
         """Loads a version into all servers and waits for them; called from the thread that gathers buckets."""
         with self._lock:
             limit_s = self.timeouts.server_wait_s + self.timeouts.sync_s + self.timeouts.request_s
-            servers, absent = self.home.call(self._begin(), limit_s)
+            servers, absent = self.home.call(self._prepare_load(), limit_s)
             previous = self.fleet.weight_version
             self.fleet.newest_version = weight_version
             report: SyncReport | None = None
@@ -92,10 +92,10 @@ class WeightLoader:
                 raise
             finally:
                 self.last_report = report or self.last_report
-                self.home.call(self._end(servers, report), self.timeouts.request_s * 2)
+                self.home.call(self._finish_load(servers, report), self.timeouts.request_s * 2)
 
     def give(self, server: Server) -> None:
-        """Loads the current version into a server that returns, unless a later load will; called from a thread."""
+        """Loads the current version into a returning server, unless a later load will do that; called from a thread."""
         with self._lock:
             version = self.fleet.weight_version
             is_due = self.fleet.has(server) and version >= 0 and not self._is_over
@@ -104,16 +104,16 @@ class WeightLoader:
             self.home.call(self.check_models([server]), self.timeouts.sync_s)
             report = self.sync.load_from_thread(self.home, [server], None, weight_version=version)
             self.home.call(self._before_admit(server), self.timeouts.sync_s)
-            self.home.call(self._end([server], report), self.timeouts.request_s)
+            self.home.call(self._finish_load([server], report), self.timeouts.request_s)
 
-    def let_go(self, server: Server) -> None:
+    def remove(self, server: Server) -> None:
         """Drains and forgets a leaving server, but not during a load; called from a thread."""
         with self._lock:
             if self.fleet.has(server):
-                self.home.call(self._let_go(server), self.timeouts.request_s * 2)
+                self.home.call(self._remove(server), self.timeouts.request_s * 2)
 
     def shared_folder(self) -> SharedFolder | None:
-        """Returns the folder where all ranks may write; None if the transport cannot use files of other ranks."""
+        """Returns the folder that all ranks may write to; None if the transport cannot use files from other ranks."""
         folder = self.sync.transport.shared_folder()
         if folder is None:
             return None
@@ -132,10 +132,10 @@ class WeightLoader:
                 self.home.call(self._release_memory(), self.timeouts.sync_s)
 
     def close(self) -> None:
-        """Ends loads, from another thread; colocated servers that outlive the engine resume their memory."""
+        """Stops loads, from another thread; colocated servers that outlive the engine resume their memory."""
         self._is_over = True
         if self.is_colocated:
-            with contextlib.suppress(EngineError):  # the servers are ending too, or `lose` has reported them
+            with contextlib.suppress(EngineError):  # the servers are stopping too, or `lose` has reported them
                 self.home.call(self._resume_memory(), self.timeouts.request_s)
 
     def close_transport(self) -> None:
@@ -147,9 +147,9 @@ class WeightLoader:
         closing.join(self.timeouts.request_s)
 
     def _check(self, buckets: Iterable[Bucket], weight_version: int, servers: Sequence[Server]) -> Iterator[Bucket]:
-        """Checks the buckets and yields them in the servers' form.
+        """Checks the buckets and yields them in the form that servers hold.
 
-        Computes digests of them, and of the files that other ranks wrote, which it reads.
+        Computes digests of the buckets, and of files from other ranks, which it reads back.
         """
         form = ServerForm.of(self.config)
         verifier = self.sync.verifier if self.sync.verify else None
@@ -161,20 +161,20 @@ class WeightLoader:
                     digests.add(part)
             yield bucket
             if form.is_block_fp8:
-                bucket.tensors.clear()  # a quantized copy, which would stay in memory while the next bucket is made
+                bucket.tensors.clear()  # otherwise the quantized copy stays in memory while the next bucket is made
 
-    async def _let_go(self, server: Server) -> None:
+    async def _remove(self, server: Server) -> None:
         self.fleet.drain(server)
-        await self.requests.leader.notify()  # also updates the numbers of followers' requests
+        await self.requests.leader.notify()  # also updates the request counts from followers
         await self.members.drain(server)
 
-    async def _begin(self) -> tuple[list[Server], dict[str, str]]:
-        """Returns the servers that take part in the load, and by address why each other server does not."""
+    async def _prepare_load(self) -> tuple[list[Server], dict[str, str]]:
+        """Returns the servers that take part in the load, and (address → reason) why the others do not."""
         await self.members.wait_for_any()
         servers = self.fleet.in_state(*ACTIVE)
         is_known = all(server.info is not None for server in servers)
         identifying = asyncio.gather(*(self._identify(server) for server in servers))
-        if not is_known:  # if all are known, answers of busy servers may come during the load
+        if not is_known:  # if all are known, busy servers may answer during the load
             await identifying
             servers = [server for server in servers if server not in self._refused]
         self.requests.leave_to_load(servers)
@@ -187,7 +187,7 @@ class WeightLoader:
         return servers, absent
 
     async def _before_admit(self, server: Server) -> None:
-        """Loads what a returning server needs besides the weights; nothing here."""
+        """Loads what a returning server needs besides the weights; in this class, nothing."""
 
     async def _identify(self, server: Server) -> None:
         is_known = server.info is not None
@@ -218,19 +218,19 @@ class WeightLoader:
             problem = other_model(self.config, model_info, server.info, names)
             if problem is not None:
                 raise EngineError(
-                    f"The server at {server.url} has another model: {problem}. Start it with the policy's model."
+                    f"The server at {server.url} has a different model: {problem}. Start it with the policy's model."
                 )
 
         await asyncio.gather(*(check(server) for server in servers))
 
     async def _check_flush(self, server: Server, weight_version: int) -> None:
-        """Marks a server as lost if a load did not empty its prefix cache."""
+        """Marks a server as lost if the load did not empty its prefix cache."""
         canary = self.sync.canary
         problem = await canary.check(server, weight_version) if canary is not None else None
         if problem is not None:
             self.members.lose(server, problem)
 
-    async def _end(self, servers: Sequence[Server], report: SyncReport | None) -> None:
+    async def _finish_load(self, servers: Sequence[Server], report: SyncReport | None) -> None:
         for server in [server for server in servers if server not in self._refused]:  # `give` checks those again
             url = server.url
             server.verified_by = report.verified_by.get(url, "version") if report is not None else "version"
@@ -248,7 +248,7 @@ class WeightLoader:
         await self.requests.release(servers)
 
     async def _reassess(self, server: Server) -> None:
-        """Admits a server again after an interrupted sync if it reports the previous version; otherwise it is lost."""
+        """After an interrupted sync, admits a server again if it reports the previous version; otherwise it is lost."""
         version = self.fleet.weight_version
         try:
             info = await server.client.model_info()

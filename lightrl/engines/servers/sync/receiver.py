@@ -1,9 +1,9 @@
-"""The weight receiver: stores weights on the servers' host, from full versions and deltas.
+"""The weight receiver: stores weights on a server host, from full versions and deltas.
 
     LIGHTRL_SERVER_TOKEN=… python -m lightrl.engines.servers.sync.receiver --host HOST --port PORT [--folder FOLDER]
 
-It knows nothing about the servers: the trainer sends it a version while they generate, and then makes them load its
-folder. weights/delta_folder.py describes its checks and its files. All routes except /ready require the token.
+It knows nothing about the servers: the trainer sends it a version while they generate, and then lets them load its
+folder. weights/delta_folder.py describes its checks and files. All routes except /ready require the token.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lightrl.concurrency.listener import BACKLOG, Listener
 from lightrl.engines.servers.addresses import TOKEN_VARIABLE
 from lightrl.weights.delta_folder import DeltaFolder, NotTheBase, Version, folder_in_memory
 
-_MAX_PART_BYTES = 2**36  # limit of a request; a part is larger than usual if it is one large tensor
+_MAX_PART_BYTES = 2**36  # limit on a request; a part that is one large tensor exceeds the usual size
 Fields = dict[str, Any]
 PROTOCOL = 4  # version of the requests; trainer and receiver must agree
 
 
 class Receiver:
-    """The routes of one DeltaFolder."""
+    """Serves the routes for one DeltaFolder."""
 
     def __init__(self, folder: DeltaFolder, token: str) -> None:
         self.folder = folder
@@ -126,13 +126,13 @@ class Receiver:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on, which the trainer can reach")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; the trainer must reach it")
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--folder", help="for a copy of the weights, readable by servers; default: in /dev/shm")
+    parser.add_argument("--folder", help="folder for the weights, which servers can read; default: in /dev/shm")
     options = parser.parse_args()
     token = os.environ.get(TOKEN_VARIABLE)
     if not token:
-        sys.exit(f"The receiver needs {TOKEN_VARIABLE}, the token of the servers and of the run.")
+        sys.exit(f"The receiver needs {TOKEN_VARIABLE}. Set it to the token of the servers and the run.")
     folder = options.folder or folder_in_memory("lightrl-weights-")
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, folder, ignore_errors=True)

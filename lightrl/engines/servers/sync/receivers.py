@@ -1,4 +1,4 @@
-"""Receivers: the weight receivers on the hosts of an engine's servers; see receiver.py."""
+"""Receivers: the weight receivers on the server hosts of an engine; see receiver.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightrl.weights.delta_folder import folder_in_memory
 
 
 class Receivers:
-    """Receivers that are given by address, or one that is started on this machine."""
+    """Receivers given by address, or one that is started on this machine."""
 
     def __init__(self) -> None:
         self.urls: list[str] = []
@@ -23,7 +23,7 @@ class Receivers:
         self._folder: Path | None = None
 
     def connect(self, urls: Sequence[str], server_urls: Sequence[str]) -> None:
-        """Uses the receivers at `urls`, or in LIGHTRL_RECEIVER_ADDRS; raises ValueError if a server's host has none."""
+        """Uses the receivers at `urls` or in LIGHTRL_RECEIVER_ADDRS; raises ValueError if a server's host has none."""
         self.urls = [as_url(url) for url in urls] or read_addresses(RECEIVER_VARIABLE)
         for url in server_urls:
             self.of(url)
@@ -34,14 +34,14 @@ class Receivers:
             self.urls.append(url)
 
     def start(self, host: str, token: str | None, *, port: int = 0, log_folder: Path | None = None) -> ServerProcess:
-        """Starts a receiver that listens on `host`. Its folder outlives it, so after a restart it has the weights."""
+        """Starts a receiver that listens on `host`. Its folder outlives it, so a restarted one has the weights."""
         self._folder = folder_in_memory("lightrl-weights-")
         command = [sys.executable, "-m", "lightrl.engines.servers.sync.receiver", "--host", host, "--port", "{port}"]
         self._process = ServerProcess(
             [*command, "--folder", str(self._folder)],
             name="the weight receiver",
             host=host,
-            port=port,  # 0 keeps the port of the first start
+            port=port,  # 0 keeps the port chosen at the first start
             token=token,
             log_file=None if log_folder is None else log_folder / "receiver.log",
         )
@@ -56,12 +56,12 @@ class Receivers:
             if urlsplit(url).hostname == host:
                 return url
         raise ValueError(
-            f"transport: delta needs a weight receiver on {host}, the host of {server_url}, but receivers are "
+            f"transport: delta needs a weight receiver on {host}, the host of {server_url}, but the receivers are "
             f"{', '.join(self.urls) or 'not set'}. {RECEIVER_HELP}"
         )
 
     def stop(self) -> None:
-        """Ends the receiver that was started here, and removes its folder. May be called twice."""
+        """Stops the receiver that was started here, and removes its folder. Safe to call twice."""
         if self._process is not None:
             end_all([self._process], STOP_GRACE_S)
         if self._folder is not None:

@@ -1,4 +1,4 @@
-"""The servers of a weight sync: SyncServers, those that still take part; SyncReport, the outcome for each."""
+"""SyncServers: the servers that still take part in a weight sync; SyncReport: its outcome for each server."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class SyncReport:
     weight_version: int  # the version to load
     previous_version: int | None = None  # the version that the servers had before; None if it is not this run's
     versions: dict[str, int] = field(default_factory=dict)  # the version that the server serves now
-    lost: dict[str, str] = field(default_factory=dict)  # why the server is paused or gone, so it must get no requests
-    absent: dict[str, str] = field(default_factory=dict)  # why the server was lost before, so it took no part
+    lost: dict[str, str] = field(default_factory=dict)  # why the server is paused or gone, and must get no requests
+    absent: dict[str, str] = field(default_factory=dict)  # why the server was lost before the sync
     rolled_back: dict[str, str] = field(default_factory=dict)  # why the server serves the previous version again
     verified_by: dict[str, Verification] = field(default_factory=dict)  # the check that the server's weights passed
     canaries: list[str] = field(default_factory=list)  # servers that cached a canary of the previous version
@@ -35,7 +35,7 @@ class SyncReport:
             f"{url} serves version {version}" + (f" again ({self.rolled_back[url]})" if url in self.rolled_back else "")
             for url, version in self.versions.items()
         ]
-        failed = {**self.lost, **{url: f"took no part: {reason}" for url, reason in self.absent.items()}}
+        failed = {**self.lost, **{url: f"did not take part: {reason}" for url, reason in self.absent.items()}}
         return "; ".join([*serving, *(f"{url}: {reason}" for url, reason in failed.items())])
 
 
@@ -52,7 +52,7 @@ class SyncUndone(SyncFailed, WeightSyncUndone):
 
 
 class SyncServers:
-    """The servers of a sync; a server that fails moves from `left` to `lost`.
+    """The servers in a sync; a server that fails moves from `left` to `lost`.
 
     Args:
         timeout_s: deadline of each request, and of the trainer's next bucket.
@@ -66,7 +66,7 @@ class SyncServers:
         self.silent: set[Server] = set()  # lost servers that do not answer at all
 
     async def ask(self, question: Callable[[Server], Awaitable[_T]]) -> dict[Server, _T]:
-        """Calls `question` for all servers concurrently; returns the results of the servers that did not fail."""
+        """Calls `question` for all servers concurrently; returns the results from servers that did not fail."""
         servers = list(self.left)
 
         async def answer(server: Server) -> _T:

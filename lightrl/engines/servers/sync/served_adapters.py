@@ -1,11 +1,11 @@
-"""AdapterDelivery: sends adapters to servers that have their base: one per weight version, under its own name.
+"""AdapterDelivery: sends adapters to servers that have the base: one per weight version, each under its own name.
 
     base, once ─► every server, as WeightLoader does
     adapters of version 12 ─► `policy-v12` on every server, next to `policy-v11`, while they generate
-    a request ─► lora_path: policy-v12, until it ends; later requests use the newest
+    a request ─► lora_path: policy-v12, until it finishes; later requests use the newest
 
-A load therefore needs no pause and sends only the adapters. A request and its tokens keep the version that it started
-with. `max_staleness + 1` versions are kept; a request with an older version is aborted and continues with the newest.
+So a load needs no pause and sends only the adapters. A request and its tokens keep the version that it started with.
+`max_staleness + 1` versions are kept; a request with an older version is aborted and continues with the newest.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class AdapterLoader(WeightLoader):
         return self.versions.newest
 
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
-        """Loads the base, if the buckets contain it after the adapters, and then a version's adapters.
+        """Loads the base, if the buckets contain it after the adapters, and then the adapters.
 
         Raises:
             WeightSyncError: if names or shapes differ from the first load, or no server accepts the adapters.
@@ -69,7 +69,7 @@ class AdapterLoader(WeightLoader):
             self.last_report = report
 
     def verified_by(self) -> dict[str, Verification]:
-        """Returns the weakest check for each routable server, since adapters have no digests."""
+        """Returns the weakest check for each routable server, because adapters have no digests."""
         return dict.fromkeys(self.fleet.urls("routable"), "version")
 
     async def _before_admit(self, server: Server) -> None:
@@ -77,7 +77,7 @@ class AdapterLoader(WeightLoader):
 
     def _checked_adapter(self, tensors: dict[str, Tensor]) -> Adapter:
         if not tensors:
-            raise WeightSyncError("The load has no adapters. Every load must have the adapters of the first.")
+            raise WeightSyncError("The load has no adapters. Every load must have the same adapters as the first.")
         for _ in self._adapters.checked([Bucket(tensors, is_last=True)]):
             pass
         saved_name = self.versions.form.tuning.saved_name
@@ -110,7 +110,7 @@ class AdapterDelivery(WeightDelivery):
     """Sends the base once, and then only the adapters of each version."""
 
     loader_type = AdapterLoader
-    form: ServedForm | None = None  # of the adapters on servers; set by `expect_policy`
+    form: ServedForm | None = None  # form of the adapters on servers; set by `expect_policy`
 
     def check_loads_whole(self, setting: str) -> None:
         raise ValueError(f"{setting} needs adapters='merged'. Set that, or omit {setting}.")
@@ -121,7 +121,7 @@ class AdapterDelivery(WeightDelivery):
     def expect_policy(self, policy: PreTrainedModel, num_versions: int) -> None:
         tuning = tuning_of(policy)
         if not tuning.keeps_base:
-            raise ValueError("engine.adapters='served' needs a policy with lora. Add lora to it, or set 'merged'.")
+            raise ValueError("engine.adapters='served' needs a policy with lora. Add lora, or set adapters to merged.")
         self.form = tuning.served_form(policy, num_versions)
 
     def parts_to_load(self, base_version: int) -> list[Part]:
@@ -133,7 +133,7 @@ class AdapterDelivery(WeightDelivery):
 
 
 def _split(buckets: Iterable[Bucket], tuning: Tuning) -> tuple[dict[str, Tensor], Iterator[Bucket] | None]:
-    """Returns copies of the adapters, which come first, and the base's buckets, None without a base."""
+    """Returns copies of the adapters, which come first, and the buckets of the base; None if there is no base."""
     tensors: dict[str, Tensor] = {}
     iterator = iter(buckets)
     for bucket in iterator:

@@ -1,13 +1,13 @@
-"""ServerSync: loads new weights into servers so that each token has the version that sampled it.
+"""ServerSync: loads new weights into servers, so that each token has the version that sampled it.
 
     stage ─► pause(retract) ─► begin ─► load ─► end ─► verify ─► resume
     folder,    no token from     since    buckets; the    version and     tokens of the
     group,     here on           0.5.21   last one has    digests         new version
     canaries                              the version
 
-A server that fails at any step may have a mixture of weights, so it stays paused, is lost, and returns through another
-sync. If no server is left, the previous version is restored, if the transport still has it, and SyncFailed reports what
-happened on each server.
+A server that fails at any step may have a mixture of weights, so it stays paused, counts as lost, and returns through
+another sync. If no server is left, the previous version is restored, provided that the transport still has it, and
+SyncFailed reports what happened on each server.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class ServerSync:
 
     transport: WeightTransport
     timeout_s: float = 600.0  # for each request and each bucket
-    verify: bool = True  # check each server's version, and its parameters as far as possible
-    verifier: WeightVerifier | None = None  # has the sent weights' digests; None compares servers with each other
+    verify: bool = True  # whether to check each server's version, and its parameters as far as possible
+    verifier: WeightVerifier | None = None  # has digests of the sent weights; None compares servers with each other
     canary: CacheCanary | None = None  # checks that a load has emptied the prefix caches
 
     async def load(
@@ -66,7 +66,7 @@ class ServerSync:
             buckets: the trainer's weights; None loads the version that the transport holds, for late servers.
             previous_version: the servers' current version; restored if no server accepts the new one.
             report: filled in during the sync, for a caller that needs it after an error.
-            before_pause: makes new requests wait, since a pause would queue behind them.
+            before_pause: makes new requests wait, because the pause would queue behind them.
 
         Raises:
             SyncFailed: if no server has the new version.
@@ -100,7 +100,7 @@ class ServerSync:
     def load_from_thread(
         self, home: HomeLoop, servers: Sequence[Server], buckets: Iterable[Bucket] | None, **settings: Any
     ) -> SyncReport:
-        """Runs `load` on the home loop with buckets that the calling thread gathers; not from the loop's own thread.
+        """Runs `load` on the home loop with buckets gathered by the calling thread, which must not be the loop's.
 
         Gathers a bucket while the previous one is sent, so at most two are in memory. Raises an error of `buckets`,
         which ends the sync.
@@ -109,7 +109,7 @@ class ServerSync:
         feed = BucketFeed(loop, timeout_s=self.timeout_s) if buckets is not None else None
 
         async def load() -> SyncReport:
-            with home.counted():  # cancelled when the engine closes
+            with home.cancelled_with_loop():  # cancelled when the engine closes
                 return await self.load(servers, feed, **settings)
 
         future = asyncio.run_coroutine_threadsafe(load(), loop)
@@ -164,7 +164,7 @@ class ServerSync:
 
     @contextlib.asynccontextmanager
     async def _canaries(self, sync: SyncServers, report: SyncReport) -> AsyncIterator[None]:
-        """Inside, generates canaries on the servers if they have the previous version."""
+        """Context in which the servers generate canaries if they have the previous version."""
         starting: dict[str, asyncio.Task[int]] = {}
         if self.canary is not None and report.previous_version is not None and sync.has_old_weights:
             starting = self.canary.start(sync.left, report.previous_version)
@@ -176,7 +176,7 @@ class ServerSync:
 
     @contextlib.asynccontextmanager
     async def _check_all_old_weights(self, sync: SyncServers, report: SyncReport) -> AsyncIterator[None]:
-        """Inside, checks that the servers still have the last load's weights; the load that follows repairs them."""
+        """Context that checks whether servers still have the last load's weights; the next load repairs others."""
         checks: list[asyncio.Task[None]] = []
         version = report.previous_version
         is_known = version is not None and version != report.weight_version and sync.has_old_weights
@@ -198,7 +198,7 @@ class ServerSync:
             if check is None:
                 log.warning(
                     "%s changed its weights after the last load: %s. Some tokens of that version may come from other "
-                    "weights. The server gets the new version now.",
+                    "weights. It gets the new version now.",
                     server.url,
                     problem,
                 )
@@ -214,7 +214,7 @@ class ServerSync:
     async def _transfer(self, sync: SyncServers, buckets: AsyncIterator[Bucket] | None, weight_version: int) -> int:
         has_bracket: dict[Server, bool] = {}
         if self.transport.needs_bracket:
-            has_bracket = await sync.ask(_begin)
+            has_bracket = await sync.ask(_begin_update)
             sync.check_some_left()
         if buckets is not None:
             num_bytes = await self.transport.load(sync, buckets, weight_version)
@@ -238,7 +238,7 @@ class ServerSync:
         previous_version: int | None,
         reason: str,
     ) -> None:
-        """Loads the previous version into servers that answer, so that they continue with it; the others are lost."""
+        """Loads the previous version into the servers that answer, so that they continue; the others are lost."""
         for server in list(failed.left):
             failed.lose(server, reason)
         if previous_version is None or not self.transport.holds(previous_version):
@@ -259,8 +259,8 @@ async def _resume_servers(sync: SyncServers) -> list[str]:
     return [server.url for server in resumed]
 
 
-async def _begin(server: Server) -> bool:
-    """Begins a weight update; first ends one that a crashed trainer has left open."""
+async def _begin_update(server: Server) -> bool:
+    """Begins a weight update; if a crashed trainer has left one open, ends that first."""
     try:
         return await server.client.begin_weight_update()
     except ServerRefused:

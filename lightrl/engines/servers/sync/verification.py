@@ -1,4 +1,4 @@
-"""ParameterCheck: is a load complete and finite? WeightVerifier: do servers' digests equal the trainer's?"""
+"""ParameterCheck: is a load complete and finite? WeightVerifier: do the digests of servers equal the trainer's?"""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class ParameterCheck:
         self._first: dict[str, list[int]] | None = None  # shapes of the first load's parameters
 
     def checked(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-        """Yields a load's buckets, the last one, which sets the version, only if all parameters are right.
+        """Yields the buckets of a load; yields the last one, which sets the version, only if all parameters are right.
 
         Raises:
-            WeightSyncError: if a parameter is missing, new, duplicated, of another shape, or not finite.
+            WeightSyncError: if a parameter is missing, new, duplicated, has a different shape, or is not finite.
         """
         shapes: dict[str, list[int]] = {}
         for bucket in buckets:
             for name, shape in bucket.shapes.items():
                 if name in shapes or (self._first is not None and self._first.get(name) != shape):
                     raise WeightSyncError(
-                        f"Parameter {name!r} of shape {shape} arrived twice, or was not in the first load in this "
-                        "shape. Every load must have the same parameters."
+                        f"Parameter {name!r} with shape {shape} arrived twice, or the first load did not have it with "
+                        "this shape. Every load must have the same parameters."
                     )
                 shapes[name] = shape
             for name, tensor in bucket.tensors.items():  # other ranks have checked the tensors that they wrote
@@ -70,8 +70,8 @@ class ParameterCheck:
 class WeightVerifier:
     """Verifies that servers have the trainer's weights.
 
-    If a server's digests could be compared once but cannot be later, it is rejected, so weaker checks never replace
-    digests silently. The log says once per server if a weaker check is used.
+    A server whose digests could be compared once but no longer can is rejected, so weaker checks never replace digests
+    silently. The log says once per server if a weaker check is used.
     """
 
     config: PretrainedConfig  # the policy's
@@ -80,7 +80,7 @@ class WeightVerifier:
     _versions: dict[int, Digests] = field(default_factory=dict)
 
     def begin(self, weight_version: int, servers: Iterable[Server]) -> Digests:
-        """Returns digests to compare with these servers' after a load; keeps them for late servers and a rollback."""
+        """Returns digests to compare with those of servers after a load; keeps them for late servers and rollbacks."""
         layouts: dict[ServerLayout, None] = {}
         for server in servers:
             if server.info is not None and server.info.layout_problem is None:
@@ -96,7 +96,7 @@ class WeightVerifier:
         return digests
 
     def close(self) -> None:
-        """Ends the threads of loads that have failed."""
+        """Stops the digest threads of failed loads."""
         for digests in self._versions.values():
             digests.close()
 
@@ -106,7 +106,7 @@ class WeightVerifier:
             self._versions[weight_version].finish()
 
     def verify(self, server: Server, weight_version: int, ranks: RankDigests | None) -> tuple[Verification | None, str]:
-        """Compares a server's digests; `ranks` is None if it reports none.
+        """Compares a server's digests with the trainer's; `ranks` is None if the server reports none.
 
         Returns:
             `digests` and "" if they are equal; None and the problem if the server must be rejected; `version` and the
@@ -119,7 +119,7 @@ class WeightVerifier:
             server.logged_check = check
             if check != "digests":
                 log.warning(
-                    "%s: its parameters cannot be compared with the trainer's: %s. Its checksum is compared with those "
+                    "%s: its parameters cannot be compared with the trainer's: %s. Its checksum is compared with that "
                     "of other servers, if there are any.",
                     server.url,
                     problem,
@@ -142,7 +142,7 @@ class WeightVerifier:
         if problem is not None or ranks is None:
             return "version", str(problem)
         if len(ranks) != info.num_ranks:
-            return None, f"{len(ranks)} of its ranks answered with checksums instead of {info.num_ranks}"
+            return None, f"{len(ranks)} of its ranks returned checksums instead of {info.num_ranks}"
         results = {layout: self._find_differences(ranks, expected[layout]) for layout in layouts if layout in expected}
         if (outcome := self._names_problem(ranks[0], next(expected[layout][0] for layout in results))) is not None:
             return outcome
@@ -156,27 +156,27 @@ class WeightVerifier:
         names = sorted({name for name, _ in differing})
         on_ranks = ", ".join(str(rank) for rank in sorted({rank for _, rank in differing}))
         return None, (
-            f"{len(names)} of its {len(ranks[0])} parameters are not the trainer's of version {weight_version}: "
+            f"{len(names)} of its {len(ranks[0])} parameters differ from the trainer's version {weight_version}: "
             f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''}, on rank {on_ranks} "
             f"(compared as {' or '.join(str(item) for item in results)})"
         )
 
     def _find_differences(self, ranks: list[dict[str, str]], expected: RankDigests) -> list[tuple[str, int]]:
-        """Returns (name, rank) of each parameter whose digests differ; skips parameters without a digest."""
+        """Returns (name, rank) of each parameter whose digest differs; skips parameters without a digest."""
         return [
             (name, rank)
-            for rank, (served, ours) in enumerate(zip(ranks, expected, strict=True))
+            for rank, (served, trained) in enumerate(zip(ranks, expected, strict=True))
             for name, digest in served.items()
-            if digest and name in ours and ours[name] != digest
+            if digest and name in trained and trained[name] != digest
         ]
 
     def _names_problem(
-        self, served: Mapping[str, str], ours: Mapping[str, str]
+        self, served: Mapping[str, str], trained: Mapping[str, str]
     ) -> tuple[Verification | None, str] | None:
-        """Returns the result of `verify` if the server's parameters are not exactly the trainer's; None if they are."""
+        """Returns the result of `verify` if the parameter names of server and trainer differ, otherwise None."""
         optional = {OUTPUT_HEAD} if OUTPUT_HEAD in self.form.skip_names else set()
-        extra = sorted(set(served) - set(ours))
-        missing = sorted(set(ours) - set(served) - optional)
+        extra = sorted(set(served) - set(trained))
+        missing = sorted(set(trained) - set(served) - optional)
         if not extra and not missing:
             return None
         differences = " and ".join(
@@ -185,14 +185,14 @@ class WeightVerifier:
             if names
         )
         if all(_USUAL.fullmatch(name) for name in extra + missing):
-            return None, f"it serves another model: there are {differences}"
+            return None, f"it serves a different model: there are {differences}"
         return "version", f"there are {differences}"
 
 
 async def verify_servers(
     sync: SyncServers, weight_version: int, verifier: WeightVerifier | None
 ) -> dict[str, Verification]:
-    """Returns the check that each server passed; servers with another version or other parameters are lost."""
+    """Returns the check that each server passed; servers with a wrong version or wrong parameters are lost."""
     infos = await sync.ask(lambda server: server.client.model_info(timeout_s=sync.timeout_s))
     for server, info in infos.items():
         if str(info.get("weight_version")) != str(weight_version):
@@ -221,7 +221,7 @@ async def verify_servers(
 
 
 def _agree_with_majority(checksum_of: Mapping[Server, tuple[int, str]]) -> dict[Server, bool]:
-    """Returns whether each server agrees with the majority of the servers with as many ranks, if there are others."""
+    """Returns whether each server agrees with the majority of servers that have as many ranks, if there are others."""
     agrees: dict[Server, bool] = {}
     for num_ranks in {num for num, _ in checksum_of.values()}:  # a rank's weights depend on the number of ranks
         group = {server: checksum for server, (num, checksum) in checksum_of.items() if num == num_ranks}

@@ -1,10 +1,10 @@
-"""How a weight version's bytes reach the servers, also those that need them later.
+"""How the bytes of a weight version reach the servers, including servers that need them later.
 
 transport.py  WeightTransport, the interface for a sync; Streaming, for transports that send bucket by bucket. Also:
-              a folder that trainer and servers share, written while servers generate; shared memory of the same host,
-              and memory of the trainer's GPUs (not tested yet), which both use a pickle
+              a folder that trainer and servers share, written while servers generate; shared memory on one host, and
+              memory of the trainer's GPUs (not tested yet), both of which use a pickle
 broadcast.py  a process group of the trainer's rank 0 and all servers; NCCL, or gloo on the CPU
-delta.py      sends the changes to a receiver on the servers' host, where they load the result
+delta.py      sends the changes to a receiver on each server host, where servers load the result
 """
 
 from __future__ import annotations

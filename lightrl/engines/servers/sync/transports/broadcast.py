@@ -1,4 +1,4 @@
-"""BroadcastTransport: broadcasts weights in a process group of the trainer and the servers."""
+"""BroadcastTransport: broadcasts weights in a process group with the trainer and the servers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from lightrl.weights import BroadcastGroup, Bucket, ServerForm
 from lightrl.weights.broadcast import listen
 
 _T = TypeVar("_T")
-_SERVER_GRACE_S = 10.0  # a server has the group's deadline, and may answer a little later
+_SERVER_GRACE_S = 10.0  # how much later than the group's deadline a server may answer
 
 
 class BroadcastTransport(Streaming):
     """Sends by broadcast in a process group of this process and all servers: NCCL between GPUs, gloo on the CPU.
 
-    The group is built at the first sync, and again when the set of servers changes. A server that dies during a
-    transfer, or hangs for `transfer_timeout_s`, breaks the group; the others then get all weights from the copy, in a
+    The group is formed at the first sync, and again when the set of servers changes. If a server dies during a
+    transfer, or hangs for `transfer_timeout_s`, the group breaks; the others then get all weights from the copy, in a
     new group. The deadline applies to each bucket, and to forming the group.
 
     The group's store listens at `trainer_host`, by default this machine's address on the route to the servers, on a
@@ -71,7 +71,7 @@ class BroadcastTransport(Streaming):
         self._members = [server.url for server in servers.left]
 
     async def _join(self, servers: SyncServers) -> BroadcastGroup:
-        sizes = await servers.ask(num_ranks)  # removes dead servers, since a group waits for all members
+        sizes = await servers.ask(num_ranks)  # removes dead servers, because a group waits for all its members
         servers.check_some_left()
         offsets = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=1), strict=False))
         world_size = 1 + sum(sizes.values())
@@ -87,7 +87,7 @@ class BroadcastTransport(Streaming):
                 2 * self.transfer_timeout_s + _SERVER_GRACE_S,  # the store and the group have a deadline each
             )
         )
-        trying = SyncServers(servers.left, servers.timeout_s)  # a server that does not join makes all others fail
+        trying = SyncServers(servers.left, servers.timeout_s)  # if a server does not join, all others fail too
         await trying.ask(
             lambda server: server.client.init_weights_group(
                 name,
@@ -132,7 +132,7 @@ class BroadcastTransport(Streaming):
             try:
                 group.broadcast(tensor.to(self.device) for _, tensor in self.form.tensors(bucket))
             except WeightSyncError:
-                group.close()  # so that servers that wait for a dead one notice before their deadline
+                group.close()  # so that servers waiting for a dead one notice before their deadline
                 raise
 
         failed: list[Server] = []  # in order of failure
@@ -152,7 +152,7 @@ class BroadcastTransport(Streaming):
             await sending
         if not failed and sending.exception() is None:
             return
-        # Silent servers are lost; without any, the first that failed, because it made the others fail.
+        # Silent servers are lost; if there are none, the first that failed, because it made the others fail.
         for server in receiving.silent or failed[:1]:
             servers.lose(server, receiving.lost[server.url])
         servers.silent |= receiving.silent
@@ -163,7 +163,7 @@ class BroadcastTransport(Streaming):
 
 
 async def _within(step: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
-    """Limits a step that may miss its own deadline, for example NCCL on a device that hangs."""
+    """Limits a step that may miss its own deadline, for example NCCL on a hung device."""
     try:
         return await asyncio.wait_for(step, timeout_s)
     except TimeoutError as error:

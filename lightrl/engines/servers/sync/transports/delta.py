@@ -1,4 +1,4 @@
-"""DeltaTransport: sends only the changes to a receiver on the servers' host, where they load the result."""
+"""DeltaTransport: sends only the changes, to a receiver on each server host, where servers load the result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_IN_FLIGHT = 4  # parts in flight; enough to hide round trips, and limits the memory
+_IN_FLIGHT = 4  # parts in flight: enough to hide round trips, few enough to limit memory
 _POLL_S = 0.2  # interval between requests to a receiver that is starting
 
 Answer = dict[str, Any]
@@ -40,14 +40,14 @@ Answers = dict[str, Answer]  # address → answer, which has `error` if the rece
 class DeltaTransport(WeightTransport):
     """Sends the changes since the last version while the trainer gathers weights and the servers generate.
 
-    A receiver that lacks the last version, as at the start or after a failure, gets the whole version. Receivers check
-    the digest of the result before a server loads it, so that no full sync is needed from time to time. A copy of the
-    model stays in the trainer's host memory.
+    A receiver that lacks the last version, at the start or after a failure, gets the whole version. Receivers check the
+    digest of the result before a server loads it, so that periodic full syncs are not needed. A copy of the model stays
+    in the trainer's host memory.
 
     Args:
         connect: opens the connection to the receiver at an address.
         receiver_of: returns the address of the receiver on a server's host, given the server's address.
-        wait_s: how long to wait for a receiver that does not answer, since it may be restarting.
+        wait_s: how long to wait for a receiver that does not answer, because it may be restarting.
     """
 
     needs_bracket = False
@@ -63,7 +63,7 @@ class DeltaTransport(WeightTransport):
     ) -> None:
         self.form = form
         self.copy = DeltaCopy(form)
-        self.num_bytes = 0  # sent for the last version
+        self.num_bytes = 0  # bytes sent for the last version
         self._config = served_config(config, form)
         self._connect = connect
         self._receiver_of = receiver_of
@@ -89,7 +89,7 @@ class DeltaTransport(WeightTransport):
             finally:
                 beginning.cancel()
             if self.copy.weight_version != weight_version:
-                raise WeightSyncError(f"the export of version {weight_version} ended before its last bucket")
+                raise WeightSyncError(f"the export of version {weight_version} stopped before its last bucket")
             digest = await in_thread(version_digest, self._run, weight_version, self.copy.checksums)
             self._version, self._previous = Version(self._run, weight_version, digest), base
             await asyncio.gather(*(sending.finish(self._version, self._config) for sending in (delta, full)))
@@ -97,7 +97,7 @@ class DeltaTransport(WeightTransport):
             self.num_bytes = delta.num_bytes + full.num_bytes
             for url, error in delta.errors.items():
                 log.warning("The weight receiver %s refused a delta and gets the whole version: %s", url, error)
-            await self._bring(servers, receivers, self._version)
+            await self._supply(servers, receivers, self._version)
 
     async def _begin_sending(
         self, receivers: _Receivers, urls: Sequence[str], base: Version
@@ -119,7 +119,7 @@ class DeltaTransport(WeightTransport):
         version = self._version if self._version.weight_version == weight_version else self._previous
         self._folders, self.num_bytes = {}, 0
         async with _Receivers(self._connect, servers.timeout_s) as receivers:
-            await self._bring(servers, receivers, version)
+            await self._supply(servers, receivers, version)
         await servers.ask(lambda server: self._load(server, servers.timeout_s, weight_version))
         return self.num_bytes
 
@@ -136,7 +136,7 @@ class DeltaTransport(WeightTransport):
         folder = self._folders[self._receiver_of(server.url)]
         await server.client.update_weights_from_disk(folder, str(weight_version), timeout_s=timeout_s)
 
-    async def _bring(self, servers: SyncServers, receivers: _Receivers, version: Version) -> None:
+    async def _supply(self, servers: SyncServers, receivers: _Receivers, version: Version) -> None:
         """Sends the version to the receivers that lack it; servers whose receiver does not accept it are lost."""
         urls = [url for url in self._urls(servers) if url not in self._folders]
         states = await self._states(receivers, urls)
@@ -197,7 +197,7 @@ class _Receivers:
         self, urls: Sequence[str], path: str, body: dict[str, object] | bytes, fields: dict[str, object] | None = None
     ) -> Answers:
         """Sends the same request to these receivers concurrently."""
-        receivers = list(urls)  # a copy, since the caller may remove some meanwhile
+        receivers = list(urls)  # a copy, because the caller may remove some meanwhile
         query = f"?{urlencode(fields)}" if fields else ""
 
         async def ask(url: str) -> Answer:
@@ -212,7 +212,7 @@ class _Receivers:
         return dict(zip(receivers, await asyncio.gather(*map(ask, receivers)), strict=True))
 
     async def state(self, url: str) -> Answer:
-        """Returns a receiver's state, or a dict with `error` and `is_silent`, whether nothing answered."""
+        """Returns a receiver's state, or a dict with `error` and, if nothing answered, `is_silent`."""
         connection = self._connect(url)
         try:
             state: Answer = await connection.request("POST", "/state", {}, num_retries=0)
@@ -222,7 +222,7 @@ class _Receivers:
         if not isinstance(state, dict) or "protocol" not in state:
             return {"error": f"This is not a weight receiver. {RECEIVER_HELP}"}
         if (protocol := state["protocol"]) != PROTOCOL:
-            return {"error": f"It has protocol {protocol}, not {PROTOCOL}. Install the trainer's lightrl on its host."}
+            return {"error": f"It has protocol {protocol}, not {PROTOCOL}. Install the trainer's lightrl there."}
         return state
 
     def _connect(self, url: str) -> Connection:
@@ -232,7 +232,7 @@ class _Receivers:
 
 
 class _Sending:
-    """An upload of a version to some receivers, part by part; a delta if there is a base."""
+    """The upload of a version to some receivers, part by part; a delta if there is a base."""
 
     def __init__(self, receivers: _Receivers, urls: Sequence[str], base: str) -> None:
         self.urls = list(urls)  # receivers that have not failed
@@ -249,7 +249,7 @@ class _Sending:
         await self._ask("/begin", {"session": self._session, "base": self._base})
 
     async def send(self, parts: Iterable[bytes]) -> None:
-        """Sends parts; the last ones may still be in flight when it returns."""
+        """Sends the parts; the last of them may still be in flight when it returns."""
         if not self.urls:
             return
         iterator = iter(parts)
@@ -284,6 +284,6 @@ class _Sending:
         for url, answer in answers.items():
             if "error" in answer:
                 self.errors.setdefault(url, answer["error"])
-                with contextlib.suppress(ValueError):  # another part has failed before
+                with contextlib.suppress(ValueError):  # another part has already failed
                     self.urls.remove(url)
         return answers

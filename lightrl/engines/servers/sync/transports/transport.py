@@ -24,16 +24,16 @@ GPU_PART_BYTES = 2**29  # size of a block in GPU memory
 
 
 class WeightTransport(Protocol):
-    """Sends a version's bytes to servers, one sync at a time. May keep a version for late servers."""
+    """Sends a version's bytes to servers, in one sync at a time. May keep a version for late servers."""
 
     needs_bracket: bool  # whether a load needs `begin_weight_update` and `end_weight_update`
 
     async def stage(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
-        """Does as much as possible while the servers generate; if it raises WeightSyncError, they are untouched."""
+        """Does as much as possible while the servers still generate; on WeightSyncError they are untouched."""
         ...
 
     async def load(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
-        """Loads the version into all servers that are left, which are paused; returns the number of bytes."""
+        """Loads the version into all servers that are left, which are paused; returns the number of bytes sent."""
         ...
 
     async def load_held(self, servers: SyncServers, weight_version: int) -> int:
@@ -43,7 +43,7 @@ class WeightTransport(Protocol):
     def holds(self, weight_version: int) -> bool: ...
 
     def shared_folder(self) -> WeightFolder | None:
-        """Returns the folder where other trainer ranks may write files for `stage`; None if not supported."""
+        """Returns the folder where other trainer ranks may write files for `stage`; None if that is not supported."""
         return None
 
     async def close(self) -> None:
@@ -51,7 +51,7 @@ class WeightTransport(Protocol):
 
 
 class Streaming(WeightTransport):
-    """Sends bucket by bucket while the servers are paused; a server that fails during that has a mixture of weights.
+    """Sends bucket by bucket while servers are paused; a server that fails in between has a mixture of weights.
 
     A copy of the model stays in host memory, for servers that join late or whose group broke.
     """
@@ -96,7 +96,7 @@ class Streaming(WeightTransport):
 
     @abstractmethod
     async def _send(self, servers: SyncServers, bucket: Bucket, version: str | None) -> None:
-        """Sends a bucket to all servers; the last one has a `version` and also flushes the servers' cache."""
+        """Sends a bucket to all servers; the last bucket has a `version` and also flushes the servers' caches."""
 
     async def _stream(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
         num_bytes = 0
@@ -106,7 +106,7 @@ class Streaming(WeightTransport):
             version = str(weight_version) if bucket.is_last else None
             if layout:
                 await self._send(servers, bucket, version)
-            elif version is not None:  # the last bucket had only a tied head
+            elif version is not None:  # the last bucket contains only a tied head
                 await servers.ask(lambda server: _acknowledge_empty(server, str(weight_version)))
             num_bytes += sum(shape.numel() * dtype.itemsize for _, dtype, shape in layout)
         servers.check_some_left()
@@ -116,7 +116,7 @@ class Streaming(WeightTransport):
 class SharedMemoryTransport(Streaming):
     """Sends through shared memory on one host. **SGLang requires a pickle**: see weights/shared_memory.py.
 
-    A bucket is sent in parts of at most `part_bytes`, unless a tensor is larger, so that the shared block is small.
+    A bucket is sent in parts of at most `part_bytes`, unless a tensor is larger, to keep the shared block small.
     """
 
     def __init__(self, form: ServerForm | None = None, *, part_bytes: int = PART_BYTES) -> None:
@@ -174,7 +174,7 @@ class DiskTransport(WeightTransport):
 
     async def load_held(self, servers: SyncServers, weight_version: int) -> int:
         folder = self.folder.path_of(weight_version)
-        # Otherwise SGLang would read the bad folder again in its rollback, and die.
+        # Otherwise SGLang would read the bad folder again in its rollback, and crash.
         if not await self._on_disk(servers, is_whole, folder):
             raise WeightSyncError(f"The folder {str(folder)!r} is incomplete: a file is missing or truncated.")
         await servers.ask(
@@ -185,7 +185,7 @@ class DiskTransport(WeightTransport):
         return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
     async def _on_disk(self, servers: SyncServers, step: Callable[..., _T], *arguments: Any) -> _T:
-        """Runs a step in a thread, and abandons the thread if a network folder hangs."""
+        """Runs a step in a thread, which is abandoned if a network folder hangs."""
         try:
             return await asyncio.wait_for(in_thread(step, *arguments), servers.timeout_s)
         except TimeoutError as error:
@@ -202,7 +202,7 @@ class DiskTransport(WeightTransport):
 
 
 async def num_ranks(server: Server) -> int:
-    """Returns the number of a server's ranks, of tensor and pipeline parallelism together."""
+    """Returns a server's number of ranks: tensor-parallel times pipeline-parallel."""
     return (await server.client.server_info()).world_size
 
 
