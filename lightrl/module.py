@@ -91,9 +91,9 @@ class RLModule(TrainedModule):
             tokenizer. Its score is added to the reward before advantages, and may be the whole reward. It may be on an
             SGLang server: `{url: ...}`.
         reward_model_coef: weight of that score.
-        workflow: a function that makes the Workflow from the tokenizer; in YAML, a Workflow's class_path and init_args
-            without the tokenizer. None is SingleTurn, one completion per prompt.
-        workflow_workers: processes on rank 0's host that run the workflow, for engines with servers; 0: rank 0 does.
+        workflow: a function that builds the Workflow from the tokenizer; in YAML, a Workflow's class_path and init_args
+            without the tokenizer. None uses SingleTurn, one completion per prompt.
+        workflow_workers: processes on rank 0's host that run the workflow, for engines with servers; 0 uses rank 0.
         group_size: G, trajectories per prompt.
         sampling: how training rollouts are sampled. Stop tokens of model and tokenizer are added.
         validation_sampling: how validation rollouts are sampled; None is greedy with the same limits.
@@ -104,9 +104,9 @@ class RLModule(TrainedModule):
         loss_reduction: `token` Σ/N, `sequence` Σᵢ(Σₜ/nᵢ)/B, `fixed` Σ/(B·max_new_tokens); N is the number of trained
             tokens in the minibatch, B that of its trajectories.
         lr: learning rate of the default AdamW.
-        betas: of the default AdamW.
-        eps: of the default AdamW.
-        weight_decay: of the default AdamW.
+        betas: the default AdamW's decay rates of both moments.
+        eps: the default AdamW's epsilon.
+        weight_decay: the default AdamW's weight decay.
         warmup_iterations: linear warm-up of the learning rate; a number below 1 is a fraction of the run.
         lr_decay: `constant`, or `linear` or `cosine` to the end of the run.
         min_lr_ratio: fraction of `lr` that remains at the end of a decay.
@@ -137,8 +137,8 @@ class RLModule(TrainedModule):
     value_coef: float = 0.5
     # The keys that `advantages` returns.
     advantage_keys: tuple[str, ...] = ("advantages",)
-    # The per-token keys that `advantages` reads for all trajectories; each rank gathers them from the other ranks. Of
-    # all other per-token keys `advantages` gets the rows in `experience.local` only; [B] fields cover all trajectories.
+    # The per-token keys that `advantages` reads for all trajectories; each rank gathers them from the other ranks. For
+    # other per-token keys, `advantages` gets only the rows in `experience.local`; [B] fields cover all trajectories.
     advantage_inputs: tuple[str, ...] = ()
 
     def __init__(
@@ -340,7 +340,7 @@ class RLModule(TrainedModule):
         return calls
 
     def train_calls(self) -> list[ModelCall]:
-        """Returns the update of each trained model, in order; one optimizer step per minibatch makes them all."""
+        """Returns the update of each trained model, in order; one optimizer step per minibatch performs them all."""
         scores = [key for call in self.model_calls() for key in call.outputs if key not in CRITIC_KEYS]
         calls = [ModelCall("policy_update", "policy", "train", ("behavior_logprobs", *scores, "advantages"))]
         if "critic" in self.trained_roles():
@@ -360,7 +360,7 @@ class RLModule(TrainedModule):
         return self.trained_roles()
 
     def configure_optimizers(self) -> Any:
-        """Makes an AdamW of the trained parameters, a group per role, with warm-up and decay per iteration."""
+        """Creates AdamW for the trained parameters, one group per role, with warm-up and decay per iteration."""
         settings = {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
         return self.add_schedule(adamw(self, self.parameter_groups(), **settings))
 
@@ -429,7 +429,7 @@ class RLModule(TrainedModule):
 
     @functools.cached_property
     def image_reader(self) -> ImageReader | None:
-        """How the policy reads images; None if it is a text-only model."""
+        """Prepares images as the policy needs them; None for a text-only policy."""
         return ImageReader.of(self.policy_spec.load_config())
 
     def stop_token_ids(self) -> dict[str, list[int]]:

@@ -114,11 +114,11 @@ class Trainer(RLTrainer):
     on Ctrl-C, SIGTERM and errors, next to those of your ModelCheckpoint; without one, also after each epoch.
 
     Args:
-        engine: generates completions; None is `LocalEngine()`, in this process.
+        engine: generates completions; None uses `LocalEngine()`, in this process.
         callbacks: one or several, Lightning's and lightrl's.
         strategy: an object or a name, Lightning's or lightrl's; `auto` is `FSDP2Strategy` with several devices.
-        precision: as in Lightning; None is `bf16-mixed` on a CUDA GPU, otherwise Lightning's default.
-        log_every_n_steps: as in Lightning; None is every iteration for an RLModule, Lightning's 50 for other modules.
+        precision: as in Lightning; None uses `bf16-mixed` on a CUDA GPU, otherwise Lightning's default.
+        log_every_n_steps: as in Lightning; None logs every iteration of an RLModule, and every 50 for other modules.
         kwargs: further arguments of Lightning's Trainer.
     """
 
@@ -157,7 +157,7 @@ class Trainer(RLTrainer):
         self.log_number = step_log.put
         self._logs_every_iteration = log_every_n_steps is None
         self.engine = engine
-        self.memory_estimate = "No memory was estimated; lightrl plan does it."  # for one rank, as text
+        self.memory_estimate = "There is no memory estimate. lightrl plan computes one."  # for one rank, as text
         self.phase_seconds = {}
         self.rollout_loop = RolloutLoop(self)
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
@@ -258,7 +258,7 @@ class Trainer(RLTrainer):
         self, model: L.LightningModule | None, *, needs_rewards: bool = True, is_fit: bool = False
     ) -> Iterator[None]:
         """Checks, before any model is built, that the trainer fits the module; hides irrelevant warnings inside."""
-        module = self.lightning_module if model is None else getattr(model, "_orig_mod", model)  # of torch.compile
+        module = self.lightning_module if model is None else getattr(model, "_orig_mod", model)  # undoes torch.compile
         self._mute_checkpoints()  # until the stage runs: a half-restored state must not be saved
         with warnings.catch_warnings():
             ignore_srun_advice()
@@ -293,13 +293,14 @@ class Trainer(RLTrainer):
                 self._checkpoint_connector._loaded_checkpoint = {}  # the next stage would read a refused checkpoint
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one of Lightning's functions; raises OtherRankFailed if another rank failed first."""
         self._restoring = None
         if self.state.fn == TrainerFn.FITTING:
             self._restoring = kwargs.get("ckpt_path")
-            self.strategy.optimizers = []  # drops an earlier fit's, so that settings may change until this fit has some
+            self.strategy.optimizers = []  # an earlier fit's; without any, settings may still change
         try:
             if self.is_global_zero and (self._restoring or self.state.fn != TrainerFn.FITTING):
-                keep_rows(self.loggers)  # Lightning would delete them, as it should only for a new run
+                keep_rows(self.loggers)  # Lightning would delete them, which is right only for a new run
             return super()._run(*args, **kwargs)
         except Exception as error:  # another rank's failure can cause any error here
             ranks = ranks_of(self.strategy)
@@ -341,6 +342,7 @@ class Trainer(RLTrainer):
                     self._warn_of_no_checkpoint(getattr(callback, "dirpath", None))
 
     def _run_rl_stage(self, module: RLModule) -> Any:
+        """Opens engine, rollout and the other resources of a stage, then runs Lightning's loop."""
         loop, ranks = self.rollout_loop, self.rollout_loop.ranks
         with loop.gate.raised_at_once(ranks):
             if self.received_sigterm:  # while models were being loaded

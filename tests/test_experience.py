@@ -58,7 +58,7 @@ def test_a_reward_of_the_whole_goes_to_the_last_loss_token_where_others_have_one
             [trajectory(columns={"rewards": [1.0]})],
             r"'sum-1' needs one entry of rewards for each of its 4 token_ids, got 1",
         ),
-        ([trajectory(loss_mask=[True] * 4)], "trains its first token, which nothing predicts"),
+        ([trajectory(loss_mask=[True] * 4)], "trains on its first token, which nothing predicts"),
     ],
     ids=["none", "unrewarded", "short mask", "short rewards", "no prompt"],
 )

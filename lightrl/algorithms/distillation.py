@@ -45,7 +45,7 @@ class Distillation(GRPO):
         teacher: the model to imitate; frozen.
         teacher_topk: K; None uses only the teacher's logprobs of the sampled tokens.
         divergence: `reverse_kl`, `forward_kl` or `jsd`, with `teacher_topk`.
-        jsd_beta: the teacher's share, between 0 and 1, of the mixture with which `jsd` compares both models.
+        jsd_beta: the teacher's share of the mixture that `jsd` compares both models with, between 0 and 1.
         reward: computed and logged; trained on only with `reward_coef`.
         reward_coef: weight of GRPO's group advantages, added to the teacher's.
         group_size: completions per prompt; 1 is enough without `reward_coef`.
@@ -67,7 +67,7 @@ class Distillation(GRPO):
         **kwargs: Any,
     ) -> None:
         if not reward_coef >= 0:
-            raise ValueError(f"reward_coef must be >= 0 (0: the teacher alone), got {reward_coef}.")
+            raise ValueError(f"reward_coef must be >= 0 (0 trains on the teacher alone), got {reward_coef}.")
         if teacher_topk is not None and teacher_topk < 1:
             raise ValueError(f"teacher_topk must be at least 1, or null for sampled tokens only, got {teacher_topk}.")
         check_divergence(divergence, jsd_beta)
@@ -151,7 +151,7 @@ class Distillation(GRPO):
         }
 
     def _check_ids(self, ids: Tensor) -> None:
-        """Raises ValueError if a top-k id is not in the policy's vocabulary, to which a server does not limit them."""
+        """Raises ValueError if a top-k id is outside the policy's vocabulary, as a teacher's server may return."""
         num_ids, largest = self.policy_config.get_text_config().vocab_size, int(ids.max()) if ids.numel() else 0
         if largest >= num_ids:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""GRPO: group relative policy optimization, with the settings in which its relatives differ."""
+"""GRPO: group relative policy optimization, with settings for what its relatives change."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class GRPO(RLModule):
 
     Args:
         policy: the model to train.
-        clip_low, clip_high: the ratio stops earning below `1 - clip_low` and above `1 + clip_high`.
+        clip_low, clip_high: the loss stops falling once the ratio is below `1 - clip_low` or above `1 + clip_high`.
         dual_clip: bounds the loss of a token with a negative advantage by `dual_clip · |advantage|`.
         ratio_level: `token`, or `sequence` for GSPO's geometric mean over the trajectory.
         advantage_mean: subtract the mean reward of the `group` or the `batch`; None subtracts nothing.
         advantage_std: divide by the rewards' deviation over the `group` or the `batch`; None does not divide.
-        leave_one_out: take the mean over the other trajectories only.
+        leave_one_out: exclude the trajectory itself from its mean.
         decoupled: True, or ImportanceWeights for bounded weights; see above.
         reference: a KL term in the loss.
         entropy_coef: weight of an entropy bonus; a negative weight penalizes entropy.
@@ -89,7 +89,7 @@ class GRPO(RLModule):
         if overlong_penalty is not None and self.workflow is not None:
             raise ValueError(
                 "overlong_penalty compares a trajectory with the length limit of one completion, so it does not work "
-                "with workflow. Put the penalty into the reward."
+                "with a workflow. Put the penalty into the reward."
             )
         self.clip_low = clip_low
         self.clip_high = clip_high
@@ -123,13 +123,13 @@ class GRPO(RLModule):
         return [*super().model_calls(), *([] if kl_term is None else [kl_term.score_call(policy)])]
 
     def shaped_rewards(self, experience: Experience) -> Tensor:
-        """Returns the rewards after the penalty on overlong completions and then `reward_shaping`, [B]."""
+        """Returns the rewards, [B], after the overlong penalty and then `reward_shaping`."""
         rewards = self.penalized_rewards(experience)[:, None]
         shaping = self.reward_shaping
         return (rewards if shaping is None else shaping(rewards, torch.ones_like(rewards, dtype=torch.bool)))[:, 0]
 
     def penalized_rewards(self, experience: Experience) -> Tensor:
-        """Returns the rewards after the penalty on overlong completions, [B]."""
+        """Returns the rewards, [B], after the overlong penalty."""
         if self.overlong_penalty is None:
             return experience.rewards
         return experience.rewards + self.overlong_penalty(experience.loss_token_counts, self.sampling.max_new_tokens)
@@ -182,7 +182,7 @@ class GRPO(RLModule):
         return policy_ratio(logprobs, center)
 
     def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
-        """Returns the factor of each token's policy gradient in `policy_loss`, [B, T], detached; 0 without gradient."""
+        """Returns the factor on each token's policy gradient in `policy_loss`, [B, T], detached."""
         return ratio.detach() * (1 - self.is_clipped(ratio, experience, outputs))
 
     def is_clipped(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:

@@ -1,4 +1,4 @@
-"""GRPO's relatives: each fixes a few settings of GRPO or replaces its loss, and has the name from its paper.
+"""GRPO's relatives: each fixes a few settings of GRPO or replaces its loss, and is named as in its paper.
 
 The last three are for stale trajectories; their importance weights are at most 1."""
 
@@ -92,7 +92,7 @@ class ReinforceBaseline(GRPO):
 
 
 class GSPO(GRPO):
-    """GRPO with a ratio, and a clip, of the whole trajectory instead of each token.
+    """GRPO with one ratio, and one clip, for the whole trajectory instead of each token.
 
     Source: https://arxiv.org/abs/2507.18071, also for the clip bounds.
     """
@@ -140,12 +140,12 @@ class CISPO(GRPO):
 
 
 class SAPO(GRPO):
-    """GRPO with a smooth gate instead of the clip: off-policy a token's gradient decays, faster for advantages below 0.
+    """GRPO with a smooth gate instead of the clip: off-policy, gradients decay, and faster for advantages below 0.
 
     Source: https://arxiv.org/abs/2511.20347, also for the temperatures.
 
     Args:
-        temperature_positive, temperature_negative: the gate's, for tokens with a positive advantage and for others.
+        temperature_positive, temperature_negative: the gate's temperatures for advantages above 0, and for others.
         kwargs: GRPO's, except its clip.
     """
 
@@ -169,9 +169,9 @@ class SAPO(GRPO):
 
 
 class LitePPO(GRPO):
-    """Advantages by the group's mean and the batch's standard deviation, and a loss averaged over tokens.
+    """GRPO with the standard deviation of the batch instead of the group, and a loss averaged over tokens.
 
-    The standard deviation is around the mean of all rewards in the batch; AReaL's is around the group means.
+    The deviation is from the mean of all rewards in the batch; in AReaL it is from the group means.
 
     Source: https://arxiv.org/abs/2508.08221.
     """
@@ -183,14 +183,14 @@ class LitePPO(GRPO):
 
 
 class ReinforcePlusPlus(GRPO):
-    """Needs no group and no critic: a token's advantage is its return, normalized over the batch.
+    """REINFORCE++, which needs no groups and no critic: a token's advantage is its return, normalized over the batch.
 
     With `reference`, the KL of each token (behavior ‖ reference) is subtracted from its reward, as in PPO.
 
     Source: https://arxiv.org/abs/2501.03262.
 
     Args:
-        advantage_mean: with `group`, the paper's variant with a baseline, the group's mean reward is subtracted first.
+        advantage_mean: `group` first subtracts the group's mean reward, the paper's variant with a baseline.
         group_size: completions per prompt; 1 is enough without that baseline.
         kwargs: GRPO's, except its other statistics.
     """
@@ -228,7 +228,7 @@ class ReinforcePlusPlus(GRPO):
 
 
 class M2PO(GRPO):
-    """Masks the tokens with the largest squared log-ratios, instead of clipping, until the others' mean is in bounds.
+    """Masks tokens instead of clipping: those with the largest squared log-ratios, until the rest's mean is in bounds.
 
     It is for very stale trajectories, where a clip removes the gradient of many informative tokens. The mask compares
     the proximal with the behavior policy, once for the whole iteration, which costs a forward pass. A masked token
@@ -237,11 +237,11 @@ class M2PO(GRPO):
     Source: https://arxiv.org/abs/2510.01161, also for the threshold.
 
     Args:
-        second_moment_threshold: bound on the mean of log_ratio², nats².
+        second_moment_threshold: bound on the mean of log_ratio², in nats².
         kwargs: GRPO's, except its clip.
     """
 
-    advantage_inputs = ("proximal_logprobs", "behavior_logprobs", "loss_mask")  # to sort all tokens of the iteration
+    advantage_inputs = ("proximal_logprobs", "behavior_logprobs", "loss_mask")  # the mask sorts all tokens
 
     def __init__(self, policy: str | ModelSpec | Role, *, second_moment_threshold: float = 0.04, **kwargs: Any) -> None:
         super().__init__(policy, clip_low=1.0, clip_high=math.inf, dual_clip=None, **kwargs)
@@ -271,7 +271,7 @@ class M2PO(GRPO):
 
 
 class OAPL(GRPO):
-    """Regresses the log-ratio to the behavior policy on an optimal advantage, so staleness needs no correction.
+    """Regresses the log-ratio (policy ÷ behavior policy) on an optimal advantage, so staleness needs no correction.
 
     A trajectory's loss is the sum over its tokens; `fixed` divides it by a constant. The sum also accumulates the
     engine's rounding of every token: before using long completions, check `policy/kl_behavior_nats` on-policy.
@@ -324,7 +324,7 @@ class OAPL(GRPO):
 
 
 class TOPR(GRPO):
-    """Imitates trajectories that were better than expected; the weight of worse ones falls with their likelihood.
+    """Imitates trajectories that were better than expected; the weight of the others falls with their likelihood.
 
     Source: https://arxiv.org/abs/2503.14286, with each token's ratio instead of the trajectory's, and GRPO's baseline.
     """

@@ -16,7 +16,7 @@ from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.files import write_problem
 from lightrl.strategies import Ranks, local, ranks_of
-from lightrl.trace import Event, MemoryPeaks, Tape, TraceFile, area_times, clock_offset_ns, join_traces, keep
+from lightrl.trace import Event, MemoryPeaks, Tape, TraceFile, area_times, clock_offset_ns, join_traces, set_tape
 from lightrl.trace.areas import AreaTimes, SummaryJson, summary_of, summary_text
 from lightrl.trace.spans import child_bytes
 
@@ -84,7 +84,7 @@ class Trace(RLCallback):
         self._start_s = time.perf_counter()
         self._since_ns = time.perf_counter_ns()
         self._watch_profiler(trainer)
-        keep(self._tape)
+        set_tape(self._tape)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
         if self._tape is None:
@@ -131,7 +131,7 @@ class Trace(RLCallback):
 
     def teardown(self, *_: object, **__: object) -> None:
         if self._tape is not None:
-            keep(None)
+            set_tape(None)
             self._tape = None
         while self._undo:
             self._undo.pop()()

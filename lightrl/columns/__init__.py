@@ -42,7 +42,6 @@ for _column in (REWARDS, SUPPORTS, ROUTES, GAPS):
 
 __all__ = [
     "EVERY_TOKEN", "GAPS", "NATIVE", "REWARDS", "ROUTES", "SUPPORTS", "TOKENS", "Column", "Columns", "TokenArray",
-    "Values", "as_columns", "column_named", "column_of", "cut", "extended", "joined", "register",
-    "registered", "reserve",
-    "support_ends",
+    "Values", "as_columns", "column_named", "column_of", "cut", "extended", "joined", "register", "registered",
+    "reserve", "support_ends",
 ]  # fmt: skip

@@ -25,10 +25,10 @@ class Column:
         fill: the value of tokens without one, which the policy did not sample, and of padding.
         as_runs: store runs, because neighboring tokens usually have equal values.
         width: numbers per token; None if it depends on the model.
-        field: its name in an Experience; None for `name`. There float64 becomes float32, and int32 int64.
+        field: its name in an Experience, where float64 becomes float32 and int32 becomes int64; None for `name`.
         is_hidden: hide it from user code and reward workers.
         is_model_input: models read it in a forward pass; otherwise only the loss does.
-        is_of_sampler: of all models, only the policy that sampled the tokens reads it.
+        is_of_sampler: the only model that reads it is the policy that sampled the tokens.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Column:
     is_model_input: bool = False
     is_of_sampler: bool = False
 
-    comes_with_reward: ClassVar[bool] = False  # set by the reward, maybe after the tokens have reached their ranks
+    comes_with_reward: ClassVar[bool] = False  # set by the reward, possibly after the tokens have reached their ranks
     is_coded: ClassVar[bool] = False  # the values are codes of different lengths, which stay in host memory
 
     @property
@@ -66,7 +66,7 @@ class Column:
             raise ValueError(f"{self.name} must be numbers of type {dtype}, one for each token: {error}.") from error
 
     def problem(self, values: Values, num_tokens: int) -> str | None:
-        """Returns why the values do not fit a trajectory, as the end of "A trajectory …"; None if they fit."""
+        """Returns why the values do not fit a trajectory, to follow the words "A trajectory"; None if they fit."""
         if self.width is None:
             if num_tokens == 0 or len(values) % num_tokens == 0:
                 return None
@@ -95,18 +95,18 @@ class Column:
         return TokenArray.joined(arrays, self.code, as_runs=self.as_runs)
 
     def extended(self, before: Values | None, num_before: int, new: Values | None, num_new: int) -> Values | None:
-        """Extends a conversation's values by `new`, those of a completion, or by fill values for tokens of others."""
+        """Appends a completion's values, `new`, to a conversation's; None appends fill values for unsampled tokens."""
         return self.joined([(before, num_before), (new, num_new)])
 
     def of_completion(self, values: Values, num_prompt: int, num_tokens: int) -> Values:
-        """Inverts `extended`: cuts a completion's values out of those of prompt and completion."""
+        """Inverts `extended`: returns a completion's values, given those of prompt and completion together."""
         return self.cut(values, num_tokens, [(num_prompt, num_tokens)])
 
     def cut(self, values: Values, num_tokens: int, spans: Sequence[tuple[int, int]]) -> Values:
         """Returns the values of the tokens in these (start, end) spans, concatenated."""
         if list(spans) == [(0, num_tokens)]:
             return values
-        edges = iter(self._indices(values, num_tokens, [token for span in spans for token in span]))
+        edges = iter(self._indices(values, num_tokens, [bound for span in spans for bound in span]))
         parts = [values[start:end] for start, end in zip(edges, edges, strict=True)]
         return parts[0] if len(parts) == 1 else TokenArray.joined(parts, self.code, as_runs=self.as_runs)
 
@@ -174,7 +174,7 @@ def register(column: Column) -> None:
     Every process that handles trajectories must do this; workflow workers receive rank 0's registered columns.
 
     Raises:
-        ValueError: if the name or a field of the column is already that of another column or of a record's field.
+        ValueError: if another column or a record's field already has the column's name, or that of one of its fields.
     """
     for name in {column.name, *column.fields}:
         if name in _reserved:
@@ -213,7 +213,7 @@ def as_columns(values: Mapping[str, Iterable[Any] | None]) -> dict[str, Values]:
 
 
 def extended(before: Columns, num_before: int, new: Columns, num_new: int) -> dict[str, Values]:
-    """Extends a conversation's columns by `new`, those of a completion, or {} for tokens that the policy only read.
+    """Appends a completion's columns, `new`, to a conversation's; `new` is {} for tokens that the policy only read.
 
     Example, in a workflow with one completion:
         Trajectory(..., columns=extended({}, len(prompt.token_ids), completion.columns, len(completion.token_ids)))
@@ -225,7 +225,7 @@ def extended(before: Columns, num_before: int, new: Columns, num_new: int) -> di
 
 
 def joined(left: Columns, num_left: int, right: Columns, num_right: int) -> dict[str, Values]:
-    """Joins the columns of two parts of a trajectory; a column of a part has values for all of its tokens."""
+    """Joins the columns of two parts of a trajectory; each column has a value for every token of its part."""
     parts = {name: [(left.get(name), num_left), (right.get(name), num_right)] for name in [*left, *right]}
     return as_columns({name: column_named(name).joined(part) for name, part in parts.items()})
 

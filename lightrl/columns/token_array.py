@@ -18,8 +18,8 @@ _SIZES = {code: struct.calcsize(code) for code in DTYPES}
 class TokenArray(Sequence[_Number]):
     """An immutable sequence of numbers of one dtype, one per token, without a Python object for each.
 
-    `array == [1, 2]`, `array[3:5]`, `sum(array)` and `[0] + array` work as with a list; a slice is a TokenArray, and a
-    sum a list. `numpy.asarray(array)` has the same dtype and makes no copy, unless the numbers are stored as runs.
+    `array == [1, 2]`, `array[3:5]`, `sum(array)` and `[0] + array` work as with a list. A slice is a TokenArray; `+`
+    returns a list. `numpy.asarray(array)` has the same dtype and makes no copy, unless the numbers are stored as runs.
 
     Args:
         values: a list, a numpy or torch array, or any other iterable of numbers.
@@ -64,7 +64,7 @@ class TokenArray(Sequence[_Number]):
 
     @classmethod
     def of_stored(cls, values: bytes | memoryview, ends: bytes, code: str) -> TokenArray[_Number]:
-        """Restores an array from its `stored`."""
+        """Restores an array from what `stored` returned."""
         result = cls.__new__(cls)
         result.code, result._values, result._ends = code, values, ends
         return result

@@ -1,4 +1,4 @@
-"""Marks of processes: which process made a file or folder, and whether it still runs.
+"""Process marks: which process created a file or folder, and whether that process is still running.
 
 A mark is `<process id>-<start time>-<host>`: process ids are reused, and folders are shared between hosts. The start
 time is the kernel's, in clock ticks since boot, and 0 on systems without /proc. Containers on one machine count as
@@ -28,7 +28,7 @@ def own_mark() -> str:
 
 
 def may_run(mark: str) -> bool:
-    """Returns False only if the process with this mark has ended; True for other hosts and for text that is no mark."""
+    """Whether the process with this mark may be running: True also for other hosts and for text that is not a mark."""
     match = _MARK.fullmatch(mark)
     if match is None or match[3] != _host():
         return True
@@ -43,7 +43,7 @@ def may_run(mark: str) -> bool:
 
 
 def remove_left_behind(folder: Path, pattern: str, *, kept_s: float = 0.0) -> None:
-    """Removes matching paths that have an ended process's mark in their name and are at least `kept_s` old."""
+    """Removes matching paths that have a dead process's mark in their name and are at least `kept_s` old."""
     for path in folder.glob(pattern):
         match = _MARK.search(path.name)
         if match is None or may_run(match[0]):
@@ -58,7 +58,7 @@ def remove_left_behind(folder: Path, pattern: str, *, kept_s: float = 0.0) -> No
 
 
 def own_prefix(prefix: str, folder: Path | None = None, *, kept_s: float = 0.0) -> str:
-    """Returns a prefix for names in a folder, the temporary one by default; first removes what ended processes left."""
+    """Returns a prefix for names in a folder, by default the temporary one; first removes dead processes' leftovers."""
     remove_left_behind(Path(tempfile.gettempdir()) if folder is None else folder, f"{prefix}*", kept_s=kept_s)
     return f"{prefix}{own_mark()}-"
 

@@ -1,4 +1,4 @@
-"""The guard of a command that ends with its parent; ChildProcess (child_process.py) starts one.
+"""The guard of a command, which ends it when the parent exits; ChildProcess (child_process.py) starts one.
 
 It runs this file as a script, which imports no packages; PARENT_PID 0 stands for the guard's parent, without a pipe:
 
@@ -45,7 +45,7 @@ class _Terminated(Exception):
 
 def main() -> int:
     parent, grace_s, remove, *command = sys.argv[1:]
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # makes it the parent of descendants whose parents die, in any session
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # makes the guard the parent of descendants whose parents die, in any session
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, _raise_terminated)
     process: subprocess.Popen[bytes] | None = None
@@ -79,7 +79,7 @@ def _wait(process: subprocess.Popen[bytes], parent: int) -> None:
     """Waits until the command has ended, the parent has died, or the pipe is closed or holds the parent's request."""
     poller = select.poll()
     poller.register(0, select.POLLIN if parent else 0)  # a hang-up is always reported
-    with contextlib.suppress(AttributeError, OSError):  # elsewhere, ticks find out that the command has ended
+    with contextlib.suppress(AttributeError, OSError):  # without pidfds, the loop below polls
         poller.register(os.pidfd_open(process.pid), select.POLLIN)
     parent = parent or os.getppid()
     while os.getppid() == parent and not poller.poll(_TICK_S * 1000) and process.poll() is None:

@@ -65,16 +65,12 @@ from lightrl.functional.values import (
     value_loss,
 )
 
-__all__ = ["group_advantages", "optimal_advantages", "batch_normalized", "on_host", "to_device"]
-__all__ += ["policy_ratio", "sequence_ratio", "second_moment_mask", "interpolated_proximal_logprobs"]
+__all__ = ["group_advantages", "optimal_advantages", "batch_normalized", "on_host", "to_device", "ValueNormalizer"]
+__all__ += ["policy_ratio", "sequence_ratio", "second_moment_mask", "interpolated_proximal_logprobs", "value_loss"]
 __all__ += ["ImportanceWeights", "KLController", "kl", "Divergence", "topk_divergence", "rest_mass", "check_divergence"]
 __all__ += ["can_compile", "token_logprobs", "hidden_logprobs", "hidden_topk", "logits_logprobs", "logits_topk"]
-__all__ += ["predicting_positions", "predicted_token_ids", "aligned_to_tokens"]
+__all__ += ["predicting_positions", "predicted_token_ids", "aligned_to_tokens", "is_clipped", "rectangles", "bins"]
 __all__ += ["clipped_policy_loss", "clipped_ratio_loss", "cispo_loss", "sapo_loss", "tapered_weights"]
 __all__ += ["regression_loss", "leaves_trust_region", "bradley_terry_loss", "preference_margin", "preference_loss"]
-__all__ += ["is_clipped", "rectangles", "bins"]
-__all__ += ["neutralize", "masked_mean", "reduce_loss"]
-__all__ += ["gae", "RewardShaping", "on_last_loss_token", "on_loss_tokens"]
-__all__ += ["Supports", "encode_supports"]
-__all__ += ["BranchRows", "row_lengths", "row_spans"]
-__all__ += ["value_loss", "explained_variance", "ValueNormalizer"]
+__all__ += ["neutralize", "masked_mean", "reduce_loss", "Supports", "encode_supports", "BranchRows", "row_lengths"]
+__all__ += ["RewardShaping", "on_last_loss_token", "on_loss_tokens", "row_spans", "gae", "explained_variance"]

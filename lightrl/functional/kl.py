@@ -58,14 +58,14 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator = "k
 class KLController:
     """The weight of a KL penalty: fixed, or adapted in proportion to the KL's relative distance from a target.
 
-    One update changes the weight by at most 20 %, so a weight above 0 stays above 0.
+    One update changes the weight by at most 20%, so a weight above 0 stays above 0.
 
     Source: https://arxiv.org/abs/1909.08593, section 2.2.
 
     Args:
         coef: the weight, or the initial weight if there is a target.
         target_nats: target KL per token; None for a fixed weight.
-        horizon: the number of trajectories over which a KL 20 % off its target changes the weight by about 20 %. An
+        horizon: the number of trajectories over which a KL 20% off its target changes the weight by about 20%. An
             update with more trajectories counts as one with `horizon`.
     """
 
@@ -96,7 +96,7 @@ _LOWEST_LOGPROB = -1e4
 def topk_divergence(
     logprobs: Tensor, teacher_logprobs: Tensor, divergence: Divergence = "reverse_kl", *, jsd_beta: float = 0.5
 ) -> Tensor:
-    """Computes the policy's divergence from the teacher at each position, over K tokens plus an outcome for the others.
+    """Computes the policy's divergence from the teacher at each position, over K tokens and one outcome for all others.
 
     Policy and teacher are distributions over these K + 1 outcomes, so this is a true divergence: never negative, and 0
     only where they agree. It is at most the divergence over the whole vocabulary (the data-processing inequality), and
@@ -110,7 +110,7 @@ def topk_divergence(
 
     Args:
         logprobs: [..., K] of the policy being trained, for the teacher's top-k tokens; carries the gradient.
-        teacher_logprobs: [..., K] of the teacher, for the same tokens, all different.
+        teacher_logprobs: [..., K] of the teacher, for the same K distinct tokens.
         divergence: "reverse_kl", "forward_kl" or "jsd".
         jsd_beta: the teacher's weight in the mixture, between 0 and 1; only for "jsd".
 
@@ -137,7 +137,7 @@ def check_divergence(divergence: str, jsd_beta: float) -> None:
     """Raises ValueError if the divergence is unknown or `jsd_beta` is not between 0 and 1."""
     check_choice(get_args(Divergence), divergence=divergence)
     if not 0 < jsd_beta < 1:
-        raise ValueError(f"jsd_beta must be above 0 and below 1, got {jsd_beta}. For the limits, use the two KLs.")
+        raise ValueError(f"jsd_beta must be above 0 and below 1, got {jsd_beta}. For a plain KL, change divergence.")
 
 
 def _with_rest(logprobs: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from lightrl.checks.bounds import check_bounds, check_choice, check_same_shape
 from lightrl.functional.kl import MAX_LOG_RATIO
 from lightrl.functional.reduction import neutralize
 
-_MIN_REST = 1e-9  # lowest probability of all other tokens; rounding can make a likely token's logprob 0 or above
+_MIN_REST = 1e-9  # least probability of all other tokens together; rounding can lift a likely token's logprob to 0
 
 
 def policy_ratio(logprobs: Tensor, proximal_logprobs: Tensor) -> Tensor:
@@ -49,12 +49,12 @@ def sequence_ratio(logprobs: Tensor, proximal_logprobs: Tensor, loss_mask: Tenso
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """Returns exp of the log-ratio clamped to ±20 (ratios of 4.9e8 and 2.1e-9); beyond, there is no gradient."""
+    """Returns exp of the log-ratio, clamped to ±20 (ratios of 2.1e-9 to 4.9e8); the gradient is 0 beyond these."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def trajectory_mean(values: Tensor, loss_mask: Tensor) -> Tensor:
-    """Averages [B, T], 0 where masked, over the loss tokens: [B, 1]; 0 for a trajectory without loss tokens."""
+    """Averages values [B, T], 0 where masked, over each trajectory's loss tokens, [B, 1]; 0 for one that has none."""
     return values.sum(dim=1, keepdim=True) / loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
@@ -75,7 +75,7 @@ def clipped_policy_loss(
         logprobs: [B, T] of the policy being trained; carries the gradient.
         proximal_logprobs: [B, T] of the policy at the start of the update, center of the clip.
         advantages: [B, T], constant along a trajectory for outcome rewards.
-        clip_low, clip_high: the loss stops falling when the ratio leaves `1 - clip_low` to `1 + clip_high`.
+        clip_low, clip_high: the loss stops falling once the ratio is below `1 - clip_low` or above `1 + clip_high`.
         dual_clip: caps a token's loss at `dual_clip · |advantage|`, for negative advantages with large ratios; above 1.
             None for no cap.
 
@@ -120,8 +120,8 @@ def cispo_loss(
         logprobs: [B, T] of the policy being trained; carries the gradient.
         proximal_logprobs: [B, T] of the policy at the start of the update, or of the behavior policy.
         advantages: [B, T].
-        clip_low: 1 is no lower bound on the weight, as in the paper.
-        clip_high: without a default, because the paper tunes it and gives no value.
+        clip_low: the default, 1, puts no lower bound on the weight, as in the paper.
+        clip_high: has no default, because the paper tunes it and gives no value.
 
     Returns:
         The loss of each token, [B, T]. Only its gradient is meaningful.
@@ -144,8 +144,8 @@ def sapo_loss(
     Args:
         ratio: [B, T], carries the gradient.
         advantages: [B, T].
-        temperature_positive, temperature_negative: τ where the advantage is above 0, and elsewhere. The larger it is,
-            the faster the gradient decays off-policy.
+        temperature_positive, temperature_negative: τ where the advantage is above 0, and where it is not. The larger
+            τ is, the faster the gradient decays off-policy.
 
     Returns:
         The loss of each token, [B, T].
@@ -188,7 +188,7 @@ def regression_loss(
 
     -stop_gradient(advantages - β · L) · logprobs, where L is the sum of the log-ratios of the trajectory's loss tokens.
     Its gradient, summed over a trajectory, is that of (β · L - advantage)² / (2β): the policy gradient on-policy, and 0
-    where L equals advantage / β, which is optimal (`optimal_advantages`). It therefore needs no importance weight.
+    where L equals advantage / β, the optimum (`optimal_advantages`). The loss therefore needs no importance weight.
 
     Source: OAPL, https://arxiv.org/abs/2602.19362.
 
@@ -277,7 +277,7 @@ def preference_margin(
     reference_chosen_logprobs: Tensor,
     reference_rejected_logprobs: Tensor,
 ) -> Tensor:
-    """Returns how much more than the reference policy the policy prefers the chosen completion, [B] nats.
+    """Returns how much more the policy prefers the chosen completion than the reference policy does, [B], in nats.
 
     Args:
         chosen_logprobs, rejected_logprobs: [B], summed over the completion's tokens; both carry the gradient.

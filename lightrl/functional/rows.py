@@ -14,7 +14,7 @@ from lightrl.trajectory import Trajectory
 
 
 def token_rows(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
-    """Returns all columns except those that come with the reward, each as a numpy array per trajectory.
+    """Returns every column except those that come with the reward, as one numpy array per trajectory.
 
     Raises:
         ValueError: if a column's width differs between trajectories, so they come from different models.
@@ -29,9 +29,9 @@ def token_rows(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
 
 
 def row_tensors(field: str, rows: Sequence[Any]) -> dict[str, Tensor]:
-    """Builds a column's fields of an Experience: one tensor [B, T, ...], with int64 for int32; three if it is coded.
+    """Builds a column's fields of an Experience: one tensor [B, T, ...] (int32 becomes int64), or three if it is coded.
 
-    The codes of all rows are concatenated; two int64 [B] give the start and the size in bytes of each row's codes.
+    These three are the concatenated codes of all rows, and the start and the size in bytes of each row's codes, [B].
     """
     column = column_of(field)
     assert column is not None
@@ -57,7 +57,7 @@ def row_fields(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
 
 
 def reward_fields(trajectories: Sequence[Trajectory]) -> tuple[Tensor, list[Any] | None]:
-    """Returns the rewards, float32 [B], and each row's rewards per token, float32; None if no row has the latter."""
+    """Returns the rewards, float32 [B], and each row's token rewards, float32, or None if no row has token rewards."""
     rewards = torch.tensor([item.reward for item in trajectories], dtype=torch.float32)
     if all(item.rewards is None for item in trajectories):
         return rewards, None
@@ -77,22 +77,23 @@ def check_trajectories(trajectories: Sequence[Trajectory], *, has_rewards: bool 
 
 
 def _check_tokens(trajectory: Trajectory) -> None:
+    """Raises ValueError if the trajectory's columns, gaps or loss mask are invalid."""
     num = len(trajectory.token_ids)
     problems = [TOKENS[name].problem(getattr(trajectory, name), num) for name in TOKENS]
     problems += [column_named(name).problem(values, num) for name, values in trajectory.columns.items()]
     if problem := next(filter(None, problems), None):
         raise ValueError(f"A trajectory of prompt {trajectory.prompt.id!r} {problem}")
-    firsts = [0] if num else []
+    row_starts = [0] if num else []
     if trajectory.gaps is not None:
-        gaps, most = np.asarray(trajectory.gaps, np.int64), np.arange(num)
-        if ((gaps < 0) | (gaps > most)).any() or trajectory.prompt.images or trajectory.images:
+        gaps, num_before = np.asarray(trajectory.gaps, np.int64), np.arange(num)
+        if ((gaps < 0) | (gaps > num_before)).any() or trajectory.prompt.images or trajectory.images:
             raise ValueError(
-                f"A trajectory of prompt {trajectory.prompt.id!r} has gaps. Each must be from 0 to the number of "
-                "tokens before its token, and the trajectory must have no images. Fix the workflow."
+                f"A trajectory of prompt {trajectory.prompt.id!r} has invalid gaps. Each must be from 0 to the number "
+                "of tokens before its token, and the trajectory must have no images. Fix the workflow."
             )
-        firsts = np.flatnonzero(gaps == most).tolist()
-    if any(trajectory.loss_mask[first] for first in firsts):
+        row_starts = np.flatnonzero(gaps == num_before).tolist()
+    if any(trajectory.loss_mask[start] for start in row_starts):
         raise ValueError(
-            f"A trajectory of prompt {trajectory.prompt.id!r} trains its first token, which nothing predicts. Its "
+            f"A trajectory of prompt {trajectory.prompt.id!r} trains on its first token, which nothing predicts. Its "
             "prompt needs at least one token, for example a start token."
         )

@@ -1,10 +1,10 @@
-"""RolloutController: keeps groups in flight and hands over batches with rewards that keep the staleness bound.
+"""RolloutController: keeps groups in flight and hands over batches, with rewards, that respect the staleness bound.
 
 One asyncio loop in one daemon thread, on rank 0. All state belongs to that thread. The public methods are called from
 the main thread: a coroutine does the work on the loop, and the main thread waits for it and enforces the deadlines, so
 it notices a blocked event loop too. GroupScheduler decides which groups start and are taken; the controller acts.
 
-    prompt stream ──position──► one task a group ──► rewards ──► finished groups ──► take() ──► commit()
+    prompt stream ──position──► a task per group ──► rewards ──► finished groups ──► take() ──► commit()
                      start      workflow, engine                                   stream order  trained on
 """
 
@@ -78,10 +78,10 @@ class RolloutController:
         workflow: maps a prompt to a trajectory.
         reward_worker: must have been started; computes rewards while other trajectories are still generated.
         settings: sizes, bounds and which groups are dropped.
-        sampling: of training rollouts; the seed of each generation is set here.
-        run_seed: determines, with position, sample and turn, all that is sampled.
+        sampling: for training rollouts; the seed of each generation is set here.
+        run_seed: together with position, sample and turn, determines everything that is sampled.
         prompts: the stream, by position; None if only `evaluate` is used.
-        failures: gets the trajectories whose reward failed.
+        failures: the log of trajectories whose reward failed.
     """
 
     is_recorded = False
@@ -156,7 +156,7 @@ class RolloutController:
         """Sets the rewards of the groups from the last `take`; needed only with `defers_rewards`.
 
         A trajectory whose reward failed is removed from its group, which may then be empty; `drain_drops` says why.
-        Raises RolloutError if no reward comes for `rollout_timeout_s`, or if too many fail.
+        Raises RolloutError if no reward arrives for `rollout_timeout_s`, or if too many fail.
         """
         wait = Wait("The loop", sum(len(group.trajectories) for group in groups), "the rewards")
         self._wait_for(self._rewards.wait_for(groups, wait.count), wait, on_wait)
@@ -176,7 +176,7 @@ class RolloutController:
     def evaluate(
         self, prompts: Sequence[Prompt], *, sampling: Sampling, num_samples: int = 1, on_wait: OnWait | None = None
     ) -> list[Group]:
-        """Rolls out prompts for validation, with rewards, in order, outside admission; training rollouts continue.
+        """Rolls out validation prompts, with rewards, in order and without admission; training rollouts continue.
 
         Trajectories whose reward failed are missing from their group; `drain_drops` gives the reason.
 
@@ -218,7 +218,7 @@ class RolloutController:
         self._thread.call(_as_coroutine(partial(self._saved_state.load, state)))
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Cancels all tasks and ends the thread; the caller closes the engine. May be called twice."""
+        """Cancels all tasks and ends the thread; the caller closes the engine. Safe to call twice."""
         self._thread.close(self._cancel_all, timeout_s)
 
     def _depths(self) -> dict[str, int]:
@@ -251,7 +251,7 @@ class RolloutController:
         return self._thread.wait_for(coroutine, on_answer=count, on_wait=check, who=wait.who)
 
     async def _take(self, weight_version: int, wait: Wait) -> list[Group]:
-        """Waits for `Tasks.changed`, set when a group is done or the run fails. If cancelled, it takes nothing."""
+        """Waits for `Tasks.changed`, set when a group is done or the run fails. If cancelled, no group is taken."""
         served = self.weight_version
         if self._tasks.failure is None and (served < 0 or weight_version - served > self.settings.max_staleness):
             raise RolloutError(
@@ -287,7 +287,7 @@ class RolloutController:
                 self._take_wait = None
 
     async def _start_admissible(self) -> None:
-        """Starts all admissible groups, on-policy as one admission batch. If cancelled, started groups continue.
+        """Starts all admissible groups; on-policy, in one admission batch. If cancelled, started groups continue.
 
         If a prompt has not been made yet, a thread makes it first and then calls this again.
         """
@@ -309,6 +309,7 @@ class RolloutController:
         return has_prompts and self._tasks.failure is None and not self._is_closing and not is_idle
 
     def _start_groups(self) -> None:
+        """Chooses as many new positions as the scheduler plans, and starts all groups that may start."""
         version = self.weight_version
         try:
             for _ in range(self._scheduler.plan(version)):
@@ -405,7 +406,7 @@ class RolloutController:
     async def _evaluate(
         self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, wait: Wait
     ) -> list[Group]:
-        """Waits for all trajectories, or for the first error. On cancellation they are cancelled and awaited."""
+        """Waits for all trajectories, or for the first error. If cancelled, cancels and awaits all of them."""
         groups = [Group(index, prompt) for index, prompt in enumerate(prompts)]
         done: dict[tuple[int, int], Trajectory] = {}  # group and sample → trajectory
         tasks: list[asyncio.Task[None]] = []

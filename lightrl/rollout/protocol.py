@@ -25,7 +25,6 @@ class Rollout(Protocol):
     @property
     def is_recorded(self) -> bool:
         """Whether the trajectories and weight versions come from an earlier run, so that nothing is generated."""
-        ...
 
     @property
     def settings(self) -> RolloutSettings: ...
@@ -36,12 +35,10 @@ class Rollout(Protocol):
     @property
     def engine(self) -> RolloutEngine | None:
         """The engine on rank 0; None on other ranks."""
-        ...
 
     @property
     def weight_version(self) -> int:
         """The version of the engine's current weights; -1 before the first load."""
-        ...
 
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]: ...
     def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None: ...

@@ -25,12 +25,11 @@ class Resumable(Protocol):
 
     async def states_of_workers(self) -> list[State]:
         """Returns what each workflow worker has in flight while the engine is paused."""
-        ...
 
 
 @dataclass(eq=False)
 class SavedState:
-    """Makes and loads the rollout's state; belongs to the controller's event loop."""
+    """Creates and restores the rollout's state; belongs to the controller's event loop."""
 
     engine: RolloutEngine
     scheduler: GroupScheduler
@@ -54,8 +53,9 @@ class SavedState:
         return self._state(run_seed, {})
 
     async def _at_boundary(self, run_seed: int) -> State:
+        """Returns the state while the engine is paused at a token boundary, with unfinished completions."""
         async with self.admission.batch():
-            for _ in range(ADMISSION_TICKS):  # completions that have ended are reported meanwhile
+            for _ in range(ADMISSION_TICKS):  # until completions that finished before the pause are recorded
                 await asyncio.sleep(0)
             unfinished = await self.engine.unfinished()
             return self._state(run_seed, unfinished, await self.runner.states_of_workers())
@@ -63,6 +63,7 @@ class SavedState:
     def _state(
         self, run_seed: int, unfinished: Mapping[int, Completion], states_of_workers: Sequence[State] = ()
     ) -> State:
+        """Assembles the state of all parts, given the unfinished completions of the engine and the workers."""
         cursor, prompts = self.cursor, self.cursor.prompts
         groups = self.scheduler.state_dict()
         return {
@@ -89,7 +90,7 @@ class SavedState:
             saved_prompts, curriculum = state["prompts"], state["curriculum"]
         except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
             raise RolloutError(
-                f"The checkpoint's rollout state has the form of another version of lightrl ({error!r}). Resume with "
+                f"The checkpoint's rollout state was written by another version of lightrl ({error!r}). Resume with "
                 "that version, or run `lightrl export` on the checkpoint and start a new run from the exported model."
             ) from error
         self.cursor.load_state_dict(curriculum)

@@ -41,8 +41,7 @@ from lightrl.strategies.sharded_experience import Microbatches, ShardedExperienc
 from lightrl.strategies.single import SingleModel
 from lightrl.strategies.tensor_parallel import local
 
-__all__ = ["PACKED_ATTENTION", "AtomicCheckpointIO", "FSDP2Strategy", "LogprobSettings", "Message"]
-__all__ += ["Microbatches", "Parallel3DStrategy", "ProcessRanks", "Ranks", "ShardedExperience", "SingleModel"]
-__all__ += ["check_strategy", "is_on_all_ranks", "load_plain", "local"]
-__all__ += ["mark_as_on_all_ranks", "named_strategy", "parallel_model", "ranks_of", "read_rest", "read_tensors"]
-__all__ += ["whole"]
+__all__ = ["PACKED_ATTENTION", "AtomicCheckpointIO", "FSDP2Strategy", "LogprobSettings", "Message", "Microbatches"]
+__all__ += ["Parallel3DStrategy", "ProcessRanks", "Ranks", "ShardedExperience", "SingleModel", "check_strategy"]
+__all__ += ["is_on_all_ranks", "load_plain", "local", "mark_as_on_all_ranks", "named_strategy", "parallel_model"]
+__all__ += ["ranks_of", "read_rest", "read_tensors", "whole"]

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class FSDP2Model(SingleModel):
     """SingleModel's computation on a sharded model; all code that reads parameters runs inside the root's forward.
 
-    All ranks must call the model equally often, so a rank with fewer rectangles adds calls with one token and ignores
-    their results.
+    All ranks must call the model the same number of times, so a rank with fewer rectangles adds calls with one token
+    and ignores their results.
 
     Args:
         model: sharded by FSDP2Strategy.
@@ -64,8 +64,8 @@ class FSDP2Model(SingleModel):
         self.is_offloaded = is_offloaded
         self._root = model
         self._gather: PlannedGather | None = None
-        # Gathers the root's parameters for `function`, which returns tensors, maybe in tuples or dicts, where FSDP
-        # searches for the start of the backward.
+        # Calls `function` with the root's parameters gathered. FSDP searches its result (tensors, tuples or dicts) for
+        # the start of the backward.
         self._root.run_inside = lambda function, *args, **kwargs: function(*args, **kwargs)
         register_fsdp_forward_method(model, "run_inside")
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # the probes have too few tokens to compile for
@@ -130,7 +130,7 @@ class FSDP2Model(SingleModel):
             super().move_to(device)
 
     def _calls(self, microbatches: Sequence[Experience]) -> list[int]:
-        """Returns how often to call the model for each microbatch: the most calls that any rank needs."""
+        """Returns the number of model calls for each microbatch: as many as the rank with the most rectangles needs."""
         if self.forms.packs_all(microbatches):
             return [1] * len(microbatches)
         lengths = [[max(1, tokens - 1) for tokens in rows] for rows in lengths_of(microbatches)]

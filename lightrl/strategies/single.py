@@ -41,8 +41,8 @@ class SingleModel:
         settings: the engine's changes to the logits.
         value_head: a critic's head on this policy's body; a separate critic contains its head, `score`.
         form: how to remove padding; None chooses the cheapest exact form for each microbatch.
-        compile_layers: `torch.compile` each decoder layer. None does so on NVIDIA GPUs for models without experts and
-            states (models/hybrids.py). Layers of the same shapes share compiled code, for microbatches of any lengths.
+        compile_layers: `torch.compile` each decoder layer. None compiles on NVIDIA GPUs if the model has no experts and
+            no states (models/hybrids.py). Layers of equal shapes share compiled code, for microbatches of any lengths.
         is_policy: whether this model sampled the tokens, so that it replays the engine's choice of experts.
         context_group: ranks that share packed rows and pass the same microbatches; None for one rank.
 
@@ -127,13 +127,14 @@ class SingleModel:
             torch.get_device_module(source).synchronize(source)
 
     def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
+        """Runs the forward, and places the head's results at their tokens, [B, T] or [B, T, K]; 0 elsewhere."""
         if experience.gaps is not None:
             tree_rows, join = branch_rows(experience)
             return join(
                 self._outputs(tree_rows, candidates if isinstance(candidates, int) else teacher_candidates(tree_rows))
             )
         parts = [
-            {"rows": rows, "columns": columns, **self._read(experience, rows, columns, states, candidates)}
+            {"rows": rows, "columns": columns, **self._head_outputs(experience, rows, columns, states, candidates)}
             for rows, columns, states in self.forms.states(experience)
         ]
         results = parts[0]  # a single part is not copied, so the host still has its rows and columns
@@ -146,7 +147,7 @@ class SingleModel:
             results = {name: Total.apply(value, group) for name, value in results.items()}  # type: ignore[no-untyped-call]
         return Outputs(**results)
 
-    def _read(
+    def _head_outputs(
         self, experience: Experience, rows: Tensor, columns: Tensor, states: Tensor, candidates: Candidates
     ) -> dict[str, Tensor]:
         """Computes the fields of Outputs from states, for the tokens predicted at (rows [N], columns [N])."""

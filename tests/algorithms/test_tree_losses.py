@@ -234,9 +234,9 @@ def test_the_rows_of_a_microbatch_are_counted_alike_before_it_is_dense() -> None
 @pytest.mark.parametrize(
     ("gaps", "match"),
     [
-        pytest.param([0, 0, 0, -1, 0, 0, 0, 0, 0, 0], "has gaps. Each must be from 0", id="negative"),
-        pytest.param([0, 0, 3, 0, 0, 0, 0, 0, 0, 0], "has gaps. Each must be from 0", id="before the first token"),
-        pytest.param([0, 0, 0, 0, 4, 5, 0, 0, 4, 0], "trains its first token", id="a first token that trains"),
+        pytest.param([0, 0, 0, -1, 0, 0, 0, 0, 0, 0], "has invalid gaps. Each must be from 0", id="negative"),
+        pytest.param([0, 0, 3, 0, 0, 0, 0, 0, 0, 0], "has invalid gaps. Each must be from 0", id="before the start"),
+        pytest.param([0, 0, 0, 0, 4, 5, 0, 0, 4, 0], "trains on its first token", id="a first token that trains"),
         pytest.param([0, 0], "one entry of gaps for each of its 10", id="too few"),
     ],
 )

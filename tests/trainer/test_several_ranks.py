@@ -99,7 +99,7 @@ def test_a_rank_that_hangs_is_named_after_the_deadline(rank: str, how: str, tmp_
 @pytest.mark.parametrize(
     ("how", "cause"),
     [
-        ("SIGSTOP", "Rank 1 has not been heard of for hang_timeout_s=20"),
+        ("SIGSTOP", "Rank 1 has not reported for hang_timeout_s=20"),
         ("SIGKILL", "Rank 1 was killed, or its machine"),
     ],
 )

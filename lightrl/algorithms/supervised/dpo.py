@@ -33,7 +33,7 @@ class DPO(SupervisedModule):
 
     Args:
         policy: the model to train, usually an export of SFT.
-        reference: the fixed policy of the KL penalty; None is the initial policy, which with LoRA is the same model
+        reference: the fixed policy of the KL penalty; None uses the initial policy, which with LoRA is the same model
             without its adapters and costs no memory.
         kl_coef: the paper's β; the larger it is, the closer the policy stays to the reference.
         kwargs: those of SupervisedModule.
@@ -70,7 +70,7 @@ class DPO(SupervisedModule):
 
     def measure(self, batch: PairBatch) -> dict[str, Tensor]:
         experience = batch.experience()
-        # The reference first: its forward frees gathered parameters that the policy's backward would read.
+        # Run the reference first, because its forward frees gathered parameters that the policy's backward would read.
         with torch.no_grad():
             if self.reference_role is not None:
                 reference_logprobs = self._completion_logprobs("reference", experience)

@@ -40,7 +40,7 @@ from lightrl.strategies.layouts.shared_prefix import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# The shared ones are layouts of shared_prefix.py.
+# shared_keys and shared_rows are layouts of shared_prefix.py.
 Form = Literal["rectangles", "shared_keys", "shared_rows", "packed"]
 
 # A packed row shares prompts only if at most this fraction of its tokens remains, since attention copies key-values.
@@ -51,7 +51,7 @@ Part = tuple[Tensor, Tensor, Tensor]
 
 
 class Forms:
-    """The forms in which microbatches can go through a model.
+    """The forms that a model supports for its microbatches; chooses one and runs the forward.
 
     Args:
         model: a causal language model.
@@ -75,7 +75,7 @@ class Forms:
     ) -> None:
         self.model, self.form, self.reads_logits, self.context_group = model, form, reads_logits, context_group
         self.is_compiled = False  # whether its layers are compiled
-        self.num_calls = 0  # minimum number of model calls for a microbatch in rectangles
+        self.num_calls = 0  # minimum number of model calls for a microbatch if its form is rectangles
         self.layouts = {} if reads_logits else exact_layouts(model)
         wants_packed = form == "packed" or context_group is not None or model.device.type != "cpu"
         self.can_pack = not reads_logits and wants_packed and can_pack(model)
@@ -104,7 +104,7 @@ class Forms:
         return min({"rectangles": whole_rows(prompts), **plans}.items(), key=lambda plan: cost(plan[1]))
 
     def packs_all(self, microbatches: Sequence[Experience]) -> bool:
-        """Whether `form` packs all these microbatches; builds the tensors of the first only if it must read them."""
+        """Whether `form` packs all these microbatches; builds the first one's tensors only if it has to read them."""
         may_be_whole = image_kind(self.model.config) == "bidirectional"
         return self.form == "packed" and not (may_be_whole and microbatches[0].pixel_values is not None)
 
@@ -121,7 +121,7 @@ class Forms:
         longest = int(on_host(experience.lengths).max()) if self._max_row_tokens is not None else 0
         if self._max_row_tokens is not None and longest > self._max_row_tokens:
             raise ValueError(
-                f"A trajectory of {longest} tokens exceeds {CONTEXT}, {self._max_row_tokens} tokens. Leave it out."
+                f"A trajectory of {longest} tokens exceeds {CONTEXT}, {self._max_row_tokens} tokens. Remove it."
             )
         if self.reads_logits:
             yield from self._parts(experience)
@@ -173,7 +173,7 @@ class Forms:
         first = index * size
         filled = torch.nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, padding))
         tokens = to_device(filled[0, first : first + size], device), to_device(filled[1, first : first + size], device)
-        packed_rows = PackedRows([*layout.lengths, padding], device, prompts=[*layout.prompts, -1], group=group)
+        packed_rows = PackedRows([*layout.lengths, padding], device, prompt_indices=[*layout.prompts, -1], group=group)
         starts = arguments(self.model, packed_rows, with_states=self._keeps_states)
         inputs = self._layer_input(experience, torch.arange(len(experience)), experience.token_ids, tokens)
         inputs = {"position_ids": tokens[1][None], **inputs, **starts}
@@ -197,7 +197,7 @@ class Forms:
     def _layer_input(
         self, experience: Experience, rows: Tensor, token_ids: Tensor, positions: tuple[Tensor, Tensor] | None = None
     ) -> dict[str, Any]:
-        """Returns the model's arguments for token ids [b, T] of these rows [b], or for a packed row at `positions`."""
+        """Returns the model's arguments for token ids [b, T] of rows [b], or for a packed row of `positions`."""
         if experience.pixel_values is None:
             return {"input_ids": token_ids if positions is None else token_ids[positions][None]}
         images = ImageTable(*(experience[name] for name in ImageTable._fields))

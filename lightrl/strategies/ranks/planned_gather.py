@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class PlannedGather:
-    """Gathers the parameters of one sharded model; its layout must not change. Every call is collective over `group`.
+    """Gathers the parameters of a sharded model whose layout never changes. Every call is collective over `group`.
 
-    A rank holds at most one bucket besides its own part of the model. With NCCL the first transfer creates connections,
-    which requires that the run's default group was used before; Lightning's setup does that.
+    A rank holds at most one bucket besides its own part of the model. With NCCL, the first transfer creates
+    connections, for which the run's default group must have been used before; Lightning's setup does that.
 
     Args:
         model: the sharded model; if this rank holds only some modules, the whole model without memory.
@@ -36,11 +36,7 @@ class PlannedGather:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        held: Mapping[str, Tensor],
-        *,
-        group: dist.ProcessGroup | None = None,
+        self, model: PreTrainedModel, held: Mapping[str, Tensor], *, group: dist.ProcessGroup | None = None
     ) -> None:
         self._model = model
         whole_of = {name: (value.shape, value.dtype) for name, value in held_tensors(model).items()}
@@ -63,13 +59,7 @@ class PlannedGather:
         self._plans: dict[tuple[str, int, bool], GatherPlan] = {}
 
     def buckets(
-        self,
-        held: Mapping[str, Tensor],
-        bucket_bytes: int,
-        *,
-        part: Part,
-        names: Names,
-        is_spread: bool,
+        self, held: Mapping[str, Tensor], bucket_bytes: int, *, part: Part, names: Names, is_spread: bool
     ) -> Iterator[Bucket]:
         """Yields the exported tensors that this rank owns: all on rank 0, or with `is_spread` a share on each rank.
 
@@ -102,8 +92,8 @@ class PlannedGather:
         names: Names,
     ) -> dict[str, Tensor]:
         """Sends and receives the parts of this round; returns the exported tensors that this rank owns."""
-        own = [name for name in exported if plan.owners[name] == self._rank]
-        whole = {source: self._start_whole(source, held.get(source)) for name in own for source in sources[name]}
+        owned = [name for name in exported if plan.owners[name] == self._rank]
+        whole = {source: self._start_whole(source, held.get(source)) for name in owned for source in sources[name]}
         operations: list[dist.P2POp] = []
         unpacked: list[tuple[Tensor, Tensor]] = []  # (part, where it belongs)
         for send in (send for name in exported for send in plan.sends[name]):
@@ -121,7 +111,7 @@ class PlannedGather:
         for part, place in unpacked:
             place.copy_(part)
         tensors: dict[str, Tensor] = {}
-        for name in own:
+        for name in owned:
             tensors.update(exported_tensors(self._model, names, name, [whole[source] for source in sources[name]]))
         return tensors
 
