@@ -1,6 +1,4 @@
-"""Waits for several tasks or futures, and abandons those that nobody needs any more; Tasks, whose first error ends the
-run.
-"""
+"""Waits for several tasks, and abandons those that nobody needs; Tasks: the first error of one ends the run."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 from waits import Deadlines, until
 
-from lightrl import LocalEngine, ModelSpec, Role, Sampling, SGLangEngine, StalenessControl, WeightSync
+from lightrl import LocalEngine, ModelSpec, Role, Sampling, SGLangEngine, SingleTurn, StalenessControl, WeightSync
 from lightrl.callbacks.probe import MIN_MISMATCH_TOKENS, MISMATCH_NATS, Rounding, bound_nats, check_mismatch
-from lightrl.engines.engine import RolloutEngine
+from lightrl.engines.engine import Completion, RolloutEngine
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.models import LoRA
 from lightrl.weights import Bucket
@@ -202,6 +202,23 @@ def test_a_server_that_gives_all_requests_one_seed_ends_the_run(tmp_path):
     with pytest.raises(EngineError, match=r"too often equal in a group for temperature=1, .* is e\^-\d\d"):
         trainer.fit(TinyGRPO(lr=0.0, group_size=32), Digits())
     assert trainer.global_step <= engine.first + 2
+
+
+class SharesItsStart(SingleTurn):
+    """The trajectories of a group begin with the same sampled tokens."""
+
+    async def run_group(self, prompt, generate):
+        start = await generate.for_sample(0)(prompt.token_ids)
+        for sample in generate.samples:
+            end = await generate.for_sample(sample)([*prompt.token_ids, *start.token_ids], max_new_tokens=1)
+            both = (getattr(start, name) + getattr(end, name) for name in ("token_ids", "logprobs", "weight_versions"))
+            yield sample, self.trajectory_of(prompt, Completion(*both, end.finish_reason))
+
+
+def test_samples_that_trajectories_have_in_common_are_no_copies(tmp_path):
+    trainer = make_trainer(tmp_path, callbacks=[StalenessControl(2)], max_steps=3)
+    trainer.fit(TinyGRPO(lr=0.0, group_size=32, workflow=SharesItsStart), Digits())
+    assert trainer.global_step == 3
 
 
 @pytest.mark.parametrize(("max_staleness", "num_minibatches"), [(2, 1), (2, 4), (0, 4)])
