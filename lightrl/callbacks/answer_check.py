@@ -78,7 +78,7 @@ class AnswerCheck:
         return version > (self._first_version or -1)
 
     def check(self, trainer: RLTrainer, module: RLModule, minibatch: ShardedExperience, rounding: Rounding) -> None:
-        """Raises WeightSyncError for wrong logprobs, EngineError for wrong sampling, on every rank; collective."""
+        """Raises WeightSyncError for wrong logprobs, EngineError for wrong sampling; collective, once for each row."""
         ranks, current = ranks_of(trainer.strategy), trainer.weight_version
         num_rows, version_to_rows = len(minibatch), dict[int, list[int]]()
         chosen = range(num_rows) if self.checks_all else choose_rows(num_rows, minibatch.num_loss_tokens, NUM_TOKENS)

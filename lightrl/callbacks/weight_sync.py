@@ -152,9 +152,9 @@ class WeightSync(RLCallback):
     def on_minibatch_start(
         self, trainer: RLTrainer, module: RLModule, minibatch: Experience, index: int, total: int
     ) -> None:
-        checks_all, is_async = self.verify == "all", trainer.rollout.settings.max_staleness > 0
-        rounding, interval = self._probe.rounding, 1 if checks_all or is_async else self._probe.interval
-        if rounding is not None and (index == 0 or checks_all) and trainer.weight_version % interval == 0:
+        is_all, is_async = self.verify == "all", trainer.rollout.settings.max_staleness > 0
+        num, interval = module.num_minibatches if is_all else 1, 1 if is_all or is_async else self._probe.interval
+        if (rounding := self._probe.rounding) is not None and index < num and trainer.weight_version % interval == 0:
             self._answers.check(trainer, module, cast("ShardedExperience", minibatch), rounding)
 
     def on_minibatch_end(

@@ -232,11 +232,14 @@ def test_no_wrong_row_is_trained_on_where_all_are_compared(max_staleness, num_mi
     assert trainer.global_step <= 1 + max_staleness
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
-def test_right_rows_pass_where_all_are_compared(max_staleness, tmp_path):
+SHORT = {"lr": 0.0, "group_size": 4, "num_minibatches": 1, "sampling": Sampling(max_new_tokens=2)}
+
+
+@pytest.mark.parametrize(("max_staleness", "settings"), [(0, {}), (2, {}), (0, SHORT | {"update_epochs": 24})])
+def test_right_rows_pass_where_all_are_compared(max_staleness, settings, tmp_path):
     callbacks = [StalenessControl(max_staleness), WeightSync(verify="all")]
     trainer = make_trainer(tmp_path, callbacks=callbacks, max_steps=12)
-    trainer.fit(TinyGRPO(lr=3e-2, group_size=8, num_minibatches=4), Digits())
+    trainer.fit(TinyGRPO(**{"lr": 3e-2, "group_size": 8, "num_minibatches": 4} | settings), Digits())
     assert trainer.global_step == 12
 
 
