@@ -39,7 +39,7 @@ from lightrl.trajectory import Group, Sampling, Trajectory
 
 TOP = 64  # K
 LIMIT_NATS = 35.0
-OUTSIDE_CHANCES = 0.01, 0.05  # probability of a token beyond top-p or top-k: by rounding, in a faulty server
+OUTSIDE_NATS = math.log(5 / 1), math.log(95 / 99)  # a token beyond top-p or top-k, or not: 5 % beyond against 1 %
 NUM_TOKENS = 256  # trained tokens to check
 
 
@@ -51,14 +51,15 @@ class AnswerCheck:
 
     def __init__(self, checks_all: bool) -> None:
         self.checks_all = checks_all
-        self._copies_nats = 0.0  # evidence for copies in a group
+        self._copies_nats = -math.inf  # evidence for copies in a group; -inf if a group may share what was sampled
         self._evidence_nats = torch.zeros(2)  # for too likely tokens, for too unlikely ones
         self._weights: dict[int, list[Tensor]] = {}  # version → the policy's trained parameters on this rank
         self._first_version: int | None = None  # the first version that this run has loaded
 
     def offer(self, trainer: RLTrainer, groups: Sequence[Group]) -> None:
         """Compares the completions of each group, on rank 0, which has their tokens."""
-        if trainer.is_global_zero:
+        workflow = trainer.rollout.workflow
+        if workflow is not None and workflow.samples_apart:
             self._copies_nats = max((copies_nats(group.trajectories) for group in groups), default=0.0)
 
     def save_version(self, trainer: RLTrainer, module: RLModule, weight_version: int, rounding: Rounding) -> None:
@@ -77,7 +78,7 @@ class AnswerCheck:
         return version > (self._first_version or -1)
 
     def check(self, trainer: RLTrainer, module: RLModule, minibatch: ShardedExperience, rounding: Rounding) -> None:
-        """Raises WeightSyncError for wrong logprobs, EngineError for wrong sampling, on every rank; collective."""
+        """Raises WeightSyncError for wrong logprobs, EngineError for wrong sampling; collective, once for each row."""
         ranks, current = ranks_of(trainer.strategy), trainer.weight_version
         num_rows, version_to_rows = len(minibatch), dict[int, list[int]]()
         chosen = range(num_rows) if self.checks_all else choose_rows(num_rows, minibatch.num_loss_tokens, NUM_TOKENS)
@@ -99,9 +100,9 @@ class AnswerCheck:
                 difference, bias, entropy = (sums[1:4] / num).tolist()
                 name = "the present weights" if version == current else f"weight version {version}"
                 check_mismatch(name + _at_servers(trainer), num, difference, float(largest), entropy, rounding, bias)
-        if _has_every_sample(trainer, module, minibatch):
+        copies = ranks.total(torch.tensor([self._copies_nats]), "max")
+        if copies.isfinite() and _has_every_sample(trainer, module, minibatch):
             self._evidence_nats = (self._evidence_nats + evidence).clamp(min=0)
-        copies = ranks.total(torch.tensor([self._copies_nats if module.sampling.temperature > 0 else 0.0]), "max")
         nats, kind = torch.cat([self._evidence_nats, copies]).max(0)
         if float(nats) > LIMIT_NATS:
             problem, sampling = ("likely", "unlikely", "often equal in a group")[int(kind)], module.sampling
@@ -109,7 +110,7 @@ class AnswerCheck:
                 f"The tokens that the engine sampled{_at_servers(trainer)} are too {problem} for temperature="
                 f"{sampling.temperature:g}, top_p={sampling.top_p:g} and top_k={sampling.top_k}: the probability is "
                 f"e^-{float(nats):.0f}. Look for a proxy or a server argument that changes these settings or drops "
-                "the requests' seeds, or set WeightSync.verify to false."
+                "the requests' seeds, or a workflow that discards completions; or set WeightSync.verify to false."
             )
 
 
@@ -128,9 +129,9 @@ def _has_every_sample(trainer: RLTrainer, module: RLModule, minibatch: ShardedEx
     """Whether the minibatch has every token that was sampled for it; a selection would bias the likelihood."""
     settings = trainer.rollout.settings
     num_rows = settings.groups_per_iteration * settings.group_size // module.num_minibatches
-    is_complete = (len(minibatch), minibatch.num_loss_tokens) == (num_rows, int(minibatch.generated_token_counts.sum()))
     selects = settings.num_oversampled or settings.group_filter or settings.incomplete_groups != "train"
-    return is_complete and not selects and module.sampling.temperature > 0
+    is_masked = minibatch.num_loss_tokens != int(minibatch.generated_token_counts.sum())
+    return len(minibatch) == num_rows and not is_masked and not selects
 
 
 def _measure(
@@ -184,23 +185,23 @@ def evidence_nats(top: Tensor, is_sampled: Tensor, sampling: Sampling, margin_na
     if sampling.top_k > 0:
         is_kept[:, sampling.top_k :] = False
     mass = (chances * is_kept).sum(1, keepdim=True)
-    healthy, faulty = OUTSIDE_CHANCES
-    other = torch.full_like(mass, healthy) if sampling.is_truncated else (1 - mass).clamp(min=1e-6)
-    chances = torch.cat([chances * is_kept / mass * (1 - other), other], 1)
+    # The first E leaves out the other tokens, the least likely, so that it is not too small where none is sampled.
+    other = torch.stack([0 * mass, 0 * mass if sampling.is_truncated else (1 - mass).clamp(min=1e-6)], 2)
+    chances = torch.cat([(chances * is_kept / mass)[:, :, None] * (1 - other), other], 1)
     border = torch.where(is_kept, top, 0.0).amin(1, keepdim=True)  # logprob of the least likely kept token
     lowest = border - 1  # stands for the logprob of all other tokens
     values = torch.cat([torch.where(is_kept, top, lowest), lowest], 1).clamp(min=-20)
-    mean = (chances * values).sum(1, keepdim=True)
-    spread = (chances * (values - mean) ** 2).sum(1, keepdim=True).sqrt().clamp(min=0.05)
+    mean = (chances[:, :, 1] * values).sum(1, keepdim=True)
+    spread = (chances[:, :, 1] * (values - mean) ** 2).sum(1, keepdim=True).sqrt().clamp(min=0.05)
     values = values.maximum(mean - 4 * spread)  # very rare tokens must not dominate E
     is_outcome = torch.cat([is_sampled & is_kept, ~(is_sampled & is_kept).any(1, keepdim=True)], 1)
     tilts = torch.tensor([0.5, -0.5], device=top.device) / spread  # λ and -λ
-    expected = (chances.log()[:, :, None] + tilts[:, None] * values[:, :, None]).logsumexp(1)  # log E
+    expected = (chances.log() + tilts[:, None] * values[:, :, None]).logsumexp(1)  # log E
     evidence = tilts * values[is_outcome][:, None] - expected
     if sampling.is_truncated:  # a token beyond the border is stronger evidence
         sampled = torch.where(is_sampled.any(1), torch.where(is_sampled, top, 0.0).sum(1), top[:, -1])
         is_beyond = sampled < border[:, 0] - margin_nats
-        evidence[:, 1] = torch.where(is_beyond, faulty / healthy, (1 - faulty) / (1 - healthy)).log()
+        evidence[:, 1] = torch.where(is_beyond, *OUTSIDE_NATS)
     is_known = ~is_kept[:, -1:] | (not sampling.is_truncated)  # otherwise the truncation keeps tokens beyond K
     return torch.where(is_known, evidence, 0.0)
 

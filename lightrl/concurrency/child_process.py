@@ -114,21 +114,24 @@ class ChildProcess:
     def end(self, grace_s: float) -> int:
         """Asks the command to end and waits until it has; kills it if necessary. Returns its `code`."""
         self.ask_to_end(grace_s)
-        try:
-            self._process.wait(grace_s + KILL_WAIT_S)
-        except subprocess.TimeoutExpired:
+        if not self.wait(grace_s + KILL_WAIT_S):
             self.kill()
             self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
         return self._process.returncode
 
+    def wait(self, within_s: float) -> bool:
+        """Waits up to this long; returns whether the command has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(within_s)
+        return self.code is not None
+
     async def ended(self, within_s: float) -> bool:
         """Waits up to `within_s`; returns whether the command has exited."""
         for _ in range(round(within_s / _TICK_S)):
-            if self.code is not None:
-                return True
-            await asyncio.sleep(_TICK_S)
+            if self.code is None:
+                await asyncio.sleep(_TICK_S)
         return self.code is not None
 
 

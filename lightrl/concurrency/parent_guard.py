@@ -30,6 +30,7 @@ from pathlib import Path
 _TICK_S = 0.25
 _ORPHANS_GRACE_S = 1.0
 _MAX_DESCRIPTOR = 1 << 16
+_ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -83,14 +84,9 @@ def _wait(process: subprocess.Popen[bytes], parent: int) -> None:
         poller.register(os.pidfd_open(process.pid), select.POLLIN)
     parent = parent or os.getppid()
     while os.getppid() == parent and not poller.poll(_TICK_S * 1000) and process.poll() is None:
-        _reap_orphans(process.pid)
-
-
-def _reap_orphans(spared: int) -> None:
-    """Reaps the adopted children that have ended, except the command itself, `spared`."""
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != spared:
-            os.waitpid(ended.si_pid, 0)
+        with contextlib.suppress(ChildProcessError):  # reaps adopted children that have ended
+            while (ended := os.waitid(os.P_ALL, 0, _ENDED)) and ended.si_pid != process.pid:
+                os.waitpid(ended.si_pid, 0)
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:

@@ -38,7 +38,7 @@ _READ_BYTES = 1 << 16
 _MAX_REPLY_BYTES = 1 << 24
 _MAX_PROMPTS = 256  # cached as JSON: the trajectories of a group arrive at about the same time
 _STACK_WAIT_S = 0.5
-_CLOSED_WAIT_S = 1.0  # from SIGTERM to SIGKILL for a worker that closed its socket but did not exit
+_CLOSED_WAIT_S = 3.0  # for a worker that closed its socket to exit: its descendants get a second
 _MAX_LOG_LINES = 30  # the last lines that a worker printed, shown when it dies
 
 
@@ -82,11 +82,7 @@ class RewardPool(Supervisor[bytes]):
         check_bounds(1, memory_limit_mib=memory_limit_mib, recycle_after=recycle_after)
         parts = parts_of(reward)
         self.path = " + ".join(part.path for part in parts)
-        settings = {
-            "parts": [vars(part) for part in parts],
-            "timeout_s": timeout_s,
-            "memory_limit_mib": memory_limit_mib,
-        }
+        settings = {"parts": [*map(vars, parts)], "timeout_s": timeout_s, "memory_limit_mib": memory_limit_mib}
         self._prompts: dict[int, tuple[Prompt, bytes]] = {}  # by the prompt object's id; oldest first
         super().__init__(
             self.path,
@@ -195,7 +191,8 @@ class WorkerProcess:
         if not lines and len(rest) > _MAX_REPLY_BYTES:
             return [bytes(rest)]
         if not lines and self._is_ended:
-            how = ending_of(self._child.end(_CLOSED_WAIT_S))
+            has_ended = self._child.wait(_CLOSED_WAIT_S)
+            how = ending_of(self._child.end(0.0)) if has_ended else "it closed its connection to the pool"
             how += " (out of memory?)" if how == "signal SIGKILL" else ""
             raise WorkerDied("\n".join([f"{how}. It last printed:", *self._log]) if self._log else how)
         self._reply_bytes = rest

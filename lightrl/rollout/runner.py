@@ -30,7 +30,7 @@ from lightrl.rollout.prompts import State
 from lightrl.trace import record, span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.workflows.turn_log import TurnLog
-from lightrl.workflows.workflow import GroupResult, RunResult, SingleTurn, Workflow, check_trajectory, self_cancellation
+from lightrl.workflows.workflow import GroupResult, RunResult, Workflow, check_trajectory, self_cancellation
 
 # Ticks of the event loop after which every new trajectory has reached its first `generate`: one starts the group's
 # task, one the task of the trajectory or request, and the others allow for a workflow that first awaits something that
@@ -119,8 +119,6 @@ class TrajectoryRunner:
 
     def __post_init__(self) -> None:
         self.in_flight = InFlightCompletions(self.workflow)
-        # lightrl's own implementations check their trajectories, or build them.
-        self._checks = type(self.workflow).run_group not in (Workflow.run_group, SingleTurn.run_group)
 
     async def run_group(
         self, prompt: Prompt, samples: Sequence[int], sampling: Sampling, run_seed: int, seed_name: str
@@ -145,7 +143,8 @@ class TrajectoryRunner:
                         if sample not in missing:
                             raise RolloutError(f"{name} yielded an unrequested sample {sample!r} of {prompt.id!r}.")
                         del missing[sample]
-                        yield sample, self._check(result, prompt) if self._checks else result
+                        is_checked = self.workflow.samples_apart  # or built, by lightrl's own `run_group`
+                        yield sample, result if is_checked else self._check(result, prompt)
                 error = RolloutError(f"{name} ended without a trajectory of prompt {prompt.id!r}.")
         except (RolloutError, RewardError) as raised:
             error = raised

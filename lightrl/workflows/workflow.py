@@ -79,6 +79,11 @@ class Workflow(ABC):
     # Decodes what the policy generated. The ids that end a turn are set in it before the first interaction.
     template: ChatTemplate | None = None
 
+    @property
+    def samples_apart(self) -> bool:
+        """Whether the trajectories of a group have no samples in common, which an own `run_group` may give them."""
+        return type(self).run_group in (Workflow.run_group, SingleTurn.run_group)
+
     @classmethod  # noqa: B027 - not every workflow has settings
     def check_settings(cls, **settings: Any) -> None:
         """Raises ValueError for a constructor argument that is out of range; called before the tokenizer is loaded."""
