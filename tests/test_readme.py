@@ -29,8 +29,9 @@ def test_the_module_in_the_readme_has_at_most_30_lines_and_trains(tmp_path):
     assert "`max_steps=2` reached" in run.stdout + run.stderr
 
 
-def test_every_file_that_the_readme_names_is_there():
-    names = set(re.findall(r"(?:examples|benchmarks|docs)/[\w/.-]+\.\w+", README))
+def test_every_file_that_the_readme_and_the_guides_name_is_there():
+    text = "".join([README, *(page.read_text() for page in (ROOT / "docs").glob("*.md"))])
+    names = set(re.findall(r"(?:examples|benchmarks|docs|tests)/[\w/.-]+\.\w+", text))
     assert names
     assert not [name for name in names if not (ROOT / name).exists()]
 

@@ -38,20 +38,8 @@ from lightrl.callbacks.run_files import ProblemLog, RunFiles, StatusFile, conten
 from lightrl.checks.entry_points import entry_point
 from lightrl.checks.files import nearest_files
 from lightrl.checks.secret_settings import without_secrets
-from lightrl.commands.config_errors import (
-    TextParser,
-    check_empty_sections,
-    explain,
-)
-from lightrl.commands.config_layers import (
-    ConfigText,
-    UsageError,
-    UserSettings,
-    joined,
-    marked,
-    unmarked,
-    yaml_of,
-)
+from lightrl.commands.config_errors import TextParser, check_empty_sections, explain
+from lightrl.commands.config_layers import ConfigText, UsageError, UserSettings, joined, marked, unmarked, yaml_of
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
 from lightrl.loops.resume import by_path
 from lightrl.models.optimizer import parameter_groups

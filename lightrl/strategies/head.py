@@ -81,12 +81,7 @@ def whole_head(head: torch.nn.Linear, hidden: Tensor) -> tuple[TopK, Logprobs]:
 
 
 def read_head(
-    topk: TopK,
-    logprobs: Logprobs,
-    targets: Targets,
-    settings: LogprobSettings,
-    *,
-    logit_scale: float = 1.0,
+    topk: TopK, logprobs: Logprobs, targets: Targets, settings: LogprobSettings, *, logit_scale: float = 1.0
 ) -> dict[str, Tensor]:
     """Computes the fields of Outputs at the N positions of the targets: [N], or [N, K] for the top-k.
 

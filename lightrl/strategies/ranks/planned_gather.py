@@ -36,11 +36,7 @@ class PlannedGather:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        held: Mapping[str, Tensor],
-        *,
-        group: dist.ProcessGroup | None = None,
+        self, model: PreTrainedModel, held: Mapping[str, Tensor], *, group: dist.ProcessGroup | None = None
     ) -> None:
         self._model = model
         whole_of = {name: (value.shape, value.dtype) for name, value in held_tensors(model).items()}
@@ -63,13 +59,7 @@ class PlannedGather:
         self._plans: dict[tuple[str, int, bool], GatherPlan] = {}
 
     def buckets(
-        self,
-        held: Mapping[str, Tensor],
-        bucket_bytes: int,
-        *,
-        part: Part,
-        names: Names,
-        is_spread: bool,
+        self, held: Mapping[str, Tensor], bucket_bytes: int, *, part: Part, names: Names, is_spread: bool
     ) -> Iterator[Bucket]:
         """Yields the exported tensors that this rank owns: all on rank 0, or with `is_spread` a share on each rank.
 
