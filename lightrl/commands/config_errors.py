@@ -8,6 +8,7 @@ settings, or for empty sections; if it finds nothing, the parser's message is sh
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import difflib
 import importlib
@@ -17,7 +18,7 @@ import textwrap
 import types
 import typing
 from argparse import Action, ArgumentError
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,17 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, get_loader
 import lightrl
 from lightrl.checks.printable import did_you_mean
 from lightrl.checks.user_code import user_code
-from lightrl.commands.config_layers import CLASS_KEYS, ClassOrText, Flag, SettingText, UsageError, UserSettings, yaml_of
+from lightrl.commands.config_layers import (
+    CLASS_KEYS,
+    ClassOrText,
+    Flag,
+    SettingText,
+    UsageError,
+    UserSettings,
+    merge,
+    nested,
+    yaml_of,
+)
 from lightrl.models import ModelSpec, Role
 
 _TYPE_WORDS: dict[object, str] = {
@@ -144,20 +155,26 @@ class TextParser(ArgumentParser):  # type: ignore[misc]
     """
 
     def parse_args(self, args: Any = None, namespace: Any = None, *rest: Any, **options: Any) -> Any:
-        earlier = namespace.clone() if namespace else namespace
-        return super().parse_args([self._word(word, earlier) for word in args], earlier, *rest, **options)
+        words = [self._word(word, namespace) for word in args]
+        return super().parse_args(words, namespace and namespace.clone(), *rest, **options)
 
     def parse_object(self, obj: Any, namespace: Any = None, *rest: Any, **options: Any) -> Any:
         settings = vars(obj) if isinstance(obj, Namespace) else obj
         for name, value in settings.items():
-            if type(value) is Flag:
-                settings[name] = self._value(name, str(value), None)
-            elif namespace and isinstance(value, Namespace | dict):  # `train: {max_rows: 8}` after `train: rows.jsonl`
-                added = vars(value) if isinstance(value, Namespace) else value
-                kept = as_first_field(namespace.get(name), classes_in(self._type(name)), added)
-                if kept and "class_path" not in added:
-                    settings[name] = {**kept, "init_args": kept["init_args"] | added}
+            is_flag = type(value) is Flag
+            settings[name] = self._value(name, str(value), namespace) if is_flag else self._kept(name, value, namespace)
         return super().parse_object(obj, namespace, *rest, **options)
+
+    def _kept(self, name: str, value: Any, earlier: Any) -> Any:
+        """Returns the value; strings to which it adds, earlier ones too, become the first field of their data class."""
+        kinds, added = classes_in(self._type(name)), value
+        if name.endswith("+") and kinds and dataclasses.is_dataclass(kinds[0]):
+            first, items = dataclasses.fields(kinds[0])[0].name, value if isinstance(value, list) else [value]
+            name, added = name[:-1], {first: None}
+            value = [{first: item} if isinstance(item, str) else item for item in items]
+        if earlier and name in earlier:
+            earlier[name] = with_first_fields(earlier[name], kinds, added)
+        return value
 
     def _type(self, name: str) -> object:
         return getattr(self._option_string_actions.get(f"--{name}"), "_typehint", None)
@@ -179,13 +196,17 @@ class TextParser(ArgumentParser):  # type: ignore[misc]
         while f"--{name}" not in self._option_string_actions and "." in name:
             name = name.rpartition(".")[0]
         hint, below = self._type(name), path[len(name) + 1 :].removeprefix("init_args.")
-        kinds, first = classes_in(hint), below.partition(".")[0]
+        kinds, first, loaded = classes_in(hint), below.partition(".")[0], None
+        with contextlib.suppress(yaml.YAMLError, RecursionError):
+            loaded = get_loader("yaml")(typed)
         if below and kinds and not takes_mapping(hint) and first not in CLASS_KEYS:
-            if earlier and (kept := as_first_field(earlier.get(name), kinds, [first])):
-                earlier[name] = Namespace(kept)
+            self._kept(name, nested(below, loaded), earlier)
             return Flag(typed)
         value = value_of_text(typed, value_type(hint) if below else hint, is_item=path.endswith("+"))
-        return typed if value is None else SettingText(value) if isinstance(value, str) else value
+        if value is not None:
+            return SettingText(value) if isinstance(value, str) else value
+        value = self._kept(name, loaded if isinstance(loaded, dict | list) else typed, earlier)
+        return value if path.endswith("+") and isinstance(value, list) else typed
 
 
 class _Word(str):
@@ -250,8 +271,9 @@ class _Walk:
         if isinstance(value, Mapping) and kinds and not takes_mapping(hint):
             self._class(value, kinds, path, _num_given(hint))
         elif isinstance(value, list) and value and kinds:
+            lists = [inner for inner in typing.get_args(hint) if typing.get_origin(inner) in (list, Sequence)]
             for index, item in enumerate(value):
-                self.value(item, hint, f"{path}[{index}]")
+                self.value(item, typing.get_args(lists[0])[0] if lists else hint, f"{path}[{index}]")
         elif kinds and not all(map(dataclasses.is_dataclass, kinds)):
             if isinstance(value, str) and not _accepts(value, hint):
                 resolve(value, kinds, path, self._from(path))
@@ -264,7 +286,11 @@ class _Walk:
     def _class(self, settings: Mapping[str, Any], kinds: Sequence[type], path: str, num_given: int) -> None:
         """Checks a class with its arguments; lightrl's own code passes the first `num_given`."""
         if isinstance(settings.get("class_path"), ClassOrText):
-            settings = {**settings, **as_first_field(settings["class_path"], kinds, settings)}
+            added = {key: value for key, value in settings.items() if key != "class_path"}
+            kept = with_first_fields(settings["class_path"], kinds, added)
+            if isinstance(kept, Namespace):
+                self._nearest(added, kinds, path)
+                settings = {**settings, **kept.as_dict()}
         if "class_path" in settings:
             class_path = settings["class_path"]
             if not isinstance(class_path, str):
@@ -286,13 +312,13 @@ class _Walk:
             self.group(arguments, keys, f"{path}.init_args.", owner, kind)
         # Flags such as --model.lr 1e-3 put arguments next to class_path, not below init_args.
         direct = {key: value for key, value in settings.items() if key not in CLASS_KEYS}
-        for key, value in direct.items():
-            if isinstance(value, Mapping) and isinstance(arguments.get(key), Mapping):
-                direct[key] = {**arguments[key], **value}
-        self.group(direct, keys, f"{path}.", owner, kind)
+        merged = {key: copy.deepcopy(arguments[key]) for key in direct if key in arguments}
+        merge(merged, direct)
+        self.group(merged, keys, f"{path}.", owner, kind)
         file = self._from(f"{path}.class_path").partition(":")[0]
         for key in direct:
-            at = self._origins.get(f"{path}.{key}", "").partition(":")[0]  # none within a flag's value
+            places = (at for place, at in self._origins.items() if f"{place}.".startswith(f"{path}.{key}."))
+            at = next(places, "").partition(":")[0]  # none within a flag's value
             if "class_path" in settings and at in ("", file) and "command line" not in at:
                 raise UsageError(
                     f"{path}.{key} must be in {path}.init_args{self._from(f'{path}.{key}')}. Write `init_args:` below "
@@ -353,13 +379,25 @@ def classes_in(hint: object) -> list[type]:
     return list(dict.fromkeys(kind for inner in typing.get_args(hint) for kind in classes_in(inner)))
 
 
-def as_first_field(text: object, kinds: Sequence[type], names: Iterable[str]) -> dict[str, Any]:
-    """Returns the data class with most of these names, and a string as its first field; {} for the name of a class."""
-    is_field = isinstance(text, str) and kinds and all(map(dataclasses.is_dataclass, kinds))
-    if not is_field or text in importable_classes(kinds):
-        return {}
-    kind: Any = max(kinds, key=lambda kind: len(set(names) & Keys.of_class(kind).types.keys()))
-    return {"class_path": kind.__name__, "init_args": {dataclasses.fields(kind)[0].name: text}}
+def with_first_fields(value: Any, kinds: Sequence[type], added: Any) -> Any:
+    """Returns a setting in which each string to which `added` adds settings is the first field of its data class."""
+    added = _items(_items(added).get("init_args", added))
+    if not added or not kinds or "class_path" in added or not all(map(dataclasses.is_dataclass, kinds)):
+        return value
+    classes = importable_classes(kinds)
+    if isinstance(value, str) and value not in classes:
+        kind: Any = max(kinds, key=lambda kind: len(added.keys() & Keys.of_class(kind).types.keys()))
+        value = Namespace(class_path=kind.__name__, init_args=Namespace({dataclasses.fields(kind)[0].name: value}))
+    fields = _items(value.get("init_args")) if isinstance(value, Namespace) else {}
+    if names := fields.keys() & added.keys():
+        types = Keys.of_class(classes[value.class_path.rpartition(".")[2]]).types
+        for name in names:
+            fields[name] = with_first_fields(fields[name], classes_in(types.get(name)), added[name])
+    return value
+
+
+def _items(value: object) -> dict[str, Any]:
+    return vars(value) if isinstance(value, Namespace) else dict(value) if isinstance(value, Mapping) else {}
 
 
 def _num_given(hint: object) -> int:

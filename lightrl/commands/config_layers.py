@@ -78,7 +78,7 @@ class UserSettings:
         """Reads the config files and flags that follow a command; raises UsageError for a bad file."""
         user_settings = cls()
         for layer, origins in user_settings._layers(joined(args)):
-            _merge(user_settings.settings, layer)
+            merge(user_settings.settings, layer)
             earlier = user_settings.origins.items()
             user_settings.origins = {path: at for path, at in earlier if path.split("[")[0] not in origins} | origins
         return user_settings
@@ -99,7 +99,7 @@ class UserSettings:
                 with contextlib.suppress(yaml.YAMLError):
                     loaded = get_loader("yaml")(value) if value.lstrip().startswith(("{", "[")) else None
                 read = loaded if isinstance(loaded, dict | list) else Flag(value)
-                yield _nested(name[2:], [read] if name.endswith("+") and not isinstance(read, list) else read), origins
+                yield nested(name[2:], [read] if name.endswith("+") and not isinstance(read, list) else read), origins
 
     def origin(self, path: str) -> str:
         """Returns where this path, or its nearest parent with a known origin, comes from: ` (run.yaml:22)`."""
@@ -326,13 +326,13 @@ def _line_numbers(node: yaml.Node, path: str) -> Iterator[tuple[str, int]]:
         yield from _line_numbers(value, inner)
 
 
-def _nested(path: str, value: object) -> JsonObject:
+def nested(path: str, value: object) -> JsonObject:
     for key in reversed(path.split(".")):
         value = {key: value}
     return cast(JsonObject, value)
 
 
-def _merge(settings: JsonObject, layer: JsonMapping) -> None:
+def merge(settings: JsonObject, layer: JsonMapping) -> None:
     for key, value in layer.items():
         old = settings.get(key)
         if isinstance(old, str) and isinstance(value, Mapping) and "class_path" not in value:
@@ -342,7 +342,7 @@ def _merge(settings: JsonObject, layer: JsonMapping) -> None:
                 continue  # the parser applies --trainer.callbacks.max_staleness 1 to the list's last item
             if not isinstance(old, dict):
                 settings[key] = {}
-            _merge(settings[key], value)
+            merge(settings[key], value)
         elif isinstance(old, dict) and "class_path" in old and isinstance(value, Flag):
             old["class_path"] = value
         elif key.endswith("+") and isinstance(old, list) and isinstance(value, list):

@@ -30,14 +30,7 @@ from lightrl.models.model_spec import (
     scalar_head,
     untrained_reward_model,
 )
-from lightrl.models.parallel_model import (
-    Backward,
-    Candidates,
-    LossFunction,
-    Metric,
-    Outputs,
-    ParallelModel,
-)
+from lightrl.models.parallel_model import Backward, Candidates, LossFunction, Metric, Outputs, ParallelModel
 from lightrl.models.role import Role, RoleMesh, models_made_by
 from lightrl.models.routes import check_compiled, recompute_contexts, wrap_blocks
 

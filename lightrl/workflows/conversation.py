@@ -316,11 +316,7 @@ class Conversation:
         self._add(token_ids, read["behavior_logprobs"], read["weight_versions"], read["loss_mask"])
 
     def _add(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        versions: Sequence[int],
-        loss_mask: Sequence[bool],
+        self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], loss_mask: Sequence[bool]
     ) -> None:
         self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
         self.logprobs = TokenArray.joined([self.logprobs, logprobs], "f")
