@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def _wait(process: subprocess.Popen[bytes], parent: int) -> None:
-    """Waits until the command has ended, the parent has died, or the pipe is closed or holds the parent's request."""
+    """Waits until the command has exited, the parent has died, or the pipe is closed or holds the parent's request."""
     poller = select.poll()
     poller.register(0, select.POLLIN if parent else 0)  # a hang-up is always reported
     with contextlib.suppress(AttributeError, OSError):  # without pidfds, the loop below polls
@@ -87,7 +87,7 @@ def _wait(process: subprocess.Popen[bytes], parent: int) -> None:
 
 
 def _reap_orphans(spared: int) -> None:
-    """Reaps the adopted children that have ended, except the command itself, `spared`."""
+    """Reaps the adopted children that have exited, except the command itself, `spared`."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != spared:
             os.waitpid(ended.si_pid, 0)
@@ -126,7 +126,7 @@ def _descendants(ancestor: int) -> list[int]:
     """Lists the descendants' process ids, including zombies, whose remaining threads may still have children."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # it has exited
             # Read as bytes, because a process can have any name; the name ends at the last parenthesis.
             parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[1]
             children.setdefault(int(parent), []).append(int(folder.name))
