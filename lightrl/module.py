@@ -96,7 +96,7 @@ class RLModule(TrainedModule):
         workflow_workers: processes on rank 0's host that run the workflow, for engines with servers; 0 uses rank 0.
         group_size: G, trajectories per prompt.
         sampling: how training rollouts are sampled. Stop tokens of model and tokenizer are added.
-        validation_sampling: how validation rollouts are sampled; None is greedy with the same limits.
+        validation_sampling: how validation rollouts are sampled; None samples greedily with the same limits.
         validation_group_size: completions per validation prompt; above 1 pass@k is reported too.
         num_minibatches: updates in one pass over the iteration.
         update_epochs: passes over the iteration, with the same minibatches in a different order.

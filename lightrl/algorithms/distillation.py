@@ -49,7 +49,7 @@ class Distillation(GRPO):
         reward: computed and logged; trained on only with `reward_coef`.
         reward_coef: weight of GRPO's group advantages, added to the teacher's.
         group_size: completions per prompt; 1 is enough without `reward_coef`.
-        kwargs: those of GRPO.
+        kwargs: further arguments of GRPO.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class GRPO(RLModule):
         entropy_coef: weight of an entropy bonus; a negative weight penalizes entropy.
         overlong_penalty: added to the reward of completions near the length limit.
         reward_shaping: bias, scaling and clip of the rewards; None leaves them unchanged.
-        kwargs: those of RLModule.
+        kwargs: further arguments of RLModule.
     """
 
     fixed_settings = RLModule.fixed_settings | {"reference_kl"}

@@ -98,7 +98,7 @@ class ChildProcess:
         """Sends SIGTERM, and SIGKILL after the grace period; returns immediately. Only the first call counts."""
         pipe = self._process.stdin
         assert pipe is not None
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or was asked before
+        with contextlib.suppress(OSError, ValueError):  # it has exited, or was asked before
             pipe.write(f"{grace_s}".encode())
         with contextlib.suppress(OSError):
             pipe.close()

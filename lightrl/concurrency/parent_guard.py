@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def _wait(process: subprocess.Popen[bytes], parent: int) -> None:
-    """Waits until the command has ended, the parent has died, or the pipe is closed or holds the parent's request."""
+    """Waits until the command has exited, the parent has died, or the pipe is closed or holds the parent's request."""
     poller = select.poll()
     poller.register(0, select.POLLIN if parent else 0)  # a hang-up is always reported
     with contextlib.suppress(AttributeError, OSError):  # without pidfds, the loop below polls
@@ -122,7 +122,7 @@ def _descendants(ancestor: int) -> list[int]:
     """Lists the descendants' process ids, including zombies, whose remaining threads may still have children."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # it has exited
             # Read as bytes, because a process can have any name; the name ends at the last parenthesis.
             parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[1]
             children.setdefault(int(parent), []).append(int(folder.name))

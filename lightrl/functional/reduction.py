@@ -34,7 +34,7 @@ def neutralize(loss_mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
     Args:
         loss_mask: bool, [B, T] (or [B], with tensors [B]).
-        tensors: of the mask's shape, possibly with more dimensions after it.
+        tensors: each has the mask's shape, possibly with more dimensions after it.
     """
     dims = loss_mask.dim()
     neutral = []

@@ -478,7 +478,7 @@ def destroy_groups_at_exit() -> None:
 def _is_gloo_busy() -> bool:
     """Whether one of gloo's threads is running; False if the system does not report it."""
     for file in Path("/proc/self/task").glob("*/stat"):
-        with contextlib.suppress(OSError):  # the thread has ended
+        with contextlib.suppress(OSError):  # the thread has exited
             if b"(pt_gloo_runloop) R " in file.read_bytes():
                 return True
     return False

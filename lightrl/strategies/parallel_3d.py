@@ -55,12 +55,12 @@ class Parallel3DStrategy(FSDP2Strategy):
 
     Args:
         pp: number of ranks of the pipeline. Each holds an equal share of the layers (embedding and head count too).
-        dp: number of ranks with different trajectories; None is the world size divided by pp · tp.
+        dp: number of ranks with different trajectories; None uses the world size divided by pp · tp.
         tp: number of ranks that share each layer and the vocabulary; must divide the key-value heads.
         schedule: `1F1B`, or `Interleaved1F1B` with several stages per rank, which idles less but sends more. The idle
             fraction is about (pp - 1) / (stages per rank · microbatches + pp - 1); a smaller `microbatch_tokens` makes
             more microbatches.
-        stages_per_rank: number of stages per rank; None is 2 for `Interleaved1F1B` and 1 otherwise.
+        stages_per_rank: number of stages per rank; None uses 2 for `Interleaved1F1B` and 1 otherwise.
         activation_checkpointing: keep only each layer's input and recompute the layer in the backward.
         hang_timeout_s, save_async: as in FSDP2Strategy.
     """

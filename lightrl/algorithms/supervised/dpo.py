@@ -36,7 +36,7 @@ class DPO(SupervisedModule):
         reference: the fixed policy of the KL penalty; None uses the initial policy, which with LoRA is the same model
             without its adapters and costs no memory.
         kl_coef: the paper's β; the larger it is, the closer the policy stays to the reference.
-        kwargs: those of SupervisedModule.
+        kwargs: further arguments of SupervisedModule.
     """
 
     batch_type = PairBatch

@@ -31,7 +31,7 @@ class RewardModel(SupervisedModule):
 
     Args:
         policy: the model to start from: a hub name, a local folder, a ModelSpec, or a Role with `lora`.
-        kwargs: those of SupervisedModule.
+        kwargs: further arguments of SupervisedModule.
     """
 
     trained_role = "reward_model"
