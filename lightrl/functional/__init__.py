@@ -12,7 +12,7 @@ Reading order:
     reduction.py    masking before and after the loss, and three ways to average it
     device_copy.py  asynchronous copies to a device
     branches.py     a trajectory's tree of conversations as rows for a model, and its outputs in tree order again
-    rows.py         turns trajectories into checked rows of tensors; packing.py batches them with little padding
+    packing.py      batches rows with little padding
     supports.py     the tokens that truncated sampling could choose: their encoding, and the softmax over them
 
 May import: errors, checks, columns, trajectory.

@@ -21,8 +21,7 @@ from tiny import slow_outputs, with_supports
 from torch import Tensor
 
 from lightrl.columns import EVERY_TOKEN, support_ends
-from lightrl.experience import Experience
-from lightrl.functional.rows import row_tensors
+from lightrl.experience import Experience, row_tensors
 from lightrl.loops.metrics import values_of
 from lightrl.loops.update import MinibatchLoss
 from lightrl.strategies import LogprobSettings, ShardedExperience, SingleModel
