@@ -128,9 +128,8 @@ def train(loss: str, lag: int, lr: float, seed: int, options: argparse.Namespace
 
     import lightrl
     from examples.quickstart.task import LargestDigit
-    from lightrl.loops.metrics import add_parts, values_of
     from lightrl.loops.score import score
-    from lightrl.loops.update import MinibatchLoss
+    from lightrl.loops.update import MinibatchLoss, add_parts, values_of
     from lightrl.strategies import LogprobSettings, SingleModel
     from lightrl.strategies.sharded_experience.placement import cut_minibatches
 

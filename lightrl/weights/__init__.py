@@ -5,7 +5,6 @@ Reading order:
     block_fp8.py      linear weights in float8, with a scale per block
     server_layout.py  how servers store parameters
     digests.py        computes the checksums that a server with the trainer's weights reports
-    gather_plan.py    which rank gathers each parameter, and what the others send it
     disk.py           weight versions as safetensors folders, written by one rank or several, completely or not at all
     delta.py          bitwise changes between versions, made by the trainer; delta_folder.py applies them
     broadcast.py      a process group of the trainer and the servers

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from lightrl.experience import Experience
 from lightrl.models import Outputs
 from lightrl.strategies import LogprobSettings, SingleModel
-from lightrl.strategies.layouts.forms import Form
+from lightrl.strategies.single import Form
 from lightrl.trajectory import Prompt, Trajectory
 
 FORMS: list[Form] = ["rectangles", "shared_keys", "shared_rows", "packed"]
