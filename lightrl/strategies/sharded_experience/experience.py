@@ -84,9 +84,6 @@ class TokenRows:
         flat = values.detach().cpu()[torch.arange(values.shape[1]) < sizes[:, None]]
         return cls.of_flat(flat.to(dtype or flat.dtype).numpy(), lengths, rows)
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     @property
     def here(self) -> list[int]:
         return [row for row, values in enumerate(self.rows) if values is not None]
@@ -217,12 +214,11 @@ class ShardedExperience:
 
     def read(self, name: str) -> Tensor | None:
         """Returns a field or an extra of all rows, padded; None if it is not set. All rows must be here."""
-        if is_on_host(name):
-            return self._code_tensors().get(name)
-        if name not in self.tokens:
+        column = column_of(name)
+        field = name if column is None else column.fields[0]
+        if field not in self.tokens:
             return self.rows.get(name)
-        self._check_here([name])
-        return self._padded([name], _CPU)[name]
+        return self._padded([field], _CPU)[name]
 
     @property
     def extras(self) -> dict[str, Tensor]:
@@ -333,9 +329,7 @@ class ShardedExperience:
         that the host needs without another copy.
         """
         part = self if rows is None else self.select(rows)
-        part._check_here(part.tokens)
-        names = [name for name in part.tokens if not is_on_host(name)]
-        tensors = {**part._padded(names, device), **part._code_tensors()}
+        tensors = part._padded(part.tokens, device)
         if device != _CPU:
             read_on_host = [name for name in ("token_ids", "loss_mask", "gaps") if name in tensors]
             for name, value in part._padded(read_on_host, _CPU).items():
@@ -360,36 +354,31 @@ class ShardedExperience:
         }
         return replace(self, rows=rows, tokens=tokens).dense(device=device)
 
-    def _padded(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
-        """Returns fields as tensors [B, T, ...] on the device."""
+    def _padded(self, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
+        """Returns fields as tensors [B, T, ...] on the device, and those of coded columns on the host.
+
+        Raises:
+            ValueError: if tokens of a row are on another rank.
+        """
         is_token = torch.arange(max(1, self.width), device=device) < to_device(self.lengths, device)[:, None]
         padded: dict[str, Tensor] = {}
         for name in names:
-            flat = to_device(torch.from_numpy(self.tokens[name].flat()), device)
+            tokens = self.tokens[name]
+            if not tokens.is_whole:
+                raise ValueError(
+                    f"{name!r} is per token, and this rank has the tokens of {len(tokens.here)} of these {len(self)} "
+                    f"trajectories. Read experience.local[{name!r}], of the trajectories assigned to this rank, and "
+                    f"sum with experience.total. Or let it be gathered: for `advantages` add {name!r} to the module's "
+                    "advantage_inputs, for a model call to its inputs."
+                )
+            if is_on_host(name):
+                padded |= row_tensors(name, tokens.rows)
+                continue
+            flat = to_device(torch.from_numpy(tokens.flat()), device)
             flat = flat.long() if _kept_dtype(name) == torch.int32 else flat
             fill = flat.new_full((*is_token.shape, *flat.shape[1:]), _fill(name))
             padded[name] = fill.masked_scatter_(is_token[(...,) + (None,) * (flat.dim() - 1)], flat)
         return padded
-
-    def _code_tensors(self) -> dict[str, Tensor]:
-        """Returns the fields of coded columns."""
-        tensors: dict[str, Tensor] = {}
-        for name in filter(is_on_host, self.tokens):
-            self._check_here([name])
-            tensors |= row_tensors(name, self.tokens[name].rows)
-        return tensors
-
-    def _check_here(self, names: Collection[str]) -> None:
-        for name in names:
-            tokens = self.tokens[name]
-            if tokens.is_whole:
-                continue
-            raise ValueError(
-                f"{name!r} is per token, and this rank has the tokens of {len(tokens.here)} of these {len(self)} "
-                f"trajectories. Read experience.local[{name!r}], of the trajectories assigned to this rank, and sum "
-                f"with experience.total. Or let it be gathered: for `advantages` add {name!r} to the module's "
-                "advantage_inputs, for a model call to its inputs."
-            )
 
     @property
     def table(self) -> dict[str, Tensor]:
@@ -431,7 +420,7 @@ def _counts(tokens: Mapping[str, TokenRows]) -> dict[str, Tensor]:
     highest = np.iinfo(version.dtype).max
 
     def of_rows(reduce: np.ufunc, values: Values, default: int) -> Tensor:
-        result = torch.full((len(mask),), default)
+        result = torch.full((len(mask.rows),), default)
         if filled:
             result[filled] = torch.from_numpy(reduce.reduceat(values, np.append(0, ends[:-1]), dtype=np.int64))
         return result
