@@ -13,7 +13,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -115,7 +115,7 @@ def score(
     def runs_here(call: ModelCall) -> bool:
         return holders_of(call, ranks).is_here if is_forward(call) else ranks.is_main or call.on_all_ranks
 
-    return run_calls(
+    return CallRun(
         module.data_flow(),
         sharded,
         run,
@@ -124,7 +124,7 @@ def score(
         runs_here=runs_here,
         share=functools.partial(share_outputs, sharded, module) if ranks.size > 1 else None,
         on_wait=ranks.step,
-    )
+    ).finish()
 
 
 def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ranks: Ranks) -> _Outputs:
@@ -282,74 +282,61 @@ _State = TypeVar("_State")
 _Results = Mapping[str, Any]
 
 
-def run_calls(
-    graph: DataFlowGraph,
-    start: _State,
-    run: Callable[[ModelCall, _State], _Results],
-    add: Callable[[_State, _Results], _State],
-    *,
-    left_out: Collection[str] = (),
-    runs_here: Callable[[ModelCall], bool] = lambda call: True,
-    share: Callable[[ModelCall, _Results], _Results] | None = None,
-    on_wait: Callable[[], None] = lambda: None,
-) -> _State:
-    """Runs all infer calls and returns `start` with their results added.
+@dataclass
+class CallRun(Generic[_State]):
+    """Runs the infer calls of a graph; `finish` returns the state with their results added.
 
-    Calls of the trainer's models run in this thread, each other call in its own thread. A call that misses its deadline
-    is named in the error and abandoned; its thread is a daemon.
+    Calls of the trainer's models run in the thread that finishes, each other call in its own thread, which adds its
+    result and starts the calls that were waiting for it. A call that misses its deadline is named in the error and
+    abandoned; its thread is a daemon.
 
     With several ranks, each rank runs its own calls, the trainer's in the graph's order. Results are shared as late as
     possible, when a call needs them or at the end, so that calls on different ranks run at the same time.
 
     Args:
         graph: the calls; its train calls are skipped.
-        start: an Experience; `add(experience, tensors)` returns one with more keys.
+        state: an Experience; `add(experience, tensors)` returns one with more keys.
         run: returns the outputs of a call by key; called from several threads concurrently.
-        left_out: names of calls whose outputs `start` has, or that run later.
+        left_out: names of calls whose outputs `state` has, or that run later.
         runs_here: whether this rank runs a call.
         share: gives every rank the outputs that it needs from the ranks that ran the call; all ranks call it, in the
             same order. None for one rank, which runs the trainer's calls in the order in which they become ready.
         on_wait: called about once a second while waiting for a call in another thread.
-
-    Raises:
-        TrainingError: if a call misses its deadline.
     """
-    calls = [call for call in graph.of_kind("infer") if call.name not in left_out]
-    execution = _Execution(graph, calls, start, run, add, runs_here, on_wait)
-    execution.start_ready()
-    trainer_calls = [call for call in calls if not runs_in_thread(call)]
-    if share is not None:
-        execution.run_with_others(trainer_calls, share)
-        return execution.state
-    while trainer_calls:
-        execution.wait_for(lambda: any(map(execution.is_ready, trainer_calls)))
-        call = next(filter(execution.is_ready, trainer_calls))
-        trainer_calls.remove(call)
-        execution.run_now(call)
-    execution.wait_for(lambda: all(call.name in execution.outputs for call in calls))
-    return execution.state
-
-
-@dataclass
-class _Execution(Generic[_State]):
-    """This rank's results. The calls' threads add theirs and start the calls that were waiting for them."""
 
     graph: DataFlowGraph
-    calls: list[ModelCall]
     state: _State
     run: Callable[[ModelCall, _State], _Results]
     add: Callable[[_State, _Results], _State]
-    runs_here: Callable[[ModelCall], bool]
-    on_wait: Callable[[], None]
-    outputs: dict[str, _Results] = field(default_factory=dict)
+    left_out: Collection[str] = ()
+    runs_here: Callable[[ModelCall], bool] = lambda call: True
+    share: Callable[[ModelCall, _Results], _Results] | None = None
+    on_wait: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
+        self.calls = [call for call in self.graph.of_kind("infer") if call.name not in self.left_out]
+        self.outputs: dict[str, _Results] = {}
         self._todo = {call.name for call in self.calls}
         self._partial: set[str] = set()  # calls whose outputs are still divided over several ranks
         self._started: set[str] = set()
         self._running: dict[str, tuple[ModelCall, float]] = {}  # in other threads, with their deadlines
         self._error: BaseException | None = None
         self._changed = threading.Condition()
+
+    def finish(self) -> _State:
+        """Runs all calls; raises TrainingError if one misses its deadline."""
+        self.start_ready()
+        trainer_calls = [call for call in self.calls if not runs_in_thread(call)]
+        if self.share is not None:
+            self._run_with_others(trainer_calls, self.share)
+            return self.state
+        while trainer_calls:
+            self.wait_for(lambda: any(map(self.is_ready, trainer_calls)))
+            call = next(filter(self.is_ready, trainer_calls))
+            trainer_calls.remove(call)
+            self.run_now(call)
+        self.wait_for(lambda: all(call.name in self.outputs for call in self.calls))
+        return self.state
 
     def is_ready(self, call: ModelCall) -> bool:
         ready = self.outputs.keys() - self._partial
@@ -366,7 +353,9 @@ class _Execution(Generic[_State]):
                     name, args = f"lightrl-call-{call.name}", (call, self.state)
                     threading.Thread(target=self._run_in_thread, args=args, name=name, daemon=True).start()
 
-    def run_with_others(self, trainer_calls: list[ModelCall], share: Callable[[ModelCall, _Results], _Results]) -> None:
+    def _run_with_others(
+        self, trainer_calls: list[ModelCall], share: Callable[[ModelCall, _Results], _Results]
+    ) -> None:
         """Runs the trainer's calls of this rank and shares all results with the other ranks."""
         shared = {call.name for call in self.graph.calls} - self._todo
 

@@ -17,7 +17,7 @@ from lightrl.dataflow import DataFlowGraph, ModelCall
 from lightrl.errors import TrainingError
 from lightrl.experience import Experience
 from lightrl.functional import group_advantages
-from lightrl.loops.score import run_calls, score
+from lightrl.loops.score import CallRun, score
 from lightrl.loops.sharing import accept_changes
 from lightrl.models import Outputs, Role
 from lightrl.strategies import LogprobSettings, SingleModel
@@ -286,7 +286,7 @@ def executed(calls: list[ModelCall], run: Any) -> dict[str, Any]:
     def add(state: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
         return {**state, **more}
 
-    return run_calls(graph(*calls), {"token_ids": 0}, run, add)
+    return CallRun(graph(*calls), {"token_ids": 0}, run, add).finish()
 
 
 def test_each_call_runs_once_and_sees_what_it_needs() -> None:
@@ -385,7 +385,7 @@ def test_what_is_done_is_not_run_again() -> None:
         return dict.fromkeys(call.outputs, 1)
 
     calls = graph(own("judge"), AFTER, REFERENCE)
-    run_calls(calls, {}, run, lambda state, more: {**state, **more}, left_out=("judge",))
+    CallRun(calls, {}, run, lambda state, more: {**state, **more}, left_out=("judge",)).finish()
     assert ran == ["reference", "after"]
 
 
@@ -405,14 +405,14 @@ def on_two_ranks(calls: list[ModelCall], runs_on: Mapping[str, list[int]], run: 
             both.wait(600)
             return shared[call.name]
 
-        found[rank] = run_calls(
+        found[rank] = CallRun(
             graph(*calls),
             {"token_ids": 0},
             lambda call, state: run(rank, call, state),
             lambda state, more: {**state, **more},
             runs_here=lambda call: rank in runs_on[call.name],
             share=share,
-        )
+        ).finish()
 
     found: list[dict[str, Any]] = [{}, {}]
     threads = [threading.Thread(target=rank_ends_with, args=(rank, found), daemon=True) for rank in range(2)]
