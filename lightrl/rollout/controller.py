@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from lightrl.checks.printable import count_text
 from lightrl.concurrency.abandon import Tasks, abandon, is_abandoned
@@ -29,7 +29,7 @@ from lightrl.rewards import FailureLog, RewardWorker
 from lightrl.rollout.group_scheduler import Drop, GroupScheduler, RolloutSettings, RunningGroup, success_rate
 from lightrl.rollout.prompts import PromptCursor, Prompts, PromptsAhead, State
 from lightrl.rollout.protocol import OnWait
-from lightrl.rollout.runner import ADMISSION_TICKS, AdmissionBatch, InFlightCompletions, Rewards, TrajectoryRunner
+from lightrl.rollout.runner import ADMISSION_TICKS, AdmissionBatch, Rewards, TrajectoryRunner
 from lightrl.rollout.workflow_pool import WorkflowPool
 from lightrl.trace import span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
@@ -37,91 +37,6 @@ from lightrl.weights import Bucket
 from lightrl.workflows.workflow import Workflow
 
 log = logging.getLogger(__name__)
-
-
-class Resumable(Protocol):
-    """What runs the groups: TrajectoryRunner in this process, or WorkflowPool in others."""
-
-    in_flight: InFlightCompletions
-
-    async def states_of_workers(self) -> list[State]:
-        """Returns what each workflow worker has in flight while the engine is paused."""
-        ...
-
-
-@dataclass(eq=False)
-class SavedState:
-    """Makes and loads the rollout's part of a checkpoint, at a token boundary of the engine, on the event loop."""
-
-    engine: RolloutEngine
-    scheduler: GroupScheduler
-    cursor: PromptCursor
-    runner: Resumable
-    admission: AdmissionBatch
-
-    async def take(self, run_seed: int, *, timeout_s: float) -> State:
-        """Returns the state, in plain Python; without unfinished completions if the engine does not pause in time."""
-        if not (self.scheduler.running and self.runner.in_flight.workflow.continues):
-            return self._state(run_seed, {})
-        taking = asyncio.ensure_future(self._at_boundary(run_seed))
-        await asyncio.wait({taking}, timeout=timeout_s)
-        if taking.done() and taking.exception() is None:
-            return taking.result()
-        error = taking.exception() if taking.done() else "it did not answer in time"
-        taking.cancel()
-        if isinstance(error, BaseException) and not isinstance(error, EngineError):
-            raise error
-        log.warning("The engine's unfinished completions are not in the checkpoint and will start again: %s", error)
-        return self._state(run_seed, {})
-
-    async def _at_boundary(self, run_seed: int) -> State:
-        async with self.admission.batch():
-            for _ in range(ADMISSION_TICKS):  # completions that have ended are reported meanwhile
-                await asyncio.sleep(0)
-            unfinished = await self.engine.unfinished()
-            return self._state(run_seed, unfinished, await self.runner.states_of_workers())
-
-    def _state(
-        self, run_seed: int, unfinished: Mapping[int, Completion], states_of_workers: Sequence[State] = ()
-    ) -> State:
-        cursor, prompts = self.cursor, self.cursor.prompts
-        groups = self.scheduler.state_dict()
-        return {
-            "run_seed": run_seed,
-            "next_position": cursor.next_position,
-            "prompts": None if prompts is None else prompts.fingerprint,
-            "stream": None
-            if prompts is None
-            else prompts.state_dict(min([cursor.next_position, *groups["in_flight"]])),
-            "curriculum": cursor.state_dict(),
-            **groups,
-            **self.runner.in_flight.state_dict(unfinished, states_of_workers),
-        }
-
-    def load(self, state: State) -> None:
-        """Restores the state before anything starts; raises RolloutError if another version of lightrl wrote it."""
-        try:
-            self.scheduler.load_state_dict(state)
-            if self.scheduler.started:  # otherwise all groups start again
-                self.runner.in_flight.load_state_dict(state)
-            self.cursor.next_position = int(state["next_position"])
-            if self.cursor.prompts is not None and state.get("stream") is not None:
-                self.cursor.prompts.load_state_dict(state["stream"])
-            saved_prompts, curriculum = state["prompts"], state["curriculum"]
-        except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
-            raise RolloutError(
-                f"The checkpoint's rollout state has the form of another version of lightrl ({error!r}). Resume with "
-                "that version, or run `lightrl export` on the checkpoint and start a new run from the exported model."
-            ) from error
-        self.cursor.load_state_dict(curriculum)
-        prompts = None if self.cursor.prompts is None else self.cursor.prompts.fingerprint
-        if saved_prompts is not None and prompts is not None and saved_prompts != prompts:
-            log.warning(
-                "The checkpoint was written with prompts %s, but this run has %s: some prompts will be repeated and "
-                "others skipped. Restore the data module's files, seed and shuffle, or start a new run.",
-                saved_prompts,
-                prompts,
-            )
 
 
 @dataclass
@@ -206,7 +121,6 @@ class RolloutController:
         self._running: dict[int, tuple[str, asyncio.Task[None]]] = {}  # seed name and task, by group
         self._admission = AdmissionBatch(engine)
         self._ahead = PromptsAhead(self._cursor, self._tasks, self._start_admissible)
-        self._saved_state = SavedState(engine, self._scheduler, self._cursor, self._runner, self._admission)
         self._take_wait: Wait | None = None  # the wait of the `take` in progress
         self._stragglers = Stragglers()
         self._is_closing = False
@@ -297,17 +211,79 @@ class RolloutController:
 
     def state_dict(self) -> State:
         """Returns what a resume needs: cursor, curriculum, positions in flight, untrained groups; in plain Python."""
-        timeout_s = self.settings.loop_timeout_s / 2
-        return self._thread.call(self._saved_state.take(self.run_seed, timeout_s=timeout_s))
+        return self._thread.call(self._state_at_boundary(self.settings.loop_timeout_s / 2))
 
     def load_state_dict(self, state: State) -> None:
-        """Restores the cursor and finished groups before the first `take`; groups that were in flight restart first."""
+        """Restores the cursor and finished groups before the first `take`; groups that were in flight restart first.
+
+        Raises RolloutError if another version of lightrl wrote the state.
+        """
         self.run_seed = int(state["run_seed"])
-        self._thread.call(_as_coroutine(partial(self._saved_state.load, state)))
+        self._thread.call(_as_coroutine(partial(self._load, state)))
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Cancels all tasks and ends the thread; the caller closes the engine. May be called twice."""
         self._thread.close(self._cancel_all, timeout_s)
+
+    async def _state_at_boundary(self, timeout_s: float) -> State:
+        """Returns the state at a token boundary; without unfinished completions if the engine pauses too late."""
+        if not (self._scheduler.running and self._runner.in_flight.workflow.continues):
+            return self._state({})
+        taking = asyncio.ensure_future(self._paused_state())
+        await asyncio.wait({taking}, timeout=timeout_s)
+        if taking.done() and taking.exception() is None:
+            return taking.result()
+        error = taking.exception() if taking.done() else "it did not answer in time"
+        taking.cancel()
+        if isinstance(error, BaseException) and not isinstance(error, EngineError):
+            raise error
+        log.warning("The engine's unfinished completions are not in the checkpoint and will start again: %s", error)
+        return self._state({})
+
+    async def _paused_state(self) -> State:
+        async with self._admission.batch():
+            for _ in range(ADMISSION_TICKS):  # completions that have ended are reported meanwhile
+                await asyncio.sleep(0)
+            unfinished = await self.engine.unfinished()
+            return self._state(unfinished, await self._runner.states_of_workers())
+
+    def _state(self, unfinished: Mapping[int, Completion], states_of_workers: Sequence[State] = ()) -> State:
+        cursor, prompts = self._cursor, self._cursor.prompts
+        groups = self._scheduler.state_dict()
+        first = min([cursor.next_position, *groups["in_flight"]])
+        return {
+            "run_seed": self.run_seed,
+            "next_position": cursor.next_position,
+            "prompts": None if prompts is None else prompts.fingerprint,
+            "stream": None if prompts is None else prompts.state_dict(first),
+            "curriculum": cursor.state_dict(),
+            **groups,
+            **self._runner.in_flight.state_dict(unfinished, states_of_workers),
+        }
+
+    def _load(self, state: State) -> None:
+        cursor, prompts = self._cursor, self._cursor.prompts
+        try:
+            self._scheduler.load_state_dict(state)
+            if self._scheduler.started:  # otherwise all groups start again
+                self._runner.in_flight.load_state_dict(state)
+            cursor.next_position = int(state["next_position"])
+            if prompts is not None and state.get("stream") is not None:
+                prompts.load_state_dict(state["stream"])
+            saved_prompts, curriculum = state["prompts"], state["curriculum"]
+        except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
+            raise RolloutError(
+                f"The checkpoint's rollout state has the form of another version of lightrl ({error!r}). Resume with "
+                "that version, or run `lightrl export` on the checkpoint and start a new run from the exported model."
+            ) from error
+        cursor.load_state_dict(curriculum)
+        if saved_prompts is not None and prompts is not None and saved_prompts != prompts.fingerprint:
+            log.warning(
+                "The checkpoint was written with prompts %s, but this run has %s: some prompts will be repeated and "
+                "others skipped. Restore the data module's files, seed and shuffle, or start a new run.",
+                saved_prompts,
+                prompts.fingerprint,
+            )
 
     def _depths(self) -> dict[str, int]:
         return {
