@@ -70,38 +70,57 @@ _LARGEST_SHARED_FRACTION = 0.9
 States = tuple[Tensor, Tensor, Tensor]
 
 
-class Forms:
-    """The forms in which microbatches can go through a model without their padding; all give the same results.
+class SingleModel:
+    """A Hugging Face causal language model as the ParallelModel of one process.
 
-    On the CPU, trajectories of similar length form right-padded rectangles, or share the states of their prompt if that
-    is cheaper; on other devices a microbatch is one packed row with restarting positions.
+    A microbatch goes through the model without its padding, in one of several forms; all give the same results. On the
+    CPU, trajectories of similar length form right-padded rectangles, or share the states of their prompt if that is
+    cheaper; on other devices a microbatch is one packed row with restarting positions.
 
     Args:
-        model: a causal language model.
-        form: the form of all microbatches; None chooses the cheapest exact form for each.
-        reads_logits: compute logits instead of hidden states; only possible in rectangles.
-        is_policy: whether the model sampled the tokens; only then does it replay the engine's experts.
-        context_group: ranks that share packed rows; None for one rank.
+        model: has a body (`base_model`) and an output head. If a probe shows that the head is more than a matrix
+            product, the model computes its logits itself, one rectangle at a time.
+        settings: the engine's changes to the logits.
+        value_head: a critic's head on this policy's body; a separate critic contains its head, `score`.
+        form: how to remove padding; None chooses the cheapest exact form for each microbatch.
+        compile_layers: `torch.compile` each decoder layer. None does so on NVIDIA GPUs for models without experts and
+            states (models/hybrids.py). Layers of the same shapes share compiled code, for microbatches of any lengths.
+        is_policy: whether this model sampled the tokens, so that it replays the engine's choice of experts.
+        context_group: ranks that share packed rows and pass the same microbatches; None for one rank.
 
     Raises:
-        ValueError: if `form` is not exact for the model.
+        ValueError: if `form` is not exact for the model, or the model's body cannot have a value head.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
+        settings: LogprobSettings,
         *,
+        value_head: torch.nn.Linear | None = None,
         form: Form | None = None,
-        reads_logits: bool = False,
+        compile_layers: bool | None = None,
         is_policy: bool = True,
         context_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.model, self.form, self.reads_logits, self.context_group = model, form, reads_logits, context_group
-        self.is_compiled = False  # whether its layers are compiled
+        self.model = model
+        self.settings = settings
+        self.num_cores = torch.get_num_threads()  # rollout_stage.py may set it to 1 later
+        set_expert_precision(model)
+        own_head = scalar_head(model)
+        self.value_head = value_head if own_head is None else own_head
+        self.has_logprobs = own_head is None
+        self.reads_logits = self.has_logprobs and not head_is_plain(model)
+        if self.value_head is not None and self.reads_logits:
+            raise ValueError(
+                f"A critic cannot share the body of {type(model).__name__}, whose output head is more than a matrix "
+                "product. Set critic to a checkpoint."
+            )
+        self.form, self.context_group = form, context_group
         self.num_calls = 0  # minimum number of model calls for a microbatch in rectangles
-        self.layouts = {} if reads_logits else exact_layouts(model)
+        self.layouts = {} if self.reads_logits else exact_layouts(model)
         wants_packed = form == "packed" or context_group is not None or model.device.type != "cpu"
-        self.can_pack = not reads_logits and wants_packed and can_pack(model)
+        self.can_pack = not self.reads_logits and wants_packed and can_pack(model)
         self.shares_packed_prompts = self.can_pack and can_pack(model, shares_prompt=True)
         exact = ["rectangles", *self.layouts, *(["packed"] if self.can_pack else [])]
         if form not in (None, *exact):
@@ -109,6 +128,92 @@ class Forms:
         self.routes = Routes(model) if is_policy else None
         self._max_row_tokens = context_tokens(model.config) if rope_depends_on_length(model) else None
         self._keeps_states = keeps_states(model.config)
+        self.is_compiled = compiles(model, model.device, compile_layers)
+        for layer in decoder_layers(model) if self.is_compiled else ():
+            layer.compile(dynamic=True)
+
+    @torch.no_grad()
+    def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterator[Outputs]:
+        """Yields each microbatch's logprobs and entropy, [B, T], 0 outside the loss mask; without gradient."""
+        for microbatch in microbatches:
+            yield self._outputs(microbatch, topk)
+
+    def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
+        for microbatch in microbatches:
+            halves = cut_in_halves(microbatch) if halves_pay(self.model, microbatch, self.num_cores) else None
+            if halves is None:
+                backward(loss_fn(microbatch, self._outputs(microbatch, teacher_candidates(microbatch))))
+            else:
+                forward_backward_halves(
+                    halves,
+                    lambda half: self._outputs(half, teacher_candidates(half)),
+                    loss_fn,
+                    backward,
+                    self._trained_parameters(),
+                )
+
+    def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
+        return self._outputs(microbatch, topk)
+
+    def _trained_parameters(self) -> list[Tensor]:
+        """Returns each trained parameter once, including those of a critic's head."""
+        heads = () if self.value_head is None else self.value_head.parameters()
+        parameters = {id(parameter): parameter for parameter in (*self.model.parameters(), *heads)}
+        return [parameter for parameter in parameters.values() if parameter.requires_grad]
+
+    def full_parameters(
+        self, bucket_bytes: int, *, part: Part = "whole", names: Names = "module", is_spread: bool = False
+    ) -> Iterator[Bucket]:
+        held = held_tensors(self.model)
+        exported = (
+            exported_tensors(self.model, names, name, [held[source] for source in sources])
+            for name, sources in tuning_of(self.model).sources(self.model, part).items()
+        )
+        return bucketed((pair for tensors in exported for pair in tensors.items()), bucket_bytes)
+
+    def move_to(self, device: torch.device) -> None:
+        source = self.model.device
+        self.model.to(device, non_blocking=True)  # torch uses pinned memory for copies to the host
+        if source.type not in ("cpu", device.type):
+            torch.get_device_module(source).synchronize(source)
+
+    def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
+        if experience.gaps is not None:
+            tree_rows, join = branch_rows(experience)
+            return join(
+                self._outputs(tree_rows, candidates if isinstance(candidates, int) else teacher_candidates(tree_rows))
+            )
+        parts = [
+            {"rows": rows, "columns": columns, **self._read(experience, rows, columns, states, candidates)}
+            for rows, columns, states in self.states(experience)
+        ]
+        results = parts[0]  # a single part is not copied, so the host still has its rows and columns
+        if len(parts) > 1:
+            results = {name: torch.cat([part[name] for part in parts]) for name in results}
+        rows, columns, shape = results.pop("rows"), results.pop("columns"), experience.token_ids.shape
+        results = {name: aligned_to_tokens(value, rows, columns, shape) for name, value in results.items()}
+        group = self.context_group
+        if group is not None and self.choose(experience)[0] == "packed":  # otherwise each rank has all rows
+            results = {name: Total.apply(value, group) for name, value in results.items()}  # type: ignore[no-untyped-call]
+        return Outputs(**results)
+
+    def _read(
+        self, experience: Experience, rows: Tensor, columns: Tensor, states: Tensor, candidates: Candidates
+    ) -> dict[str, Tensor]:
+        """Computes the fields of Outputs from states, for the tokens predicted at (rows [N], columns [N])."""
+        zeros = torch.zeros(len(rows), device=states.device)
+        results = {"logprobs": zeros, "entropy": zeros}
+        if self.has_logprobs:
+            targets = Targets.at(experience, rows, columns, candidates, self.settings)
+            if self.reads_logits:
+                topk, logprobs = functools.partial(logits_topk, states), functools.partial(logits_logprobs, states)
+                results = read_head(topk, logprobs, targets, self.settings)
+            else:
+                results = read_head(*whole_head(self.model.get_output_embeddings(), states), targets, self.settings)
+        if self.value_head is not None:
+            # A token's value is that of the state before it was sampled.
+            results["values"] = self.value_head(states.to(self.value_head.weight.dtype))[:, 0].float()
+        return results
 
     def choose(self, experience: Experience) -> tuple[str, Plan]:
         """Returns the cheapest exact form for this microbatch, and its plan if prompts can be shared."""
@@ -234,136 +339,3 @@ class Forms:
         if self.is_compiled:
             raise ValueError(NOT_COMPILED)
         return self.routes.replaying(experience.routes[rows, columns].flatten(0, -2))
-
-
-class SingleModel:
-    """A Hugging Face causal language model as the ParallelModel of one process.
-
-    Args:
-        model: has a body (`base_model`) and an output head. If a probe shows that the head is more than a matrix
-            product, the model computes its logits itself, one rectangle at a time.
-        settings: the engine's changes to the logits.
-        value_head: a critic's head on this policy's body; a separate critic contains its head, `score`.
-        form: how to remove padding; None chooses the cheapest exact form for each microbatch.
-        compile_layers: `torch.compile` each decoder layer. None does so on NVIDIA GPUs for models without experts and
-            states (models/hybrids.py). Layers of the same shapes share compiled code, for microbatches of any lengths.
-        is_policy: whether this model sampled the tokens, so that it replays the engine's choice of experts.
-        context_group: ranks that share packed rows and pass the same microbatches; None for one rank.
-
-    Raises:
-        ValueError: if `form` is not exact for the model, or the model's body cannot have a value head.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        settings: LogprobSettings,
-        *,
-        value_head: torch.nn.Linear | None = None,
-        form: Form | None = None,
-        compile_layers: bool | None = None,
-        is_policy: bool = True,
-        context_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.model = model
-        self.settings = settings
-        self.num_cores = torch.get_num_threads()  # rollout_stage.py may set it to 1 later
-        set_expert_precision(model)
-        own_head = scalar_head(model)
-        self.value_head = value_head if own_head is None else own_head
-        self.has_logprobs = own_head is None
-        reads_logits = self.has_logprobs and not head_is_plain(model)
-        if self.value_head is not None and reads_logits:
-            raise ValueError(
-                f"A critic cannot share the body of {type(model).__name__}, whose output head is more than a matrix "
-                "product. Set critic to a checkpoint."
-            )
-        self.forms = Forms(
-            model, form=form, reads_logits=reads_logits, is_policy=is_policy, context_group=context_group
-        )
-        self.forms.is_compiled = compiles(model, model.device, compile_layers)
-        for layer in decoder_layers(model) if self.forms.is_compiled else ():
-            layer.compile(dynamic=True)
-
-    @torch.no_grad()
-    def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterator[Outputs]:
-        """Yields each microbatch's logprobs and entropy, [B, T], 0 outside the loss mask; without gradient."""
-        for microbatch in microbatches:
-            yield self._outputs(microbatch, topk)
-
-    def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
-        for microbatch in microbatches:
-            halves = cut_in_halves(microbatch) if halves_pay(self.model, microbatch, self.num_cores) else None
-            if halves is None:
-                backward(loss_fn(microbatch, self._outputs(microbatch, teacher_candidates(microbatch))))
-            else:
-                forward_backward_halves(
-                    halves,
-                    lambda half: self._outputs(half, teacher_candidates(half)),
-                    loss_fn,
-                    backward,
-                    self._trained_parameters(),
-                )
-
-    def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
-        return self._outputs(microbatch, topk)
-
-    def _trained_parameters(self) -> list[Tensor]:
-        """Returns each trained parameter once, including those of a critic's head."""
-        heads = () if self.value_head is None else self.value_head.parameters()
-        parameters = {id(parameter): parameter for parameter in (*self.model.parameters(), *heads)}
-        return [parameter for parameter in parameters.values() if parameter.requires_grad]
-
-    def full_parameters(
-        self, bucket_bytes: int, *, part: Part = "whole", names: Names = "module", is_spread: bool = False
-    ) -> Iterator[Bucket]:
-        held = held_tensors(self.model)
-        exported = (
-            exported_tensors(self.model, names, name, [held[source] for source in sources])
-            for name, sources in tuning_of(self.model).sources(self.model, part).items()
-        )
-        return bucketed((pair for tensors in exported for pair in tensors.items()), bucket_bytes)
-
-    def move_to(self, device: torch.device) -> None:
-        source = self.model.device
-        self.model.to(device, non_blocking=True)  # torch uses pinned memory for copies to the host
-        if source.type not in ("cpu", device.type):
-            torch.get_device_module(source).synchronize(source)
-
-    def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
-        if experience.gaps is not None:
-            tree_rows, join = branch_rows(experience)
-            return join(
-                self._outputs(tree_rows, candidates if isinstance(candidates, int) else teacher_candidates(tree_rows))
-            )
-        parts = [
-            {"rows": rows, "columns": columns, **self._read(experience, rows, columns, states, candidates)}
-            for rows, columns, states in self.forms.states(experience)
-        ]
-        results = parts[0]  # a single part is not copied, so the host still has its rows and columns
-        if len(parts) > 1:
-            results = {name: torch.cat([part[name] for part in parts]) for name in results}
-        rows, columns, shape = results.pop("rows"), results.pop("columns"), experience.token_ids.shape
-        results = {name: aligned_to_tokens(value, rows, columns, shape) for name, value in results.items()}
-        group = self.forms.context_group
-        if group is not None and self.forms.choose(experience)[0] == "packed":  # otherwise each rank has all rows
-            results = {name: Total.apply(value, group) for name, value in results.items()}  # type: ignore[no-untyped-call]
-        return Outputs(**results)
-
-    def _read(
-        self, experience: Experience, rows: Tensor, columns: Tensor, states: Tensor, candidates: Candidates
-    ) -> dict[str, Tensor]:
-        """Computes the fields of Outputs from states, for the tokens predicted at (rows [N], columns [N])."""
-        zeros = torch.zeros(len(rows), device=states.device)
-        results = {"logprobs": zeros, "entropy": zeros}
-        if self.has_logprobs:
-            targets = Targets.at(experience, rows, columns, candidates, self.settings)
-            if self.forms.reads_logits:
-                topk, logprobs = functools.partial(logits_topk, states), functools.partial(logits_logprobs, states)
-                results = read_head(topk, logprobs, targets, self.settings)
-            else:
-                results = read_head(*whole_head(self.model.get_output_embeddings(), states), targets, self.settings)
-        if self.value_head is not None:
-            # A token's value is that of the state before it was sampled.
-            results["values"] = self.value_head(states.to(self.value_head.weight.dtype))[:, 0].float()
-        return results
