@@ -51,7 +51,7 @@ def test_an_iteration_enters_few_files(files: list[str]) -> None:
 
 
 def test_the_readmes_path_is_the_one_that_runs(files: list[str]) -> None:
-    text = (ROOT / "README.md").read_text().partition("in which it enters them:")[2].partition("[CONTRIBUTING")[0]
+    text = (ROOT / "README.md").read_text().partition("in this order")[2].partition("[CONTRIBUTING")[0]
     path = re.findall(r"`([\w/]+\.py)`", text)
     assert len(path) > 10
     assert [name for name in files if name in path] == path
