@@ -8,7 +8,7 @@
 A key is the name of a field or an extra of Experience. A call runs once, on all trajectories, as soon as its inputs
 exist. Calls of models that share ranks run one after another, in the same order on each rank; roles with separate ranks
 run in parallel. At the same time, calls without a role (an LLM judge behind a server, a function) run on rank 0, each
-in its own thread. loops/run_calls.py executes the graph.
+in its own thread. loops/score.py executes the graph.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.dataflow import ModelCall
 from lightrl.functional import KLController, kl
-from lightrl.functional.kl import KLEstimator
+from lightrl.functional.losses import KLEstimator
 from lightrl.models import ModelSpec, Role
 from lightrl.strategies import local
 

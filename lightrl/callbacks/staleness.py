@@ -94,7 +94,7 @@ class StalenessControl(RLCallback):
     trainer waits for it (`time/straggler_wait_s`). Trained lengths thus have the same distribution as sampled ones; see
     docs/async.md.
 
-    It warns if few tokens have most of the weight (`policy/ess_fraction`, see loops/metrics.py), if the policy is far
+    It warns if few tokens have most of the weight (`policy/ess_fraction`, see loops/update.py), if the policy is far
     from the one that sampled (`policy/kl_behavior_nats`), or if its steps (`policy/step_k3_nats`, see lag_probe.py) are
     larger than its gradients explain (`policy/grad_norm`). These warnings often come long before the reward falls.
 

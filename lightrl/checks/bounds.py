@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+import string
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -83,3 +85,30 @@ def check_adamw(
             raise ValueError(f"{name} must be >= 0, got {value}.")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must be two numbers from 0 to below 1, such as (0.9, 0.95), got {betas}.")
+
+
+def names_of(template: str, setting: str) -> list[str]:
+    """Returns the names in a format string's braces.
+
+    Raises:
+        ValueError: if the braces do not match or contain something else, as in JSON and LaTeX.
+    """
+    try:
+        names = list(_names(template))
+        bad = next((name for name in names if not re.match(r"[^\W\d][^\"'\\{}\n]*$", name)), None)
+        if bad is None:
+            return names
+        problem = f"has a field without a name, {{{bad}}}"
+    except ValueError as error:
+        problem = f"must be a format string: {error}"
+    raise ValueError(f"{setting}={template!r} {problem}. Double any braces that are literal text: {{{{ and }}}}.")
+
+
+def _names(template: str) -> Iterator[str]:
+    """Yields the names in braces, including those in another field's format, as in `{prompt:{width}}`."""
+    for _, name, form, conversion in string.Formatter().parse(template):
+        if name is not None:
+            yield name
+            yield from _names(form or "")
+        if conversion not in (None, "r", "s", "a"):
+            raise ValueError(f"there is no conversion {conversion!r}")

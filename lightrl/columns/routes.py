@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightrl.columns.column import Column, Values
-from lightrl.columns.token_array import TokenArray
+from lightrl.columns.column import Column, TokenArray, Values
 from lightrl.errors import EngineError
 
 NATIVE = 255  # the value of every byte of a token's routes if its experts are unknown

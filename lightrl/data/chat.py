@@ -17,8 +17,8 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightrl.checks.bounds import names_of
 from lightrl.checks.printable import did_you_mean
-from lightrl.checks.templates import names_of
 from lightrl.checks.user_code import user_code
 from lightrl.data.rows import Row, is_missing, without_padding
 from lightrl.data.stream import Made

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_choice, check_same_shape
-from lightrl.functional.kl import kl
-from lightrl.functional.losses import bounded_exp, trajectory_mean
+from lightrl.functional.losses import bounded_exp, kl, trajectory_mean
 from lightrl.functional.reduction import neutralize
 
 WeightMode = Literal["mask", "clamp"]

@@ -23,9 +23,8 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from lightrl.checks.bounds import check_bounds
+from lightrl.checks.bounds import check_bounds, names_of
 from lightrl.checks.printable import count_text
-from lightrl.checks.templates import names_of
 from lightrl.concurrency.streams import BUSY, body_of, retry_after_s
 from lightrl.errors import RewardError
 from lightrl.rewards.reward_result import label

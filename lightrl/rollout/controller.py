@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import struct
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -21,19 +23,20 @@ from typing import TypeVar
 from lightrl.checks.printable import count_text
 from lightrl.concurrency.abandon import Tasks, abandon, is_abandoned
 from lightrl.concurrency.loop_thread import LoopThread
-from lightrl.engines.engine import RolloutEngine
-from lightrl.errors import RolloutError
+from lightrl.engines.engine import Completion, RolloutEngine
+from lightrl.errors import EngineError, RolloutError
 from lightrl.rewards import FailureLog, RewardWorker
 from lightrl.rollout.group_scheduler import Drop, GroupScheduler, RolloutSettings, RunningGroup, success_rate
 from lightrl.rollout.prompts import PromptCursor, Prompts, PromptsAhead, State
 from lightrl.rollout.protocol import OnWait
-from lightrl.rollout.resume import SavedState
-from lightrl.rollout.runner import AdmissionBatch, Rewards, TrajectoryRunner
+from lightrl.rollout.runner import ADMISSION_TICKS, AdmissionBatch, Rewards, TrajectoryRunner
 from lightrl.rollout.workflow_pool import WorkflowPool
 from lightrl.trace import span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
 from lightrl.workflows.workflow import Workflow
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -118,7 +121,6 @@ class RolloutController:
         self._running: dict[int, tuple[str, asyncio.Task[None]]] = {}  # seed name and task, by group
         self._admission = AdmissionBatch(engine)
         self._ahead = PromptsAhead(self._cursor, self._tasks, self._start_admissible)
-        self._saved_state = SavedState(engine, self._scheduler, self._cursor, self._runner, self._admission)
         self._take_wait: Wait | None = None  # the wait of the `take` in progress
         self._stragglers = Stragglers()
         self._is_closing = False
@@ -209,17 +211,79 @@ class RolloutController:
 
     def state_dict(self) -> State:
         """Returns what a resume needs: cursor, curriculum, positions in flight, untrained groups; in plain Python."""
-        timeout_s = self.settings.loop_timeout_s / 2
-        return self._thread.call(self._saved_state.take(self.run_seed, timeout_s=timeout_s))
+        return self._thread.call(self._state_at_boundary(self.settings.loop_timeout_s / 2))
 
     def load_state_dict(self, state: State) -> None:
-        """Restores the cursor and finished groups before the first `take`; groups that were in flight restart first."""
+        """Restores the cursor and finished groups before the first `take`; groups that were in flight restart first.
+
+        Raises RolloutError if another version of lightrl wrote the state.
+        """
         self.run_seed = int(state["run_seed"])
-        self._thread.call(_as_coroutine(partial(self._saved_state.load, state)))
+        self._thread.call(_as_coroutine(partial(self._load, state)))
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Cancels all tasks and ends the thread; the caller closes the engine. Safe to call twice."""
         self._thread.close(self._cancel_all, timeout_s)
+
+    async def _state_at_boundary(self, timeout_s: float) -> State:
+        """Returns the state at a token boundary; without unfinished completions if the engine pauses too late."""
+        if not (self._scheduler.running and self._runner.in_flight.workflow.continues):
+            return self._state({})
+        taking = asyncio.ensure_future(self._paused_state())
+        await asyncio.wait({taking}, timeout=timeout_s)
+        if taking.done() and taking.exception() is None:
+            return taking.result()
+        error = taking.exception() if taking.done() else "it did not answer in time"
+        taking.cancel()
+        if isinstance(error, BaseException) and not isinstance(error, EngineError):
+            raise error
+        log.warning("The engine's unfinished completions are not in the checkpoint and will start again: %s", error)
+        return self._state({})
+
+    async def _paused_state(self) -> State:
+        async with self._admission.batch():
+            for _ in range(ADMISSION_TICKS):  # until completions that finished before the pause are recorded
+                await asyncio.sleep(0)
+            unfinished = await self.engine.unfinished()
+            return self._state(unfinished, await self._runner.states_of_workers())
+
+    def _state(self, unfinished: Mapping[int, Completion], states_of_workers: Sequence[State] = ()) -> State:
+        cursor, prompts = self._cursor, self._cursor.prompts
+        groups = self._scheduler.state_dict()
+        first = min([cursor.next_position, *groups["in_flight"]])
+        return {
+            "run_seed": self.run_seed,
+            "next_position": cursor.next_position,
+            "prompts": None if prompts is None else prompts.fingerprint,
+            "stream": None if prompts is None else prompts.state_dict(first),
+            "curriculum": cursor.state_dict(),
+            **groups,
+            **self._runner.in_flight.state_dict(unfinished, states_of_workers),
+        }
+
+    def _load(self, state: State) -> None:
+        cursor, prompts = self._cursor, self._cursor.prompts
+        try:
+            self._scheduler.load_state_dict(state)
+            if self._scheduler.started:  # otherwise all groups start again
+                self._runner.in_flight.load_state_dict(state)
+            cursor.next_position = int(state["next_position"])
+            if prompts is not None and state.get("stream") is not None:
+                prompts.load_state_dict(state["stream"])
+            saved_prompts, curriculum = state["prompts"], state["curriculum"]
+        except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
+            raise RolloutError(
+                f"The checkpoint's rollout state was written by another version of lightrl ({error!r}). Resume with "
+                "that version, or run `lightrl export` on the checkpoint and start a new run from the exported model."
+            ) from error
+        cursor.load_state_dict(curriculum)
+        if saved_prompts is not None and prompts is not None and saved_prompts != prompts.fingerprint:
+            log.warning(
+                "The checkpoint was written with prompts %s, but this run has %s: some prompts will be repeated and "
+                "others skipped. Restore the data module's files, seed and shuffle, or start a new run.",
+                saved_prompts,
+                prompts.fingerprint,
+            )
 
     def _depths(self) -> dict[str, int]:
         return {

@@ -29,8 +29,7 @@ from lightrl.rollout.group_scheduler import DropCounter
 from lightrl.rollout.prompts import State
 from lightrl.trace import record, span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
-from lightrl.workflows.turn_log import TurnLog
-from lightrl.workflows.workflow import GroupResult, RunResult, Workflow, check_trajectory, self_cancellation
+from lightrl.workflows.workflow import GroupResult, RunResult, TurnLog, Workflow, check_trajectory, self_cancellation
 
 # Ticks of the event loop after which every new trajectory has reached its first `generate`: one starts the group's
 # task, one the task of the trajectory or request, and the others allow for a workflow that first awaits something that

@@ -1,7 +1,7 @@
 """Strategies place a model's parameters and computation on devices. Each makes a role's ParallelModel (models package).
 
 Reading order:
-    single.py            one process, one device: no padding, logprobs from hidden states
+    single.py            one process, one device: the cheapest layout of a microbatch, logprobs from hidden states
     head.py              the output head: the tokens whose logprobs it computes, and its results
     layouts/             how a microbatch goes through a model without its padding
     checkpoint/          checkpoints, written completely or not at all, and read without running code

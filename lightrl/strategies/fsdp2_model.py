@@ -80,15 +80,15 @@ class FSDP2Model(SingleModel):
                 context_group=context_group,
             )
         reshard(self._root)
-        self.forms.layouts = {}  # because their number of model calls depends on the rows
-        if context_group is not None and not (self.forms.can_pack and may_be_cut(model.config)):
+        self.layouts = {}  # because their number of model calls depends on the rows
+        if context_group is not None and not (self.can_pack and may_be_cut(model.config)):
             raise cp_refused(context_group.size(), model.config.model_type)
-        self.forms.form = "packed" if self.forms.can_pack else "rectangles"
+        self.form = "packed" if self.can_pack else "rectangles"
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterator[Outputs]:
         for microbatch, calls in zip(microbatches, self._calls(microbatches), strict=True):
-            self.forms.num_calls = calls
+            self.num_calls = calls
             yield self._outputs(microbatch, topk)
             self.ranks.step()
         reshard(self._root)
@@ -97,7 +97,7 @@ class FSDP2Model(SingleModel):
 
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
         for index, (microbatch, calls) in enumerate(zip(microbatches, self._calls(microbatches), strict=True)):
-            self.forms.num_calls = calls
+            self.num_calls = calls
             is_last = index == len(microbatches) - 1
             for module in (self._root, self.value_head):
                 if isinstance(module, FSDPModule):
@@ -106,7 +106,7 @@ class FSDP2Model(SingleModel):
             self.ranks.step()
 
     def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
-        (self.forms.num_calls,) = self._calls([microbatch])
+        (self.num_calls,) = self._calls([microbatch])
         outputs = self._outputs(microbatch, topk)
         self.ranks.step()
         if not torch.is_grad_enabled():
@@ -131,7 +131,7 @@ class FSDP2Model(SingleModel):
 
     def _calls(self, microbatches: Sequence[Experience]) -> list[int]:
         """Returns the number of model calls for each microbatch: as many as the rank with the most rectangles needs."""
-        if self.forms.packs_all(microbatches):
+        if self.packs_all(microbatches):
             return [1] * len(microbatches)
         lengths = [[max(1, tokens - 1) for tokens in rows] for rows in lengths_of(microbatches)]
         return self.ranks.max_each([len(rectangles(rows, CALL_OVERHEAD_TOKENS)) for rows in lengths])

@@ -5,7 +5,6 @@ Reading order:
     block_fp8.py      linear weights in float8, with a scale per block
     server_layout.py  how servers store parameters
     digests.py        computes the checksums that a server with the trainer's weights reports
-    gather_plan.py    plans which rank gathers each parameter, and what other ranks send to it
     disk.py           weight versions as safetensors folders, written by one rank or several, completely or not at all
     delta.py          bitwise changes between versions, computed by the trainer; delta_folder.py applies them
     broadcast.py      a process group of the trainer and the servers

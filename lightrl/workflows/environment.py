@@ -19,8 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from lightrl.checks.bounds import finite_number
-from lightrl.checks.templates import names_of
+from lightrl.checks.bounds import finite_number, names_of
 from lightrl.checks.user_code import function_of
 from lightrl.concurrency.in_thread import call_within
 from lightrl.errors import RolloutError

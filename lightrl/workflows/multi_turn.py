@@ -20,8 +20,7 @@ from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, Trajectory
 from lightrl.workflows.conversation import Conversation, TurnRenderer
 from lightrl.workflows.environment import CheckedStep, Environment, as_messages, call_environment, checked_metrics
-from lightrl.workflows.turn_log import TurnLog
-from lightrl.workflows.workflow import Generate, Workflow
+from lightrl.workflows.workflow import Generate, TurnLog, Workflow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

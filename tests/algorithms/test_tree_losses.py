@@ -21,13 +21,11 @@ from tiny import slow_outputs, with_supports
 from torch import Tensor
 
 from lightrl.columns import EVERY_TOKEN, support_ends
-from lightrl.experience import Experience
-from lightrl.functional.rows import row_tensors
-from lightrl.loops.metrics import values_of
-from lightrl.loops.update import MinibatchLoss
+from lightrl.experience import Experience, row_tensors
+from lightrl.loops.update import MinibatchLoss, values_of
 from lightrl.strategies import LogprobSettings, ShardedExperience, SingleModel
-from lightrl.strategies.layouts.forms import Form
 from lightrl.strategies.sharded_experience.placement import Microbatches, lengths_of
+from lightrl.strategies.single import Form
 from lightrl.trajectory import Prompt, Trajectory
 
 FORMS: list[Form] = ["rectangles", "shared_keys", "shared_rows", "packed"]

@@ -243,12 +243,12 @@ def test_layers_that_compute_in_bfloat16_are_packed_too(monkeypatch: pytest.Monk
     strategy.parallel_devices = [CPU]
     strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
     strategy.shard(model)  # hidden states stay in float32
-    assert SingleModel(model, LogprobSettings(), form="packed").forms.shares_packed_prompts
+    assert SingleModel(model, LogprobSettings(), form="packed").shares_packed_prompts
 
 
 def test_a_model_whose_attention_is_not_plain_is_not_packed() -> None:
     model = tiny_model("gemma2 with capped logits")
-    assert not make_packable(model) or not SingleModel(model, LogprobSettings()).forms.can_pack
+    assert not make_packable(model) or not SingleModel(model, LogprobSettings()).can_pack
     with pytest.raises(packed_attention.NotPackable, match="without s_aux"):
         attend(model, *heads(4), None, packed_rows=PackedRows([4], CPU), s_aux=torch.zeros(4))
     with pytest.raises(packed_attention.NotPackable, match="did not get the starts"):

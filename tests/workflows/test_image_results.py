@@ -28,7 +28,7 @@ from lightrl.weights import bucketed
 from lightrl.workflows import MultiTurn, ToolEnvironment
 from lightrl.workflows.conversation import Conversation, TurnRenderer
 from lightrl.workflows.tools import ToolCall, read_parts
-from lightrl.workflows.turn_log import TurnLog
+from lightrl.workflows.workflow import TurnLog
 
 WRITES_IMAGES = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"

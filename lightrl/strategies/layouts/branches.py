@@ -8,9 +8,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from lightrl.columns import GAPS, Column, column_of
-from lightrl.experience import Experience, is_on_host, is_table
+from lightrl.experience import Experience, is_on_host, is_table, row_tensors
 from lightrl.functional import BranchRows, on_host, row_spans
-from lightrl.functional.rows import row_tensors
 from lightrl.models import Outputs
 
 
