@@ -72,7 +72,7 @@ def kill_owner(mark: str) -> None:
 
 
 def _started(process: int) -> int | None:
-    """Returns the clock ticks from boot to a process's start; None if it has exited, is a zombie, or /proc is missing."""
+    """Returns a process's start in clock ticks since boot; None if it has exited, is a zombie, or /proc is missing."""
     try:
         fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

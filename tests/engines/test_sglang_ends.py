@@ -71,7 +71,7 @@ def test_a_request_that_others_abort_again_and_again_is_an_error(
         request = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=3), session="s"))
         for _ in range(3):  # before its first token
             await until(lambda: request.done() or server.stats()["running"] == 1)
-            await asyncio.to_thread(server._ask, "/abort_request", {"abort_all": True})
+            await asyncio.to_thread(server.ask, "/abort_request", {"abort_all": True})
             await until(lambda: request.done() or not server.stats()["running"])
         await request
 
