@@ -47,8 +47,16 @@ LEAVES = {
     "code": Leaf("rewards/code_tests.py", 340, "lightrl.rewards.code_tests",
         "rewards/test_code_tests.py", "write-a-reward.md#untrusted-programs"),
     "sandbox": Leaf("rewards/sandbox", 1223, "lightrl.rewards.LocalSandbox",
+<<<<<<< HEAD
         "rewards/test_sandbox.py", "security.md#programs-written-by-a-policy"),
     "judge": Leaf("rewards/llm_judge.py", 240, "lightrl.rewards.LLMJudge",
+||||||| c823fe8e
+        "rewards/test_sandbox.py", "security.md#programs-that-a-policy-writes"),
+    "judge": Leaf("rewards/llm_judge.py", 241, "lightrl.rewards.LLMJudge",
+=======
+        "rewards/test_sandbox.py", "security.md#programs-that-a-policy-writes"),
+    "judge": Leaf("rewards/llm_judge.py", 240, "lightrl.rewards.LLMJudge",
+>>>>>>> fields
         "rewards/test_llm_judge.py", "write-a-reward.md#a-model-as-the-judge"),
     "text rewards": Leaf("rewards/text_rewards.py", 146, "lightrl.rewards.json_schema",
         "rewards/test_text_rewards.py", "write-a-reward.md#text-only"),
