@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 import lightning as L
 import torch
@@ -74,6 +74,40 @@ class TrainedModule(L.LightningModule):
     def add_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
         """Adds the module's warm-up and decay to an optimizer; returns what `configure_optimizers` may return."""
         raise NotImplementedError(f"{type(self).__name__} must define add_schedule.")
+
+
+class SharedSettings(TypedDict, total=False):
+    """Those arguments of RLModule that no algorithm replaces, for type checkers; in each class, `kwargs`."""
+
+    reward: str | RewardPart | list[RewardPart] | RewardFunction | None
+    reward_model: str | ModelSpec | Role | None
+    reward_model_coef: float
+    workflow: Callable[[PreTrainedTokenizerBase], Workflow] | None
+    workflow_workers: int
+    sampling: Sampling | None
+    validation_sampling: Sampling | None
+    validation_group_size: int
+    num_minibatches: int
+    update_epochs: int
+    microbatch_tokens: int
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    warmup_iterations: float
+    lr_decay: Literal["constant", "linear", "cosine"]
+    min_lr_ratio: float
+    reward_workers: int
+    reward_timeout_s: float
+    reward_memory_mib: int | None
+    reward_recycle_after: int | None
+    max_failed_fraction: float
+    max_skipped_updates: int
+
+
+class RLModuleSettings(SharedSettings, total=False):
+    group_size: int
+    loss_reduction: Literal["token", "sequence", "fixed"]
 
 
 class RLModule(TrainedModule):

@@ -11,9 +11,9 @@ import logging
 import os
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import lightning as L
 import torch
@@ -40,6 +40,7 @@ from lightrl.callbacks.monitors import warn_of_monitors
 from lightrl.callbacks.progress import ModelLines
 from lightrl.callbacks.run_files import TimedCheckpoint
 from lightrl.callbacks.weight_sync import check_no_overlap
+from lightrl.checks.annotations import Unpack
 from lightrl.checks.files import check_local, nearest_folder
 from lightrl.engines import RolloutEngine
 from lightrl.errors import OtherRankFailed
@@ -63,7 +64,12 @@ from lightrl.strategies.checkpoint.atomic_write import logged_behind_failure
 from lightrl.trajectory import Group, Sampling
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.profilers import Profiler
     from lightning.pytorch.strategies import Strategy
 
 log = logging.getLogger(__name__)
@@ -95,7 +101,7 @@ def ignore_srun_advice() -> None:
         warnings.filterwarnings("ignore", "The `srun` command is available", UserWarning)
 
 
-def set_device_defaults(flags: dict[str, Any]) -> None:
+def set_device_defaults(flags: LightningSettings) -> None:
     """Sets precision to bf16-mixed on a CUDA GPU unless the user set it; never chooses MPS, which is untested."""
     accelerator = flags.get("accelerator") or "auto"
     if not torch.cuda.is_available():
@@ -104,6 +110,49 @@ def set_device_defaults(flags: dict[str, Any]) -> None:
         flags["precision"] = "bf16-mixed"
         torch.set_float32_matmul_precision("high")
         log.info("precision is bf16-mixed on a GPU, with TF32 for float32 products; trainer.precision changes it.")
+
+
+class LightningSettings(TypedDict, total=False):
+    """The further arguments of Lightning's Trainer, for type checkers."""
+
+    accelerator: str | Accelerator
+    devices: list[int] | str | int
+    num_nodes: int
+    precision: Any
+    logger: Logger | Iterable[Logger] | bool | None
+    fast_dev_run: int | bool
+    max_epochs: int | None
+    min_epochs: int | None
+    max_steps: int
+    min_steps: int | None
+    max_time: str | timedelta | dict[str, int] | None
+    limit_train_batches: float | None
+    limit_val_batches: float | None
+    limit_test_batches: float | None
+    limit_predict_batches: float | None
+    overfit_batches: float
+    val_check_interval: float | str | timedelta | dict[str, int] | None
+    check_val_every_n_epoch: int | None
+    num_sanity_val_steps: int | None
+    enable_checkpointing: bool | None
+    enable_progress_bar: bool | None
+    enable_model_summary: bool | None
+    accumulate_grad_batches: int
+    gradient_clip_val: float | None
+    gradient_clip_algorithm: str | None
+    deterministic: bool | Literal["warn"] | None
+    benchmark: bool | None
+    inference_mode: bool
+    use_distributed_sampler: bool
+    profiler: Profiler | str | None
+    detect_anomaly: bool
+    barebones: bool
+    plugins: Any
+    sync_batchnorm: bool
+    reload_dataloaders_every_n_epochs: int
+    default_root_dir: str | Path | None
+    enable_autolog_hparams: bool
+    model_registry: str | None
 
 
 class Trainer(RLTrainer):
@@ -129,7 +178,7 @@ class Trainer(RLTrainer):
         callbacks: list[Callback] | Callback | None = None,
         strategy: Strategy | str = "auto",
         log_every_n_steps: int | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[LightningSettings],
     ) -> None:
         if kwargs.get("accelerator") == "gpu" and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
             raise ValueError(
@@ -141,8 +190,9 @@ class Trainer(RLTrainer):
         user_callbacks = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
         with warnings.catch_warnings():
             ignore_srun_advice()
+            given: dict[str, Any] = {**kwargs}
             names = ("accelerator", "devices", "num_nodes")
-            flags = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+            flags = {name: given[name] for name in names if given.get(name) is not None}
             # With several devices Lightning would use DDP.
             if strategy == "auto" and not isinstance(_AcceleratorConnector(**flags).strategy, SingleDeviceStrategy):
                 strategy = FSDP2Strategy()
