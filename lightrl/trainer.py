@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging
 import os
+import shutil
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -42,8 +43,9 @@ from lightrl.callbacks.run_files import TimedCheckpoint
 from lightrl.callbacks.weight_sync import check_no_overlap
 from lightrl.checks.annotations import Unpack
 from lightrl.checks.files import check_local, nearest_folder
+from lightrl.concurrency.owner import hold, let_go
 from lightrl.engines import RolloutEngine
-from lightrl.errors import OtherRankFailed
+from lightrl.errors import LightRLError, OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
 from lightrl.loops import (
     CheckpointConnector,
@@ -213,6 +215,8 @@ class Trainer(RLTrainer):
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
         self._stage = RolloutStage(self, self.rollout_loop.resume)
         self._restoring: object = None  # the checkpoint that a fit restores, until the fit runs
+        self._new_folders: list[Path] = []  # created for this run, until it has started
+        self._held: list[Path] = []  # locked for this run
         self._num_saved = 0  # iterations up to the latest checkpoint, or to the start of this fit
         self._muted: list[Any] = []  # checkpoint callbacks that must not save on exceptions until a stage runs
         self._hook_calls: deque[tuple[str, tuple[object, ...]]] = deque()
@@ -265,7 +269,8 @@ class Trainer(RLTrainer):
         file_logger = next((logger for logger in loggers if isinstance(logger, CSVLogger | TensorBoardLogger)), None)
         folder = None
         if file_logger is not None:
-            folder = file_logger.log_dir
+            version, folder = file_logger._version, file_logger.log_dir
+            file_logger._version = version  # `log_dir` sets it, but only `_claim_folders` knows which one is free
         elif loggers and self.is_global_zero:
             _ = loggers[0].experiment  # sets the version
             name, version = str(loggers[0].name), loggers[0].version
@@ -330,6 +335,9 @@ class Trainer(RLTrainer):
                     self._check_engine(module, is_fit=is_fit)
                     self._stage.start_reward_worker(module)
                 yield
+            except LightRLError:
+                self._new_folders = []  # logs and traceback explain it
+                raise
             except torch.OutOfMemoryError as error:
                 raise self.rollout_loop.out_of_memory(error, module) from error
             except RuntimeError as error:
@@ -342,6 +350,11 @@ class Trainer(RLTrainer):
             finally:
                 self._stage.close()  # if the stage did not start, or a second Ctrl-C interrupted its close
                 self._checkpoint_connector._loaded_checkpoint = {}  # the next stage would read a refused checkpoint
+                for folder in self._new_folders:  # the run did not start
+                    shutil.rmtree(folder, ignore_errors=True)
+                for folder in self._held:
+                    let_go(folder)
+                self._new_folders, self._held = [], []
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._restoring = None
@@ -349,6 +362,8 @@ class Trainer(RLTrainer):
             self._restoring = kwargs.get("ckpt_path")
             self.strategy.optimizers = []  # drops an earlier fit's, so that settings may change until this fit has some
         try:
+            if self.is_global_zero:
+                self._claim_folders()
             if self.is_global_zero and (self._restoring or self.state.fn != TrainerFn.FITTING):
                 keep_rows(self.loggers)  # Lightning would delete them, as it should only for a new run
             return super()._run(*args, **kwargs)
@@ -371,7 +386,7 @@ class Trainer(RLTrainer):
             if (warning := rounding_warning(self.optimizers, self.rollout_loop.ranks.total)) and self.is_global_zero:
                 log.warning("%s", warning)
         if not isinstance(module, RLModule):
-            self._restoring = None
+            self._restoring, self._new_folders = None, []
             return super()._run_stage()
         self._num_saved = self.global_step
         with contextlib.ExitStack() as stack:
@@ -407,7 +422,7 @@ class Trainer(RLTrainer):
                 self.log_every_n_steps = 1
             self._stage.open(module)
         ranks.begin()
-        self._restoring = None
+        self._restoring, self._new_folders = None, []
         with loop.gate.held_back_on_all_ranks(ranks):
             results = super()._run_stage()
         if self.fast_dev_run and self.state.fn == TrainerFn.FITTING:
@@ -487,6 +502,44 @@ class Trainer(RLTrainer):
                     f"The run would write to {folder}, but {existing} is read-only, or not writable by this user. Set "
                     "trainer.default_root_dir, the logger's save_dir or ModelCheckpoint's dirpath to another folder."
                 )
+
+    def _claim_folders(self) -> None:
+        """Creates the folder of each CSV or TensorBoard logger without a version, which no other run then gets.
+
+        Folders that the user has named are locked, because another run may use the same name.
+        """
+        versions: dict[str, Any] = {}  # root → version, so that loggers without one share a folder
+        loggers: list[Any] = [logger for logger in self.loggers if isinstance(logger, CSVLogger | TensorBoardLogger)]
+        for logger in [logger for logger in loggers if "://" not in str(logger.save_dir)]:
+            root = logger.root_dir
+            if logger._version is not None:
+                self._hold(Path(logger.log_dir), f"{type(logger).__name__}.version")
+            elif root in versions:
+                logger._version = versions[root]
+            else:
+                while not self._is_created(Path(logger.log_dir)):
+                    logger._version = logger.version + 1
+                versions[root] = logger.version
+                _ = logger.experiment  # CSVLogger's warns about other loggers' files
+        for callback in self.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath and "://" not in str(callback.dirpath):
+                self._hold(Path(callback.dirpath), "ModelCheckpoint.dirpath")
+
+    def _is_created(self, log_dir: Path) -> bool:
+        """Creates a run's folder; returns False if it exists."""
+        folder = next(place for place in (log_dir, *log_dir.parents) if place.name.startswith("version_"))
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            return False
+        self._new_folders.append(folder)
+        return True
+
+    def _hold(self, folder: Path, setting: str) -> None:
+        hold(folder, setting)
+        self._held.append(folder)
+        if not folder.exists():
+            self._new_folders.append(folder)
 
     def _check_engine(self, module: RLModule, *, is_fit: bool) -> None:
         if self.engine is None:
