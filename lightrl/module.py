@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
@@ -34,7 +34,7 @@ from lightrl.rewards import RewardPart
 from lightrl.rewards.evaluation import Evaluation
 from lightrl.rewards.hook import REWARD_THREAD
 from lightrl.rewards.reward_result import RewardFunction
-from lightrl.trajectory import Group, Sampling, Trajectory
+from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.workflows.workflow import SingleTurn, Workflow
 
 if TYPE_CHECKING:
@@ -164,6 +164,9 @@ class RLModule(TrainedModule):
     needs_entropy_gradient: bool = True
     # Whether `advantages` compares the trajectories of a group, which must then have at least two.
     compares_groups: bool = True
+    # Whether `advantages` reads `self.prompts`, the prompt of each trajectory, [B]; rank 0 sends them to all ranks.
+    reads_prompts: bool = False
+    prompts: Sequence[Prompt] = ()
     # The unit that the loss needs complete: minibatches and microbatches never split it. With pairs, a group that loses
     # a trajectory is sampled again; a group that loses a reward after its trajectories were scored is dropped.
     loss_unit: LossUnit = "trajectory"
