@@ -30,7 +30,7 @@ class Leaf(NamedTuple):
 LEAVES = {
     "supervised": Leaf("algorithms/supervised", 469, "lightrl.SFT",
         "algorithms/supervised", "algorithms.md#from-demonstrations-and-pairs"),
-    "relatives": Leaf("algorithms/relatives.py", 467, "lightrl.DAPO",
+    "relatives": Leaf("algorithms/relatives.py", 466, "lightrl.DAPO",
         "algorithms/test_relatives.py", "algorithms.md#policy-gradients-with-a-baseline-instead-of-a-critic"),
     "completed prompts": Leaf("data/completions.py", 559, "lightrl.SFTDataModule",
         "data/test_pairs.py data/test_supervised.py", "bring-your-data.md#chats-and-pairs"),

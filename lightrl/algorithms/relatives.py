@@ -38,7 +38,6 @@ from lightrl.functional import (
 from lightrl.functional.reduction import LossReduction
 from lightrl.models import ModelSpec, Outputs, Role
 
-
 # What the constructors pass on to GRPO, for type checkers: all but what they fix or give another default.
 
 
