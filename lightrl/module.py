@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 import lightning as L
 import torch
@@ -34,7 +34,7 @@ from lightrl.rewards import RewardPart
 from lightrl.rewards.evaluation import Evaluation
 from lightrl.rewards.hook import REWARD_THREAD
 from lightrl.rewards.reward_result import RewardFunction
-from lightrl.trajectory import Group, Sampling, Trajectory
+from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.workflows.workflow import SingleTurn, Workflow
 
 if TYPE_CHECKING:
@@ -74,6 +74,40 @@ class TrainedModule(L.LightningModule):
     def add_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
         """Adds the module's warm-up and decay to an optimizer; returns what `configure_optimizers` may return."""
         raise NotImplementedError(f"{type(self).__name__} must define add_schedule.")
+
+
+class SharedSettings(TypedDict, total=False):
+    """Those arguments of RLModule that no algorithm replaces, for type checkers; in each class, `kwargs`."""
+
+    reward: str | RewardPart | list[RewardPart] | RewardFunction | None
+    reward_model: str | ModelSpec | Role | None
+    reward_model_coef: float
+    workflow: Callable[[PreTrainedTokenizerBase], Workflow] | None
+    workflow_workers: int
+    sampling: Sampling | None
+    validation_sampling: Sampling | None
+    validation_group_size: int
+    num_minibatches: int
+    update_epochs: int
+    microbatch_tokens: int
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    warmup_iterations: float
+    lr_decay: Literal["constant", "linear", "cosine"]
+    min_lr_ratio: float
+    reward_workers: int
+    reward_timeout_s: float
+    reward_memory_mib: int | None
+    reward_recycle_after: int | None
+    max_failed_fraction: float
+    max_skipped_updates: int
+
+
+class RLModuleSettings(SharedSettings, total=False):
+    group_size: int
+    loss_reduction: Literal["token", "sequence", "fixed"]
 
 
 class RLModule(TrainedModule):
@@ -130,6 +164,9 @@ class RLModule(TrainedModule):
     needs_entropy_gradient: bool = True
     # Whether `advantages` compares the trajectories of a group, which must then have at least two.
     compares_groups: bool = True
+    # Whether `advantages` reads `self.prompts`, the prompt of each trajectory, [B]; rank 0 sends them to all ranks.
+    reads_prompts: bool = False
+    prompts: Sequence[Prompt] = ()
     # The unit that the loss needs complete: minibatches and microbatches never split it. With pairs, a group that loses
     # a trajectory is sampled again; a group that loses a reward after its trajectories were scored is dropped.
     loss_unit: LossUnit = "trajectory"

@@ -9,11 +9,12 @@ import contextlib
 import functools
 import logging
 import os
+import shutil
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import lightning as L
 import torch
@@ -40,9 +41,11 @@ from lightrl.callbacks.monitors import warn_of_monitors
 from lightrl.callbacks.progress import ModelLines
 from lightrl.callbacks.run_files import TimedCheckpoint
 from lightrl.callbacks.weight_sync import check_no_overlap
+from lightrl.checks.annotations import Unpack
 from lightrl.checks.files import check_local, nearest_folder
+from lightrl.concurrency.owner import hold, let_go
 from lightrl.engines import RolloutEngine
-from lightrl.errors import OtherRankFailed
+from lightrl.errors import LightRLError, OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
 from lightrl.loops import (
     CheckpointConnector,
@@ -63,7 +66,12 @@ from lightrl.strategies.checkpoint.atomic_write import logged_behind_failure
 from lightrl.trajectory import Group, Sampling
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.profilers import Profiler
     from lightning.pytorch.strategies import Strategy
 
 log = logging.getLogger(__name__)
@@ -95,7 +103,7 @@ def ignore_srun_advice() -> None:
         warnings.filterwarnings("ignore", "The `srun` command is available", UserWarning)
 
 
-def set_device_defaults(flags: dict[str, Any]) -> None:
+def set_device_defaults(flags: LightningSettings) -> None:
     """Sets precision to bf16-mixed on a CUDA GPU unless the user set it; never chooses MPS, which is untested."""
     accelerator = flags.get("accelerator") or "auto"
     if not torch.cuda.is_available():
@@ -104,6 +112,49 @@ def set_device_defaults(flags: dict[str, Any]) -> None:
         flags["precision"] = "bf16-mixed"
         torch.set_float32_matmul_precision("high")
         log.info("precision is bf16-mixed on a GPU, with TF32 for float32 products; trainer.precision changes it.")
+
+
+class LightningSettings(TypedDict, total=False):
+    """The further arguments of Lightning's Trainer, for type checkers."""
+
+    accelerator: str | Accelerator
+    devices: list[int] | str | int
+    num_nodes: int
+    precision: Any
+    logger: Logger | Iterable[Logger] | bool | None
+    fast_dev_run: int | bool
+    max_epochs: int | None
+    min_epochs: int | None
+    max_steps: int
+    min_steps: int | None
+    max_time: str | timedelta | dict[str, int] | None
+    limit_train_batches: float | None
+    limit_val_batches: float | None
+    limit_test_batches: float | None
+    limit_predict_batches: float | None
+    overfit_batches: float
+    val_check_interval: float | str | timedelta | dict[str, int] | None
+    check_val_every_n_epoch: int | None
+    num_sanity_val_steps: int | None
+    enable_checkpointing: bool | None
+    enable_progress_bar: bool | None
+    enable_model_summary: bool | None
+    accumulate_grad_batches: int
+    gradient_clip_val: float | None
+    gradient_clip_algorithm: str | None
+    deterministic: bool | Literal["warn"] | None
+    benchmark: bool | None
+    inference_mode: bool
+    use_distributed_sampler: bool
+    profiler: Profiler | str | None
+    detect_anomaly: bool
+    barebones: bool
+    plugins: Any
+    sync_batchnorm: bool
+    reload_dataloaders_every_n_epochs: int
+    default_root_dir: str | Path | None
+    enable_autolog_hparams: bool
+    model_registry: str | None
 
 
 class Trainer(RLTrainer):
@@ -129,7 +180,7 @@ class Trainer(RLTrainer):
         callbacks: list[Callback] | Callback | None = None,
         strategy: Strategy | str = "auto",
         log_every_n_steps: int | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[LightningSettings],
     ) -> None:
         if kwargs.get("accelerator") == "gpu" and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
             raise ValueError(
@@ -141,8 +192,9 @@ class Trainer(RLTrainer):
         user_callbacks = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
         with warnings.catch_warnings():
             ignore_srun_advice()
+            given: dict[str, Any] = {**kwargs}
             names = ("accelerator", "devices", "num_nodes")
-            flags = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+            flags = {name: given[name] for name in names if given.get(name) is not None}
             # With several devices Lightning would use DDP.
             if strategy == "auto" and not isinstance(_AcceleratorConnector(**flags).strategy, SingleDeviceStrategy):
                 strategy = FSDP2Strategy()
@@ -163,6 +215,8 @@ class Trainer(RLTrainer):
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
         self._stage = RolloutStage(self, self.rollout_loop.resume)
         self._restoring: object = None  # the checkpoint that a fit restores, until the fit runs
+        self._new_folders: list[Path] = []  # created for this run, until it has started
+        self._held: list[Path] = []  # locked for this run
         self._muted: list[Any] = []  # checkpoint callbacks that must not save on exceptions until a stage runs
         self._hook_calls: deque[tuple[str, tuple[object, ...]]] = deque()
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
@@ -214,7 +268,8 @@ class Trainer(RLTrainer):
         file_logger = next((logger for logger in loggers if isinstance(logger, CSVLogger | TensorBoardLogger)), None)
         folder = None
         if file_logger is not None:
-            folder = file_logger.log_dir
+            version, folder = file_logger._version, file_logger.log_dir
+            file_logger._version = version  # `log_dir` sets it, but only `_claim_folders` knows which one is free
         elif loggers and self.is_global_zero:
             _ = loggers[0].experiment  # sets the version
             name, version = str(loggers[0].name), loggers[0].version
@@ -279,6 +334,9 @@ class Trainer(RLTrainer):
                     self._check_engine(module, is_fit=is_fit)
                     self._stage.start_reward_worker(module)
                 yield
+            except LightRLError:
+                self._new_folders = []  # logs and traceback explain it
+                raise
             except torch.OutOfMemoryError as error:
                 raise self.rollout_loop.out_of_memory(error, module) from error
             except RuntimeError as error:
@@ -291,6 +349,11 @@ class Trainer(RLTrainer):
             finally:
                 self._stage.close()  # if the stage did not start, or a second Ctrl-C interrupted its close
                 self._checkpoint_connector._loaded_checkpoint = {}  # the next stage would read a refused checkpoint
+                for folder in self._new_folders:  # the run did not start
+                    shutil.rmtree(folder, ignore_errors=True)
+                for folder in self._held:
+                    let_go(folder)
+                self._new_folders, self._held = [], []
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one of Lightning's functions; raises OtherRankFailed if another rank failed first."""
@@ -299,6 +362,8 @@ class Trainer(RLTrainer):
             self._restoring = kwargs.get("ckpt_path")
             self.strategy.optimizers = []  # an earlier fit's; without any, settings may still change
         try:
+            if self.is_global_zero:
+                self._claim_folders()
             if self.is_global_zero and (self._restoring or self.state.fn != TrainerFn.FITTING):
                 keep_rows(self.loggers)  # Lightning would delete them, which is right only for a new run
             return super()._run(*args, **kwargs)
@@ -321,7 +386,7 @@ class Trainer(RLTrainer):
             if (warning := rounding_warning(self.optimizers, self.rollout_loop.ranks.total)) and self.is_global_zero:
                 log.warning("%s", warning)
         if not isinstance(module, RLModule):
-            self._restoring = None
+            self._restoring, self._new_folders = None, []
             return super()._run_stage()
         with contextlib.ExitStack() as stack:
             stack.push(self._note_failure)
@@ -355,7 +420,7 @@ class Trainer(RLTrainer):
                 self.log_every_n_steps = 1
             self._stage.open(module)
         ranks.begin()
-        self._restoring = None
+        self._restoring, self._new_folders = None, []
         with loop.gate.held_back_on_all_ranks(ranks):
             results = super()._run_stage()
         if self.state.fn == TrainerFn.FITTING:
@@ -428,6 +493,44 @@ class Trainer(RLTrainer):
                     f"The run would write to {folder}, but {existing} is read-only, or not writable by this user. Set "
                     "trainer.default_root_dir, the logger's save_dir or ModelCheckpoint's dirpath to another folder."
                 )
+
+    def _claim_folders(self) -> None:
+        """Creates the folder of each CSV or TensorBoard logger without a version, which no other run then gets.
+
+        Folders that the user has named are locked, because another run may use the same name.
+        """
+        versions: dict[str, Any] = {}  # root → version, so that loggers without one share a folder
+        loggers: list[Any] = [logger for logger in self.loggers if isinstance(logger, CSVLogger | TensorBoardLogger)]
+        for logger in [logger for logger in loggers if "://" not in str(logger.save_dir)]:
+            root = logger.root_dir
+            if logger._version is not None:
+                self._hold(Path(logger.log_dir), f"{type(logger).__name__}.version")
+            elif root in versions:
+                logger._version = versions[root]
+            else:
+                while not self._is_created(Path(logger.log_dir)):
+                    logger._version = logger.version + 1
+                versions[root] = logger.version
+                _ = logger.experiment  # CSVLogger's warns about other loggers' files
+        for callback in self.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath and "://" not in str(callback.dirpath):
+                self._hold(Path(callback.dirpath), "ModelCheckpoint.dirpath")
+
+    def _is_created(self, log_dir: Path) -> bool:
+        """Creates a run's folder; returns False if it exists."""
+        folder = next(place for place in (log_dir, *log_dir.parents) if place.name.startswith("version_"))
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            return False
+        self._new_folders.append(folder)
+        return True
+
+    def _hold(self, folder: Path, setting: str) -> None:
+        hold(folder, setting)
+        self._held.append(folder)
+        if not folder.exists():
+            self._new_folders.append(folder)
 
     def _check_engine(self, module: RLModule, *, is_fit: bool) -> None:
         if self.engine is None:

@@ -45,7 +45,7 @@ class Prompt:
 
     id: str  # unique within the run; seeds and resume depend on it
     messages: list[JsonObject] | None = None  # chat messages, `{"role": ..., "content": ...}`
-    token_ids: list[int] | None = None
+    token_ids: list[int] | None = None  # None until the data module renders the messages
     fields: JsonObject = field(default_factory=dict)  # the row's columns, JSON-able
     images: tuple[str, ...] = ()  # paths or data: URLs
 
@@ -287,7 +287,7 @@ class Trajectory:
         two rows, s x and p a o b                                                        gaps       0 0 2 0 2 0
     """
 
-    prompt: Prompt
+    prompt: Prompt  # its fields are what the reward compares with
     group_id: int  # position of the prompt in the prompt stream
     sample: int  # index in the group, 0 to G - 1
     token_ids: Sequence[int]  # int32 [T]
@@ -296,13 +296,13 @@ class Trajectory:
     weight_versions: Sequence[int]  # int32 [T], version that sampled the token; -1 elsewhere
     completion_ids: Sequence[int]  # int32, token ids of the last turn, including the end token
     completion: str  # the last turn's text, without end tokens; includes the <think> that the prompt ends with
-    finish_reason: FinishReason = "stop"
+    finish_reason: FinishReason = "stop"  # of the last turn: stop, length or abort
     is_truncated: bool = False  # ended by a length limit
     reward: float | None = None  # None until it is computed
     # Other data that travels with the tokens, by name (lightrl/columns), for example rewards per token.
     columns: dict[str, Any] = field(default_factory=dict)
     images: list[str] = field(default_factory=list)  # images of observations, as data: URLs
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)  # where the policy's completions are, in order
     metrics: dict[str, float] = field(default_factory=dict)  # name → number, logged for the reward or the workflow
     workspace: str | None = None  # folder that an agent left for the reward; deleted afterwards
     agent_output: str = ""  # the last part of the agent program's output
@@ -510,8 +510,8 @@ class Group:
     """The trajectories of one prompt, in sample order; dropped ones are not included."""
 
     id: int  # position in the prompt stream
-    prompt: Prompt
-    trajectories: list[Trajectory] = field(default_factory=list)
+    prompt: Prompt  # of all its trajectories
+    trajectories: list[Trajectory] = field(default_factory=list)  # in sample order
 
     @property
     def oldest_version(self) -> int:

@@ -28,17 +28,19 @@ class Leaf(NamedTuple):
 
 
 LEAVES = {
-    "supervised": Leaf("algorithms/supervised", 457, "lightrl.SFT",
+    "supervised": Leaf("algorithms/supervised", 469, "lightrl.SFT",
         "algorithms/supervised", "algorithms.md#from-demonstrations-and-pairs"),
-    "completed prompts": Leaf("data/completions.py", 544, "lightrl.SFTDataModule",
+    "relatives": Leaf("algorithms/relatives.py", 466, "lightrl.DAPO",
+        "algorithms/test_relatives.py", "algorithms.md#policy-gradients-with-a-baseline-instead-of-a-critic"),
+    "completed prompts": Leaf("data/completions.py", 559, "lightrl.SFTDataModule",
         "data/test_pairs.py data/test_supervised.py", "bring-your-data.md#chats-and-pairs"),
-    "distillation": Leaf("algorithms/distillation.py", 161, "lightrl.Distillation",
+    "distillation": Leaf("algorithms/distillation.py", 168, "lightrl.Distillation",
         "algorithms/test_distillation.py", "algorithms.md#from-a-teacher"),
     "fast decoder": Leaf("engines/local/fast", 767, "fast decoder",
         "engines/test_kernels.py", "performance.md#small-machines"),
     "gateway": Leaf("engines/servers/gateway.py", 240, "gateway",
         "engines/test_gateway.py", "clusters.md#which-server-a-request-goes-to"),
-    "vLLM": Leaf("engines/vllm", 462, "lightrl.VLLMEngine",
+    "vLLM": Leaf("engines/vllm", 463, "lightrl.VLLMEngine",
         "engines/test_vllm.py engines/test_real_vllm.py", "serve-with-sglang.md#with-vllm"),
     "fake engine": Leaf("engines/fake_engine.py", 297, "lightrl.FakeEngine",
         "engines/test_fake_engine.py", "test-your-code.md#fakeengine"),
@@ -47,18 +49,10 @@ LEAVES = {
     "code": Leaf("rewards/code_tests.py", 340, "lightrl.rewards.code_tests",
         "rewards/test_code_tests.py", "write-a-reward.md#untrusted-programs"),
     "sandbox": Leaf("rewards/sandbox", 1223, "lightrl.rewards.LocalSandbox",
-<<<<<<< HEAD
         "rewards/test_sandbox.py", "security.md#programs-written-by-a-policy"),
     "judge": Leaf("rewards/llm_judge.py", 240, "lightrl.rewards.LLMJudge",
-||||||| c823fe8e
-        "rewards/test_sandbox.py", "security.md#programs-that-a-policy-writes"),
-    "judge": Leaf("rewards/llm_judge.py", 241, "lightrl.rewards.LLMJudge",
-=======
-        "rewards/test_sandbox.py", "security.md#programs-that-a-policy-writes"),
-    "judge": Leaf("rewards/llm_judge.py", 240, "lightrl.rewards.LLMJudge",
->>>>>>> fields
         "rewards/test_llm_judge.py", "write-a-reward.md#a-model-as-the-judge"),
-    "text rewards": Leaf("rewards/text_rewards.py", 146, "lightrl.rewards.json_schema",
+    "text rewards": Leaf("rewards/text_rewards.py", 145, "lightrl.rewards.json_schema",
         "rewards/test_text_rewards.py", "write-a-reward.md#text-only"),
     "reasoning-gym": Leaf("rewards/reasoning_gym.py", 102, "lightrl.rewards.reasoning_gym.reward",
         "rewards/test_reasoning_gym.py", "bring-your-data.md#reasoning-gym"),
@@ -72,7 +66,7 @@ LEAVES = {
         "callbacks/test_trajectory_log.py", "inspect.md#what-must-be-logged"),
     "learning curve": Leaf("callbacks/learning_curve.py", 259, "lightrl.LearningCurve",
         "callbacks/test_learning_curve.py", "loggers.md#the-learning-curve"),
-    "export callback": Leaf("callbacks/export.py", 167, "lightrl.HuggingFaceExport",
+    "export callback": Leaf("callbacks/export.py", 188, "lightrl.HuggingFaceExport",
         "callbacks/test_export.py", "share-a-model.md#at-the-end-of-a-run"),
     "export": Leaf("commands/export.py", 244, "lightrl export",
         "commands/test_export_command.py trainer/test_push.py", "share-a-model.md#on-a-hub"),

@@ -6,12 +6,13 @@ Shapes: B trajectories, T tokens, the teacher's K most likely tokens at each pos
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.grpo import GRPO
+from lightrl.algorithms.grpo import GRPO, AllButBaseline
+from lightrl.checks.annotations import Unpack
 from lightrl.checks.bounds import check_effect
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
@@ -64,7 +65,8 @@ class Distillation(GRPO):
         group_size: int = 1,
         advantage_mean: Literal["group", "batch"] | None = None,
         advantage_std: Literal["group", "batch"] | None = None,
-        **kwargs: Any,
+        leave_one_out: bool = False,
+        **kwargs: Unpack[AllButBaseline],
     ) -> None:
         if not reward_coef >= 0:
             raise ValueError(f"reward_coef must be >= 0 (0 trains on the teacher alone), got {reward_coef}.")
@@ -85,7 +87,12 @@ class Distillation(GRPO):
         if reward_coef and advantage_mean is None:
             advantage_mean = advantage_std = "group"
         super().__init__(
-            policy, group_size=group_size, advantage_mean=advantage_mean, advantage_std=advantage_std, **kwargs
+            policy,
+            group_size=group_size,
+            advantage_mean=advantage_mean,
+            advantage_std=advantage_std,
+            leave_one_out=leave_one_out,
+            **kwargs,
         )
         if teacher_topk is not None and self.sampling.is_truncated:
             raise ValueError(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
 
 from lightrl.algorithms.reference import ReferenceKL
+from lightrl.checks.annotations import Unpack
 from lightrl.checks.bounds import check_choice
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
@@ -22,9 +23,54 @@ from lightrl.functional import (
     policy_ratio,
     sequence_ratio,
 )
+from lightrl.functional.reduction import LossReduction
 from lightrl.models import ModelSpec, Outputs, Role
-from lightrl.module import ESS_WEIGHTS, RLModule
+from lightrl.module import ESS_WEIGHTS, RLModule, RLModuleSettings, SharedSettings
 from lightrl.rewards.length_penalty import OverlongPenalty
+
+
+class FamilySettings(SharedSettings, total=False):
+    """Those arguments of GRPO that no other algorithm replaces, for type checkers; below, those that some replace."""
+
+    entropy_coef: float
+    overlong_penalty: OverlongPenalty | None
+    reward_shaping: RewardShaping | None
+
+
+class RelativeSettings(FamilySettings, total=False):
+    reference: ReferenceKL | None
+
+
+class GroupSettings(TypedDict, total=False):
+    group_size: int
+
+
+class ReductionSettings(TypedDict, total=False):
+    loss_reduction: LossReduction
+
+
+class ClipSettings(TypedDict, total=False):
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+
+
+class RatioSettings(TypedDict, total=False):
+    ratio_level: Literal["token", "sequence"]
+
+
+class StatisticsSettings(TypedDict, total=False):
+    advantage_mean: Literal["group", "batch"] | None
+    advantage_std: Literal["group", "batch"] | None
+    leave_one_out: bool
+
+
+class WeightsSettings(TypedDict, total=False):
+    decoupled: bool | ImportanceWeights
+
+
+class AllButBaseline(RelativeSettings, ReductionSettings, ClipSettings, RatioSettings, WeightsSettings, total=False):
+    """For algorithms with their own baseline and `group_size`."""
 
 
 class GRPO(RLModule):
@@ -73,7 +119,7 @@ class GRPO(RLModule):
         entropy_coef: float = 0.0,
         overlong_penalty: OverlongPenalty | None = None,
         reward_shaping: RewardShaping | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[RLModuleSettings],
     ) -> None:
         check_choice(("token", "sequence"), ratio_level=ratio_level)
         check_choice(("group", "batch", None), advantage_mean=advantage_mean, advantage_std=advantage_std)

@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.grpo import GRPO
+from lightrl.algorithms.grpo import (
+    GRPO,
+    ClipSettings,
+    FamilySettings,
+    RatioSettings,
+    ReductionSettings,
+    WeightsSettings,
+)
 from lightrl.algorithms.reference import AdaptiveKL
+from lightrl.checks.annotations import Unpack
 from lightrl.checks.bounds import check_bounds, check_effect
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
@@ -60,6 +68,9 @@ class EarlyStop:
         if self.kl_nats is not None and kl_nats > self.kl_nats:
             return True
         return self.ratio is not None and not 1 / self.ratio <= metrics.get("ratio", 1.0) <= self.ratio
+
+
+class AllButCritic(FamilySettings, ReductionSettings, ClipSettings, RatioSettings, WeightsSettings, total=False): ...
 
 
 class PPO(GRPO):
@@ -116,7 +127,7 @@ class PPO(GRPO):
         reference: AdaptiveKL | None = None,
         early_stop: EarlyStop | None = None,
         group_size: int = 1,
-        **kwargs: Any,
+        **kwargs: Unpack[AllButCritic],
     ) -> None:
         self.kl_in_reward = reference is None or reference.in_reward
         super().__init__(

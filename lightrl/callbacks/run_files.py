@@ -41,6 +41,7 @@ KINDS = {
     "trajectories": "trajectories, one per line; lightrl inspect shows them",
     "predictions.jsonl": "trajectories of lightrl predict, one per line",
     "checkpoints": "continue with fit --ckpt_path checkpoints/last.ckpt",
+    "exported": "the trained model as a Hugging Face folder",
     "trace": "where the time went: summary.json, trace.json",
     "problems": "warnings, errors and drops, a file per rank",
     "logs": "log lines, a file per rank; logging: sets the levels",

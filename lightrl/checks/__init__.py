@@ -1,6 +1,7 @@
 """Checks of a configuration, with errors that name the setting, and readable errors for user code and disks.
 
 Reading order:
+    annotations.py  what type checkers and the parser of settings read differently
     bounds.py       numbers within bounds, choices from a list, settings without effect, equal shapes, format strings
     user_code.py    finds functions that a configuration names; translates the exceptions of user code
     entry_points.py leaves that the core loads by name

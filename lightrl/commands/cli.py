@@ -201,8 +201,8 @@ class LightRLCLI(LightningCLI):
         logger = self.config[self.config.subcommand].trainer.logger
         # with fast_dev_run and barebones the logger is not Lightning's default
         if logger in (None, True) and [type(logger) for logger in trainer.loggers] == [TensorBoardLogger]:
-            metrics = CSVLogger(trainer.default_root_dir)  # both write to lightning_logs/version_<n>
-            trainer.loggers = [metrics, TensorBoardLogger(trainer.default_root_dir, version=metrics.version)]
+            root = trainer.default_root_dir  # both write to lightning_logs/version_<n>
+            trainer.loggers = [CSVLogger(root), TensorBoardLogger(root)]
         return trainer
 
     def after_instantiate_classes(self) -> None:
@@ -271,8 +271,7 @@ class LightRLCLI(LightningCLI):
 
     def predict(self, **kwargs: Any) -> None:
         """Writes the trajectories of an RLModule to the run's folder, one per line."""
-        folder = run_folder(self.trainer)
-        writer = _PredictionFile((folder or Path.cwd()) / "predictions.jsonl")
+        writer = _PredictionFile()
         self.trainer.callbacks.append(writer)
         self.trainer.predict(**kwargs, return_predictions=False)
         if writer.has_written:
@@ -316,9 +315,11 @@ def _plain(value: Any) -> Any:
 class _PredictionFile(L.Callback):
     """Writes the trajectories of each batch with their rewards to a file, one per line."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self) -> None:
         self.has_written = False
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.path = (run_folder(trainer) or Path.cwd()) / "predictions.jsonl"
 
     def on_predict_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, *_: object

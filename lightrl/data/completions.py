@@ -14,17 +14,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Required, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightrl.checks.annotations import Unpack
 from lightrl.checks.bounds import check_bounds
 from lightrl.concurrency.in_thread import result_of, submit
 from lightrl.data.batches import EpochLoader, PositionLoader, batches_in_order, check_run_length
 from lightrl.data.chat import ChatRenderer, Messages, completion_after, is_whole_chat, read_messages, shared_prompt
 from lightrl.data.mixture import Source, epoch_order
-from lightrl.data.prompts import PromptDataModule, Split, smallest
+from lightrl.data.prompts import PromptDataModule, SharedPromptSettings, Split, smallest
 from lightrl.data.rows import Row, require_column
 from lightrl.data.stream import ROWS_AT_ONCE, Made, PromptOf, RowPrompts, SourceRows, without_errors
 from lightrl.experience import Experience
@@ -164,6 +165,20 @@ class Windows:
         return rows
 
 
+class ChatSettings(SharedPromptSettings, total=False):
+    """The further arguments of SFTDataModule, for type checkers."""
+
+    prompt_column: str
+    answer_column: str | None
+    max_tokens: int | None
+
+
+class PromptSettings(SharedPromptSettings, total=False):
+    batch_size: Required[int]
+    prompt_column: str
+    answer_column: str | None
+
+
 class CompletionDataModule(PromptDataModule):
     """A PromptDataModule with completions for each prompt; a subclass defines `completion_columns` and `collate`.
 
@@ -189,7 +204,7 @@ class CompletionDataModule(PromptDataModule):
         test: Source | None = None,
         *,
         max_tokens: int | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[PromptSettings],
     ) -> None:
         super().__init__(train, validation, test, **kwargs)
         check_bounds(2, max_tokens=max_tokens)  # a prompt and its end token
@@ -416,7 +431,7 @@ class SFTDataModule(CompletionDataModule):
         *,
         batch_size: int,
         answer_pattern_remove: str | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[ChatSettings],
     ) -> None:
         super().__init__(train, validation, test, batch_size=batch_size, **kwargs)
         answer_column = self.answer_column
@@ -521,7 +536,7 @@ class PreferenceDataModule(CompletionDataModule):
         rejected_column: str = "rejected",
         prompt_column: str = "prompt",
         max_tokens: int | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[SharedPromptSettings],
     ) -> None:
         super().__init__(
             train, validation, test, batch_size=batch_size, prompt_column=prompt_column, answer_column=None,

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import lightning as L
 
@@ -51,6 +51,23 @@ _SPLITS_OF_STAGE: dict[str, tuple[Split, ...]] = {
     "test": ("test",),
     "predict": ("test",),
 }
+
+
+class SharedPromptSettings(TypedDict, total=False):
+    """Those arguments of PromptDataModule that no subclass replaces, for type checkers."""
+
+    row_filter: str | Callable[[Row], bool] | None
+    image_column: str | None
+    system_prompt: str | None
+    prompt_template: str
+    chat_template: str | None
+    chat_template_kwargs: JsonObject | None
+    validation_batch_size: int
+    max_prompt_tokens: int | None
+    min_prompt_tokens: int | None
+    prompt_overflow: Literal["error", "drop"]
+    shuffle: bool
+    seed: int | None
 
 
 class PromptDataModule(L.LightningDataModule):

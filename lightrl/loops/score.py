@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ from lightrl.strategies import Microbatches, Ranks, ShardedExperience, mark_as_o
 from lightrl.strategies.sharded_experience import OnLossTokens, TokenRows
 from lightrl.strategies.sharded_experience.placement import microbatch_rows
 from lightrl.trace import span
-from lightrl.trajectory import Trajectory, as_array
+from lightrl.trajectory import Prompt, Trajectory, as_array, encode_json
 
 if TYPE_CHECKING:
     from lightrl.module import RLModule
@@ -98,6 +99,11 @@ def score(
     rows = list(trajectories)
     sharded = ShardedExperience.of(experience) if isinstance(experience, Experience) else experience
     ranks = sharded.ranks
+    if module.reads_prompts:
+        module.prompts = [item.prompt for item in rows]
+        if ranks.size > 1:
+            records = json.loads(encode_json(module.prompts)) if ranks.is_main else None
+            module.prompts = [Prompt(**record) for record in ranks.broadcast_json(records)]
 
     @torch.no_grad()  # in the call's own thread
     def run(call: ModelCall, current: ShardedExperience) -> _Outputs:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
+import hashlib
 import importlib
 import inspect
 import logging
 import os
 import socket
+import tempfile
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -19,7 +22,8 @@ from urllib.request import getproxies
 
 import torch
 
-from lightrl.checks.files import check_sums
+from lightrl.checks.annotations import StrOrObject
+from lightrl.checks.files import SUMS_FILE, check_sums, write_sums
 from lightrl.checks.user_code import user_code
 from lightrl.models.images import auto_model, finish_model, image_kind
 
@@ -150,7 +154,9 @@ class ModelSpec:
         config: the model's config, with `model_type`, to start from random weights instead of a `path`.
         url: the SGLang server that runs the model, instead of a `path`: for a teacher, a reference policy or a reward
             model with the policy's vocabulary. LIGHTRL_SERVER_TOKEN is the server's token.
-        tokenizer: a hub name, a local folder, or the dotted path of a function that returns one; `path` if None.
+        tokenizer: a hub name, a local folder, or the dotted path of a function that returns one; `path` if None. In
+            Python also a tokenizer or a function: the tokenizer is saved in ~/.cache/lightrl, and this becomes its
+            folder, which other processes, checkpoints and exports can load.
         dtype: type of the weights, for example `float32` or `bfloat16`; None is float32, which mixed precision expects.
         attn_implementation: as in transformers; None is its default.
         seed: the seed of random weights with `config`; None is the seed of `seed_everything`.
@@ -164,7 +170,7 @@ class ModelSpec:
     path: str | None = None
     config: dict[str, Any] | None = None
     url: str | None = None
-    tokenizer: str | None = None
+    tokenizer: StrOrObject | None = None
     dtype: str | None = None
     attn_implementation: str | None = None
     seed: int | None = None
@@ -173,6 +179,8 @@ class ModelSpec:
     head: Literal["vocabulary", "scalar"] = "vocabulary"
 
     def __post_init__(self) -> None:
+        if self.tokenizer is not None and not isinstance(self.tokenizer, str):
+            object.__setattr__(self, "tokenizer", _saved_tokenizer(self.tokenizer))
         if (self.path is None) + (self.config is None) + (self.url is None) != 2:
             raise ValueError(
                 "A model needs exactly one of path (a checkpoint), config (random weights) and url (a server), got "
@@ -324,7 +332,7 @@ class ModelSpec:
         return f"Model {self.path!r}" if self.config is None else f"A model with config={self.config!r:.200}"
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        from transformers import AutoTokenizer, PreTrainedTokenizerBase
+        from transformers import AutoTokenizer
 
         source = self.tokenizer or self.path
         assert source is not None
@@ -333,13 +341,36 @@ class ModelSpec:
             fix = "It must have a tokenizer.json. Set tokenizer to a folder or a hub name that has one."
             with loading(f"The tokenizer of {source!r}", fix):
                 return AutoTokenizer.from_pretrained(source, trust_remote_code=self.trust_remote_code)
-        with loading(f"tokenizer={source!r}", "It must be a function without arguments."):
-            tokenizer = make()
-        if not isinstance(tokenizer, PreTrainedTokenizerBase):
-            raise TypeError(
-                f"tokenizer={source!r} must return a Hugging Face tokenizer, got {type(tokenizer).__name__}."
-            )
-        return tokenizer
+        return _made_tokenizer(make, source)
+
+
+def _made_tokenizer(make: Callable[[], object], source: object) -> PreTrainedTokenizerBase:
+    from transformers import PreTrainedTokenizerBase
+
+    with loading(f"tokenizer={source!r}", "It must be a function without arguments."):
+        tokenizer = make()
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(f"tokenizer={source!r} must return a Hugging Face tokenizer, got {type(tokenizer).__name__}.")
+    return tokenizer
+
+
+def _saved_tokenizer(given: object) -> str:
+    """Saves a tokenizer, or what a function returns, in a cache folder named after its content; returns the folder."""
+    from transformers import PreTrainedTokenizerBase
+
+    make = given if callable(given) and not isinstance(given, PreTrainedTokenizerBase) else lambda: given
+    tokenizer = _made_tokenizer(make, given)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightrl" / "tokenizers"
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as place:
+        part = Path(place) / "tokenizer"
+        tokenizer.save_pretrained(part)
+        write_sums(part)
+        folder = cache / hashlib.sha256((part / SUMS_FILE).read_bytes()).hexdigest()[:16]
+        if not folder.exists():
+            with contextlib.suppress(OSError):  # another process has saved the same tokenizer
+                part.rename(folder)
+    return str(folder)
 
 
 def context_tokens(config: PretrainedConfig) -> int | None:

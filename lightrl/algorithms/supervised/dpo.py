@@ -5,12 +5,13 @@ Shapes: B pairs, T tokens. Rows 2i and 2i + 1 of a batch are pair i, the chosen 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.supervised.module import SupervisedModule
+from lightrl.algorithms.supervised.module import SupervisedModule, SupervisedSettings
+from lightrl.checks.annotations import Unpack
 from lightrl.data import PairBatch
 from lightrl.experience import Experience
 from lightrl.functional import preference_loss, preference_margin
@@ -52,7 +53,7 @@ class DPO(SupervisedModule):
         *,
         reference: str | ModelSpec | Role | None = None,
         kl_coef: float = 0.1,
-        **kwargs: Any,
+        **kwargs: Unpack[SupervisedSettings],
     ) -> None:
         super().__init__(policy, **kwargs)
         preference_loss(torch.zeros(1), kl_coef=kl_coef)  # rejects invalid settings before anything is loaded

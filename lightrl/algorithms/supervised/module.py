@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -27,6 +27,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _DATA_MODULES = {ChatBatch: "SFTDataModule", PairBatch: "PreferenceDataModule"}
+
+
+class SupervisedSettings(TypedDict, total=False):
+    """The arguments of SupervisedModule, for type checkers; in its subclasses, `kwargs`."""
+
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+    warmup_steps: int
+    lr_decay: Literal["constant", "linear", "cosine"]
 
 
 class SupervisedModule(TrainedModule):

@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 import transformers
@@ -53,6 +53,23 @@ from lightrl.models.routes import route_encoders
 from lightrl.models.tuning import Part
 from lightrl.trajectory import JsonObject, Sampling
 from lightrl.weights import Bucket, SharedFolder, block_fp8
+
+
+class ServerSettings(TypedDict, total=False):
+    """The arguments of ServerEngine, for type checkers; in its subclasses, `settings`."""
+
+    urls: Sequence[str] | None
+    servers: int | None
+    tp: int
+    server_args: Mapping[str, Any] | None
+    transport: TransportName
+    router: str | None
+    weight_folder: str | None
+    trainer_host: str | None
+    placement: Literal["separate", "colocated"]
+    adapters: Literal["merged", "served"]
+    record_routes: bool | None
+    timeouts: Timeouts
 
 
 class ServerEngine(RolloutEngine):
