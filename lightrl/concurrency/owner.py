@@ -80,9 +80,12 @@ def hold(folder: Path, setting: str) -> None:
         ValueError: if another process holds the folder; it names the setting.
     """
     lock = _lock_of(folder)
-    lock.parent.mkdir(parents=True, exist_ok=True)
     while lock not in _held:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:
+            return  # writing to the folder fails too, with a message that says why
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
