@@ -181,8 +181,8 @@ def train_lightrl(task: Task, turnstile: Turnstile, folder: Path, num_iterations
 
     class Measure(lightrl.RLCallback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            forms = pl_module.parallel_models["policy"].forms
-            forms.layouts = forms.layouts if shares_prefixes else {}
+            policy = pl_module.parallel_models["policy"]
+            policy.layouts = policy.layouts if shares_prefixes else {}
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             turnstile.pass_through()

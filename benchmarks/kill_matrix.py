@@ -56,7 +56,7 @@ _BY_ACTOR: dict[tuple[str, str], Expected] = {
     ("trainer", KILL): Expected(KILLED),
     ("trainer", STOP): Expected(GOES_ON),
     ("rank", KILL): Expected(ENDS, "Rank 1 was killed"),
-    ("rank", STOP): Expected(ENDS, "Rank 1 has not been heard of"),
+    ("rank", STOP): Expected(ENDS, "Rank 1 has not reported"),
     ("server", KILL): Expected(GOES_ON, _SERVER),
     ("server", STOP): Expected(GOES_ON, _SERVER),
     ("reward worker", KILL): Expected(GOES_ON),

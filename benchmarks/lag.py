@@ -128,10 +128,10 @@ def train(loss: str, lag: int, lr: float, seed: int, options: argparse.Namespace
 
     import lightrl
     from examples.quickstart.task import LargestDigit
-    from lightrl.loops.metrics import add_parts, values_of
     from lightrl.loops.score import score
-    from lightrl.loops.update import MinibatchLoss
+    from lightrl.loops.update import MinibatchLoss, add_parts, values_of
     from lightrl.strategies import LogprobSettings, SingleModel
+    from lightrl.strategies.sharded_experience.placement import cut_minibatches
 
     quiet()
     torch.set_num_threads(1)
@@ -155,7 +155,8 @@ def train(loss: str, lag: int, lr: float, seed: int, options: argparse.Namespace
         queue.append(fresh)
         experience = score(module, queue.popleft()).local
         metrics: dict[str, torch.Tensor] = {}
-        for minibatch in experience.minibatches(module.num_minibatches, seed=1000 * seed + iteration):
+        for rows in cut_minibatches(experience.units("trajectory"), module.num_minibatches, 1000 * seed + iteration):
+            minibatch = experience.select([row for (row,) in rows])
             optimizer.zero_grad()
             losses = MinibatchLoss(module, minibatch)
             model.forward_backward(

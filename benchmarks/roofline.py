@@ -32,7 +32,7 @@ from benchmarks.trajectories import weighted_sum
 from lightrl.functional import logprobs as head
 from lightrl.strategies import LogprobSettings, SingleModel, single
 from lightrl.strategies import head as model_head
-from lightrl.strategies.layouts import forms, packed_attention
+from lightrl.strategies.layouts import packed_attention
 from lightrl.strategies.layouts.shared_prefix import find_shared_prompts
 
 BYTES_PER_S = 2.7e12  # of an H100's memory, as a copy reaches it
@@ -144,8 +144,8 @@ def predict(name: str, given: argparse.Namespace) -> dict[str, Any]:
 
     with (
         patch.object(single, "head_is_plain", lambda model: True),  # nothing can be probed without numbers
-        patch.object(forms, "exact_layouts", lambda model: {}),
-        patch.object(forms, "can_pack", can_pack),
+        patch.object(single, "exact_layouts", lambda model: {}),
+        patch.object(single, "can_pack", can_pack),
         patch.object(packed_attention, "kernel_for", lambda *args: "flash"),
         patch.object(model_head, "hidden_logprobs", read_head),
         patch.object(head._HeadLogprobs, "backward", staticmethod(head_backward)),

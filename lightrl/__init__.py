@@ -3,29 +3,29 @@
 The packages; each imports only from those above it in this list:
 
     errors        the exceptions of a run, as a tree
-    checks        what a configuration says, checked with clear errors
+    checks        checks of configurations and user code, with clear errors
     concurrency   threads, event loops and processes
-    columns       what travels with tokens, from the engine to the loss
+    columns       data that travels with tokens, from the engine to the loss
     trace         what a process did when, for Perfetto; where the time went
     trajectory    Prompt, Sampling, Trajectory, Group: plain Python
     functional    equations: advantages, losses, KL, logprobs, packing
     experience    trajectories as tensors
     rewards       reward functions and the processes that run them
     weights       parameters on their way from trainer to engine
-    models        what a role is and what its model can do
-    dataflow      which model computes what from what
+    models        roles and what their models can do
+    dataflow      model calls, and the graph that they form
     engines       token ids to completions: local, SGLang, vLLM, fake
-    strategies    where parameters and work live
+    strategies    how parameters and work are divided over devices
     testing       a tiny policy and made-up trajectories, for tests
     workflows     a prompt to a trajectory: turns, environments, agents
-    rollout       prompts to trajectories with rewards, within a staleness
+    rollout       prompts to trajectories with rewards, within a staleness bound
     module        RLModule: the hooks a user writes
     data          prompts by position, chats for SFT
     algorithms    RLModules ready to use: GRPO and its relatives, SFT
     loops         one iteration inside Lightning's fit loop
     callbacks     weight sync, staleness, metrics, logs, export
     trainer       Lightning's Trainer with an engine
-    plan          what a run takes, on paper: memory, messages, batch sizes
+    plan          estimates of a run: memory, messages, batch sizes
     commands      lightrl fit | validate | test | predict | export | plan | convert | doctor | launch |
                   status | inspect | serve
 
@@ -43,7 +43,7 @@ __version__ = "0.1.0"
 
 
 def loaded_on_first_use(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package that imports a public name's module when the name is first used.
+    """Returns a package's `__getattr__`, which imports a public name's module when the name is first used.
 
     Args:
         package: its `__name__`.

@@ -8,7 +8,7 @@
 A key is the name of a field or an extra of Experience. A call runs once, on all trajectories, as soon as its inputs
 exist. Calls of models that share ranks run one after another, in the same order on each rank; roles with separate ranks
 run in parallel. At the same time, calls without a role (an LLM judge behind a server, a function) run on rank 0, each
-in its own thread. loops/run_calls.py executes the graph.
+in its own thread. loops/score.py executes the graph.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class ModelCall:
     kind: Kind = "infer"
     inputs: tuple[str, ...] = ()  # keys that it needs
     outputs: tuple[str, ...] = ()  # keys that it produces; a new name becomes an extra
-    microbatch_tokens: int | None = None  # None: as set in the module
+    microbatch_tokens: int | None = None  # None uses the module's
     run: Callable[..., Any] | None = field(default=None, compare=False)
-    after: tuple[str, ...] = ()  # names of calls that must finish first although this call reads no output of theirs
+    after: tuple[str, ...] = ()  # names of calls that must finish first although this call does not read their outputs
     timeout_s: float = 1800.0  # deadline of a call without a role
     base_only: bool = False  # run the role's base model, without the weights that training adds
     on_all_ranks: bool = False  # every rank runs the function, in the trainer's thread
@@ -116,7 +116,7 @@ class DataFlowGraph:
                     "models(), or fix its name."
                 )
             if call.role is None and call.run is None and call.kind == "infer":
-                raise ValueError(f"Model call {call.name!r} needs a role of models(), or run=, a function.")
+                raise ValueError(f"Model call {call.name!r} needs a role from models(), or a function as run=.")
         self.producers = self._find_producers(declared)
         self.edges = {call.name: self._needs(call, declared) for call in declared}
         self.calls = self._in_order(declared)
@@ -147,7 +147,7 @@ class DataFlowGraph:
                 other = producers.get(key) or ("the rollout" if key in self.given else None)
                 if other is not None:
                     raise ValueError(
-                        f"Model call {call.name!r} produces {key!r}, which {other!r} produces already. Rename it."
+                        f"Model call {call.name!r} produces {key!r}, which {other!r} already produces. Rename it."
                     )
                 producers[key] = call.name
         return producers
@@ -225,11 +225,11 @@ def iteration_graph(
     Raises:
         ValueError: if a model call is an update, a server cannot compute its call, or DataFlowGraph refuses the calls.
     """
-    model_calls = [_served(call, roles.get(call.role or ""), sampling) for call in model_calls]
-    wrong = next((call for call in model_calls if call.kind != "infer"), None)
-    if wrong is not None:
+    model_calls = [_with_server(call, roles.get(call.role or ""), sampling) for call in model_calls]
+    update = next((call for call in model_calls if call.kind != "infer"), None)
+    if update is not None:
         raise ValueError(
-            f"Model call {wrong.name!r} in model_calls must have kind 'infer', got {wrong.kind!r}. Updates belong in "
+            f"Model call {update.name!r} in model_calls must have kind 'infer', got {update.kind!r}. Updates belong in "
             "train_calls."
         )
     reward_fields = ("rewards", "token_rewards")
@@ -239,15 +239,15 @@ def iteration_graph(
     ]
     late = _later_than_advantages(model_calls, advantage_keys)
     inputs = ("rewards", *(key for call in model_calls for key in call.outputs if call.name not in late))
-    learn = ModelCall(ADVANTAGES, inputs=inputs, outputs=advantage_keys, run=advantages, on_all_ranks=True)
-    calls = [*([] if from_file else rollout), *model_calls, learn, *train_calls]
+    advantage = ModelCall(ADVANTAGES, inputs=inputs, outputs=advantage_keys, run=advantages, on_all_ranks=True)
+    calls = [*([] if from_file else rollout), *model_calls, advantage, *train_calls]
     return DataFlowGraph(calls, roles=roles, given=rollout_fields() if from_file else ())
 
 
 def _later_than_advantages(calls: Sequence[ModelCall], advantage_keys: Sequence[str]) -> set[str]:
     """Returns the names of the calls that need advantages, directly or through another call."""
     names, keys = {ADVANTAGES}, set(advantage_keys)
-    for _ in calls:
+    for _ in calls:  # enough passes for a chain of all calls, in any order
         for call in calls:
             if keys.intersection(call.inputs) or names.intersection(call.after):
                 names.add(call.name)
@@ -255,7 +255,7 @@ def _later_than_advantages(calls: Sequence[ModelCall], advantage_keys: Sequence[
     return names
 
 
-def _served(call: ModelCall, source: ModelSource | None, sampling: Sampling) -> ModelCall:
+def _with_server(call: ModelCall, source: ModelSource | None, sampling: Sampling) -> ModelCall:
     """Returns the call with the URL of its role's server, if there is one.
 
     Raises:

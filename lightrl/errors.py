@@ -44,7 +44,7 @@ class RolloutError(LightRLError):
 
 
 class RewardError(LightRLError):
-    """A reward function returned no finite number.
+    """A reward function raised, returned no finite number, hung or was killed.
 
     Args:
         message: what happened, what was expected, how to fix it.

@@ -6,19 +6,19 @@ aligned to the token it describes; logprobs are 0 at position 0. Logprobs are in
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self, cast, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_choice
-from lightrl.columns import column_of, registered, reserve
+from lightrl.columns import REWARDS, TOKENS, column_named, column_of, registered, reserve
 from lightrl.functional.branches import row_lengths
 from lightrl.functional.device_copy import on_host, to_device
 from lightrl.functional.packing import microbatch_bins
-from lightrl.functional.rows import check_trajectories, reward_fields, row_fields, row_tensors, token_rows
 from lightrl.trajectory import Trajectory
 
 # The rows that a loss reads together; minibatches and microbatches never split them.
@@ -76,10 +76,7 @@ class Experience:
             ValueError: if there is no trajectory, or if one has no reward, lists of unequal length, or a first token
                 that trains although nothing predicts it.
         """
-        check_trajectories(trajectories)
-        rows, tensors = token_rows(trajectories), row_fields(trajectories)
-        tensors["rewards"], token_rewards = reward_fields(trajectories)
-        rows |= {} if token_rewards is None else {"token_rewards": token_rewards}
+        tensors, rows = fields_of(trajectories)
         for name, values in rows.items():
             tensors |= row_tensors(name, values)
         return cls.of_tensors(tensors)
@@ -211,16 +208,6 @@ class Experience:
         moved = {name: to_device(value, target) for name, value in self.tensors().items() if not is_on_host(name)}
         return self.with_tensors(moved)
 
-    def minibatches(self, num: int, *, epochs: int = 1, seed: int = 0, unit: LossUnit = "trajectory") -> Iterator[Self]:
-        """Yields `num` minibatches in each of `epochs` passes; later passes yield the same ones in another order.
-
-        There are at most as many minibatches as units, so none is empty. A single minibatch keeps the row order, since
-        a shuffle would only change the rounding.
-        """
-        cuts = cut_minibatches(self.units(unit), num, seed)
-        for index in minibatch_order(len(cuts), epochs, seed):
-            yield self if len(cuts) == 1 else self.select(sorted(row for rows in cuts[index] for row in rows))
-
     def microbatch_rows(self, max_tokens: int, *, unit: LossUnit = "trajectory") -> tuple[list[list[int]], list[Self]]:
         """Returns the rows of each microbatch, and the microbatches: at most `max_tokens` unpadded tokens, or one unit.
 
@@ -294,22 +281,6 @@ def units_of(group_ids: Sequence[int], unit: LossUnit) -> list[list[int]]:
     return sorted(rows[start : start + 2] for rows in groups.values() for start in range(0, len(rows), 2))
 
 
-def cut_minibatches(units: Sequence[list[int]], num: int, seed: int) -> list[list[list[int]]]:
-    """Cuts shuffled units evenly into at most `num` minibatches; within each, units are ordered by their first rows."""
-    num = min(num, len(units))
-    if num == 1:
-        return [list(units)]
-    order = torch.randperm(len(units), generator=torch.Generator().manual_seed(seed))
-    return [sorted(units[index] for index in part.tolist()) for part in order.tensor_split(num)]
-
-
-def minibatch_order(num: int, epochs: int, seed: int) -> list[int]:
-    """Returns the order in which `num` minibatches train: ascending in the first epoch, then permuted."""
-    generator = torch.Generator().manual_seed(seed)
-    later = [torch.randperm(num, generator=generator).tolist() for _ in range(epochs - 1)]
-    return [*range(num), *(index for order in later for index in order)]
-
-
 def check_shape(name: str, tensor: Tensor, num: int, width: int) -> None:
     """Raises ValueError unless the field is [B] or [B, T, ...], or [B, I] for `image_rows`."""
     if is_table(name):
@@ -319,4 +290,95 @@ def check_shape(name: str, tensor: Tensor, num: int, width: int) -> None:
         raise ValueError(
             f"{name} must have shape {expected}, since token_ids has {(num, width)}, got {tuple(tensor.shape)}. "
             "Align it to the tokens it describes."
+        )
+
+
+def fields_of(
+    trajectories: Sequence[Trajectory], *, has_rewards: bool = True
+) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
+    """Returns the fields [B] of an Experience, and for each field per token a numpy array per trajectory.
+
+    Without `has_rewards`, all rewards are NaN, since they may still be pending.
+
+    Raises:
+        ValueError: see `Experience.from_trajectories`; or if a column's width differs between trajectories, so they
+            come from different models.
+    """
+    check_trajectories(trajectories, has_rewards=has_rewards)
+    rows: dict[str, list[Any]] = {}
+    for name, column in TOKENS.items():
+        rows[name] = [column.array(getattr(item, name)).numpy() for item in trajectories]
+    for column in registered():
+        arrays = None if column.comes_with_reward else column.rows(trajectories)
+        rows |= {} if arrays is None else {column.fields[0]: arrays}
+    fields = {
+        "rewards": torch.full((len(trajectories),), torch.nan, dtype=torch.float32),
+        "group_ids": torch.tensor([item.group_id for item in trajectories], dtype=torch.int64),
+        "is_truncated": torch.tensor([item.is_truncated for item in trajectories], dtype=torch.bool),
+        "lengths": torch.tensor([len(item.token_ids) for item in trajectories], dtype=torch.int64),
+    }
+    if has_rewards:
+        fields["rewards"], per_token = reward_fields(trajectories)
+        rows |= per_token
+    return fields, rows
+
+
+def reward_fields(trajectories: Sequence[Trajectory]) -> tuple[Tensor, dict[str, list[Any]]]:
+    """Returns the rewards, float32 [B], and, if a row has rewards per token, an array of these for each row."""
+    rewards = torch.tensor([item.reward for item in trajectories], dtype=torch.float32)
+    if all(item.rewards is None for item in trajectories):
+        return rewards, {}
+    check_trajectories(trajectories)
+    return rewards, {"token_rewards": REWARDS.rows(trajectories) or []}
+
+
+def row_tensors(field: str, rows: Sequence[Any]) -> dict[str, Tensor]:
+    """Builds a column's fields of an Experience: one tensor [B, T, ...] (int32 becomes int64), or three if it is coded.
+
+    These three are the concatenated codes of all rows, and the start and the size in bytes of each row's codes, [B].
+    """
+    column = column_of(field)
+    assert column is not None
+    if column.is_coded:
+        sizes = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        codes = torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *rows]))
+        return dict(zip(column.fields, (codes, sizes.cumsum(0) - sizes, sizes), strict=True))
+    dtype = np.int64 if column.dtype == "int32" else column.dtype
+    padded: Any = np.full((len(rows), max(map(len, rows)), *rows[0].shape[1:]), column.fill, dtype)
+    for target, values in zip(padded, rows, strict=True):
+        target[: len(values)] = values
+    return {field: torch.from_numpy(padded)}
+
+
+def check_trajectories(trajectories: Sequence[Trajectory], *, has_rewards: bool = True) -> None:
+    """Raises ValueError if the trajectories cannot make an Experience; see `Experience.from_trajectories`."""
+    if not trajectories:
+        raise ValueError("This iteration has no trajectories, because every group was dropped.")
+    without = [item.prompt.id for item in trajectories if item.reward is None]
+    if without and has_rewards:
+        raise ValueError(f"A trajectory of prompt {without[0]!r} has no reward. Compute it first.")
+    for item in trajectories:
+        _check_tokens(item)
+
+
+def _check_tokens(trajectory: Trajectory) -> None:
+    """Raises ValueError if the trajectory's columns, gaps or loss mask are invalid."""
+    num = len(trajectory.token_ids)
+    problems = [TOKENS[name].problem(getattr(trajectory, name), num) for name in TOKENS]
+    problems += [column_named(name).problem(values, num) for name, values in trajectory.columns.items()]
+    if problem := next(filter(None, problems), None):
+        raise ValueError(f"A trajectory of prompt {trajectory.prompt.id!r} {problem}")
+    row_starts = [0] if num else []
+    if trajectory.gaps is not None:
+        gaps, num_before = np.asarray(trajectory.gaps, np.int64), np.arange(num)
+        if ((gaps < 0) | (gaps > num_before)).any() or trajectory.prompt.images or trajectory.images:
+            raise ValueError(
+                f"A trajectory of prompt {trajectory.prompt.id!r} has invalid gaps. Each must be from 0 to the number "
+                "of tokens before its token, and the trajectory must have no images. Fix the workflow."
+            )
+        row_starts = np.flatnonzero(gaps == num_before).tolist()
+    if any(trajectory.loss_mask[start] for start in row_starts):
+        raise ValueError(
+            f"A trajectory of prompt {trajectory.prompt.id!r} trains on its first token, which nothing predicts. Its "
+            "prompt needs at least one token, for example a start token."
         )

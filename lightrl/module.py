@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 import lightning as L
 import torch
@@ -34,7 +34,7 @@ from lightrl.rewards import RewardPart
 from lightrl.rewards.evaluation import Evaluation
 from lightrl.rewards.hook import REWARD_THREAD
 from lightrl.rewards.reward_result import RewardFunction
-from lightrl.trajectory import Group, Sampling, Trajectory
+from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.workflows.workflow import SingleTurn, Workflow
 
 if TYPE_CHECKING:
@@ -76,6 +76,40 @@ class TrainedModule(L.LightningModule):
         raise NotImplementedError(f"{type(self).__name__} must define add_schedule.")
 
 
+class SharedSettings(TypedDict, total=False):
+    """Those arguments of RLModule that no algorithm replaces, for type checkers; in each class, `kwargs`."""
+
+    reward: str | RewardPart | list[RewardPart] | RewardFunction | None
+    reward_model: str | ModelSpec | Role | None
+    reward_model_coef: float
+    workflow: Callable[[PreTrainedTokenizerBase], Workflow] | None
+    workflow_workers: int
+    sampling: Sampling | None
+    validation_sampling: Sampling | None
+    validation_group_size: int
+    num_minibatches: int
+    update_epochs: int
+    microbatch_tokens: int
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    warmup_iterations: float
+    lr_decay: Literal["constant", "linear", "cosine"]
+    min_lr_ratio: float
+    reward_workers: int
+    reward_timeout_s: float
+    reward_memory_mib: int | None
+    reward_recycle_after: int | None
+    max_failed_fraction: float
+    max_skipped_updates: int
+
+
+class RLModuleSettings(SharedSettings, total=False):
+    group_size: int
+    loss_reduction: Literal["token", "sequence", "fixed"]
+
+
 class RLModule(TrainedModule):
     """A policy, its reward and its loss. Subclass it and write `reward` and `loss`; everything else has a default.
 
@@ -91,12 +125,12 @@ class RLModule(TrainedModule):
             tokenizer. Its score is added to the reward before advantages, and may be the whole reward. It may be on an
             SGLang server: `{url: ...}`.
         reward_model_coef: weight of that score.
-        workflow: a function that makes the Workflow from the tokenizer; in YAML, a Workflow's class_path and init_args
-            without the tokenizer. None is SingleTurn, one completion per prompt.
-        workflow_workers: processes on rank 0's host that run the workflow, for engines with servers; 0: rank 0 does.
+        workflow: a function that builds the Workflow from the tokenizer; in YAML, a Workflow's class_path and init_args
+            without the tokenizer. None uses SingleTurn, one completion per prompt.
+        workflow_workers: processes on rank 0's host that run the workflow, for engines with servers; 0 uses rank 0.
         group_size: G, trajectories per prompt.
         sampling: how training rollouts are sampled. Stop tokens of model and tokenizer are added.
-        validation_sampling: how validation rollouts are sampled; None is greedy with the same limits.
+        validation_sampling: how validation rollouts are sampled; None samples greedily with the same limits.
         validation_group_size: completions per validation prompt; above 1 pass@k is reported too.
         num_minibatches: updates in one pass over the iteration.
         update_epochs: passes over the iteration, with the same minibatches in a different order.
@@ -104,9 +138,9 @@ class RLModule(TrainedModule):
         loss_reduction: `token` Σ/N, `sequence` Σᵢ(Σₜ/nᵢ)/B, `fixed` Σ/(B·max_new_tokens); N is the number of trained
             tokens in the minibatch, B that of its trajectories.
         lr: learning rate of the default AdamW.
-        betas: of the default AdamW.
-        eps: of the default AdamW.
-        weight_decay: of the default AdamW.
+        betas: the default AdamW's decay rates of both moments.
+        eps: the default AdamW's epsilon.
+        weight_decay: the default AdamW's weight decay.
         warmup_iterations: linear warm-up of the learning rate; a number below 1 is a fraction of the run.
         lr_decay: `constant`, or `linear` or `cosine` to the end of the run.
         min_lr_ratio: fraction of `lr` that remains at the end of a decay.
@@ -130,6 +164,9 @@ class RLModule(TrainedModule):
     needs_entropy_gradient: bool = True
     # Whether `advantages` compares the trajectories of a group, which must then have at least two.
     compares_groups: bool = True
+    # Whether `advantages` reads `self.prompts`, the prompt of each trajectory, [B]; rank 0 sends them to all ranks.
+    reads_prompts: bool = False
+    prompts: Sequence[Prompt] = ()
     # The unit that the loss needs complete: minibatches and microbatches never split it. With pairs, a group that loses
     # a trajectory is sampled again; a group that loses a reward after its trajectories were scored is dropped.
     loss_unit: LossUnit = "trajectory"
@@ -137,8 +174,8 @@ class RLModule(TrainedModule):
     value_coef: float = 0.5
     # The keys that `advantages` returns.
     advantage_keys: tuple[str, ...] = ("advantages",)
-    # The per-token keys that `advantages` reads for all trajectories; each rank gathers them from the other ranks. Of
-    # all other per-token keys `advantages` gets the rows in `experience.local` only; [B] fields cover all trajectories.
+    # The per-token keys that `advantages` reads for all trajectories; each rank gathers them from the other ranks. For
+    # other per-token keys, `advantages` gets only the rows in `experience.local`; [B] fields cover all trajectories.
     advantage_inputs: tuple[str, ...] = ()
 
     def __init__(
@@ -340,7 +377,7 @@ class RLModule(TrainedModule):
         return calls
 
     def train_calls(self) -> list[ModelCall]:
-        """Returns the update of each trained model, in order; one optimizer step per minibatch makes them all."""
+        """Returns the update of each trained model, in order; one optimizer step per minibatch performs them all."""
         scores = [key for call in self.model_calls() for key in call.outputs if key not in CRITIC_KEYS]
         calls = [ModelCall("policy_update", "policy", "train", ("behavior_logprobs", *scores, "advantages"))]
         if "critic" in self.trained_roles():
@@ -360,7 +397,7 @@ class RLModule(TrainedModule):
         return self.trained_roles()
 
     def configure_optimizers(self) -> Any:
-        """Makes an AdamW of the trained parameters, a group per role, with warm-up and decay per iteration."""
+        """Creates AdamW for the trained parameters, one group per role, with warm-up and decay per iteration."""
         settings = {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
         return self.add_schedule(adamw(self, self.parameter_groups(), **settings))
 
@@ -429,7 +466,7 @@ class RLModule(TrainedModule):
 
     @functools.cached_property
     def image_reader(self) -> ImageReader | None:
-        """How the policy reads images; None if it is a text-only model."""
+        """Prepares images as the policy needs them; None for a text-only policy."""
         return ImageReader.of(self.policy_spec.load_config())
 
     def stop_token_ids(self) -> dict[str, list[int]]:

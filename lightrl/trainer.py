@@ -9,11 +9,12 @@ import contextlib
 import functools
 import logging
 import os
+import shutil
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import lightning as L
 import torch
@@ -40,9 +41,11 @@ from lightrl.callbacks.monitors import warn_of_monitors
 from lightrl.callbacks.progress import ModelLines
 from lightrl.callbacks.run_files import TimedCheckpoint
 from lightrl.callbacks.weight_sync import check_no_overlap
+from lightrl.checks.annotations import Unpack
 from lightrl.checks.files import check_local, nearest_folder
+from lightrl.concurrency.owner import hold, let_go
 from lightrl.engines import RolloutEngine
-from lightrl.errors import OtherRankFailed
+from lightrl.errors import LightRLError, OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
 from lightrl.loops import (
     CheckpointConnector,
@@ -63,7 +66,12 @@ from lightrl.strategies.checkpoint.atomic_write import logged_behind_failure
 from lightrl.trajectory import Group, Sampling
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.profilers import Profiler
     from lightning.pytorch.strategies import Strategy
 
 log = logging.getLogger(__name__)
@@ -95,7 +103,7 @@ def ignore_srun_advice() -> None:
         warnings.filterwarnings("ignore", "The `srun` command is available", UserWarning)
 
 
-def set_device_defaults(flags: dict[str, Any]) -> None:
+def set_device_defaults(flags: LightningSettings) -> None:
     """Sets precision to bf16-mixed on a CUDA GPU unless the user set it; never chooses MPS, which is untested."""
     accelerator = flags.get("accelerator") or "auto"
     if not torch.cuda.is_available():
@@ -106,19 +114,62 @@ def set_device_defaults(flags: dict[str, Any]) -> None:
         log.info("precision is bf16-mixed on a GPU, with TF32 for float32 products; trainer.precision changes it.")
 
 
+class LightningSettings(TypedDict, total=False):
+    """The further arguments of Lightning's Trainer, for type checkers."""
+
+    accelerator: str | Accelerator
+    devices: list[int] | str | int
+    num_nodes: int
+    precision: Any
+    logger: Logger | Iterable[Logger] | bool | None
+    fast_dev_run: int | bool
+    max_epochs: int | None
+    min_epochs: int | None
+    max_steps: int
+    min_steps: int | None
+    max_time: str | timedelta | dict[str, int] | None
+    limit_train_batches: float | None
+    limit_val_batches: float | None
+    limit_test_batches: float | None
+    limit_predict_batches: float | None
+    overfit_batches: float
+    val_check_interval: float | str | timedelta | dict[str, int] | None
+    check_val_every_n_epoch: int | None
+    num_sanity_val_steps: int | None
+    enable_checkpointing: bool | None
+    enable_progress_bar: bool | None
+    enable_model_summary: bool | None
+    accumulate_grad_batches: int
+    gradient_clip_val: float | None
+    gradient_clip_algorithm: str | None
+    deterministic: bool | Literal["warn"] | None
+    benchmark: bool | None
+    inference_mode: bool
+    use_distributed_sampler: bool
+    profiler: Profiler | str | None
+    detect_anomaly: bool
+    barebones: bool
+    plugins: Any
+    sync_batchnorm: bool
+    reload_dataloaders_every_n_epochs: int
+    default_root_dir: str | Path | None
+    enable_autolog_hparams: bool
+    model_registry: str | None
+
+
 class Trainer(RLTrainer):
     """Lightning's Trainer for RLModules: every flag keeps its meaning, one training batch is one iteration.
 
     Adds `WeightSync()`, `StalenessControl(0)`, `RolloutMetrics()` and a two-line progress bar unless you pass your own.
-    Unless you pass a ModelCheckpoint or turn checkpoints off, it saves after each epoch and on Ctrl-C and SIGTERM
-    (`last.ckpt`), and every 10 minutes in the background (`last-timed.ckpt`).
+    Unless you turn checkpoints off, it saves every 10 minutes in the background (`last-timed.ckpt`), and at the end,
+    on Ctrl-C, SIGTERM and errors, next to those of your ModelCheckpoint; without one, also after each epoch.
 
     Args:
-        engine: generates completions; None is `LocalEngine()`, in this process.
+        engine: generates completions; None uses `LocalEngine()`, in this process.
         callbacks: one or several, Lightning's and lightrl's.
         strategy: an object or a name, Lightning's or lightrl's; `auto` is `FSDP2Strategy` with several devices.
-        precision: as in Lightning; None is `bf16-mixed` on a CUDA GPU, otherwise Lightning's default.
-        log_every_n_steps: as in Lightning; None is every iteration for an RLModule, Lightning's 50 for other modules.
+        precision: as in Lightning; None uses `bf16-mixed` on a CUDA GPU, otherwise Lightning's default.
+        log_every_n_steps: as in Lightning; None logs every iteration of an RLModule, and every 50 for other modules.
         kwargs: further arguments of Lightning's Trainer.
     """
 
@@ -129,7 +180,7 @@ class Trainer(RLTrainer):
         callbacks: list[Callback] | Callback | None = None,
         strategy: Strategy | str = "auto",
         log_every_n_steps: int | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[LightningSettings],
     ) -> None:
         if kwargs.get("accelerator") == "gpu" and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
             raise ValueError(
@@ -141,8 +192,9 @@ class Trainer(RLTrainer):
         user_callbacks = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
         with warnings.catch_warnings():
             ignore_srun_advice()
+            given: dict[str, Any] = {**kwargs}
             names = ("accelerator", "devices", "num_nodes")
-            flags = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+            flags = {name: given[name] for name in names if given.get(name) is not None}
             # With several devices Lightning would use DDP.
             if strategy == "auto" and not isinstance(_AcceleratorConnector(**flags).strategy, SingleDeviceStrategy):
                 strategy = FSDP2Strategy()
@@ -157,13 +209,14 @@ class Trainer(RLTrainer):
         self.log_number = step_log.put
         self._logs_every_iteration = log_every_n_steps is None
         self.engine = engine
-        self.memory_estimate = "No memory was estimated; lightrl plan does it."  # for one rank, as text
+        self.memory_estimate = "There is no memory estimate. lightrl plan computes one."  # for one rank, as text
         self.phase_seconds = {}
         self.rollout_loop = RolloutLoop(self)
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
         self._stage = RolloutStage(self, self.rollout_loop.resume)
         self._restoring: object = None  # the checkpoint that a fit restores, until the fit runs
-        self._num_saved = 0  # iterations up to the latest checkpoint, or to the start of this fit
+        self._new_folders: list[Path] = []  # created for this run, until it has started
+        self._held: list[Path] = []  # locked for this run
         self._muted: list[Any] = []  # checkpoint callbacks that must not save on exceptions until a stage runs
         self._hook_calls: deque[tuple[str, tuple[object, ...]]] = deque()
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
@@ -215,7 +268,8 @@ class Trainer(RLTrainer):
         file_logger = next((logger for logger in loggers if isinstance(logger, CSVLogger | TensorBoardLogger)), None)
         folder = None
         if file_logger is not None:
-            folder = file_logger.log_dir
+            version, folder = file_logger._version, file_logger.log_dir
+            file_logger._version = version  # `log_dir` sets it, but only `_claim_folders` knows which one is free
         elif loggers and self.is_global_zero:
             _ = loggers[0].experiment  # sets the version
             name, version = str(loggers[0].name), loggers[0].version
@@ -259,7 +313,7 @@ class Trainer(RLTrainer):
         self, model: L.LightningModule | None, *, needs_rewards: bool = True, is_fit: bool = False
     ) -> Iterator[None]:
         """Checks, before any model is built, that the trainer fits the module; hides irrelevant warnings inside."""
-        module = self.lightning_module if model is None else getattr(model, "_orig_mod", model)  # of torch.compile
+        module = self.lightning_module if model is None else getattr(model, "_orig_mod", model)  # undoes torch.compile
         self._mute_checkpoints()  # until the stage runs: a half-restored state must not be saved
         with warnings.catch_warnings():
             ignore_srun_advice()
@@ -280,6 +334,9 @@ class Trainer(RLTrainer):
                     self._check_engine(module, is_fit=is_fit)
                     self._stage.start_reward_worker(module)
                 yield
+            except LightRLError:
+                self._new_folders = []  # logs and traceback explain it
+                raise
             except torch.OutOfMemoryError as error:
                 raise self.rollout_loop.out_of_memory(error, module) from error
             except RuntimeError as error:
@@ -292,15 +349,23 @@ class Trainer(RLTrainer):
             finally:
                 self._stage.close()  # if the stage did not start, or a second Ctrl-C interrupted its close
                 self._checkpoint_connector._loaded_checkpoint = {}  # the next stage would read a refused checkpoint
+                for folder in self._new_folders:  # the run did not start
+                    shutil.rmtree(folder, ignore_errors=True)
+                for folder in self._held:
+                    let_go(folder)
+                self._new_folders, self._held = [], []
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one of Lightning's functions; raises OtherRankFailed if another rank failed first."""
         self._restoring = None
         if self.state.fn == TrainerFn.FITTING:
             self._restoring = kwargs.get("ckpt_path")
-            self.strategy.optimizers = []  # drops an earlier fit's, so that settings may change until this fit has some
+            self.strategy.optimizers = []  # an earlier fit's; without any, settings may still change
         try:
+            if self.is_global_zero:
+                self._claim_folders()
             if self.is_global_zero and (self._restoring or self.state.fn != TrainerFn.FITTING):
-                keep_rows(self.loggers)  # Lightning would delete them, as it should only for a new run
+                keep_rows(self.loggers)  # Lightning would delete them, which is right only for a new run
             return super()._run(*args, **kwargs)
         except Exception as error:  # another rank's failure can cause any error here
             ranks = ranks_of(self.strategy)
@@ -321,16 +386,15 @@ class Trainer(RLTrainer):
             if (warning := rounding_warning(self.optimizers, self.rollout_loop.ranks.total)) and self.is_global_zero:
                 log.warning("%s", warning)
         if not isinstance(module, RLModule):
-            self._restoring = None
+            self._restoring, self._new_folders = None, []
             return super()._run_stage()
-        self._num_saved = self.global_step
         with contextlib.ExitStack() as stack:
             stack.push(self._note_failure)
             stack.callback(self._stage.close)
             return self._run_rl_stage(module)
 
     def _note_failure(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        """Records the error that ended a stage, if any, and warns about iterations without a checkpoint."""
+        """Records the error that ended a stage, if any, and warns if no checkpoint may be saved after it."""
         if error is None:
             return
         resume = self.rollout_loop.resume
@@ -341,10 +405,9 @@ class Trainer(RLTrainer):
                 # Otherwise the failed rank warns, or there was nothing to save.
                 if failed_before is None and self.global_step:
                     self._warn_of_no_checkpoint(getattr(callback, "dirpath", None))
-        elif self.state.fn == TrainerFn.FITTING and self.is_global_zero and not self.fast_dev_run:
-            self._warn_of_unsaved_iterations()
 
     def _run_rl_stage(self, module: RLModule) -> Any:
+        """Opens engine, rollout and the other resources of a stage, then runs Lightning's loop."""
         loop, ranks = self.rollout_loop, self.rollout_loop.ranks
         with loop.gate.raised_at_once(ranks):
             if self.received_sigterm:  # while models were being loaded
@@ -357,11 +420,15 @@ class Trainer(RLTrainer):
                 self.log_every_n_steps = 1
             self._stage.open(module)
         ranks.begin()
-        self._restoring = None
+        self._restoring, self._new_folders = None, []
         with loop.gate.held_back_on_all_ranks(ranks):
             results = super()._run_stage()
-        if self.fast_dev_run and self.state.fn == TrainerFn.FITTING:
-            check_resume(self)
+        if self.state.fn == TrainerFn.FITTING:
+            for stop in self.early_stopping_callbacks:
+                if stop.stopping_reason_message and not stop.verbose and self.is_global_zero:
+                    log.info("EarlyStopping after iteration %d: %s", self.global_step, stop.stopping_reason_message)
+            if self.fast_dev_run:
+                check_resume(self)
         return results
 
     def _mute_checkpoints(self) -> list[Any]:
@@ -384,7 +451,6 @@ class Trainer(RLTrainer):
             return
         with logged_behind_failure():
             super().save_checkpoint(filepath, weights_only, storage_options)
-        self._num_saved = self.global_step
 
     def _warn_of_no_checkpoint(self, path: object) -> None:
         log.warning(
@@ -393,17 +459,6 @@ class Trainer(RLTrainer):
             path,
             self.rollout_loop.resume.why_no_checkpoint,
         )
-
-    def _warn_of_unsaved_iterations(self) -> None:
-        """Warns if iterations are lost because the user's ModelCheckpoint does not save on exceptions."""
-        saving = [callback for callback in self.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-        if saving and self._num_saved < self.global_step and not any(item.save_on_exception for item in saving):
-            log.warning(
-                "No checkpoint was saved after iteration %d of %d. With save_on_exception=True your ModelCheckpoint "
-                "saves on Ctrl-C, SIGTERM and errors.",
-                self._num_saved,
-                self.global_step,
-            )
 
     def _add_default_callbacks(self, user_callbacks: list[Callback]) -> None:
         for kind in (StalenessControl, RolloutMetrics, WeightSync):
@@ -420,8 +475,9 @@ class Trainer(RLTrainer):
                 # Lightning 2.6.6 writes `last.ckpt` into the working directory even under fast_dev_run.
                 should_save = not self.fast_dev_run
                 self.callbacks[index] = ModelCheckpoint(save_last=should_save, save_on_exception=should_save)
-                if should_save:
-                    self.callbacks.append(TimedCheckpoint())
+        saving = [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
+        if saving and not self.fast_dev_run and not any(isinstance(item, TimedCheckpoint) for item in saving):
+            self.callbacks.append(TimedCheckpoint(saving[0].dirpath))
 
     def _check_folders(self) -> None:
         """Raises ValueError if this run cannot write to a folder, before it computes anything that would be lost."""
@@ -437,6 +493,44 @@ class Trainer(RLTrainer):
                     f"The run would write to {folder}, but {existing} is read-only, or not writable by this user. Set "
                     "trainer.default_root_dir, the logger's save_dir or ModelCheckpoint's dirpath to another folder."
                 )
+
+    def _claim_folders(self) -> None:
+        """Creates the folder of each CSV or TensorBoard logger without a version, which no other run then gets.
+
+        Folders that the user has named are locked, because another run may use the same name.
+        """
+        versions: dict[str, Any] = {}  # root → version, so that loggers without one share a folder
+        loggers: list[Any] = [logger for logger in self.loggers if isinstance(logger, CSVLogger | TensorBoardLogger)]
+        for logger in [logger for logger in loggers if "://" not in str(logger.save_dir)]:
+            root = logger.root_dir
+            if logger._version is not None:
+                self._hold(Path(logger.log_dir), f"{type(logger).__name__}.version")
+            elif root in versions:
+                logger._version = versions[root]
+            else:
+                while not self._is_created(Path(logger.log_dir)):
+                    logger._version = logger.version + 1
+                versions[root] = logger.version
+                _ = logger.experiment  # CSVLogger's warns about other loggers' files
+        for callback in self.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath and "://" not in str(callback.dirpath):
+                self._hold(Path(callback.dirpath), "ModelCheckpoint.dirpath")
+
+    def _is_created(self, log_dir: Path) -> bool:
+        """Creates a run's folder; returns False if it exists."""
+        folder = next(place for place in (log_dir, *log_dir.parents) if place.name.startswith("version_"))
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            return False
+        self._new_folders.append(folder)
+        return True
+
+    def _hold(self, folder: Path, setting: str) -> None:
+        hold(folder, setting)
+        self._held.append(folder)
+        if not folder.exists():
+            self._new_folders.append(folder)
 
     def _check_engine(self, module: RLModule, *, is_fit: bool) -> None:
         if self.engine is None:

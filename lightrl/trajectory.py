@@ -45,7 +45,7 @@ class Prompt:
 
     id: str  # unique within the run; seeds and resume depend on it
     messages: list[JsonObject] | None = None  # chat messages, `{"role": ..., "content": ...}`
-    token_ids: list[int] | None = None
+    token_ids: list[int] | None = None  # None until the data module renders the messages
     fields: JsonObject = field(default_factory=dict)  # the row's columns, JSON-able
     images: tuple[str, ...] = ()  # paths or data: URLs
 
@@ -287,7 +287,7 @@ class Trajectory:
         two rows, s x and p a o b                                                        gaps       0 0 2 0 2 0
     """
 
-    prompt: Prompt
+    prompt: Prompt  # its fields are what the reward compares with
     group_id: int  # position of the prompt in the prompt stream
     sample: int  # index in the group, 0 to G - 1
     token_ids: Sequence[int]  # int32 [T]
@@ -295,14 +295,14 @@ class Trajectory:
     behavior_logprobs: Sequence[float]  # float32 [T], within the token's support; 0 where the policy did not generate
     weight_versions: Sequence[int]  # int32 [T], version that sampled the token; -1 elsewhere
     completion_ids: Sequence[int]  # int32, token ids of the last turn, including the end token
-    completion: str  # its text, without end tokens; starts at a <think> that the prompt opened
-    finish_reason: FinishReason = "stop"
+    completion: str  # the last turn's text, without end tokens; includes the <think> that the prompt ends with
+    finish_reason: FinishReason = "stop"  # of the last turn: stop, length or abort
     is_truncated: bool = False  # ended by a length limit
     reward: float | None = None  # None until it is computed
     # Other data that travels with the tokens, by name (lightrl/columns), for example rewards per token.
     columns: dict[str, Any] = field(default_factory=dict)
     images: list[str] = field(default_factory=list)  # images of observations, as data: URLs
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)  # where the policy's completions are, in order
     metrics: dict[str, float] = field(default_factory=dict)  # name → number, logged for the reward or the workflow
     workspace: str | None = None  # folder that an agent left for the reward; deleted afterwards
     agent_output: str = ""  # the last part of the agent program's output
@@ -320,7 +320,7 @@ class Trajectory:
         last_ids = TOKENS["token_ids"].array(self.completion_ids)
         num = len(last_ids)
         end = TOKENS["token_ids"].array(self.token_ids)[-num:] if num else last_ids
-        self.completion_ids = end if end.stored == last_ids.stored else last_ids  # `end` is in the same memory
+        self.completion_ids = end if end.stored == last_ids.stored else last_ids  # `end` shares token_ids' memory
 
     @property
     def rewards(self) -> Sequence[float] | None:
@@ -342,7 +342,7 @@ class Trajectory:
 
     @classmethod
     def of_text(cls, prompt: Prompt, completion: str, **fields: Any) -> Trajectory:
-        """Makes a trajectory without tokens, for rewards that only read text; `fields` sets its other fields."""
+        """Builds a trajectory without tokens, for rewards that only read text; `fields` sets its other fields."""
         tokens: dict[str, Any] = {"token_ids": (), "loss_mask": (), "behavior_logprobs": (), "weight_versions": ()}
         return cls(prompt, -1, -1, **tokens, completion_ids=(), completion=completion, **fields)
 
@@ -362,7 +362,7 @@ class Trajectory:
     def rows(self) -> list[list[Span]]:
         """The tree's conversations, each as the spans of `token_ids` up to its last token; without gaps there is one.
 
-        A token that several rows share trains in the first of them.
+        A token that several rows share is trained in the first of them.
         """
         gaps = enumerate(self.gaps or ())
         return rows_of(len(self.token_ids), [(index, gap) for index, gap in gaps if gap])
@@ -469,7 +469,7 @@ class Trajectory:
         unknown = [name for name in values if name not in cls.__dataclass_fields__]
         if unknown:
             raise ValueError(
-                f"it has {unknown[0]!r}, which is neither a field nor a registered column. If it is a column of yours, "
+                f"it has {unknown[0]!r}, which is neither a field nor a registered column. If you added this column, "
                 "import the module that registers it"
             )
         values["turns"] = [Turn(**turn) for turn in values.get("turns", [])]
@@ -510,8 +510,8 @@ class Group:
     """The trajectories of one prompt, in sample order; dropped ones are not included."""
 
     id: int  # position in the prompt stream
-    prompt: Prompt
-    trajectories: list[Trajectory] = field(default_factory=list)
+    prompt: Prompt  # of all its trajectories
+    trajectories: list[Trajectory] = field(default_factory=list)  # in sample order
 
     @property
     def oldest_version(self) -> int:

@@ -29,8 +29,7 @@ from lightrl.algorithms import (
 )
 from lightrl.experience import Experience
 from lightrl.functional import ImportanceWeights
-from lightrl.loops.metrics import values_of
-from lightrl.loops.update import MinibatchLoss
+from lightrl.loops.update import MinibatchLoss, values_of
 from lightrl.rewards import OverlongPenalty
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.trajectory import Sampling

@@ -10,8 +10,7 @@ import torch
 
 from lightrl.columns import GAPS, REWARDS, ROUTES, SUPPORTS, Column, TokenArray, as_columns, register, registered
 from lightrl.engines.engine import Completion
-from lightrl.experience import Experience
-from lightrl.functional.rows import row_tensors
+from lightrl.experience import Experience, row_tensors
 from lightrl.testing import make_trajectory
 from lightrl.trajectory import Trajectory
 

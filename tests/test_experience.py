@@ -58,7 +58,7 @@ def test_a_reward_of_the_whole_goes_to_the_last_loss_token_where_others_have_one
             [trajectory(columns={"rewards": [1.0]})],
             r"'sum-1' needs one entry of rewards for each of its 4 token_ids, got 1",
         ),
-        ([trajectory(loss_mask=[True] * 4)], "trains its first token, which nothing predicts"),
+        ([trajectory(loss_mask=[True] * 4)], "trains on its first token, which nothing predicts"),
     ],
     ids=["none", "unrewarded", "short mask", "short rewards", "no prompt"],
 )
@@ -80,35 +80,6 @@ def test_selected_rows_come_in_the_order_asked_for_and_cut_to_the_longest() -> N
     assert torch.equal(picked.lengths, experience.lengths[rows])
     assert picked.token_ids.shape == (3, int(picked.lengths.max()))
     assert torch.equal(picked.advantages, experience.advantages[rows, : picked.token_ids.shape[1]])
-
-
-@pytest.mark.parametrize("num", [1, 2, 4, 9])
-def test_each_epoch_trains_each_trajectory_exactly_once(num: int) -> None:
-    experience = replace(random_experience(), rewards=torch.arange(9.0))
-    minibatches = list(experience.minibatches(num, epochs=3, seed=5))
-    assert len(minibatches) == 3 * num
-    for epoch in range(3):
-        part = minibatches[epoch * num : (epoch + 1) * num]
-        assert sorted(torch.cat([minibatch.rewards for minibatch in part]).tolist()) == list(range(9))
-        assert max(map(len, part)) - min(map(len, part)) <= 1
-
-
-def test_minibatches_follow_the_seed_and_change_their_order_with_the_epoch() -> None:
-    experience = replace(random_experience(), rewards=torch.arange(9.0))
-
-    def rows(seed: int) -> list[list[float]]:
-        return [minibatch.rewards.tolist() for minibatch in experience.minibatches(3, epochs=4, seed=seed)]
-
-    assert rows(1) == rows(1)
-    assert rows(1) != rows(2)
-    first, *later = (rows(1)[start : start + 3] for start in range(0, 12, 3))
-    assert all(sorted(epoch) == sorted(first) for epoch in later)
-    assert any(epoch != first for epoch in later)
-
-
-def test_no_minibatch_is_empty_when_drops_left_too_few_trajectories() -> None:
-    experience = random_experience(num_groups=1, group_size=3)
-    assert [len(minibatch) for minibatch in experience.minibatches(8)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 12, 25, 60, 10**6])
@@ -176,12 +147,11 @@ def in_pairs() -> Experience:
 
 
 @pytest.mark.parametrize("unit", ["group", "pair"])
-def test_microbatches_and_minibatches_never_split_a_unit(unit: str) -> None:
+def test_microbatches_never_split_a_unit(unit: str) -> None:
     experience = replace(in_pairs(), rewards=torch.arange(16.0))
     partners = {row: set(rows) for rows in experience.units(unit) for row in rows}
-    cuts = [experience.microbatch_rows(max_tokens, unit=unit)[1] for max_tokens in (1, 40, 10**6)]
-    cuts += [list(experience.minibatches(num, seed=3, unit=unit)) for num in (1, 2, 3)]
-    for parts in cuts:
+    for max_tokens in (1, 40, 10**6):
+        parts = experience.microbatch_rows(max_tokens, unit=unit)[1]
         found = [{int(row) for row in part.rewards} for part in parts]
         assert sorted(row for rows in found for row in rows) == list(range(16))
         assert all(partners[row] <= rows for rows in found for row in rows)

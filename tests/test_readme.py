@@ -29,10 +29,13 @@ def test_the_module_in_the_readme_has_at_most_30_lines_and_trains(tmp_path):
     assert "`max_steps=2` reached" in run.stdout + run.stderr
 
 
-def test_every_file_that_the_readme_names_is_there():
-    names = set(re.findall(r"(?:examples|benchmarks|docs)/[\w/.-]+\.\w+", README))
-    assert names
-    assert not [name for name in names if not (ROOT / name).exists()]
+def test_every_file_and_test_that_the_readme_and_the_guides_name_is_there():
+    text = "".join(page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    named = r"(?<![\w/.-])((?:examples|benchmarks|docs|tests|lightrl|scripts)/[\w/.-]+\.(?:md|py|yaml|sh))(?:::(\w+))?"
+    names = set(re.findall(named, text))
+    assert len(names) > 20
+    assert not [name for name, _ in names if not (ROOT / name).exists()]
+    assert not [test for name, test in names if test and f"def {test}(" not in (ROOT / name).read_text()]
 
 
 def test_example_configs_are_at_most_40_lines():

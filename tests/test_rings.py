@@ -12,10 +12,10 @@ from lightrl.checks.entry_points import ENTRY_POINTS, entry_point
 from lightrl.commands.main import COMMANDS
 from scripts import rings
 
-MAX_CORE_LINES = 38194
-MAX_CORE_AND_OPTION_LINES = 45691
-MAX_CORE_FILES_THAT_NAME = {"supports": 9, "routes": 10, "images": 22, "LoRA": 10}
-MAX_ENTERED = (5650, 815, 82)  # lines, functions and files of a warm iteration, of which some depend on threads
+MAX_CORE_LINES = 37961
+MAX_CORE_AND_OPTION_LINES = 45466
+MAX_CORE_FILES_THAT_NAME = {"supports": 9, "routes": 10, "images": 21, "LoRA": 10}
+MAX_ENTERED = (5600, 800, 74)  # lines, functions and files of a warm iteration, of which some depend on threads
 
 # Leaves that meet in a file: the second reads what the first writes, so its tests read it with the second too.
 MEET = {"supervised": {"export callback"}, "launch": {"status"}}

@@ -1,5 +1,6 @@
 """The documentation site, without its packages; `mkdocs build --strict` in .ci/run checks the rest."""
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -7,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import lightrl
-from lightrl import GRPO, Sampling, StalenessControl
+from lightrl import GRPO, Experience, Group, Prompt, Sampling, StalenessControl, Trajectory
+from lightrl.testing import make_trajectory
 
 DOCS = Path(__file__).parents[1] / "docs"
 SITE = DOCS.parent / "scripts/docs_site"
@@ -54,6 +56,26 @@ def test_a_setting_has_its_text_from_the_docstring_or_from_behind_the_field(sett
     settings = settings_page.settings_of(kind)
     assert settings
     assert not [setting.name for setting in settings if not setting.text]
+
+
+def test_the_reference_has_every_field_of_an_experience_with_its_dtype_and_shape(settings_page):
+    page = settings_page.with_fields((DOCS / "reference/trajectories.md").read_text())
+    for kind in (Prompt, Trajectory, Group, Experience):
+        assert not [item.name for item in dataclasses.fields(kind) if f"\n| `{item.name}` | " not in page]
+    assert not re.findall(r"^\| `\w+` \|  \|$", page, re.MULTILINE)
+    assert "| `advantages` | float32 [B, T] |" in page
+
+
+def test_the_row_of_two_turns_in_the_reference_is_an_experiences():
+    (text,) = re.findall(r"```text\n.*\n((?:.+\n)+)```", (DOCS / "reference/trajectories.md").read_text())
+    words = {name: values for name, *values in (line.split() for line in text.splitlines())}
+    words["loss_mask"] = [value == "x" for value in words["loss_mask"]]
+    shown = {name: [*map(int, values)] for name, values in words.items()}
+    fields = {name: values[: shown["token_ids"].index(0)] for name, values in shown.items()}
+    row = dataclasses.replace(make_trajectory(reward=1.0), **fields)
+    longest = make_trajectory(reward=1.0, completion_ids=[5] * (len(shown["token_ids"]) - 3))
+    experience = Experience.from_trajectories([row, longest])
+    assert {name: experience[name][0].tolist() for name in shown} == shown
 
 
 def test_every_public_name_is_in_the_reference():

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lightrl.experience import Experience
+from lightrl.experience import Experience, row_tensors
 from lightrl.functional import encode_supports
-from lightrl.functional.rows import row_tensors
 from lightrl.models import ModelSpec
 from lightrl.testing import LETTERS, QUIET, TINY_CONFIG, char_tokenizer, tiny_policy
 from lightrl.trajectory import Prompt, Trajectory

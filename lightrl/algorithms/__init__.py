@@ -1,7 +1,7 @@
 """Algorithms ready to use: RLModules with a loss, and supervised training. Each is a short file.
 
 Reading order:
-    grpo.py       GRPO, with the settings in which its relatives differ
+    grpo.py       GRPO, with settings for what its relatives change
     reference.py  ReferenceKL: the KL term, its reference policy, its adaptive weight
     relatives.py  DrGRPO, DAPO, RLOO, GSPO, CISPO, SAPO, REINFORCE++, M2PO and more: GRPO with some settings fixed;
                   OAPL, TOPR, DPPO for stale trajectories
@@ -35,6 +35,5 @@ from lightrl.algorithms.relatives import (
 from lightrl.algorithms.supervised import DPO, IPO, SFT, RewardModel
 
 __all__ = ["Distillation", "DPO", "IPO", "GRPO", "PPO", "EarlyStop", "DPPO", "OAPL", "TOPR"]
-__all__ += ["AdaptiveKL", "ReferenceKL"]
+__all__ += ["AdaptiveKL", "ReferenceKL", "ReinforcePlusPlus", "RewardModel", "SFT"]
 __all__ += ["CISPO", "DAPO", "GSPO", "M2PO", "RLOO", "SAPO", "DrGRPO", "LitePPO", "ReinforceBaseline"]
-__all__ += ["ReinforcePlusPlus", "RewardModel", "SFT"]

@@ -6,12 +6,13 @@ Shapes: B trajectories, T tokens, the teacher's K most likely tokens at each pos
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.grpo import GRPO
+from lightrl.algorithms.grpo import GRPO, AllButBaseline
+from lightrl.checks.annotations import Unpack
 from lightrl.checks.bounds import check_effect
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
@@ -45,11 +46,11 @@ class Distillation(GRPO):
         teacher: the model to imitate; frozen.
         teacher_topk: K; None uses only the teacher's logprobs of the sampled tokens.
         divergence: `reverse_kl`, `forward_kl` or `jsd`, with `teacher_topk`.
-        jsd_beta: the teacher's share, between 0 and 1, of the mixture with which `jsd` compares both models.
+        jsd_beta: the teacher's share of the mixture that `jsd` compares both models with, between 0 and 1.
         reward: computed and logged; trained on only with `reward_coef`.
         reward_coef: weight of GRPO's group advantages, added to the teacher's.
         group_size: completions per prompt; 1 is enough without `reward_coef`.
-        kwargs: those of GRPO.
+        kwargs: further arguments of GRPO.
     """
 
     def __init__(
@@ -64,10 +65,11 @@ class Distillation(GRPO):
         group_size: int = 1,
         advantage_mean: Literal["group", "batch"] | None = None,
         advantage_std: Literal["group", "batch"] | None = None,
-        **kwargs: Any,
+        leave_one_out: bool = False,
+        **kwargs: Unpack[AllButBaseline],
     ) -> None:
         if not reward_coef >= 0:
-            raise ValueError(f"reward_coef must be >= 0 (0: the teacher alone), got {reward_coef}.")
+            raise ValueError(f"reward_coef must be >= 0 (0 trains on the teacher alone), got {reward_coef}.")
         if teacher_topk is not None and teacher_topk < 1:
             raise ValueError(f"teacher_topk must be at least 1, or null for sampled tokens only, got {teacher_topk}.")
         check_divergence(divergence, jsd_beta)
@@ -85,7 +87,12 @@ class Distillation(GRPO):
         if reward_coef and advantage_mean is None:
             advantage_mean = advantage_std = "group"
         super().__init__(
-            policy, group_size=group_size, advantage_mean=advantage_mean, advantage_std=advantage_std, **kwargs
+            policy,
+            group_size=group_size,
+            advantage_mean=advantage_mean,
+            advantage_std=advantage_std,
+            leave_one_out=leave_one_out,
+            **kwargs,
         )
         if teacher_topk is not None and self.sampling.is_truncated:
             raise ValueError(
@@ -151,7 +158,7 @@ class Distillation(GRPO):
         }
 
     def _check_ids(self, ids: Tensor) -> None:
-        """Raises ValueError if a top-k id is not in the policy's vocabulary, to which a server does not limit them."""
+        """Raises ValueError if a top-k id is outside the policy's vocabulary, as a teacher's server may return."""
         num_ids, largest = self.policy_config.get_text_config().vocab_size, int(ids.max()) if ids.numel() else 0
         if largest >= num_ids:
             raise ValueError(

@@ -1,13 +1,14 @@
-"""GRPO: group relative policy optimization, with the settings in which its relatives differ."""
+"""GRPO: group relative policy optimization, with settings for what its relatives change."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
 
 from lightrl.algorithms.reference import ReferenceKL
+from lightrl.checks.annotations import Unpack
 from lightrl.checks.bounds import check_choice
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
@@ -22,9 +23,54 @@ from lightrl.functional import (
     policy_ratio,
     sequence_ratio,
 )
+from lightrl.functional.reduction import LossReduction
 from lightrl.models import ModelSpec, Outputs, Role
-from lightrl.module import ESS_WEIGHTS, RLModule
+from lightrl.module import ESS_WEIGHTS, RLModule, RLModuleSettings, SharedSettings
 from lightrl.rewards.length_penalty import OverlongPenalty
+
+
+class FamilySettings(SharedSettings, total=False):
+    """Those arguments of GRPO that no other algorithm replaces, for type checkers; below, those that some replace."""
+
+    entropy_coef: float
+    overlong_penalty: OverlongPenalty | None
+    reward_shaping: RewardShaping | None
+
+
+class RelativeSettings(FamilySettings, total=False):
+    reference: ReferenceKL | None
+
+
+class GroupSettings(TypedDict, total=False):
+    group_size: int
+
+
+class ReductionSettings(TypedDict, total=False):
+    loss_reduction: LossReduction
+
+
+class ClipSettings(TypedDict, total=False):
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+
+
+class RatioSettings(TypedDict, total=False):
+    ratio_level: Literal["token", "sequence"]
+
+
+class StatisticsSettings(TypedDict, total=False):
+    advantage_mean: Literal["group", "batch"] | None
+    advantage_std: Literal["group", "batch"] | None
+    leave_one_out: bool
+
+
+class WeightsSettings(TypedDict, total=False):
+    decoupled: bool | ImportanceWeights
+
+
+class AllButBaseline(RelativeSettings, ReductionSettings, ClipSettings, RatioSettings, WeightsSettings, total=False):
+    """For algorithms with their own baseline and `group_size`."""
 
 
 class GRPO(RLModule):
@@ -39,18 +85,18 @@ class GRPO(RLModule):
 
     Args:
         policy: the model to train.
-        clip_low, clip_high: the ratio stops earning below `1 - clip_low` and above `1 + clip_high`.
+        clip_low, clip_high: the loss stops falling once the ratio is below `1 - clip_low` or above `1 + clip_high`.
         dual_clip: bounds the loss of a token with a negative advantage by `dual_clip · |advantage|`.
         ratio_level: `token`, or `sequence` for GSPO's geometric mean over the trajectory.
         advantage_mean: subtract the mean reward of the `group` or the `batch`; None subtracts nothing.
         advantage_std: divide by the rewards' deviation over the `group` or the `batch`; None does not divide.
-        leave_one_out: take the mean over the other trajectories only.
+        leave_one_out: exclude the trajectory itself from its mean.
         decoupled: True, or ImportanceWeights for bounded weights; see above.
         reference: a KL term in the loss.
         entropy_coef: weight of an entropy bonus; a negative weight penalizes entropy.
         overlong_penalty: added to the reward of completions near the length limit.
         reward_shaping: bias, scaling and clip of the rewards; None leaves them unchanged.
-        kwargs: those of RLModule.
+        kwargs: further arguments of RLModule.
     """
 
     fixed_settings = RLModule.fixed_settings | {"reference_kl"}
@@ -73,7 +119,7 @@ class GRPO(RLModule):
         entropy_coef: float = 0.0,
         overlong_penalty: OverlongPenalty | None = None,
         reward_shaping: RewardShaping | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[RLModuleSettings],
     ) -> None:
         check_choice(("token", "sequence"), ratio_level=ratio_level)
         check_choice(("group", "batch", None), advantage_mean=advantage_mean, advantage_std=advantage_std)
@@ -89,7 +135,7 @@ class GRPO(RLModule):
         if overlong_penalty is not None and self.workflow is not None:
             raise ValueError(
                 "overlong_penalty compares a trajectory with the length limit of one completion, so it does not work "
-                "with workflow. Put the penalty into the reward."
+                "with a workflow. Put the penalty into the reward."
             )
         self.clip_low = clip_low
         self.clip_high = clip_high
@@ -123,13 +169,13 @@ class GRPO(RLModule):
         return [*super().model_calls(), *([] if kl_term is None else [kl_term.score_call(policy)])]
 
     def shaped_rewards(self, experience: Experience) -> Tensor:
-        """Returns the rewards after the penalty on overlong completions and then `reward_shaping`, [B]."""
+        """Returns the rewards, [B], after the overlong penalty and then `reward_shaping`."""
         rewards = self.penalized_rewards(experience)[:, None]
         shaping = self.reward_shaping
         return (rewards if shaping is None else shaping(rewards, torch.ones_like(rewards, dtype=torch.bool)))[:, 0]
 
     def penalized_rewards(self, experience: Experience) -> Tensor:
-        """Returns the rewards after the penalty on overlong completions, [B]."""
+        """Returns the rewards, [B], after the overlong penalty."""
         if self.overlong_penalty is None:
             return experience.rewards
         return experience.rewards + self.overlong_penalty(experience.loss_token_counts, self.sampling.max_new_tokens)
@@ -182,7 +228,7 @@ class GRPO(RLModule):
         return policy_ratio(logprobs, center)
 
     def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
-        """Returns the factor of each token's policy gradient in `policy_loss`, [B, T], detached; 0 without gradient."""
+        """Returns the factor on each token's policy gradient in `policy_loss`, [B, T], detached."""
         return ratio.detach() * (1 - self.is_clipped(ratio, experience, outputs))
 
     def is_clipped(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:

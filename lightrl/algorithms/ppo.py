@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.grpo import GRPO
+from lightrl.algorithms.grpo import (
+    GRPO,
+    ClipSettings,
+    FamilySettings,
+    RatioSettings,
+    ReductionSettings,
+    WeightsSettings,
+)
 from lightrl.algorithms.reference import AdaptiveKL
+from lightrl.checks.annotations import Unpack
 from lightrl.checks.bounds import check_bounds, check_effect
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
@@ -62,6 +70,9 @@ class EarlyStop:
         return self.ratio is not None and not 1 / self.ratio <= metrics.get("ratio", 1.0) <= self.ratio
 
 
+class AllButCritic(FamilySettings, ReductionSettings, ClipSettings, RatioSettings, WeightsSettings, total=False): ...
+
+
 class PPO(GRPO):
     """A clipped policy gradient whose baseline is a critic, a network that predicts the future reward at each token.
 
@@ -72,15 +83,15 @@ class PPO(GRPO):
 
     Args:
         policy: the model to train.
-        critic: the checkpoint that the critic starts from, a language model or a reward model; None is the policy's.
+        critic: the checkpoint that the critic starts from, a language model or a reward model; None uses the policy's.
             `shared` makes the critic a head on the policy's body: one backward pass, no second model. The head starts
             at 0 and is saved only in checkpoints.
         gamma: discount per loss token.
         lam: λ of generalized advantage estimation; 0 relies on the critic's values, 1 on the rewards.
-        bootstrap_truncated: estimate the rewards after a truncated end by the critic's value. Set False if the reward
-            already accounts for truncation, for example if a completion that reaches the length limit is wrong.
+        bootstrap_truncated: use the critic's value as the estimate of rewards after a truncated end. Set False if the
+            reward already accounts for truncation, for example by treating a completion at the length limit as wrong.
         value_clip: bound on the change of a value in an iteration, in the critic's units; None for no bound.
-        huber_delta: distance beyond which the critic's loss grows linearly; None for never.
+        huber_delta: error above which the critic's loss grows linearly; None squares every error.
         value_normalization: the critic predicts (return - mean) / deviation, with `running` statistics of all
             returns so far or `exponential` statistics of recent returns; None predicts the returns themselves.
         value_decay: decay of the `exponential` statistics per iteration.
@@ -116,7 +127,7 @@ class PPO(GRPO):
         reference: AdaptiveKL | None = None,
         early_stop: EarlyStop | None = None,
         group_size: int = 1,
-        **kwargs: Any,
+        **kwargs: Unpack[AllButCritic],
     ) -> None:
         self.kl_in_reward = reference is None or reference.in_reward
         super().__init__(
@@ -182,7 +193,7 @@ class PPO(GRPO):
         return [dataclasses.replace(calls[0], inputs=inputs)]
 
     def resting_parameters(self) -> Iterable[torch.nn.Parameter]:
-        """Returns the policy's parameters while a critic's head on the policy warms up."""
+        """Returns the policy's parameters while only the critic's head on its body trains, otherwise none."""
         return self.policy.parameters() if self.is_warming_up and self.shares_body else ()
 
     def saved_roles(self) -> list[str]:
@@ -194,6 +205,7 @@ class PPO(GRPO):
         return None if self.reference_kl is None or self.reference_kl.decay is None else self.reference_kl
 
     def advantages(self, experience: Experience) -> dict[str, Tensor]:  # type: ignore[override]
+        """Computes advantages and returns by GAE; also adapts the KL weight and updates the value normalizer."""
         local, total = experience.local, experience.total
         mask, values, bootstrap = local.loss_mask, local["values"], local.bootstrap_values
         if self.normalizer is not None:
@@ -243,10 +255,10 @@ class PPO(GRPO):
     def value_loss(self, experience: Experience, values: Tensor) -> dict[str, Tensor]:
         old = experience["values"]
         loss = value_loss(values, experience["returns"], old, value_clip=self.value_clip, huber_delta=self.huber_delta)
-        moves = (values - old).detach().abs()
-        metrics = {"loss": loss, "value": values.detach(), "max_move": moves}
+        changes = (values - old).detach().abs()
+        metrics = {"loss": loss, "value": values.detach(), "max_move": changes}
         if self.value_clip is not None:
-            metrics["clipped_fraction"] = (moves > self.value_clip).float()
+            metrics["clipped_fraction"] = (changes > self.value_clip).float()
         return metrics
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.dataflow import ModelCall
 from lightrl.functional import KLController, kl
-from lightrl.functional.kl import KLEstimator
+from lightrl.functional.losses import KLEstimator
 from lightrl.models import ModelSpec, Role
 from lightrl.strategies import local
 
@@ -24,11 +24,11 @@ class ReferenceKL:
     """A KL term: how far the policy is from a fixed reference policy, at each sampled token.
 
     Args:
-        coef: its weight, above 0.
-        model: the reference policy, usually the checkpoint that training starts from. None needs LoRA and is the
+        coef: weight of the term, above 0.
+        model: the reference policy, usually the checkpoint that training starts from. None requires LoRA and uses the
             initial policy: the model without its adapters, which costs no memory, or with `lora.adapter` a frozen copy.
-        estimator: "k2", whose gradient on-policy is that of the KL, or "k3". "k1" is for a KL subtracted from the
-            reward; as a loss its gradient is 0 in expectation. None is k3 in the loss and k1 in the reward.
+        estimator: "k2", whose on-policy gradient is that of the KL, or "k3". "k1" is for a KL subtracted from the
+            reward; as a loss, its gradient is 0 in expectation. None uses k3 in the loss and k1 in the reward.
     """
 
     coef: float
@@ -37,7 +37,7 @@ class ReferenceKL:
 
     def __post_init__(self) -> None:
         if not self.coef > 0:
-            raise ValueError(f"coef of reference must be above 0, got {self.coef}. For none, leave out reference.")
+            raise ValueError(f"coef of reference must be above 0, got {self.coef}. Leave out reference for no KL.")
         check_choice((*get_args(KLEstimator), None), estimator=self.estimator)
 
     def check(self, policy: Role, *, in_reward: bool) -> None:
@@ -93,7 +93,7 @@ class AdaptiveKL(ReferenceKL):
         self.controller()
 
     def controller(self) -> KLController:
-        """Makes the controller of the term's weight."""
+        """Creates the controller of the term's weight."""
         return KLController(self.coef, self.target_nats, self.horizon)
 
     def role(self, policy: Role) -> Role | None:

@@ -1,16 +1,27 @@
-"""GRPO's relatives: each fixes a few settings of GRPO or replaces its loss, and has the name from its paper.
+"""GRPO's relatives: each fixes a few settings of GRPO or replaces its loss, and is named as in its paper.
 
 The last three are for stale trajectories; their importance weights are at most 1."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.grpo import GRPO
+from lightrl.algorithms.grpo import (
+    GRPO,
+    AllButBaseline,
+    ClipSettings,
+    GroupSettings,
+    RatioSettings,
+    ReductionSettings,
+    RelativeSettings,
+    StatisticsSettings,
+    WeightsSettings,
+)
+from lightrl.checks.annotations import Unpack
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.functional import (
@@ -27,6 +38,29 @@ from lightrl.functional import (
 from lightrl.functional.reduction import LossReduction
 from lightrl.models import ModelSpec, Outputs, Role
 
+# What the constructors pass on to GRPO, for type checkers: all but what they fix or give another default.
+
+
+class AllButStatistics(RelativeSettings, GroupSettings, ClipSettings, RatioSettings, WeightsSettings, total=False): ...
+
+
+class AllButClip(RelativeSettings, GroupSettings, RatioSettings, StatisticsSettings, WeightsSettings, total=False): ...
+
+
+class AllButRatio(RelativeSettings, GroupSettings, StatisticsSettings, WeightsSettings, total=False): ...
+
+
+class AllButClipAndRatio(AllButRatio, ReductionSettings, total=False): ...
+
+
+class AllButMask(AllButClip, ReductionSettings, total=False): ...
+
+
+class AllButRegression(RelativeSettings, GroupSettings, RatioSettings, total=False): ...
+
+
+class AllButImportance(RelativeSettings, GroupSettings, ReductionSettings, StatisticsSettings, total=False): ...
+
 
 class DrGRPO(GRPO):
     """GRPO without its two biases: it divides neither by the group's standard deviation nor by a trajectory's length.
@@ -35,9 +69,22 @@ class DrGRPO(GRPO):
     """
 
     def __init__(
-        self, policy: str | ModelSpec | Role, *, loss_reduction: LossReduction = "fixed", **kwargs: Any
+        self,
+        policy: str | ModelSpec | Role,
+        *,
+        advantage_mean: Literal["group", "batch"] | None = "group",
+        leave_one_out: bool = False,
+        loss_reduction: LossReduction = "fixed",
+        **kwargs: Unpack[AllButStatistics],
     ) -> None:
-        super().__init__(policy, advantage_std=None, loss_reduction=loss_reduction, **kwargs)
+        super().__init__(
+            policy,
+            advantage_mean=advantage_mean,
+            advantage_std=None,
+            leave_one_out=leave_one_out,
+            loss_reduction=loss_reduction,
+            **kwargs,
+        )
 
 
 class DAPO(GRPO):
@@ -52,11 +99,20 @@ class DAPO(GRPO):
         self,
         policy: str | ModelSpec | Role,
         *,
+        clip_low: float = 0.2,
         clip_high: float = 0.28,
+        dual_clip: float | None = None,
         loss_reduction: LossReduction = "token",
-        **kwargs: Any,
+        **kwargs: Unpack[AllButClip],
     ) -> None:
-        super().__init__(policy, clip_high=clip_high, loss_reduction=loss_reduction, **kwargs)
+        super().__init__(
+            policy,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            dual_clip=dual_clip,
+            loss_reduction=loss_reduction,
+            **kwargs,
+        )
 
 
 class RLOO(GRPO):
@@ -69,7 +125,11 @@ class RLOO(GRPO):
     """
 
     def __init__(
-        self, policy: str | ModelSpec | Role, *, loss_reduction: LossReduction = "fixed", **kwargs: Any
+        self,
+        policy: str | ModelSpec | Role,
+        *,
+        loss_reduction: LossReduction = "fixed",
+        **kwargs: Unpack[AllButStatistics],
     ) -> None:
         super().__init__(
             policy,
@@ -87,12 +147,26 @@ class ReinforceBaseline(GRPO):
     Source: Williams, 1992, https://doi.org/10.1007/BF00992696.
     """
 
-    def __init__(self, policy: str | ModelSpec | Role, *, group_size: int = 1, **kwargs: Any) -> None:
-        super().__init__(policy, advantage_mean="batch", advantage_std=None, group_size=group_size, **kwargs)
+    def __init__(
+        self,
+        policy: str | ModelSpec | Role,
+        *,
+        leave_one_out: bool = False,
+        group_size: int = 1,
+        **kwargs: Unpack[AllButBaseline],
+    ) -> None:
+        super().__init__(
+            policy,
+            advantage_mean="batch",
+            advantage_std=None,
+            leave_one_out=leave_one_out,
+            group_size=group_size,
+            **kwargs,
+        )
 
 
 class GSPO(GRPO):
-    """GRPO with a ratio, and a clip, of the whole trajectory instead of each token.
+    """GRPO with one ratio, and one clip, for the whole trajectory instead of each token.
 
     Source: https://arxiv.org/abs/2507.18071, also for the clip bounds.
     """
@@ -103,14 +177,16 @@ class GSPO(GRPO):
         *,
         clip_low: float = 3e-4,
         clip_high: float = 4e-4,
+        dual_clip: float | None = None,
         loss_reduction: LossReduction = "sequence",
-        **kwargs: Any,
+        **kwargs: Unpack[AllButRatio],
     ) -> None:
         super().__init__(
             policy,
             ratio_level="sequence",
             clip_low=clip_low,
             clip_high=clip_high,
+            dual_clip=dual_clip,
             loss_reduction=loss_reduction,
             **kwargs,
         )
@@ -123,7 +199,12 @@ class CISPO(GRPO):
     """
 
     def __init__(
-        self, policy: str | ModelSpec | Role, *, clip_low: float = 1.0, clip_high: float = 4.0, **kwargs: Any
+        self,
+        policy: str | ModelSpec | Role,
+        *,
+        clip_low: float = 1.0,
+        clip_high: float = 4.0,
+        **kwargs: Unpack[AllButClipAndRatio],
     ) -> None:
         super().__init__(policy, clip_low=clip_low, clip_high=clip_high, dual_clip=None, ratio_level="token", **kwargs)
 
@@ -140,12 +221,12 @@ class CISPO(GRPO):
 
 
 class SAPO(GRPO):
-    """GRPO with a smooth gate instead of the clip: off-policy a token's gradient decays, faster for advantages below 0.
+    """GRPO with a smooth gate instead of the clip: off-policy, gradients decay, and faster for advantages below 0.
 
     Source: https://arxiv.org/abs/2511.20347, also for the temperatures.
 
     Args:
-        temperature_positive, temperature_negative: the gate's, for tokens with a positive advantage and for others.
+        temperature_positive, temperature_negative: the gate's temperatures for advantages above 0, and for others.
         kwargs: GRPO's, except its clip.
     """
 
@@ -156,7 +237,7 @@ class SAPO(GRPO):
         temperature_positive: float = 1.0,
         temperature_negative: float = 1.05,
         loss_reduction: LossReduction = "sequence",
-        **kwargs: Any,
+        **kwargs: Unpack[AllButClip],
     ) -> None:
         super().__init__(
             policy, clip_low=1.0, clip_high=math.inf, dual_clip=None, loss_reduction=loss_reduction, **kwargs
@@ -169,28 +250,40 @@ class SAPO(GRPO):
 
 
 class LitePPO(GRPO):
-    """Advantages by the group's mean and the batch's standard deviation, and a loss averaged over tokens.
+    """GRPO with the standard deviation of the batch instead of the group, and a loss averaged over tokens.
 
-    The standard deviation is around the mean of all rewards in the batch; AReaL's is around the group means.
+    The deviation is from the mean of all rewards in the batch; in AReaL it is from the group means.
 
     Source: https://arxiv.org/abs/2508.08221.
     """
 
     def __init__(
-        self, policy: str | ModelSpec | Role, *, loss_reduction: LossReduction = "token", **kwargs: Any
+        self,
+        policy: str | ModelSpec | Role,
+        *,
+        leave_one_out: bool = False,
+        loss_reduction: LossReduction = "token",
+        **kwargs: Unpack[AllButStatistics],
     ) -> None:
-        super().__init__(policy, advantage_mean="group", advantage_std="batch", loss_reduction=loss_reduction, **kwargs)
+        super().__init__(
+            policy,
+            advantage_mean="group",
+            advantage_std="batch",
+            leave_one_out=leave_one_out,
+            loss_reduction=loss_reduction,
+            **kwargs,
+        )
 
 
 class ReinforcePlusPlus(GRPO):
-    """Needs no group and no critic: a token's advantage is its return, normalized over the batch.
+    """REINFORCE++, which needs no groups and no critic: a token's advantage is its return, normalized over the batch.
 
     With `reference`, the KL of each token (behavior ‖ reference) is subtracted from its reward, as in PPO.
 
     Source: https://arxiv.org/abs/2501.03262.
 
     Args:
-        advantage_mean: with `group`, the paper's variant with a baseline, the group's mean reward is subtracted first.
+        advantage_mean: `group` first subtracts the group's mean reward, the paper's variant with a baseline.
         group_size: completions per prompt; 1 is enough without that baseline.
         kwargs: GRPO's, except its other statistics.
     """
@@ -203,7 +296,7 @@ class ReinforcePlusPlus(GRPO):
         *,
         advantage_mean: Literal["group", "batch"] = "batch",
         group_size: int = 1,
-        **kwargs: Any,
+        **kwargs: Unpack[AllButBaseline],
     ) -> None:
         super().__init__(
             policy,
@@ -228,7 +321,7 @@ class ReinforcePlusPlus(GRPO):
 
 
 class M2PO(GRPO):
-    """Masks the tokens with the largest squared log-ratios, instead of clipping, until the others' mean is in bounds.
+    """Masks tokens instead of clipping: those with the largest squared log-ratios, until the rest's mean is in bounds.
 
     It is for very stale trajectories, where a clip removes the gradient of many informative tokens. The mask compares
     the proximal with the behavior policy, once for the whole iteration, which costs a forward pass. A masked token
@@ -237,13 +330,15 @@ class M2PO(GRPO):
     Source: https://arxiv.org/abs/2510.01161, also for the threshold.
 
     Args:
-        second_moment_threshold: bound on the mean of log_ratio², nats².
+        second_moment_threshold: bound on the mean of log_ratio², in nats².
         kwargs: GRPO's, except its clip.
     """
 
-    advantage_inputs = ("proximal_logprobs", "behavior_logprobs", "loss_mask")  # to sort all tokens of the iteration
+    advantage_inputs = ("proximal_logprobs", "behavior_logprobs", "loss_mask")  # the mask sorts all tokens
 
-    def __init__(self, policy: str | ModelSpec | Role, *, second_moment_threshold: float = 0.04, **kwargs: Any) -> None:
+    def __init__(
+        self, policy: str | ModelSpec | Role, *, second_moment_threshold: float = 0.04, **kwargs: Unpack[AllButMask]
+    ) -> None:
         super().__init__(policy, clip_low=1.0, clip_high=math.inf, dual_clip=None, **kwargs)
         if self.importance_weights is not None and self.importance_weights.approximate_proximal:
             raise ValueError("M2PO's mask needs the exact proximal logprobs: leave out decoupled.approximate_proximal.")
@@ -271,7 +366,7 @@ class M2PO(GRPO):
 
 
 class OAPL(GRPO):
-    """Regresses the log-ratio to the behavior policy on an optimal advantage, so staleness needs no correction.
+    """Regresses the log-ratio (policy ÷ behavior policy) on an optimal advantage, so staleness needs no correction.
 
     A trajectory's loss is the sum over its tokens; `fixed` divides it by a constant. The sum also accumulates the
     engine's rounding of every token: before using long completions, check `policy/kl_behavior_nats` on-policy.
@@ -290,7 +385,7 @@ class OAPL(GRPO):
         *,
         beta: float = 0.25,
         loss_reduction: LossReduction = "fixed",
-        **kwargs: Any,
+        **kwargs: Unpack[AllButRegression],
     ) -> None:
         super().__init__(
             policy,
@@ -324,12 +419,12 @@ class OAPL(GRPO):
 
 
 class TOPR(GRPO):
-    """Imitates trajectories that were better than expected; the weight of worse ones falls with their likelihood.
+    """Imitates trajectories that were better than expected; the weight of the others falls with their likelihood.
 
     Source: https://arxiv.org/abs/2503.14286, with each token's ratio instead of the trajectory's, and GRPO's baseline.
     """
 
-    def __init__(self, policy: str | ModelSpec | Role, **kwargs: Any) -> None:
+    def __init__(self, policy: str | ModelSpec | Role, **kwargs: Unpack[AllButImportance]) -> None:
         super().__init__(
             policy, clip_low=1.0, clip_high=math.inf, dual_clip=None, ratio_level="token", decoupled=False, **kwargs
         )
@@ -351,7 +446,9 @@ class DPPO(GRPO):
         kwargs: GRPO's, except its clip.
     """
 
-    def __init__(self, policy: str | ModelSpec | Role, *, max_nats: float = 0.05, **kwargs: Any) -> None:
+    def __init__(
+        self, policy: str | ModelSpec | Role, *, max_nats: float = 0.05, **kwargs: Unpack[AllButImportance]
+    ) -> None:
         super().__init__(
             policy, clip_low=1.0, clip_high=math.inf, dual_clip=None, ratio_level="token", decoupled=False, **kwargs
         )

@@ -2,15 +2,15 @@
 
 Reading order:
     rl_callback.py      the hooks, and when each is called
-    weight_sync.py      brings the trainer's weights to the engine, with a version; which ranks write them
-      probe.py          after a load, trainer and engine score a few sequences: do they agree but for rounding?
-      lag_probe.py      how far the policy moves in one version, and in a few
+    weight_sync.py      brings the trainer's weights to the engine, with a version; decides which ranks write
+      probe.py          after a load, checks that trainer and engine agree on a few sequences, up to rounding
+      lag_probe.py      measures how far the policy moves in one version, and in several
       answer_check.py   compares sampled tokens with the trainer under the weights that sampled them
-    staleness.py        how far behind a trajectory may be
-    dynamic_sampling.py which groups are dropped and replaced; which prompts are run, by past success
-    rollout_metrics.py  the numbers logged in each iteration; monitors.py: callbacks that monitor an unknown metric
-    progress.py         the two-line progress bar and the permanent lines; which models train
-    trace.py            what each process did when, and where the time went
+    staleness.py        bounds how many versions a trajectory may be behind
+    dynamic_sampling.py drops and replaces groups by their rewards; chooses prompts by past success
+    rollout_metrics.py  the numbers logged in each iteration; monitors.py finds monitors of unknown metrics
+    progress.py         the two-line progress bar, the permanent lines, and the list of models
+    trace.py            records what each process did when, and where the time went
     trajectory_log.py   trajectories as JSONL, and periodically as a table
     learning_curve.py   the run's curve as a plot
     run_files.py        the run's README, log lines, state for `lightrl status`, problems, timed checkpoint

@@ -1,17 +1,17 @@
 """AnswerCheck: before the policy trains on sampled tokens, checks them against the weights that sampled them.
 
-In each iteration, the trainer recomputes logprobs of a few trajectories: of the tokens from their oldest and newest
-weight versions, whose weights it copies to host memory. The engine's logprobs must equal the trainer's, up to rounding.
-The oldest tokens must also be as likely as their distribution says, which detects a server that ignores sampling
-settings. The newest tokens exist only if no end token came before: a biased sample, which this check leaves out.
+In each iteration, the trainer recomputes the logprobs of tokens in a few trajectories: those from the oldest and newest
+weight version, copies of which are in host memory. The engine's logprobs must equal the trainer's, up to rounding. The
+oldest tokens must also be as likely as their distribution says, which detects a server that ignores sampling settings.
+The newest tokens are left out of this check: they exist only if no end token came before, so they are biased.
 
 For a function f of a token, exp(λ f) / E[exp(λ f)] has mean 1, whatever came before, so the product over all tokens
 exceeds e^35 with probability at most e^-35. Here f is the logprob: λ > 0 accumulates evidence for too likely tokens
 (temperature 0, a smaller top-k), λ < 0 for too unlikely ones. The sum of the logarithms is reset to 0 when it is
 negative. Source: Ville's inequality; Page, Continuous inspection schemes (CUSUM).
 
-k of a group's G completions are equal, each with logprob -L, with probability at most 2^G e^-(k - 1)L: more are copies,
-as from a server that gives all requests one seed. Shapes: N tokens, their K most likely alternatives.
+The probability that k of a group's G completions are equal, each with logprob -L, is at most 2^G e^-(k - 1)L. If it is
+tiny, they are copies, as from a server that gives all requests one seed. Shapes: N tokens, K most likely alternatives.
 """
 
 from __future__ import annotations
@@ -39,37 +39,38 @@ from lightrl.trajectory import Group, Sampling, Trajectory
 
 TOP = 64  # K
 LIMIT_NATS = 35.0
-OUTSIDE_CHANCES = 0.01, 0.05  # chance of a token beyond top-p or top-k: by rounding, in a faulty server
+OUTSIDE_NATS = math.log(5 / 1), math.log(95 / 99)  # a token beyond top-p or top-k, or not: 5 % beyond against 1 %
 NUM_TOKENS = 256  # trained tokens to check
 
 
 class AnswerCheck:
-    """Checks tokens of versions after the first that this run loads; `checks_all` checks all rows instead of a few.
+    """Checks tokens of all versions but the first that this run loads; `checks_all` checks all rows instead of a few.
 
-    After a failure within an iteration, other weights may have sampled tokens that carry that first version.
+    Tokens of the first version are skipped: after a failure within an iteration, other weights may have sampled them.
     """
 
     def __init__(self, checks_all: bool) -> None:
         self.checks_all = checks_all
-        self._copies_nats = 0.0  # evidence for copies in a group
+        self._copies_nats = -math.inf  # evidence for copies in a group; -inf if a group may share what was sampled
         self._evidence_nats = torch.zeros(2)  # for too likely tokens, for too unlikely ones
         self._weights: dict[int, list[Tensor]] = {}  # version → the policy's trained parameters on this rank
         self._first_version: int | None = None  # the first version that this run has loaded
 
     def offer(self, trainer: RLTrainer, groups: Sequence[Group]) -> None:
         """Compares the completions of each group, on rank 0, which has their tokens."""
-        if trainer.is_global_zero:
+        workflow = trainer.rollout.workflow
+        if workflow is not None and workflow.samples_apart:
             self._copies_nats = max((copies_nats(group.trajectories) for group in groups), default=0.0)
 
-    def keep(self, trainer: RLTrainer, module: RLModule, weight_version: int, rounding: Rounding) -> None:
-        """Copies the current weights as this version; deletes versions whose tokens are too old to train on."""
+    def save_version(self, trainer: RLTrainer, module: RLModule, weight_version: int, rounding: Rounding) -> None:
+        """Saves a copy of the current weights as this version; deletes versions whose tokens are too old to train."""
         staleness = trainer.rollout.settings.max_staleness
         self._first_version = weight_version if self._first_version is None else self._first_version
         self._weights = {old: weights for old, weights in self._weights.items() if old >= weight_version - staleness}
         if staleness > 0 or self.checks_all:
             is_coarse = rounding.engine_eps >= torch.finfo(torch.bfloat16).eps  # the engine rounds its weights too
-            values = _trained(module) if ranks_of(trainer.strategy).of_role("policy").is_here else []
-            dtype = torch.bfloat16 if is_coarse else None  # None: each one's own
+            values = _trained_weights(module) if ranks_of(trainer.strategy).of_role("policy").is_here else []
+            dtype = torch.bfloat16 if is_coarse else None  # None keeps each parameter's dtype
             self._weights[weight_version] = [value.to("cpu", dtype, copy=True) for value in values]
 
     def has_sampled(self, version: int) -> bool:
@@ -77,7 +78,7 @@ class AnswerCheck:
         return version > (self._first_version or -1)
 
     def check(self, trainer: RLTrainer, module: RLModule, minibatch: ShardedExperience, rounding: Rounding) -> None:
-        """Raises WeightSyncError for wrong logprobs, EngineError for wrong sampling, on every rank; collective."""
+        """Raises WeightSyncError for wrong logprobs, EngineError for wrong sampling; collective, once for each row."""
         ranks, current = ranks_of(trainer.strategy), trainer.weight_version
         num_rows, version_to_rows = len(minibatch), dict[int, list[int]]()
         chosen = range(num_rows) if self.checks_all else choose_rows(num_rows, minibatch.num_loss_tokens, NUM_TOKENS)
@@ -91,7 +92,7 @@ class AnswerCheck:
         for version, rows in version_to_rows.items():
             sums, largest = torch.zeros(6), torch.zeros(1)
             if ranks.of_role("policy").is_here:
-                with torch.no_grad(), _set_weights(self._weights.get(version, []), _trained(module)):
+                with torch.no_grad(), _set_weights(self._weights.get(version, []), _trained_weights(module)):
                     sums, largest = _measure(trainer, module, minibatch.select(rows), version, rounding)
             sums, largest = ranks.total(sums), ranks.total(largest, "max")
             evidence += sums[4:]
@@ -99,9 +100,9 @@ class AnswerCheck:
                 difference, bias, entropy = (sums[1:4] / num).tolist()
                 name = "the present weights" if version == current else f"weight version {version}"
                 check_mismatch(name + _at_servers(trainer), num, difference, float(largest), entropy, rounding, bias)
-        if _is_unselected(trainer, module, minibatch):
+        copies = ranks.total(torch.tensor([self._copies_nats]), "max")
+        if copies.isfinite() and _has_every_sample(trainer, module, minibatch):
             self._evidence_nats = (self._evidence_nats + evidence).clamp(min=0)
-        copies = ranks.total(torch.tensor([self._copies_nats if module.sampling.temperature > 0 else 0.0]), "max")
         nats, kind = torch.cat([self._evidence_nats, copies]).max(0)
         if float(nats) > LIMIT_NATS:
             problem, sampling = ("likely", "unlikely", "often equal in a group")[int(kind)], module.sampling
@@ -109,39 +110,39 @@ class AnswerCheck:
                 f"The tokens that the engine sampled{_at_servers(trainer)} are too {problem} for temperature="
                 f"{sampling.temperature:g}, top_p={sampling.top_p:g} and top_k={sampling.top_k}: the probability is "
                 f"e^-{float(nats):.0f}. Look for a proxy or a server argument that changes these settings or drops "
-                "the requests' seeds, or set WeightSync.verify to false."
+                "the requests' seeds, or a workflow that discards completions; or set WeightSync.verify to false."
             )
 
 
 def copies_nats(trajectories: Sequence[Trajectory]) -> float:
-    """Returns the evidence that equal completions of a group are copies; omits those with several versions or rows."""
+    """Returns the evidence, in nats, that equal completions are copies; omits those with several versions or rows."""
     nats: dict[object, list[float]] = {}
     for item in trajectories:
         if item.oldest_version == item.newest_version and item.first_branch == len(item.token_ids):
             key = np.asarray(item.token_ids).tobytes(), item.newest_version
             nats.setdefault(key, []).append(-float(np.asarray(item.behavior_logprobs).sum(dtype=float)))
-    evidence = ((len(values) - 1) * min(values) for values in nats.values())
+    evidence = ((len(values) - 1) * min(values) for values in nats.values())  # (k - 1) L
     return max(evidence, default=0.0) - len(trajectories) * math.log(2)
 
 
-def _is_unselected(trainer: RLTrainer, module: RLModule, minibatch: ShardedExperience) -> bool:
+def _has_every_sample(trainer: RLTrainer, module: RLModule, minibatch: ShardedExperience) -> bool:
     """Whether the minibatch has every token that was sampled for it; a selection would bias the likelihood."""
     settings = trainer.rollout.settings
     num_rows = settings.groups_per_iteration * settings.group_size // module.num_minibatches
-    is_complete = (len(minibatch), minibatch.num_loss_tokens) == (num_rows, int(minibatch.generated_token_counts.sum()))
     selects = settings.num_oversampled or settings.group_filter or settings.incomplete_groups != "train"
-    return is_complete and not selects and module.sampling.temperature > 0
+    is_masked = minibatch.num_loss_tokens != int(minibatch.generated_token_counts.sum())
+    return len(minibatch) == num_rows and not is_masked and not selects
 
 
 def _measure(
-    trainer: RLTrainer, module: RLModule, part: ShardedExperience, version: int, rounding: Rounding
+    trainer: RLTrainer, module: RLModule, selected: ShardedExperience, version: int, rounding: Rounding
 ) -> tuple[Tensor, Tensor]:
     """Returns sums over this rank's tokens, and the largest difference.
 
     The sums: number, differences without and with their signs, entropy, evidence for too likely and unlikely tokens.
     """
-    rollout, own_rows = part.rollout_part(), set(part.local_rows.tolist())
-    oldest = part.version_bounds[0].to(module.device)
+    rollout, local_rows = selected.rollout_part(), set(selected.local_rows.tolist())
+    oldest = selected.version_bounds[0].to(module.device)
     rows = microbatch_rows(rollout, ranks_of(trainer.strategy).of_role("policy"), module.microbatch_tokens)
     topk = min(TOP, module.policy_config.get_text_config().vocab_size)
     without_supports = {name: values for name, values in rollout.tokens.items() if name != SUPPORTS.name}
@@ -153,8 +154,8 @@ def _measure(
         with trainer.precision_plugin.forward_context():
             results: Any = list(module.parallel_models["policy"].forward(batches, topk=num))
         for index, batch, outputs in zip(rows, batches, results, strict=True):
-            is_own = torch.tensor([row in own_rows for row in index] or [False], device=module.device)
-            mask = batch.loss_mask & (batch.weight_versions == version) & is_own[:, None]
+            is_local = torch.tensor([row in local_rows for row in index] or [False], device=module.device)
+            mask = batch.loss_mask & (batch.weight_versions == version) & is_local[:, None]
             if not mask.any():
                 continue
             if num == 0 or not is_truncated:
@@ -180,32 +181,32 @@ def evidence_nats(top: Tensor, is_sampled: Tensor, sampling: Sampling, margin_na
         margin_nats: maximum error of a logprob by rounding.
     """
     chances = top.exp()
-    is_kept = chances.cumsum(1) - chances < sampling.top_p
+    is_kept = chances.cumsum(1) - chances < sampling.top_p  # tokens that the truncation keeps
     if sampling.top_k > 0:
         is_kept[:, sampling.top_k :] = False
     mass = (chances * is_kept).sum(1, keepdim=True)
-    chance, suspect = OUTSIDE_CHANCES
-    other = torch.full_like(mass, chance) if sampling.is_truncated else (1 - mass).clamp(min=1e-6)
-    chances = torch.cat([chances * is_kept / mass * (1 - other), other], 1)
-    border = torch.where(is_kept, top, 0.0).amin(1, keepdim=True)
-    lowest = border - 1
+    # The first E leaves out the other tokens, the least likely, so that it is not too small where none is sampled.
+    other = torch.stack([0 * mass, 0 * mass if sampling.is_truncated else (1 - mass).clamp(min=1e-6)], 2)
+    chances = torch.cat([(chances * is_kept / mass)[:, :, None] * (1 - other), other], 1)
+    border = torch.where(is_kept, top, 0.0).amin(1, keepdim=True)  # logprob of the least likely kept token
+    lowest = border - 1  # stands for the logprob of all other tokens
     values = torch.cat([torch.where(is_kept, top, lowest), lowest], 1).clamp(min=-20)
-    mean = (chances * values).sum(1, keepdim=True)
-    spread = (chances * (values - mean) ** 2).sum(1, keepdim=True).sqrt().clamp(min=0.05)
+    mean = (chances[:, :, 1] * values).sum(1, keepdim=True)
+    spread = (chances[:, :, 1] * (values - mean) ** 2).sum(1, keepdim=True).sqrt().clamp(min=0.05)
     values = values.maximum(mean - 4 * spread)  # very rare tokens must not dominate E
     is_outcome = torch.cat([is_sampled & is_kept, ~(is_sampled & is_kept).any(1, keepdim=True)], 1)
-    tilts = torch.tensor([0.5, -0.5], device=top.device) / spread
-    expected = (chances.log()[:, :, None] + tilts[:, None] * values[:, :, None]).logsumexp(1)
+    tilts = torch.tensor([0.5, -0.5], device=top.device) / spread  # λ and -λ
+    expected = (chances.log() + tilts[:, None] * values[:, :, None]).logsumexp(1)  # log E
     evidence = tilts * values[is_outcome][:, None] - expected
     if sampling.is_truncated:  # a token beyond the border is stronger evidence
         sampled = torch.where(is_sampled.any(1), torch.where(is_sampled, top, 0.0).sum(1), top[:, -1])
         is_beyond = sampled < border[:, 0] - margin_nats
-        evidence[:, 1] = torch.where(is_beyond, suspect / chance, (1 - suspect) / (1 - chance)).log()
+        evidence[:, 1] = torch.where(is_beyond, *OUTSIDE_NATS)
     is_known = ~is_kept[:, -1:] | (not sampling.is_truncated)  # otherwise the truncation keeps tokens beyond K
     return torch.where(is_known, evidence, 0.0)
 
 
-def _trained(module: RLModule) -> list[Tensor]:
+def _trained_weights(module: RLModule) -> list[Tensor]:
     policy: Any = module.policy
     return [local(parameter.detach()) for parameter in policy.parameters() if parameter.requires_grad]
 

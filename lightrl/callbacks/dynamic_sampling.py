@@ -36,18 +36,18 @@ class DynamicSampling(RLCallback):
     their prompts come again in the next epoch.
 
     It logs `rollout/dropped_groups` and `rollout/dropped_groups_<reason>`, counted since the last iteration, and
-    `rollout/given_up_fraction`, the share of sampled groups that over-sampling dropped. RolloutMetrics'
-    `rollout/dropped_length_tokens` and `rollout/dropped_accuracy_fraction` show what the rules prefer.
+    `rollout/given_up_fraction`, the share of sampled groups that over-sampling dropped. `rollout/dropped_length_tokens`
+    and `rollout/dropped_accuracy_fraction` of RolloutMetrics show what the rules prefer.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476.
 
     Args:
         drop_zero_variance: drop a group whose trajectories all have the same reward.
-        min_success, max_success: drop a group whose share of correct trajectories is outside, 0 to 1. A trajectory is
-            correct by its metric `accuracy`, or without one by a reward of at least 1.
-        max_group_tokens: drop a group if the policy generated more tokens for a trajectory of it; None for no limit.
-        rule: a function of a Group, or its dotted path. A group is dropped if it returns True or a word, which is the
-            reason, and kept if it returns None or False. It runs on the rollout's event loop, so it must be fast.
+        min_success, max_success: drop a group whose share of correct trajectories, 0 to 1, is outside these bounds. A
+            trajectory is correct if its metric `accuracy` says so or, without that metric, if its reward is at least 1.
+        max_group_tokens: drop a group with a trajectory for which the policy generated more tokens; None for no limit.
+        rule: a function of a Group, or its dotted path. True, or a word as the reason, drops the group; None or
+            False keeps it. The function runs on the rollout's event loop, so it must be fast.
         incomplete_groups: what happens to a group that lost a trajectory, for example because its reward raised:
             `train` on the others, `resample` it with new seeds, at most three times, or `drop` it.
         oversample_fraction: extra groups to start, as a fraction of P; see above.
@@ -145,6 +145,6 @@ class PromptCurriculum(RLCallback):
         self._success = MeansSince()
 
     def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
-        for what in ("played", "skipped"):
-            names = {f"{what}_again_success": f"rollout/{what}_success_fraction"}
-            module.log_dict(self._success.means(trainer.rollout.progress(), f"{what}_again", names))
+        for kind in ("played", "skipped"):
+            names = {f"{kind}_again_success": f"rollout/{kind}_success_fraction"}
+            module.log_dict(self._success.means(trainer.rollout.progress(), f"{kind}_again", names))

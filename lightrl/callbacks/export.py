@@ -1,4 +1,4 @@
-"""HuggingFaceExport: the trained policy as an ordinary Hugging Face folder, which any tool can load."""
+"""HuggingFaceExport: writes the trained policy as an ordinary Hugging Face folder, which any tool can load."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from lightrl.callbacks.loggers import log_model, loggers_of_models
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.files import check_local
+from lightrl.concurrency.owner import hold, let_go
 from lightrl.models.images import save_processor
 from lightrl.models.model_folder import (
     HEAD_STAYS_BEHIND,
@@ -40,33 +41,46 @@ class HuggingFaceExport(RLCallback):
     `AutoModelForCausalLM.from_pretrained(to)` then loads the same tensors, bit for bit. Use a checkpoint to continue
     the run, and an export for everything else: serving, evaluation, or the next stage (`ModelSpec(path=to)`).
 
+    A plain name such as `exported` is a folder in the run's folder, so runs of a sweep do not share it. Other paths,
+    such as `runs/sft/export`, are relative to the working folder; a second run that uses one at the same time fails.
+
     With LoRA, the folder holds only the adapters (`PeftModel.from_pretrained`), or with `merged` the whole model.
 
     The policy's folder omits a critic that is a head on the policy's body; `role="critic"` writes body and head as a
     separate model. Weights & Biases and MLflow get the folder as an artifact if they log models: the last export with
-    `log_model: true`, every one with `all`. Ctrl-C, an exception and `fast_dev_run` leave an earlier export unchanged.
+    `log_model: true`, each export with `all`. Ctrl-C, an exception and `fast_dev_run` leave an earlier export as it is.
 
     Args:
-        to: the folder; its parents are created. An earlier export in it is replaced; other content is refused.
+        to: the folder, see above; its parents are created. An earlier export in it is replaced; other content is
+            refused.
         every_n_iterations: also export after every n-th iteration; None exports only at the end.
         role: the role to export; None is the module's `trained_role` (a RewardModel has one), otherwise the policy.
         merged: with LoRA, merge the adapters into the weights; always done for critics and reward models.
 
     Raises:
-        ValueError: when `fit` starts, if `to` contains files that are no export, or the model that the run starts from.
+        ValueError: when `fit` starts, if `to` has files that are not from an export, or the model that the run loads,
+            or if another run uses it.
     """
 
     def __init__(
-        self, to: str, every_n_iterations: int | None = None, role: str | None = None, *, merged: bool = False
+        self,
+        to: str = "exported",
+        every_n_iterations: int | None = None,
+        role: str | None = None,
+        *,
+        merged: bool = False,
     ) -> None:
         check_bounds(1, every_n_iterations=every_n_iterations)
         check_local(to=to)
         self.to = Path(to)
+        self.folder = self.to  # known when `fit` starts
         self.every_n_iterations = every_n_iterations
         self.role = role
         self.merged = merged
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        root = trainer.log_dir or trainer.default_root_dir  # log_dir is a collective, so all ranks read it
+        self.folder = Path(root) / self.to if str(self.to) == self.to.name else self.to
         model = getattr(pl_module, self._body_of(pl_module), None)
         if self._is_head(pl_module) and ModelDescription.of_critic(model, pl_module.policy_role) is None:
             raise TypeError(
@@ -78,7 +92,9 @@ class HuggingFaceExport(RLCallback):
                 f"HuggingFaceExport needs a Hugging Face model at {type(pl_module).__name__}."
                 f"{self._role_of(pl_module)}, got {type(model).__name__}. Name another role, or leave the callback out."
             )
-        check_model_folder(self.to, asked_by="HuggingFaceExport", source=str(getattr(model, "name_or_path", "")))
+        if trainer.is_global_zero:
+            hold(self.folder, "to")
+        check_model_folder(self.folder, asked_by="HuggingFaceExport", source=str(getattr(model, "name_or_path", "")))
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
@@ -92,6 +108,11 @@ class HuggingFaceExport(RLCallback):
             if self._role_of(pl_module) == "policy" and getattr(pl_module, "value_head", None) is not None:
                 log.info(HEAD_STAYS_BEHIND)
 
+    def teardown(self, *_: object, **__: object) -> None:
+        let_go(self.folder)
+
+    on_exception = teardown
+
     def _export(self, trainer: L.Trainer, module: Any, *, is_last: bool) -> None:
         if cast("RLTrainer", trainer).fast_dev_run:
             return
@@ -101,7 +122,7 @@ class HuggingFaceExport(RLCallback):
         if loggers:
             ranks.max_each([0])  # a barrier: a rank other than 0 may have written the export
             if trainer.is_global_zero:
-                log_model(loggers, self._role_of(module), self.to, trainer.global_step)
+                log_model(loggers, self._role_of(module), self.folder, trainer.global_step)
 
     def _write(self, trainer: L.Trainer, module: Any, ranks: Ranks) -> None:
         role, body = self._role_of(module), self._body_of(module)
@@ -111,7 +132,7 @@ class HuggingFaceExport(RLCallback):
         head = self._gather_head(module, holders) if self._is_head(module) and holders.is_here else None
         if not holders.is_main:
             return
-        with replaced_folder(self.to) as folder:
+        with replaced_folder(self.folder) as folder:
             if head is not None:
                 description = ModelDescription.of_critic(model, module.policy_role)
                 assert description is not None, "on_fit_start refuses it"
@@ -124,7 +145,7 @@ class HuggingFaceExport(RLCallback):
             if module.tokenizer is not None:
                 save_tokenizer(module.tokenizer, folder)
             save_processor(model.config, folder)
-        log.info("Exported the %s after iteration %d to %s.", role, trainer.global_step, self.to)
+        log.info("Exported the %s after iteration %d to %s.", role, trainer.global_step, self.folder)
 
     def _gather_tensors(self, trainer: L.Trainer, module: Any, role: str) -> dict[str, Tensor] | None:
         """Returns the full tensors to write, on the CPU: all parameters, or with adapters only the trained ones.

@@ -1,4 +1,4 @@
-"""LagProbe: how far the policy moves in one version and in η versions, from the trainer's logprobs only.
+"""LagProbe: measures how far the policy moves in one version and in η versions, from the trainer's logprobs.
 
 For a token that version b sampled and version v trains on, log π_v - log b is the sum of the policy's lag, log π_v -
 log π_b, and the engine's mismatch. To separate them, the trainer computes logprobs under versions b, b + 1 and b + η.
@@ -22,7 +22,7 @@ from lightrl.strategies import ranks_of
 from lightrl.trajectory import Group
 
 STEP = "policy/step_k3_nats"
-EVERY = 10  # the lag over η versions is measured from every tenth version on
+EVERY = 10  # every tenth version starts a measurement of the lag over η versions
 MIN_ROWS, NUM_TOKENS = 4, 128  # rows and trained tokens to measure; short completions take more rows
 MAX_FRACTION = 1 / 4  # at most this share of the trajectories
 MAX_TOKENS = 1024  # only this many tokens from the start of each trajectory
@@ -38,8 +38,8 @@ class _Snapshot:
     rows: list[_Row]
     logprobs: list[list[float]]
 
-    def flat(self, now: list[list[float]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns three logprobs of the trained tokens: the engine's, the snapshot's, and those of `now`."""
+    def trained_logprobs(self, now: list[list[float]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns three logprobs of each trained token: from the engine, from the snapshot, and from `now`."""
         mask = torch.tensor([value for _, row, _ in self.rows for value in row])
         behavior, before, after = (
             torch.tensor([value for row in rows for value in row])[mask]
@@ -81,15 +81,15 @@ class LagProbe:
         offered: list[_Row] = ranks_of(trainer.strategy).broadcast_json(self._offered)
         is_due = bool(self._waiting) and self._waiting[0].weight_version + staleness <= weight_version
         last, due = self._last, self._waiting.popleft() if is_due else None
-        parts = [[] if snapshot is None else snapshot.rows for snapshot in (last, due)] + [offered]
-        token_ids = [row[0] for part in parts for row in part]
+        row_lists = [[] if snapshot is None else snapshot.rows for snapshot in (last, due)] + [offered]
+        token_ids = [row[0] for rows in row_lists for row in rows]
         logprobs = iter(trainer_logprobs(trainer, module, token_ids, is_scaled=True) if token_ids else [])
-        of_last, of_due, of_offered = (list(itertools.islice(logprobs, len(part))) for part in parts)
+        of_last, of_due, of_offered = (list(itertools.islice(logprobs, len(rows))) for rows in row_lists)
         self._last = _Snapshot(weight_version, offered, of_offered) if offered else None
         if self._last is not None and weight_version % EVERY == 1:
             self._waiting.append(self._last)
-        metrics = {} if last is None else {STEP: step_k3(*last.flat(of_last))}
-        return metrics if due is None else metrics | _lag(*due.flat(of_due)[1:])
+        metrics = {} if last is None else {STEP: step_k3(*last.trained_logprobs(of_last))}
+        return metrics if due is None else metrics | _lag(*due.trained_logprobs(of_due)[1:])
 
 
 def choose_rows(num_trajectories: int, num_tokens: int, least_tokens: int = NUM_TOKENS) -> range:

@@ -94,7 +94,7 @@ class LearningCurve(RLCallback):
 
     Args:
         constant_baseline: accuracy of the best constant answer, drawn as a dashed line; None for no line.
-        held_out: the validation metric to draw; SFT's is `val/token_accuracy_fraction`.
+        held_out: the validation metric to draw; for SFT, `val/token_accuracy_fraction`.
     """
 
     def __init__(self, constant_baseline: float | None = None, *, held_out: str = HELD_OUT_ACCURACY) -> None:

@@ -1,7 +1,7 @@
 """Finds mistyped metric names in callbacks and schedulers before they cost a run its checkpoints.
 
-A name that resembles one that every run logs causes a warning before the run starts. The error follows once all names
-are known: after the sanity check, or after one iteration.
+A name close to one that every run logs causes a warning before the run starts. The error follows once all names are
+known: after the sanity check, or after one iteration.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ def warn_of_monitors(trainer: L.Trainer) -> None:
             log.warning(text, name, monitor, hint)
 
 
-def check_monitors(trainer: L.Trainer, *prefixes: str, coming: Collection[str] = ()) -> None:
+def check_monitors(trainer: L.Trainer, *prefixes: str, upcoming: Collection[str] = ()) -> None:
     """Raises ValueError if a callback or scheduler waits for a metric with one of these prefixes that is not logged.
 
     Args:
-        prefixes: of the metrics that have been logged, for example `val/`.
-        coming: metrics that will be logged.
+        prefixes: prefixes of the metrics that have been logged, for example `val/`.
+        upcoming: metrics that will be logged.
     """
-    logged = {*trainer.callback_metrics, *coming}
+    logged = {*trainer.callback_metrics, *upcoming}
     for name, monitor in _monitors(trainer):
         if monitor.startswith(prefixes) and monitor not in logged:
             hint = did_you_mean(monitor, logged, num=1)
-            own = ", ".join(sorted(other for other in logged if other.startswith(prefixes)))
-            raise ValueError(f"{name} monitors {monitor}, which is not logged.{hint} Logged metrics: {own}.")
+            names = ", ".join(sorted(other for other in logged if other.startswith(prefixes)))
+            raise ValueError(f"{name} monitors {monitor}, which is not logged.{hint} Logged metrics: {names}.")
 
 
 def names_of_validation(groups: Iterable[Group], group_size: int) -> set[str]:
@@ -64,7 +64,7 @@ def names_of_validation(groups: Iterable[Group], group_size: int) -> set[str]:
     return {*ALWAYS_LOGGED, *(f"val/{name}" for name in names)}
 
 
-def is_ours(trainer: Any, module: Any) -> bool:
+def are_names_known(trainer: Any, module: Any) -> bool:
     """Whether no user code but the reward can log validation metrics, so that all their names are known."""
     classes = [type(module), *map(type, trainer.callbacks)]
     has_user_code = any(not cls.__module__.startswith(("lightrl.", "lightning.")) for cls in classes)

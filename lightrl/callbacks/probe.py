@@ -1,6 +1,6 @@
 """Probe: trainer and engine compute the logprobs of a few fixed sequences, which agree if both have the same weights.
 
-The bounds are how far rounding may move logprobs, by the dtypes of both. Shapes: B sequences, T tokens.
+The bounds say how far rounding may move logprobs, given the dtypes of both. Shapes: B sequences, T tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROBE_SEQUENCES, PROBE_TOKENS = 2, 32
 ROUNDINGS = 32.0
 ROUNDINGS_ABOVE = 4.0
 USUAL_NATS = 0.2
-LEAST_NATS = 1e-5  # for errors that do not shrink with the format, as in tables of rotary embeddings
+LEAST_NATS = 1e-5  # for errors that do not shrink with the dtype, as in tables of rotary embeddings
 MISMATCH_NATS = 1e-3  # added for sampled tokens: they are further from the context's start, and may be few
 MIN_MISMATCH_TOKENS = 64  # with fewer, a single token at its bound may raise the mean
 BIAS = 0.25  # × the bound of the mean, for the mean of the signed differences: roundings go both ways
@@ -57,22 +57,22 @@ class Rounding:
     trainer_eps: float  # in the probe
     training_eps: float  # in an update
     engine_eps: float  # the engine's largest
-    dtypes: list[str]  # of the probe and the engine
+    dtypes: list[str]  # dtypes of the probe and the engine
 
 
 def mismatch_bound_nats(rounding: Rounding, entropy_nats: float) -> float:
-    """Returns the bound of the mean difference on tokens scored under the weights that sampled them."""
+    """Returns the bound of the mean difference between the logprobs of tokens under the weights that sampled them."""
     return bound_nats(max(rounding.training_eps, rounding.engine_eps), entropy_nats) + MISMATCH_NATS
 
 
 def check_mismatch(
-    which: str, num_tokens: int, mean: float, largest: float, entropy: float, rounding: Rounding, bias: float = 0.0
+    weights: str, num_tokens: int, mean: float, largest: float, entropy: float, rounding: Rounding, bias: float = 0.0
 ) -> None:
     """Raises WeightSyncError if the engine's and the trainer's logprobs differ by more than rounding.
 
     Args:
-        which: the weights that sampled the tokens.
-        mean, largest, bias: absolute differences, and the mean of the signed ones, in nats.
+        weights: the name of the weights that sampled the tokens.
+        mean, largest, bias: mean and largest absolute difference, and mean signed difference, in nats.
         entropy: mean over the tokens, in nats.
     """
     bound = mismatch_bound_nats(rounding, entropy)
@@ -80,9 +80,9 @@ def check_mismatch(
     bias_bound = bound * (BIAS + LARGEST / num_tokens)
     if not (mean <= mean_bound and largest <= LARGEST * bound and abs(bias) <= bias_bound):
         raise WeightSyncError(
-            f"The {num_tokens} tokens that the engine sampled with {which} differ by {mean:.3g} nats each from the "
-            f"trainer's logprobs, and one of them by {largest:.3g} (at most {mean_bound:.3g} and {LARGEST * bound:.3g} "
-            f"for {' and '.join(rounding.dtypes)}); their signed mean is {bias:.3g} (at most {bias_bound:.3g}). The "
+            f"The engine's logprobs of {num_tokens} tokens that it sampled with {weights} differ from the trainer's by "
+            f"{mean:.3g} nats on average and {largest:.3g} at most (bounds: {mean_bound:.3g} and {LARGEST * bound:.3g} "
+            f"for {' and '.join(rounding.dtypes)}); the signed mean is {bias:.3g} (at most {bias_bound:.3g}). The "
             "probe agreed after the sync. Look for stale key-values (a prefix cache that was not flushed), a server "
             "that restarted with older weights, a proxy that changes answers, or sampling settings that trainer and "
             "engine apply differently; or set WeightSync.verify to false."
@@ -106,11 +106,11 @@ def rounding(trainer: RLTrainer, module: RLModule) -> Rounding:
 def _eps(dtype: str, *, is_gpu: bool) -> float:
     if dtype == "float32" and is_gpu:
         dtype = "float16"
-    return torch.finfo(getattr(torch, dtype, torch.bfloat16)).eps  # bfloat16's for a name that torch does not know
+    return torch.finfo(getattr(torch, dtype, torch.bfloat16)).eps  # bfloat16's if torch does not know the name
 
 
 def skips_autocast(trainer: RLTrainer, module: RLModule) -> bool:
-    """Whether the probe is scored in the parameters' dtype, which shows smaller steps than autocast."""
+    """Whether the probe runs in the parameters' dtype, which shows smaller steps than autocast."""
     attention = getattr(module.policy_config, "_attn_implementation", None)
     is_single = type(module.parallel_models.get("policy")) is SingleModel
     is_any_dtype = attention in ("sdpa", "eager", PACKED_ATTENTION)
@@ -118,7 +118,7 @@ def skips_autocast(trainer: RLTrainer, module: RLModule) -> bool:
 
 
 class Probe:
-    """Compares trainer and engine after a sync. `trainer_side`, `compare` and `check_mismatch` are collective.
+    """Compares trainer and engine after a sync. `logprobs_if_due`, `compare` and `check_mismatch` are collective.
 
     If the engine can drop replicas, a replica that differs is dropped and gets the weights again. If it still differs
     after that, or no other replica is right, the run ends.
@@ -136,7 +136,7 @@ class Probe:
         self.interval = 0  # loads from one probe to the next
         self.rounding: Rounding | None = None  # set on every rank once an engine has computed logprobs
 
-    def trainer_side(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> list[list[float]] | None:
+    def logprobs_if_due(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> list[list[float]] | None:
         """Returns the trainer's logprobs, [B, T]; None on every rank if the engine computes none or no probe is due."""
         engine = trainer.rollout.engine
         interval = 0 if engine is None or not self.num else engine.probe_every_n_loads
@@ -193,7 +193,7 @@ class Probe:
             try:
                 answers = engine.score(self._sequences(module))
             except LightRLError as error:
-                raise WeightSyncError(f"The engine could not score the probe: {error}") from error
+                raise WeightSyncError(f"The engine could not compute the probe's logprobs: {error}") from error
             serving |= set(answers)
             scored = {name: rows for name, rows in answers.items() if all(rows)}
         metrics = {}
@@ -228,9 +228,9 @@ class Probe:
         can_drop = engine.can_drop_replicas and serving - set(wrong) and not self._dropped & set(wrong)
         if not can_drop:
             raise WeightSyncError(
-                f"After the weight sync the engine has other weights than the trainer. {problems}. The engine ignored "
+                f"After the weight sync, the engine has other weights than the trainer. {problems}. The engine ignored "
                 "the update or a part of it, or computes in another precision: check its log and dtype, or set "
-                "WeightSync.verify to false if it rounds its scores more."
+                "WeightSync.verify to false if it rounds its logprobs more."
             )
         self._dropped |= set(wrong)
         for name, problem in wrong.items():
@@ -278,7 +278,7 @@ def trainer_logprobs(
 
 @contextlib.contextmanager
 def _unscaled(model: Any) -> Iterator[None]:
-    """Sets temperature 1 inside the context, at which servers compute logprobs whatever the request (SGLang 0.5.23)."""
+    """Inside, the temperature is 1, as it is on servers whatever the request says (SGLang 0.5.23)."""
     before = model.settings
     model.settings = replace(before, temperature=1.0)
     try:

@@ -1,4 +1,4 @@
-"""RolloutProgressBar: a bar for the run, a bar for its phase, and permanent lines. ModelLines: which models train."""
+"""RolloutProgressBar: a bar for the run, a bar for its phase, and permanent lines. ModelLines: lists the models."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         Training:  40%|████      | 80/200 [00:09<00:14, reward=0.531, accuracy=0.410, held-out=0.430]
           rollout:  58%|█████▊    | 300/512, tokens/s=12.3k, sync_s=0.004
 
-    The second line says what the run waits for. Above the two, permanent lines of at most 100 characters are printed:
+    The second line says what the run is waiting for. Permanent lines of at most 100 characters are printed above them:
     one every `print_every_n_iterations`, one for each iteration that ends at least ten seconds after the last line, and
-    one for each validation. The accuracy is omitted if it equals the reward or the reward reports none; then `held-out`
-    shows the reward. If standard output is not a terminal (a log file, a pipe), only these lines are printed, with the
-    time left, and in a long iteration the current phase once a minute. Terminals get color, unless NO_COLOR is set.
+    one for each validation. The accuracy is omitted if it equals the reward or the reward reports none; `held-out`
+    then shows the reward. If standard output is not a terminal (a log file, a pipe), only these lines are printed, with
+    the time left, and in a long iteration the current phase once a minute. Terminals get color, unless NO_COLOR is set.
 
     The first line counts the run's batches over all epochs; an RL run has one batch per iteration. A plain
     LightningModule has only the first line, with the values that it logs with `prog_bar=True`.
@@ -329,7 +329,7 @@ class ModelLines(ModelSummary):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         pp = getattr(trainer.strategy, "pp", 1)
-        self._summarize_kwargs["of"] = f" in rank 0's of {pp} pipeline stages" if pp > 1 else ""
+        self._summarize_kwargs["of"] = f" in rank 0's pipeline stage (one of {pp})" if pp > 1 else ""
         super().on_fit_start(trainer, pl_module)
 
     @staticmethod
@@ -344,7 +344,7 @@ class ModelLines(ModelSummary):
     ) -> None:
         columns = dict(summary_data)
         rows = zip(columns["Name"], columns["Type"], columns["Params"], strict=True)
-        # FSDP2 replaces a model's class by one with this prefix.
+        # FSDP2 replaces a model's class with one that has this prefix.
         lines = [f"{name}: {kind.removeprefix('FSDP')}, {num.strip()} parameters{of}" for name, kind, num in rows]
         trained, total = (
             " ".join(get_human_readable_count(num).split()) for num in (trainable_parameters, total_parameters)

@@ -89,4 +89,4 @@ class RLCallback(Callback):
         """Called when every replica that serves has acknowledged `weight_version`."""
 
     def on_trajectory_dropped(self, trainer: RLTrainer, module: RLModule, reason: str, message: str) -> None:
-        """Called for each trajectory that will not be trained on; metrics count drops by `reason`, one word."""
+        """Called for each trajectory that will not be trained on; metrics count drops by `reason`, a word."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torchmetrics import Metric
 
-from lightrl.callbacks.monitors import check_monitors, is_ours, names_of_validation
+from lightrl.callbacks.monitors import are_names_known, check_monitors, names_of_validation
 from lightrl.callbacks.progress import SHORT_NAMES
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
@@ -44,7 +44,7 @@ class RolloutMetrics(RLCallback):
 
     If all trajectories of a group get the same reward, their advantages are 0, and the policy learns nothing from its
     rollout and update. `rollout/zero_variance_fraction` is the share of such groups. When it is 1 for several
-    iterations in a row, a warning explains why, once until it recovers. Groups of one trajectory are not counted.
+    iterations in a row, a warning explains why, once until the share falls. Groups of one trajectory are not counted.
 
     | name | meaning |
     |---|---|
@@ -53,18 +53,18 @@ class RolloutMetrics(RLCallback):
     | rollout/reward_model | mean of the reward model's scores, before `reward_model_coef` |
     | rollout/accuracy_fraction | mean of the metric `accuracy`, if the reward or workflow reports it |
     | rollout/<name> | mean of each other number that a reward or workflow put in `Trajectory.metrics` |
-    | rollout/zero_variance_fraction | share of the groups of two or more; absent without such groups, as in PPO |
+    | rollout/zero_variance_fraction | share of the groups of two or more; absent if there are none, as in PPO |
     | rollout/length_tokens | mean number of tokens that the policy generated |
     | rollout/truncated_fraction | trajectories that a length limit ended |
     | rollout/mixed_version_fraction | trajectories that two or more weight versions generated |
     | rollout/dropped_trajectories | number since the last iteration |
     | rollout/dropped_trajectories_<reason> | the same by reason; logged once the reason has occurred. A warning quotes
-      the last failure at the first one, and each time their number has doubled |
+      the last failure when the first one occurs, and each time the number of failures has doubled |
     | rollout/dropped_length_tokens, rollout/dropped_accuracy_fraction | means over the finished trajectories of dropped
       groups, if any; compared with those trained on, they show what a filter or over-sampling prefers |
     | rollout/skipped_prompts | prompts that a curriculum, row filter or length limit skipped; logged after the first |
     | rollout/expert_load_entropy_nats | entropy of the experts' load in sampling, mean over the mixture-of-experts
-      layers: log E if all E experts get equally many tokens; only if the engine returns routes |
+      layers: log E if all E experts get the same number of tokens; only if the engine returns routes |
     | rollout/tokens_per_s | tokens generated per second of generation time (below) |
     | time/straggler_wait_s | with `max_staleness` above 0: the part of `time/rollout_s` in which enough groups were
       finished, but not the next ones in order |
@@ -89,7 +89,7 @@ class RolloutMetrics(RLCallback):
         for metric in self.metrics.values():
             metric.distributed_available_fn = lambda: False  # no reduction: each rank updates it with all groups
         self._num_flat_iterations = 0  # iterations in a row without variance in any group
-        self._groups: list[Group] = []  # this iteration's
+        self._groups: list[Group] = []  # groups of this iteration
         self._num_dropped: Counter[str] = Counter()  # reason → number; a reason that has occurred stays, with 0
         self._num_failed = 0  # failed trajectories in this fit
         self._warns_at = 1  # number of failed trajectories at which the next warning is due
@@ -132,9 +132,9 @@ class RolloutMetrics(RLCallback):
     ) -> None:
         if trainer.fit_loop.total_batch_idx == batch_idx == 1 and self._rollout_ended_s is not None:
             check_monitors(trainer, "rollout/", "policy/")  # the first iteration has logged its metrics
-            if trainer.num_sanity_val_steps == 0 and is_ours(trainer, pl_module):
-                coming = names_of_validation(self._groups, cast("RLModule", pl_module).validation_group_size)
-                check_monitors(trainer, "val/", coming=coming)
+            if trainer.num_sanity_val_steps == 0 and are_names_known(trainer, pl_module):
+                upcoming = names_of_validation(self._groups, cast("RLModule", pl_module).validation_group_size)
+                check_monitors(trainer, "val/", upcoming=upcoming)
 
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         check_monitors(trainer, "val/")

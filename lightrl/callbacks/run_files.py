@@ -41,12 +41,13 @@ KINDS = {
     "trajectories": "trajectories, one per line; lightrl inspect shows them",
     "predictions.jsonl": "trajectories of lightrl predict, one per line",
     "checkpoints": "continue with fit --ckpt_path checkpoints/last.ckpt",
+    "exported": "the trained model as a Hugging Face folder",
     "trace": "where the time went: summary.json, trace.json",
     "problems": "warnings, errors and drops, a file per rank",
     "logs": "log lines, a file per rank; logging: sets the levels",
-    "failed_rewards.jsonl": "trajectories whose reward failed; lightrl doctor replay",
+    "failed_rewards.jsonl": "failed rewards; recompute with lightrl doctor replay",
     "traceback.txt": "the error that ended the run",
-    "status.json": "what the run is doing; lightrl status",
+    "status.json": "what the run is doing, for lightrl status",
     "hparams.yaml": "the settings as Lightning's CSVLogger writes them",
 }
 _NAME_CHARS = max(map(len, KINDS))
@@ -58,13 +59,13 @@ def contents(folder: Path) -> list[str]:
 
 
 def write_whole(place: Path, text: str) -> None:
-    """Writes a small file that other processes may read at any time."""
+    """Writes a small file atomically, because other processes may read it at any time."""
     part = place.with_name(f"{place.name}.part")
     part.write_text(text, encoding="utf-8", errors="backslashreplace")
     part.replace(place)
 
 
-def _written_folder(trainer: L.Trainer) -> Path | None:
+def _output_folder(trainer: L.Trainer) -> Path | None:
     """Returns the run's folder; None without a logger or with `fast_dev_run`. Collective: rank 0 broadcasts it."""
     folder = trainer.log_dir
     return Path(folder) if folder and trainer.loggers and not getattr(trainer, "fast_dev_run", False) else None
@@ -84,7 +85,7 @@ class RunFiles(RLCallback):
         for callback in trainer.checkpoint_callbacks if log_dir else []:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 callback.dirpath = str(Path(str(log_dir)) / "checkpoints")  # even if CSVLogger is not the first logger
-        folder = _written_folder(trainer)
+        folder = _output_folder(trainer)
         if folder is None:
             return
         self._close_log()
@@ -131,7 +132,7 @@ class StatusFile(RLCallback):
         self._written_at = 0.0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        folder = _written_folder(trainer)
+        folder = _output_folder(trainer)
         self._path = folder / STATUS_FILE if folder is not None and trainer.is_global_zero else None
         self._content = {"stage": stage, "pid": os.getpid(), "host": socket.gethostname()}
         self._enter(trainer, "starting")
@@ -224,7 +225,7 @@ class ProblemLog(RLCallback):
         self._trainer: L.Trainer | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        folder = _written_folder(trainer)
+        folder = _output_folder(trainer)
         self._trainer = trainer
         self._path = None if folder is None else folder / "problems" / f"rank-{trainer.global_rank:05d}.jsonl"
         if self._path is not None and self._handler is None:
@@ -286,18 +287,21 @@ class _Handler(logging.Handler):
 class TimedCheckpoint(ModelCheckpoint):
     """Keeps one checkpoint, `last-timed.ckpt`, at most `every_s` plus one iteration old; writes it in the background.
 
-    The Trainer adds it to its default ModelCheckpoint, which saves only after each epoch and on exceptions.
+    Also saves at the end and on exceptions, unless another ModelCheckpoint then saves a last checkpoint. The Trainer
+    adds it to every run that saves checkpoints.
 
     Args:
+        dirpath: its folder; None is the folder of the run's other checkpoints.
         every_s: seconds between two checkpoints.
     """
 
-    CHECKPOINT_NAME_LAST = "last-timed"  # `last` finds it
+    CHECKPOINT_NAME_LAST = "last-timed"  # `--ckpt_path last` finds it
 
-    def __init__(self, *, every_s: float = 600.0) -> None:
+    def __init__(self, dirpath: str | Path | None = None, *, every_s: float = 600.0) -> None:
         super().__init__(
-            save_top_k=0, save_last=True, train_time_interval=timedelta(seconds=every_s), enable_version_counter=False
-        )
+            dirpath, save_top_k=0, save_last=True, train_time_interval=timedelta(seconds=every_s),
+            enable_version_counter=False, save_on_exception=True,
+        )  # fmt: skip
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         # lightrl's strategies and checkpoint plugins have `save_async`; a user's plugin may not.
@@ -313,4 +317,13 @@ class TimedCheckpoint(ModelCheckpoint):
                 writer.save_async = before
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Saves nothing, unlike Lightning's: the other ModelCheckpoint saves at the end."""
+        if not any(item.save_last for item in self._others(trainer)):
+            super().on_train_end(trainer, pl_module)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        is_saved = any(item.save_last and item.save_on_exception for item in self._others(trainer))
+        if self.save_on_exception and not (is_saved or trainer.sanity_checking):
+            trainer.save_checkpoint(self.format_checkpoint_name({}, self.CHECKPOINT_NAME_LAST))
+
+    def _others(self, trainer: L.Trainer) -> list[ModelCheckpoint]:
+        return [item for item in trainer.checkpoint_callbacks if isinstance(item, ModelCheckpoint) and item is not self]

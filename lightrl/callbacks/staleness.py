@@ -1,4 +1,4 @@
-"""StalenessControl: how many weight versions a trajectory may be behind the policy that trains on it."""
+"""StalenessControl: bounds how many weight versions a trajectory may be behind the policy that trains on it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LagWatch:
         self._problem = self._find_problem()
 
     def new_problem(self, ess_fraction: float, kl_nats: float, step_nats: float, grad_norm: float) -> str | None:
-        """Adds an iteration's values; returns the problem that they reveal, or None if there is none or it is known.
+        """Adds an iteration's values; returns the problem that they reveal; None if there is no new one.
 
         Args:
             step_nats: 0 if unknown, and in the `FIRST_ITERATIONS`.
@@ -91,10 +91,10 @@ class StalenessControl(RLCallback):
     continues under the new weights.
 
     Groups are trained on in the order of the prompt stream, and none is discarded. If the next group is slow, the
-    trainer waits for it (`time/straggler_wait_s`). So trained lengths have the same distribution as sampled ones; see
+    trainer waits for it (`time/straggler_wait_s`). Trained lengths thus have the same distribution as sampled ones; see
     docs/async.md.
 
-    It warns if few tokens have most of the weight (`policy/ess_fraction`, see loops/metrics.py), if the policy is far
+    It warns if few tokens have most of the weight (`policy/ess_fraction`, see loops/update.py), if the policy is far
     from the one that sampled (`policy/kl_behavior_nats`), or if its steps (`policy/step_k3_nats`, see lag_probe.py) are
     larger than its gradients explain (`policy/grad_norm`). These warnings often come long before the reward falls.
 
@@ -143,7 +143,7 @@ class StalenessControl(RLCallback):
             raise EngineError(
                 f"{type(trainer.rollout.engine).__name__} reports that weight version "
                 f"{int(local.weight_versions[row, token])} sampled token {token} of a trajectory of group "
-                f"{int(local.group_ids[row])}, which must be from {oldest} to {newest} (max_staleness="
+                f"{int(local.group_ids[row])}, but the version must be from {oldest} to {newest} (max_staleness="
                 f"{trainer.rollout.settings.max_staleness}). Fix the versions of the engine's completions."
             )
 

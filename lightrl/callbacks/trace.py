@@ -16,7 +16,7 @@ from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.files import write_problem
 from lightrl.strategies import Ranks, local, ranks_of
-from lightrl.trace import Event, MemoryPeaks, Tape, TraceFile, area_times, clock_offset_ns, join_traces, keep
+from lightrl.trace import Event, MemoryPeaks, Tape, TraceFile, area_times, clock_offset_ns, join_traces, set_tape
 from lightrl.trace.areas import AreaTimes, SummaryJson, summary_of, summary_text
 from lightrl.trace.spans import child_bytes
 
@@ -41,8 +41,8 @@ class Trace(RLCallback):
 
     Open it at https://ui.perfetto.dev, which uploads nothing, or in `lightrl inspect`, even while a fit runs. At the
     end, a summary is printed and written to `summary.json`: the mean time of each area, the area to look at first, the
-    speed-up of an iteration without it, each phase's peak memory, and the memory of each role's model. The callback
-    skips as many iterations as needed to stay within `max_cost`.
+    speed-up of an iteration without that area, each phase's peak memory, and the memory of each role's model. The
+    callback skips as many iterations as needed to stay within `max_cost`.
 
     Times are measured on the host, which only launches a GPU's kernels; their time appears in the next step that waits
     for a result (`profiler: pytorch` shows kernels). Collectives in FSDP's layers are part of forward and backward.
@@ -84,7 +84,7 @@ class Trace(RLCallback):
         self._start_s = time.perf_counter()
         self._since_ns = time.perf_counter_ns()
         self._watch_profiler(trainer)
-        keep(self._tape)
+        set_tape(self._tape)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
         if self._tape is None:
@@ -131,7 +131,7 @@ class Trace(RLCallback):
 
     def teardown(self, *_: object, **__: object) -> None:
         if self._tape is not None:
-            keep(None)
+            set_tape(None)
             self._tape = None
         while self._undo:
             self._undo.pop()()
@@ -165,7 +165,7 @@ class Trace(RLCallback):
         def start(name: str) -> None:
             started[name] = time.perf_counter_ns()
             if name in _PHASES and self._tape is not None and self._tape.is_recording:
-                self._timed(self._memory.begin)
+                self._run_and_count_cost(self._memory.begin)
 
         def stop(name: str) -> None:
             start_ns, tape = started.pop(name, 0), self._tape
@@ -173,7 +173,7 @@ class Trace(RLCallback):
                 return
             end_ns = time.perf_counter_ns()
             if name in _PHASES:
-                self._timed(functools.partial(self._keep_peak, _PHASES[name]))
+                self._run_and_count_cost(functools.partial(self._keep_peak, _PHASES[name]))
             elif name.endswith("train_dataloader_next"):
                 tape.events.append(Event("next batch of the loader", "loader", "trainer", start_ns, end_ns, {}))
             elif end_ns - start_ns >= _LEAST_NS and not name.startswith("run_training"):
@@ -186,7 +186,7 @@ class Trace(RLCallback):
         peaks = self._memory.end(phase)
         self._last_peaks[phase] = {kind: round(value / _MIB) for kind, value in peaks.items()}
 
-    def _timed(self, action: Callable[[], object]) -> None:
+    def _run_and_count_cost(self, action: Callable[[], object]) -> None:
         start_s = time.perf_counter()
         action()
         self._cost_s += time.perf_counter() - start_s

@@ -174,8 +174,8 @@ class TrajectoryLog(RLCallback):
             with contextlib.suppress(OSError):
                 unfinished.unlink()  # frees the partial file's space
             log.warning(
-                "The trajectory log cannot write %s: %s. It stops and the run continues. Prompts must be JSON and the "
-                "disk must have space; a larger TrajectoryLog.every_n_iterations writes less.",
+                "The trajectory log cannot write %s: %s. The log stops; the run continues. Prompts must be JSON, and "
+                "the disk must have space; a larger TrajectoryLog.every_n_iterations writes less.",
                 path,
                 write_problem(error, path, len(content)),
             )
@@ -244,7 +244,7 @@ def _records(
         num = len(trajectory.token_ids)
         if token_advantages:
             rounded = [round(value, 6) for value in token_advantages[row][:num]]
-            if len({value for value, trains in zip(rounded, trajectory.loss_mask, strict=True) if trains}) > 1:
+            if len({value for value, is_trained in zip(rounded, trajectory.loss_mask, strict=True) if is_trained}) > 1:
                 record["advantages"] = rounded
         if row < len(trainer_logprobs):
             record["trainer_logprobs"] = [round(value, 6) for value in trainer_logprobs[row][:num]]

@@ -39,12 +39,12 @@ log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 2**28  # parameters are sent in buckets of this size
 
-# Engine and trainer on the same devices: during the update, the engine holds no device memory and the optimizer's state
-# is on the device; otherwise it is in host memory.
+# If engine and trainer share devices, the engine holds no device memory during the update, and the optimizer's state
+# is on the device; at any other time that state is in host memory.
 
 
 def colocated_engine(trainer: RLTrainer) -> RolloutEngine | None:
-    """Returns the engine if it is in use and shares the trainer's devices; every rank gets the same answer."""
+    """Returns the engine if it is in use and shares the trainer's devices; every rank gets the same result."""
     engine = trainer.engine
     return None if trainer.rollout.is_recorded or engine is None or not engine.is_colocated else engine
 
@@ -59,19 +59,19 @@ def check_no_overlap(max_staleness: int) -> None:
 
 
 def to_trainer(trainer: RLTrainer, engine: RolloutEngine) -> None:
-    """Prepares the update: the engine releases its memory, then the optimizer's state comes to the device."""
+    """Prepares the update: the engine releases its memory, then the optimizer's state moves to the device."""
     ranks = ranks_of(trainer.strategy)
     with ranks.own_deadline():
         if ranks.is_main:
             engine.release_memory()
         ranks.broadcast_json(None)  # no rank allocates memory before the engine has released it
-    if not {"parameters", "optimizer"} & set(getattr(trainer.strategy, "offload_to_cpu", ())):  # else it stays there
+    if not {"parameters", "optimizer"} & set(getattr(trainer.strategy, "offload_to_cpu", ())):  # offloaded state stays
         for optimizer in trainer.optimizers:
             move_state(optimizer, trainer.strategy.root_device)
 
 
 def to_engine(trainer: RLTrainer) -> None:
-    """Prepares the load: the optimizer's state goes to host memory."""
+    """Prepares the load: the optimizer's state moves to host memory."""
     for optimizer in trainer.optimizers:
         move_state(optimizer, HOST)
     if trainer.strategy.root_device.type == "cuda":
@@ -115,11 +115,11 @@ class WeightSync(RLCallback):
         self._shares = RankShares()
         self._probe = Probe(PROBE_SEQUENCES if verify else 0)
         self._lag = LagProbe()
-        self._answers = AnswerCheck(verify == "all")
+        self._answer_check = AnswerCheck(verify == "all")
         self.every_n_iterations = every_n_iterations
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._answers = AnswerCheck(self.verify == "all")  # a failed run does not call `teardown`
+        self._answer_check = AnswerCheck(self.verify == "all")  # a failed run does not call `teardown`
         engine: RolloutEngine | None = getattr(trainer, "engine", None)
         if engine is not None:
             engine.should_verify = bool(self.verify)
@@ -147,26 +147,27 @@ class WeightSync(RLCallback):
             to_trainer(trainer, engine)
         if trainer.rollout.settings.max_staleness > 0:
             self._lag.offer(trainer, groups)
-        self._answers.offer(trainer, groups)
+        self._answer_check.offer(trainer, groups)
 
     def on_minibatch_start(
         self, trainer: RLTrainer, module: RLModule, minibatch: Experience, index: int, total: int
     ) -> None:
         checks_all, is_async = self.verify == "all", trainer.rollout.settings.max_staleness > 0
+        num = module.num_minibatches if checks_all else 1  # of the first update epoch: each row is compared once
         rounding, interval = self._probe.rounding, 1 if checks_all or is_async else self._probe.interval
-        if rounding is not None and (index == 0 or checks_all) and trainer.weight_version % interval == 0:
-            self._answers.check(trainer, module, cast("ShardedExperience", minibatch), rounding)
+        if rounding is not None and index < num and trainer.weight_version % interval == 0:
+            self._answer_check.check(trainer, module, cast("ShardedExperience", minibatch), rounding)
 
     def on_minibatch_end(
         self, trainer: RLTrainer, module: RLModule, metrics: dict[str, float], index: int, total: int
     ) -> None:
-        if index == 0:
-            least_tokens = 1 if self._answers.has_sampled(trainer.weight_version) else MIN_MISMATCH_TOKENS
+        if index == 0:  # only there do the trainer's logprobs come from the weights that sampled the tokens
+            least_tokens = 1 if self._answer_check.has_sampled(trainer.weight_version) else MIN_MISMATCH_TOKENS
             self._probe.check_mismatch(metrics, least_tokens)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._probe.reset()
-        self._lag, self._answers = LagProbe(), AnswerCheck(self.verify == "all")  # frees the copies of weights
+        self._lag, self._answer_check = LagProbe(), AnswerCheck(self.verify == "all")  # frees the copies of weights
 
     def _ensure(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Loads the current version unless the engine has it, so that validation measures the current policy."""
@@ -178,7 +179,7 @@ class WeightSync(RLCallback):
 
     def _sync(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> dict[str, float]:
         """Loads a version, probes the engine, calls the hook, and returns the metrics."""
-        logprobs = self._probe.trainer_side(trainer, module, weight_version)
+        logprobs = self._probe.logprobs_if_due(trainer, module, weight_version)
         ranks = ranks_of(trainer.strategy)
 
         def load() -> None:
@@ -193,7 +194,7 @@ class WeightSync(RLCallback):
                 load()
             metrics = self._probe.compare(trainer, module, logprobs)
             if self._probe.rounding is not None:
-                self._answers.keep(trainer, module, weight_version, self._probe.rounding)
+                self._answer_check.save_version(trainer, module, weight_version, self._probe.rounding)
             trainer.call_rl_hook("on_weights_synced", weight_version)
         return metrics
 
@@ -214,7 +215,7 @@ def _gathered(buckets: Iterable[Bucket], ranks: Ranks) -> Iterator[Bucket]:
 
 
 class RankShares:
-    """Makes the buckets of each sync. The first sync decides which ranks write; all ranks decide alike."""
+    """Makes the buckets of each sync. The first sync decides which ranks write; all ranks make the same decision."""
 
     def __init__(self) -> None:
         self._folder: SharedFolder | None = None
@@ -250,7 +251,7 @@ class RankShares:
 
 
 def shared(buckets: Iterator[Bucket], folder: SharedFolder, holders: Ranks) -> Iterator[Bucket]:
-    """Writes the shares of all ranks but rank 0, which yields its own share and then the files of the others.
+    """Every rank but 0 writes its share to the folder; rank 0 yields its share, and then the files of the others.
 
     Raises WeightSyncError on rank 0 if a rank could not write its share within `folder.timeout_s`.
     """

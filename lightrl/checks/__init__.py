@@ -1,9 +1,9 @@
 """Checks of a configuration, with errors that name the setting, and readable errors for user code and disks.
 
 Reading order:
-    bounds.py       numbers within bounds, choices from a list, settings without effect, equal shapes
+    annotations.py  what type checkers and the parser of settings read differently
+    bounds.py       numbers within bounds, choices from a list, settings without effect, equal shapes, format strings
     user_code.py    finds functions that a configuration names; translates the exceptions of user code
-    templates.py    format strings
     entry_points.py leaves that the core loads by name
     files.py        why a write failed; atomic publishing and checksums; the file names that `lightrl status` reads
     printable.py    text without terminal control codes; counts and durations in words

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+import string
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ def check_effect(reason: str, /, **settings: tuple[object, object]) -> None:
     """Rejects settings that have no effect in this configuration.
 
     Args:
-        reason: ends the sentence "… has no effect".
+        reason: completes the sentence "… has no effect".
         settings: name → (value, default); a value equal to its default is accepted.
     """
     for name, (value, default) in settings.items():
@@ -62,7 +64,7 @@ def check_same_shape(**tensors: Tensor) -> None:
     """Raises ValueError if a tensor's shape differs from the first one's, so that nothing broadcasts.
 
     Args:
-        tensors: by the names of the caller's arguments.
+        tensors: named like the caller's arguments.
     """
     (first, expected), *others = tensors.items()
     for name, tensor in others:
@@ -83,3 +85,30 @@ def check_adamw(
             raise ValueError(f"{name} must be >= 0, got {value}.")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must be two numbers from 0 to below 1, such as (0.9, 0.95), got {betas}.")
+
+
+def names_of(template: str, setting: str) -> list[str]:
+    """Returns the names in a format string's braces.
+
+    Raises:
+        ValueError: if the braces do not match or contain something else, as in JSON and LaTeX.
+    """
+    try:
+        names = list(_names(template))
+        bad = next((name for name in names if not re.match(r"[^\W\d][^\"'\\{}\n]*$", name)), None)
+        if bad is None:
+            return names
+        problem = f"has a field without a name, {{{bad}}}"
+    except ValueError as error:
+        problem = f"must be a format string: {error}"
+    raise ValueError(f"{setting}={template!r} {problem}. Double any braces that are literal text: {{{{ and }}}}.")
+
+
+def _names(template: str) -> Iterator[str]:
+    """Yields the names in braces, including those in another field's format, as in `{prompt:{width}}`."""
+    for _, name, form, conversion in string.Formatter().parse(template):
+        if name is not None:
+            yield name
+            yield from _names(form or "")
+        if conversion not in (None, "r", "s", "a"):
+            raise ValueError(f"there is no conversion {conversion!r}")

@@ -1,4 +1,4 @@
-"""Entry points: optional parts ("leaves") that the core loads by name with `entry_point`, since it imports none.
+"""Entry points: optional parts ("leaves") that the core never imports, but loads by name with `entry_point`.
 
 A `class_path` needs no entry here, and commands have a table in commands/main.py.
 """
@@ -11,8 +11,8 @@ from typing import Any
 ENTRY_POINTS = {
     "launch section": "lightrl.commands.launch.Launch",  # the section `launch` of a configuration
     "memory estimate": "lightrl.plan.use_estimate",  # chooses the settings that depend on a GPU's memory
-    "setting help": "lightrl.commands.setting_help.help_text",  # of a command or a setting
-    "unused settings": "lightrl.commands.unused_settings.name_unused",  # of those that a user gives
+    "setting help": "lightrl.commands.setting_help.help_text",  # help for a command or a setting
+    "unused settings": "lightrl.commands.unused_settings.name_unused",  # reports user settings without effect
     "gateway": "lightrl.engines.servers.gateway.Gateway",  # for the setting `router` of a server engine
     "fast decoder": "lightrl.engines.local.fast.fast_decoder",  # for LocalEngine and the models it supports
 }

@@ -23,8 +23,8 @@ def check_local(**path_by_setting: object) -> None:
     for name, path in path_by_setting.items():
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
             raise ValueError(
-                f"{name}={str(path)!r} must be a folder of this machine or a mounted one, not a URL. Copy it there "
-                "after the run."
+                f"{name}={str(path)!r} must be a folder on this machine or a mounted one, not a URL. Copy the folder "
+                "to the URL after the run."
             )
 
 
@@ -40,7 +40,7 @@ def write_problem(error: BaseException, place: Path, num_bytes: int | None = Non
 
     Args:
         error: the exception; may be torch's collection of the errors of several processes.
-        place: the file or folder. Delete what was written of it first, so that its space counts as free.
+        place: the file or folder. Delete a partial write first, so that its space counts as free.
         num_bytes: the size to write; None if unknown.
     """
     if is_disk_full(error):
@@ -83,7 +83,7 @@ def _of_system(error: BaseException) -> Iterator[OSError]:
 
 
 def _links(error: BaseException) -> Iterator[BaseException]:
-    """Yields the error and its causes; if several processes failed, only those of the first."""
+    """Yields the error and its causes; if several processes failed, only the first one's."""
     link: BaseException | None = error
     while link is not None:
         yield link
@@ -137,7 +137,7 @@ def _sync_names(folder: Path) -> None:
 
 
 def _rename(part: Path, place: Path) -> None:
-    """Renames a file or a folder to `place`, and removes what was there; in one step where the system can do that."""
+    """Renames a file or a folder to `place`, and removes what was there; in one step if the system supports that."""
     is_link = place.is_symlink()
     if not part.is_dir() and (is_link or not place.is_dir()):
         part.replace(place)
@@ -149,7 +149,7 @@ def _rename(part: Path, place: Path) -> None:
         place.unlink()
         part.rename(place)
     else:
-        # Two steps: if killed between them, the old folder stays next to the new one, and `restore` returns it.
+        # Two steps: if killed between them, the old folder stays next to the new one, and `restore` moves it back.
         old = _replaced(place)
         remove_path(old)
         place.rename(old)
@@ -188,7 +188,7 @@ def write_sums(folder: Path, names: Iterable[str] | None = None) -> None:
 def check_sums(folder: Path, fix: str, *, needed: Iterable[str] = ()) -> None:
     """Raises ValueError, ending with `fix`, if a file is missing or does not match its checksum.
 
-    The files in `needed` must have a checksum; if any file has one, so must all files of weights.
+    The files in `needed` must have a checksum; if any file has one, all weight files must have one.
     """
     sums = folder / SUMS_FILE
     lines = sums.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if sums.is_file() else []
@@ -197,7 +197,7 @@ def check_sums(folder: Path, fix: str, *, needed: Iterable[str] = ()) -> None:
         raise ValueError(f"{str(sums)!r} is missing, or lacks {name}. {fix}")
     for file in sorted(folder.glob("*.safetensors")) if lines else []:
         if file.name not in sum_by_name:
-            raise ValueError(f"{str(file)!r} is not in {SUMS_FILE}, so another save left it. Remove one of the two.")
+            raise ValueError(f"{str(file)!r} is not in {SUMS_FILE}, so another save left it. Remove either save.")
     for name, expected_sum in sum_by_name.items():
         file = folder / name
         if not file.is_file() or _sum_of(file) != expected_sum:
@@ -223,6 +223,6 @@ def host_names(nodes: int) -> list[str]:
 
 
 def with_hosts(text: str, hosts: Sequence[str]) -> str:
-    """Replaces the placeholders of `host_names` in a text by hosts, or by `?` for a host that is not assigned."""
+    """Replaces the placeholders of `host_names` in a text with hosts, or with `?` for a host that is not assigned."""
     host_by_name = dict(zip(host_names(len(hosts)), hosts, strict=True))
     return re.sub(r"\$\{hosts\[\d+\]\}", lambda name: host_by_name.get(name[0], "?"), text)

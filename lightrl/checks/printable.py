@@ -1,4 +1,4 @@
-"""Text for a terminal: without the control codes of programs and models; counts and durations in words."""
+"""Text for a terminal: without the control codes that programs and models write; counts and durations in words."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def did_you_mean(word: str, names: Iterable[str], *, num: int = 3, cutoff: float
 
 
 def one_period(text: str) -> str:
-    """Replaces two periods by one, where a sentence ends with an error message that ends with a period."""
+    """Replaces two periods with one, where a sentence ends with an error message that ends with a period."""
     return re.sub(r"(?<!\.)\.\.(?=\s|$)", ".", text)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from lightrl.checks.printable import did_you_mean
 from lightrl.errors import LightRLError, RolloutError
 
-_MAX_TRACEBACK_CHARS = 8_000  # keeps logs small; the end of a traceback says most
+_MAX_TRACEBACK_CHARS = 8_000  # from the end, which says most; keeps logs small
 _OWN_FILES = ("lightrl/checks/user_code.py", *(f"lightrl/rewards/{name}.py" for name in ("reward_result", "parts")))
 
 

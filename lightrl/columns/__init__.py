@@ -6,20 +6,20 @@
 All code on this path loops over the columns, and names none of them.
 
 Reading order:
-    token_array.py  TokenArray: the values of one column
-    column.py       Column: dtype, fill value, how to join and cut its values; `register`; functions for all columns
+    column.py       Column: dtype, fill value, how to join and cut its values (TokenArrays); functions for all columns
     supports.py, routes.py, gaps.py, rewards.py  one column each
 
 May import: errors. Reward workers import this package, so modules must not import torch or numpy at the top level.
 
 To add a column, declare it in a separate file and call `register`. An engine returns it in `Completion.columns`, and a
-loss reads `experience["its name"]`. If models read it, see strategies/layouts/forms.py.
+loss reads `experience["its name"]`. If models read it, see strategies/single.py.
 """
 
 from lightrl.columns.column import (
     TOKENS,
     Column,
     Columns,
+    TokenArray,
     Values,
     as_columns,
     column_named,
@@ -35,14 +35,12 @@ from lightrl.columns.gaps import GAPS
 from lightrl.columns.rewards import REWARDS
 from lightrl.columns.routes import NATIVE, ROUTES
 from lightrl.columns.supports import EVERY_TOKEN, SUPPORTS, support_ends
-from lightrl.columns.token_array import TokenArray
 
 for _column in (REWARDS, SUPPORTS, ROUTES, GAPS):
     register(_column)
 
 __all__ = [
     "EVERY_TOKEN", "GAPS", "NATIVE", "REWARDS", "ROUTES", "SUPPORTS", "TOKENS", "Column", "Columns", "TokenArray",
-    "Values", "as_columns", "column_named", "column_of", "cut", "extended", "joined", "register",
-    "registered", "reserve",
-    "support_ends",
+    "Values", "as_columns", "column_named", "column_of", "cut", "extended", "joined", "register", "registered",
+    "reserve", "support_ends",
 ]  # fmt: skip

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightrl.columns.column import Column, Values
-from lightrl.columns.token_array import TokenArray
+from lightrl.columns.column import Column, TokenArray, Values
 from lightrl.errors import EngineError
 
 NATIVE = 255  # the value of every byte of a token's routes if its experts are unknown
@@ -13,7 +12,7 @@ NATIVE = 255  # the value of every byte of a token's routes if its experts are u
 
 @dataclass(frozen=True)
 class _Routes(Column):
-    """Routes of tokens. A completion has its prompt's too, but not its last token's, which no model has read yet."""
+    """Routes of tokens. A completion's include its prompt's, but not its last token's, which no model has read yet."""
 
     def extended(self, before: Values | None, num_before: int, new: Values | None, num_new: int) -> Values | None:
         """Extends the routes; where the engine has recomputed tokens of the prompt, their new routes replace the old.
@@ -32,7 +31,7 @@ class _Routes(Column):
                 f"completion of {num_new}. Each token but the last needs the same number."
             )
         rows = new.numpy().reshape(num_rows, -1)
-        rows = np.concatenate([rows, np.full_like(rows[:1], NATIVE)])
+        rows = np.concatenate([rows, np.full_like(rows[:1], NATIVE)])  # the last token's are unknown
         if before is not None:
             old = before.numpy().reshape(num_before, -1)
             is_known = (rows[:num_before] != NATIVE).any(1, keepdims=True)

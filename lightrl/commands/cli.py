@@ -38,20 +38,8 @@ from lightrl.callbacks.run_files import ProblemLog, RunFiles, StatusFile, conten
 from lightrl.checks.entry_points import entry_point
 from lightrl.checks.files import nearest_files
 from lightrl.checks.secret_settings import without_secrets
-from lightrl.commands.config_errors import (
-    TextParser,
-    check_empty_sections,
-    explain,
-)
-from lightrl.commands.config_layers import (
-    ConfigText,
-    UsageError,
-    UserSettings,
-    joined,
-    marked,
-    unmarked,
-    yaml_of,
-)
+from lightrl.commands.config_errors import TextParser, check_empty_sections, explain
+from lightrl.commands.config_layers import ConfigText, UsageError, UserSettings, joined, keep_texts, to_plain, yaml_of
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
 from lightrl.loops.resume import by_path
 from lightrl.models.optimizer import parameter_groups
@@ -63,23 +51,24 @@ log = logging.getLogger(__name__)
 
 _Level = Literal["debug", "info", "warning", "error"]
 # Settings that identify an experiment: a run must not continue from a run that differs in one of them.
-_SAME = ("seed_everything", "model.class_path", "model.policy", "data.class_path", "data.train")
+_IDENTITY = ("seed_everything", "model.class_path", "model.policy", "data.class_path", "data.train")
 FROM_START = "The run starts from the beginning."
 
 
 class ConfigParser(TextParser, LightningArgumentParser):
-    """Looks up config files in `files`, by their name on the command line, and reads no text a second time.
+    """Takes config files from `files`, by their name on the command line, and never parses a string twice.
 
-    jsonargparse would read the texts of settings of any type again when it builds or saves what it has parsed.
+    jsonargparse would parse the strings of settings of type Any again when it builds or saves the settings.
     """
 
     files: Mapping[str, ConfigText] = {}
 
     def instantiate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> Namespace:
-        return cast(Namespace, unmarked(super().instantiate(marked(namespace, in_classes=False), *args, **kwargs)))
+        namespace = keep_texts(namespace, in_classes=False)
+        return cast(Namespace, to_plain(super().instantiate(namespace, *args, **kwargs)))
 
     def dump(self, namespace: Namespace, *args: Any, **kwargs: Any) -> str:
-        return str(super().dump(marked(namespace), *args, **kwargs))
+        return str(super().dump(keep_texts(namespace), *args, **kwargs))
 
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         if str(path) not in self.files:
@@ -94,7 +83,7 @@ class LightRLCLI(LightningCLI):
     Args:
         args: the command line, starting with the command; `sys.argv[1:]` if None.
         callbacks: added to the config's callbacks.
-        descriptions: a line about each command, for its help.
+        descriptions: one line per command, for its help.
     """
 
     trainer: Trainer
@@ -147,7 +136,7 @@ class LightRLCLI(LightningCLI):
         parser.add_argument("--launch", type=section, default=None, help="where `lightrl launch` starts the run")
 
     def config_text(self) -> str:
-        """Returns all settings as YAML; with only this config file the command does the same."""
+        """Returns all settings as YAML: a config file that reproduces this command on its own."""
         settings = self.config[self.config.subcommand].clone()
         settings.pop("config", None)
         return str(self._subcommand_parsers[self.config.subcommand].dump(settings, skip_none=False))
@@ -166,7 +155,7 @@ class LightRLCLI(LightningCLI):
                 sys.stdout.write(text)
                 raise SystemExit(0)
         try:
-            self.config: Namespace = unmarked(parser.parse_args([command, *rest]))
+            self.config: Namespace = to_plain(parser.parse_args([command, *rest]))
         except ArgumentError as error:
             raise UsageError(explain(error, self._subcommand_parsers[command], self._user_settings)) from error
         check_empty_sections(self._user_settings, self._subcommand_parsers[command])
@@ -185,20 +174,20 @@ class LightRLCLI(LightningCLI):
             logging.getLogger(name).setLevel(level.upper())
 
     def instantiate_classes(self) -> None:
-        """Builds trainer, model and data; if one refuses a setting, raises UsageError with its path, file and line."""
+        """Builds trainer, model and data; a setting that one refuses raises UsageError with its path, file and line."""
         try:
             super().instantiate_classes()
         except FIXABLE as error:
-            place = self._user_settings.place_of(unwrapped(error))
-            if not place:
+            setting = self._user_settings.place_of(unwrapped(error))
+            if not setting:
                 raise
-            raise UsageError(f"{place}: {chain(unwrapped(error))}") from error
+            raise UsageError(f"{setting}: {chain(unwrapped(error))}") from error
         if type(self.model) is L.LightningModule:
             raise UsageError(f"model must name a class{self._user_settings.origin('model')}, such as class_path: GRPO.")
         if self.datamodule is None and not is_overridden("train_dataloader", self.model):
             raise UsageError(
-                "data must be set, in a --config file or as --data, to a class such as PromptDataModule, which says "
-                "what to train on."
+                "data must be set, in a --config file or as --data, to a class that provides the training data, such "
+                "as PromptDataModule."
             )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -212,12 +201,12 @@ class LightRLCLI(LightningCLI):
         logger = self.config[self.config.subcommand].trainer.logger
         # with fast_dev_run and barebones the logger is not Lightning's default
         if logger in (None, True) and [type(logger) for logger in trainer.loggers] == [TensorBoardLogger]:
-            metrics = CSVLogger(trainer.default_root_dir)  # both write to lightning_logs/version_<n>
-            trainer.loggers = [metrics, TensorBoardLogger(trainer.default_root_dir, version=metrics.version)]
+            root = trainer.default_root_dir  # both write to lightning_logs/version_<n>
+            trainer.loggers = [CSVLogger(root), TensorBoardLogger(root)]
         return trainer
 
     def after_instantiate_classes(self) -> None:
-        """Defers the sections `optimizer` and `lr_scheduler` until the model has parameters, late for an RLModule."""
+        """Defers building `optimizer` and `lr_scheduler` until the model has parameters; RLModule creates them late."""
         parsed = self.config[self.config.subcommand]
         entry_point("unused settings")(self._user_settings, parsed, self.model, self.datamodule)
         settings = self.config_init[self.config.subcommand]
@@ -226,8 +215,8 @@ class LightRLCLI(LightningCLI):
             if scheduler is not None:
                 raise UsageError("lr_scheduler needs an optimizer. Add an `optimizer:` section.")
             return
-        own, kept = type(self.model).__name__, "" if scheduler else ", with its warm-up and lr_decay"
-        log.info("Using optimizer %s instead of %s's own%s.", optimizer["class_path"], own, kept)
+        module_name, note = type(self.model).__name__, "" if scheduler else ", with the model's warm-up and lr_decay"
+        log.info("Using optimizer %s instead of %s's own%s.", optimizer["class_path"], module_name, note)
         self.model.configure_optimizers = partial(_configured_optimizers, self.model, optimizer, scheduler)
 
     def before_fit(self) -> None:
@@ -237,18 +226,18 @@ class LightRLCLI(LightningCLI):
         if ckpt_path is None:
             return
         if ckpt_path == "last":
-            for item in self.trainer.callbacks:
-                if isinstance(item, ModelCheckpoint) and item.dirpath:
-                    last_files = list(Path(item.dirpath).glob(f"{item.CHECKPOINT_NAME_LAST}*.ckpt"))
+            for callback in self.trainer.callbacks:
+                if isinstance(callback, ModelCheckpoint) and callback.dirpath:
+                    last_files = list(Path(callback.dirpath).glob(f"{callback.CHECKPOINT_NAME_LAST}*.ckpt"))
                     check_links(last_files)
                     if not last_files and self.config.subcommand == "fit":
-                        log.warning("ckpt_path=last: %s has no last*.ckpt. %s", item.dirpath, FROM_START)
+                        log.warning("ckpt_path=last: %s has no last*.ckpt. %s", callback.dirpath, FROM_START)
                         settings["ckpt_path"] = None
-                    return  # all runs share this folder, where Lightning looks
-            folder, own = run_folder(self.trainer), _plain(self.config[self.config.subcommand].as_dict())
-            newest = last_checkpoint(folder, own, is_fit=self.config.subcommand == "fit")
+                    return  # all runs share this folder, and Lightning looks there
+            folder, run_settings = run_folder(self.trainer), _plain(self.config[self.config.subcommand].as_dict())
+            newest = last_checkpoint(folder, run_settings, is_fit=self.config.subcommand == "fit")
             if newest is not None:
-                log.info("ckpt_path=last is %s. This run writes to its own folder.", newest)
+                log.info("ckpt_path=last is %s. This run writes to a new folder.", newest)
                 settings["ckpt_path"] = str(newest)
             elif self.config.subcommand == "fit":
                 settings["ckpt_path"] = None if folder is not None else "last"  # without a folder, Lightning searches
@@ -265,7 +254,7 @@ class LightRLCLI(LightningCLI):
     before_validate = before_test = before_predict = before_fit
 
     def fit(self, **kwargs: Any) -> None:
-        """Trains. On a GPU, first chooses the settings that depend on its memory."""
+        """Trains. On a GPU, first chooses the settings that depend on the GPU's memory."""
         if (device := self.trainer.strategy.root_device).type == "cuda":
             memory = torch.cuda.get_device_properties(device).total_memory
             use_estimate = entry_point("memory estimate")
@@ -282,8 +271,7 @@ class LightRLCLI(LightningCLI):
 
     def predict(self, **kwargs: Any) -> None:
         """Writes the trajectories of an RLModule to the run's folder, one per line."""
-        folder = run_folder(self.trainer)
-        writer = _PredictionFile((folder or Path.cwd()) / "predictions.jsonl")
+        writer = _PredictionFile()
         self.trainer.callbacks.append(writer)
         self.trainer.predict(**kwargs, return_predictions=False)
         if writer.has_written:
@@ -291,16 +279,16 @@ class LightRLCLI(LightningCLI):
 
 
 class SaveRunConfig(SaveConfigCallback):
-    """Saves the configuration as config.yaml in the run's folder, but never overwrites a file from which it was read.
+    """Saves the configuration as config.yaml in the run's folder, but never overwrites a file that the command read.
 
-    Every logger gets it as hyperparameters; CSVLogger writes hparams.yaml.
+    Each logger also records it as hyperparameters; CSVLogger writes hparams.yaml.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         public = without_secrets(self.config)
         for name, value in self.config.items():
             if public.get(name) != value:
-                log.info("Secrets in %s are not saved in config.yaml. Pass them again with that file.", name)
+                log.info("config.yaml omits the secrets in %s. Pass them again when you use that file.", name)
         cast(Trainer, trainer).settings = settings = _plain(public.as_dict())
         if not trainer.loggers or (folder := trainer.log_dir) is None or not trainer.is_global_zero:
             return
@@ -316,7 +304,7 @@ class SaveRunConfig(SaveConfigCallback):
 
 
 def _plain(value: Any) -> Any:
-    """Converts a setting to JSON types; a path or another object becomes a string, as loggers write it."""
+    """Converts a setting to JSON types; paths and other objects become strings, as loggers write them."""
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -327,9 +315,11 @@ def _plain(value: Any) -> Any:
 class _PredictionFile(L.Callback):
     """Writes the trajectories of each batch with their rewards to a file, one per line."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self) -> None:
         self.has_written = False
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.path = (run_folder(trainer) or Path.cwd()) / "predictions.jsonl"
 
     def on_predict_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, *_: object
@@ -345,7 +335,7 @@ class _PredictionFile(L.Callback):
 
 
 def _configured_optimizers(module: L.LightningModule, optimizer: Any, scheduler: Any) -> Any:
-    """Builds what `configure_optimizers` returns, from the sections `optimizer:` and `lr_scheduler:`."""
+    """Builds the result of `configure_optimizers` from the sections `optimizer:` and `lr_scheduler:`."""
     trained: list[Any] = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if isinstance(module, RLModule):
         roles = module.models()
@@ -357,7 +347,7 @@ def _configured_optimizers(module: L.LightningModule, optimizer: Any, scheduler:
     built_scheduler = instantiate_class(built, scheduler)
     if len(set(rates)) > 1 and rates != [group.get("initial_lr", group["lr"]) for group in built.param_groups]:
         name = scheduler["class_path"]
-        raise ValueError(f"lr_scheduler {name} sets one learning rate, but roles have {rates}. Use another scheduler.")
+        raise ValueError(f"lr_scheduler {name} sets one learning rate, but the roles have {rates}. Use another one.")
     if isinstance(module, RLModule) and not hasattr(built_scheduler, "monitor"):
         # an RL run's schedule is per iteration; Lightning's default is per epoch
         return {"optimizer": built, "lr_scheduler": {"scheduler": built_scheduler, "interval": "step"}}
@@ -379,16 +369,16 @@ def last_checkpoint(folder: Path | None, settings: Mapping[str, object], *, is_f
     if folder is None:
         return None
     saved = folder.parent.glob(f"*/checkpoints/{ModelCheckpoint.CHECKPOINT_NAME_LAST}*.ckpt")
-    others, same = [], []
+    others, broken_links = [], []
     for checkpoint in sorted(saved, key=lambda path: path.stat().st_mtime if path.exists() else 0, reverse=True):
         difference = _difference(checkpoint.parent.parent / "config.yaml", settings, is_fit=is_fit)
         if difference is None and checkpoint.exists():
             return checkpoint
         if difference is None:
-            same.append(checkpoint)
+            broken_links.append(checkpoint)
         else:
             others.append(f"{checkpoint} ({difference})")
-    check_links(same)
+    check_links(broken_links)
     reason = f"{folder.parent} has no checkpoint of an earlier run."
     if others:
         reason = (
@@ -400,7 +390,7 @@ def last_checkpoint(folder: Path | None, settings: Mapping[str, object], *, is_f
 
 
 def check_links(checkpoints: Sequence[Path]) -> None:
-    """Raises UsageError if all last checkpoints, at least one, are links to missing files."""
+    """Raises UsageError if there are last checkpoints and all of them are links to missing files."""
     if checkpoints and not any(path.exists() for path in checkpoints):
         raise UsageError(
             f"ckpt_path=last: {checkpoints[0]} is a link to {checkpoints[0].readlink()}, which does not exist. Pass "
@@ -409,7 +399,7 @@ def check_links(checkpoints: Sequence[Path]) -> None:
 
 
 def _difference(config: Path, settings: Mapping[str, object], *, is_fit: bool) -> str | None:
-    """Describes the first setting in which a saved run's experiment differs; None without a difference or a config."""
+    """Describes the first setting that makes a saved run another experiment; None if it is the same, or unknown."""
     try:
         saved = yaml.safe_load(config.read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -419,8 +409,8 @@ def _difference(config: Path, settings: Mapping[str, object], *, is_fit: bool) -
     then, now = by_path(saved), by_path(settings)
     if isinstance(then.get("seed_everything"), bool) or isinstance(now.get("seed_everything"), bool):  # a random seed
         then["seed_everything"] = now["seed_everything"] = None
-    for section in _SAME if is_fit else [name for name in _SAME if name.startswith("model")]:
+    for section in _IDENTITY if is_fit else [name for name in _IDENTITY if name.startswith("model")]:
         for name in dict.fromkeys([*then, *now]):
             if f"{name}.".startswith(f"{section}.") and then.get(name) != now.get(name):
-                return f"its {name} is {then.get(name)!r:.80}, here {now.get(name)!r:.80}"
+                return f"its {name} is {then.get(name)!r:.80}, this run has {now.get(name)!r:.80}"
     return None

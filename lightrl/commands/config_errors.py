@@ -8,6 +8,7 @@ settings, or for empty sections; if it finds nothing, the parser's message is sh
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import difflib
 import importlib
@@ -17,7 +18,7 @@ import textwrap
 import types
 import typing
 from argparse import Action, ArgumentError
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,22 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, get_loader
 import lightrl
 from lightrl.checks.printable import did_you_mean
 from lightrl.checks.user_code import user_code
-from lightrl.commands.config_layers import CLASS_KEYS, ClassOrText, Flag, SettingText, UsageError, UserSettings, yaml_of
+from lightrl.commands.config_layers import (
+    CLASS_KEYS,
+    ClassOrText,
+    Flag,
+    SettingText,
+    UsageError,
+    UserSettings,
+    merge,
+    nested,
+    yaml_of,
+)
 from lightrl.models import ModelSpec, Role
 
 _TYPE_WORDS: dict[object, str] = {
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    str: "a string",
-    type(None): "null",
-}
+    int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "null",
+}  # fmt: skip
 
 
 def explain(error: ArgumentError, parser: ArgumentParser, user_settings: UserSettings) -> str:
@@ -54,7 +61,7 @@ def explain(error: ArgumentError, parser: ArgumentParser, user_settings: UserSet
         return f"{' and '.join(names)} must be set, in a --config file or as --{names[0]}."
     file = re.search("Unable to load config '(.+)'", error.message)
     message = error.message.replace("<unicode string>", file[1] if file else "--config")
-    # without the subtrees that the parser quotes
+    # leave out the subtrees that the parser quotes
     return "\n".join(line for line in message.splitlines() if not (len(line) > 200 and "Given value" in line))
 
 
@@ -72,7 +79,7 @@ def check_empty_sections(user_settings: UserSettings, parser: ArgumentParser) ->
 
 @dataclasses.dataclass
 class Keys:
-    """The settings that are allowed in one section: types of single settings and groups of settings, by name."""
+    """The settings that one section allows, by name: the types of single settings, and groups of settings."""
 
     types: dict[str, object]
     groups: dict[str, Keys]
@@ -141,27 +148,33 @@ def type_of_setting(path: str, keys: Keys, settings: object, above: str = "") ->
 
 
 class TextParser(ArgumentParser):  # type: ignore[misc]
-    """Reads each flag by the type of its setting, and keeps a string to which a later layer adds settings.
+    """Parses each flag by the type of its setting, and keeps a string when a later layer adds settings to it.
 
-    A flag of a string stays as typed: YAML would turn `[a]` into a list. The parser of a class passes
-    `--workflow.prompt=...` to the parser of the workflow's class, and so on: only the last one reads the value.
+    The value of a string setting stays as typed: YAML would turn `[a]` into a list. The parser of a class passes
+    `--workflow.prompt=...` on to the parser of the workflow's class, and so on; only the last one parses the value.
     """
 
     def parse_args(self, args: Any = None, namespace: Any = None, *rest: Any, **options: Any) -> Any:
-        earlier = namespace.clone() if namespace else namespace
-        return super().parse_args([self._word(word, earlier) for word in args], earlier, *rest, **options)
+        words = [self._word(word, namespace) for word in args]
+        return super().parse_args(words, namespace and namespace.clone(), *rest, **options)
 
     def parse_object(self, obj: Any, namespace: Any = None, *rest: Any, **options: Any) -> Any:
         settings = vars(obj) if isinstance(obj, Namespace) else obj
         for name, value in settings.items():
-            if type(value) is Flag:
-                settings[name] = self._value(name, str(value), None)
-            elif namespace and isinstance(value, Namespace | dict):  # `train: {max_rows: 8}` after `train: rows.jsonl`
-                added = vars(value) if isinstance(value, Namespace) else value
-                kept = as_first_field(namespace.get(name), classes_in(self._type(name)), added)
-                if kept and "class_path" not in added:
-                    settings[name] = {**kept, "init_args": kept["init_args"] | added}
+            is_flag = type(value) is Flag
+            settings[name] = self._value(name, str(value), namespace) if is_flag else self._kept(name, value, namespace)
         return super().parse_object(obj, namespace, *rest, **options)
+
+    def _kept(self, name: str, value: Any, earlier: Any) -> Any:
+        """Returns the value; strings to which it adds, earlier ones too, become the first field of their data class."""
+        kinds, added = classes_in(self._type(name)), value
+        if name.endswith("+") and kinds and dataclasses.is_dataclass(kinds[0]):
+            first, items = dataclasses.fields(kinds[0])[0].name, value if isinstance(value, list) else [value]
+            name, added = name[:-1], {first: None}
+            value = [{first: item} if isinstance(item, str) else item for item in items]
+        if earlier and name in earlier:
+            earlier[name] = with_first_fields(earlier[name], kinds, added)
+        return value
 
     def _type(self, name: str) -> object:
         return getattr(self._option_string_actions.get(f"--{name}"), "_typehint", None)
@@ -183,24 +196,28 @@ class TextParser(ArgumentParser):  # type: ignore[misc]
         while f"--{name}" not in self._option_string_actions and "." in name:
             name = name.rpartition(".")[0]
         hint, below = self._type(name), path[len(name) + 1 :].removeprefix("init_args.")
-        kinds, first = classes_in(hint), below.partition(".")[0]
+        kinds, first, loaded = classes_in(hint), below.partition(".")[0], None
+        with contextlib.suppress(yaml.YAMLError, RecursionError):
+            loaded = get_loader("yaml")(typed)
         if below and kinds and not takes_mapping(hint) and first not in CLASS_KEYS:
-            if earlier and (kept := as_first_field(earlier.get(name), kinds, [first])):
-                earlier[name] = Namespace(kept)
+            self._kept(name, nested(below, loaded), earlier)
             return Flag(typed)
         value = value_of_text(typed, value_type(hint) if below else hint, is_item=path.endswith("+"))
-        return typed if value is None else SettingText(value) if isinstance(value, str) else value
+        if value is not None:
+            return SettingText(value) if isinstance(value, str) else value
+        value = self._kept(name, loaded if isinstance(loaded, dict | list) else typed, earlier)
+        return value if path.endswith("+") and isinstance(value, list) else typed
 
 
 class _Word(str):
-    """`--name=value` that argparse splits without making the value a plain string."""
+    """A word `--name=value` whose value stays a SettingText when argparse splits the word."""
 
     value: str
 
     def partition(self, separator: str, /) -> tuple[str, str, str]:
         return (*super().partition(separator)[:2], self.value)
 
-    def split(self, *_: Any) -> list[str]:  # of argparse of Python 3.11
+    def split(self, *_: Any) -> list[str]:  # argparse of Python 3.11 calls this
         return [super().partition("=")[0], self.value]
 
 
@@ -254,8 +271,9 @@ class _Walk:
         if isinstance(value, Mapping) and kinds and not takes_mapping(hint):
             self._class(value, kinds, path, _num_given(hint))
         elif isinstance(value, list) and value and kinds:
+            lists = [inner for inner in typing.get_args(hint) if typing.get_origin(inner) in (list, Sequence)]
             for index, item in enumerate(value):
-                self.value(item, hint, f"{path}[{index}]")
+                self.value(item, typing.get_args(lists[0])[0] if lists else hint, f"{path}[{index}]")
         elif kinds and not all(map(dataclasses.is_dataclass, kinds)):
             if isinstance(value, str) and not _accepts(value, hint):
                 resolve(value, kinds, path, self._from(path))
@@ -268,7 +286,11 @@ class _Walk:
     def _class(self, settings: Mapping[str, Any], kinds: Sequence[type], path: str, num_given: int) -> None:
         """Checks a class with its arguments; lightrl's own code passes the first `num_given`."""
         if isinstance(settings.get("class_path"), ClassOrText):
-            settings = {**settings, **as_first_field(settings["class_path"], kinds, settings)}
+            added = {key: value for key, value in settings.items() if key != "class_path"}
+            kept = with_first_fields(settings["class_path"], kinds, added)
+            if isinstance(kept, Namespace):
+                self._nearest(added, kinds, path)
+                settings = {**settings, **kept.as_dict()}
         if "class_path" in settings:
             class_path = settings["class_path"]
             if not isinstance(class_path, str):
@@ -290,13 +312,13 @@ class _Walk:
             self.group(arguments, keys, f"{path}.init_args.", owner, kind)
         # Flags such as --model.lr 1e-3 put arguments next to class_path, not below init_args.
         direct = {key: value for key, value in settings.items() if key not in CLASS_KEYS}
-        for key, value in direct.items():
-            if isinstance(value, Mapping) and isinstance(arguments.get(key), Mapping):
-                direct[key] = {**arguments[key], **value}
-        self.group(direct, keys, f"{path}.", owner, kind)
+        merged = {key: copy.deepcopy(arguments[key]) for key in direct if key in arguments}
+        merge(merged, direct)
+        self.group(merged, keys, f"{path}.", owner, kind)
         file = self._from(f"{path}.class_path").partition(":")[0]
         for key in direct:
-            at = self._origins.get(f"{path}.{key}", "").partition(":")[0]  # none within a flag's value
+            places = (at for place, at in self._origins.items() if f"{place}.".startswith(f"{path}.{key}."))
+            at = next(places, "").partition(":")[0]  # none within a flag's value
             if "class_path" in settings and at in ("", file) and "command line" not in at:
                 raise UsageError(
                     f"{path}.{key} must be in {path}.init_args{self._from(f'{path}.{key}')}. Write `init_args:` below "
@@ -325,7 +347,7 @@ class _Walk:
     def _unknown(self, name: str, settings: Mapping[str, object], keys: Keys, prefix: str, owner: str) -> str:
         path = f"{prefix}{name}"
         if owner == "lightrl.ModelSpec" and name in Keys.of_class(Role):
-            return f"{path} is a setting of lightrl.Role{self._from(path)}, whose `model:` is the lightrl.ModelSpec."
+            return f"{path} is a setting of lightrl.Role{self._from(path)}. Put the ModelSpec in the Role's `model:`."
         names = keys.names()
         close = [f"{prefix}{match}" for match in difflib.get_close_matches(str(name), names, n=2, cutoff=0.6)]
         if not close:
@@ -346,7 +368,7 @@ class _Walk:
 
 
 def classes_in(hint: object) -> list[type]:
-    """Returns the classes within a type that a `class_path` could name, and data classes."""
+    """Returns the classes in a type hint that a `class_path` could name, and the data classes in it."""
     if inspect.isclass(hint) and typing.get_origin(hint) is None:
         plain = hint.__module__ in ("builtins", "types", "pathlib", "datetime", "enum") or issubclass(hint, Path)
         return [] if plain or hint in (Callable, typing.Any) else [hint]
@@ -357,13 +379,25 @@ def classes_in(hint: object) -> list[type]:
     return list(dict.fromkeys(kind for inner in typing.get_args(hint) for kind in classes_in(inner)))
 
 
-def as_first_field(text: object, kinds: Sequence[type], names: Iterable[str]) -> dict[str, Any]:
-    """Returns the data class with most of these names, and a string as its first field; {} for the name of a class."""
-    is_field = isinstance(text, str) and kinds and all(map(dataclasses.is_dataclass, kinds))
-    if not is_field or text in importable_classes(kinds):
-        return {}
-    kind: Any = max(kinds, key=lambda kind: len(set(names) & Keys.of_class(kind).types.keys()))
-    return {"class_path": kind.__name__, "init_args": {dataclasses.fields(kind)[0].name: text}}
+def with_first_fields(value: Any, kinds: Sequence[type], added: Any) -> Any:
+    """Returns a setting in which each string to which `added` adds settings is the first field of its data class."""
+    added = _items(_items(added).get("init_args", added))
+    if not added or not kinds or "class_path" in added or not all(map(dataclasses.is_dataclass, kinds)):
+        return value
+    classes = importable_classes(kinds)
+    if isinstance(value, str) and value not in classes:
+        kind: Any = max(kinds, key=lambda kind: len(added.keys() & Keys.of_class(kind).types.keys()))
+        value = Namespace(class_path=kind.__name__, init_args=Namespace({dataclasses.fields(kind)[0].name: value}))
+    fields = _items(value.get("init_args")) if isinstance(value, Namespace) else {}
+    if names := fields.keys() & added.keys():
+        types = Keys.of_class(classes[value.class_path.rpartition(".")[2]]).types
+        for name in names:
+            fields[name] = with_first_fields(fields[name], classes_in(types.get(name)), added[name])
+    return value
+
+
+def _items(value: object) -> dict[str, Any]:
+    return vars(value) if isinstance(value, Namespace) else dict(value) if isinstance(value, Mapping) else {}
 
 
 def _num_given(hint: object) -> int:
@@ -375,7 +409,7 @@ def _num_given(hint: object) -> int:
 
 
 def value_type(hint: object) -> object:
-    """Returns the type of a mapping's values; Any if it has none."""
+    """Returns the type of a mapping's values; Any if the hint does not state it."""
     options = typing.get_args(hint) if _is_union(hint) else [hint]
     pairs = [typing.get_args(option) for option in options if takes_mapping(option)]
     return next((pair[1] for pair in pairs if len(pair) == 2), Any)
@@ -444,6 +478,7 @@ def resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> t
 
 
 def _fits(kind: type, base: type) -> bool:
+    """Whether a class is a subclass of `base`, or has the public methods of the protocol `base`."""
     if not getattr(base, "_is_protocol", False):
         return issubclass(kind, base)
     methods = [name for name, value in vars(base).items() if inspect.isfunction(value) and not name.startswith("_")]
@@ -462,7 +497,7 @@ def _accepts(value: object, hint: object) -> bool:
 
 
 def _describe(hint: object) -> str:
-    """Describes a type in a user's words: `a number`, `one of 'token', 'sequence', 'fixed'`."""
+    """Describes a type in plain words: `a number`, `one of 'token', 'sequence', 'fixed'`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if _is_union(hint):
         return " or ".join(_describe(item) for item in inner)

@@ -39,18 +39,18 @@ class Flag(str):
 
 
 class ClassOrText(str):
-    """A string, the name of a class or the first field of a data class, to which a later layer added settings."""
+    """A string to which a later layer added settings: the name of a class, or the first field of a data class."""
 
 
 class SettingText(str):
-    """A string that the parser keeps where a setting accepts any type, although YAML would read something else."""
+    """A string that YAML would read as another type; the parser keeps it, even for a setting of type Any."""
 
     def strip(self, chars: str | None = None) -> str:
         return _Unread(super().strip(chars))
 
 
 class _Unread(str):
-    """A stripped string that jsonargparse does not read as YAML, since it equals `-`, nor as null."""
+    """A stripped string that jsonargparse reads neither as YAML, since it equals `-`, nor as null."""
 
     __hash__ = str.__hash__
 
@@ -75,10 +75,10 @@ class UserSettings:
 
     @classmethod
     def read(cls, args: Sequence[str]) -> UserSettings:
-        """Reads the config files and flags of a command line without its command; raises UsageError for a bad file."""
+        """Reads the config files and flags that follow a command; raises UsageError for a bad file."""
         user_settings = cls()
         for layer, origins in user_settings._layers(joined(args)):
-            _merge(user_settings.settings, layer)
+            merge(user_settings.settings, layer)
             earlier = user_settings.origins.items()
             user_settings.origins = {path: at for path, at in earlier if path.split("[")[0] not in origins} | origins
         return user_settings
@@ -99,7 +99,7 @@ class UserSettings:
                 with contextlib.suppress(yaml.YAMLError):
                     loaded = get_loader("yaml")(value) if value.lstrip().startswith(("{", "[")) else None
                 read = loaded if isinstance(loaded, dict | list) else Flag(value)
-                yield _nested(name[2:], [read] if name.endswith("+") and not isinstance(read, list) else read), origins
+                yield nested(name[2:], [read] if name.endswith("+") and not isinstance(read, list) else read), origins
 
     def origin(self, path: str) -> str:
         """Returns where this path, or its nearest parent with a known origin, comes from: ` (run.yaml:22)`."""
@@ -108,13 +108,13 @@ class UserSettings:
         return self.origins.get(path, "")
 
     def empty_sections(self) -> list[str]:
-        """Returns the paths of empty sections, which the parser ignores whatever their name."""
-        return [path for path, value in places(self.settings) if value == {} and path]
+        """Returns the paths of empty sections, which the parser ignores even if their name is wrong."""
+        return [path for path, value in walk(self.settings) if value == {} and path]
 
     def place_of(self, error: BaseException) -> str:
         """Returns the setting that a constructor refused, `model.init_args.lr (run.yaml:7)`; empty if it is unknown.
 
-        This is the first setting in the message that belongs to a class whose constructor was running.
+        It is the first word in the message that names a setting of a class whose constructor was running.
         """
         words = re.findall(r"[A-Za-z_]\w*", str(error))
         for owner in _constructed(error):
@@ -133,17 +133,17 @@ class UserSettings:
         return ""
 
     def _section(self, owner: type) -> str:
-        """Returns the section that configures this class; empty if several do, or none."""
+        """Returns the section that configures this class; empty if none or several do."""
         sections = []
-        for path, value in places(self.settings):
-            named = value.get("class_path") if isinstance(value, Mapping) else value
-            is_section = isinstance(named, str) and named.rpartition(".")[2] == owner.__name__
+        for path, value in walk(self.settings):
+            class_path = value.get("class_path") if isinstance(value, Mapping) else value
+            is_section = isinstance(class_path, str) and class_path.rpartition(".")[2] == owner.__name__
             sections += [path] if is_section and not path.endswith(".class_path") else []
         return sections[0] if len(sections) == 1 else ""
 
 
-def places(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """Yields the path and value of settings and of everything in them."""
+def walk(value: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """Yields the path and value of the settings and of everything nested in them."""
     yield path, value
     items: list[tuple[str, object]] = []
     if isinstance(value, Mapping):
@@ -151,7 +151,7 @@ def places(value: object, path: str = "") -> Iterator[tuple[str, object]]:
     elif isinstance(value, list):
         items = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
     for inner, item in items:
-        yield from places(item, inner)
+        yield from walk(item, inner)
 
 
 _NO_VALUE = ("--", "--help", "--print_config")
@@ -172,7 +172,7 @@ def joined(args: Sequence[str]) -> list[str]:
 
 
 def _constructed(error: BaseException) -> list[type]:
-    """Returns the classes whose constructors raised the error or its causes, the innermost first."""
+    """Returns the classes whose constructors raised the error or its causes, innermost first."""
     classes: list[type] = []
     link: BaseException | None = error
     while link is not None:
@@ -201,33 +201,34 @@ _parse_text = get_loader("yaml")
 _NULLS = ("", "~", "null", "Null", "NULL")
 
 
-def _settings_in(text: str) -> object:
+def _load_yaml(text: str) -> object:
+    """Loads YAML for jsonargparse, with a SettingText for each string that must stay one if it is parsed again."""
     if isinstance(text, ConfigText):
-        return marked(text.settings)
+        return keep_texts(text.settings)
     try:
         loaded = _parse_text(text)
     except RecursionError:
         return text
     if loaded is None and text.strip() not in _NULLS:  # `# a` and `&a` are strings
         return text
-    return marked(loaded)
+    return keep_texts(loaded)
 
 
-def marked(settings: Any, *, in_classes: bool = True) -> Any:
-    """Copies settings with SettingText for each string that YAML would read as something else.
+def keep_texts(settings: Any, *, in_classes: bool = True) -> Any:
+    """Copies settings, with a SettingText for each string that YAML would read as another type.
 
     Args:
-        in_classes: whether to mark the settings of classes too, which `instantiate` of their own parsers marks.
+        in_classes: also convert the arguments of classes; False where the parser of each class converts them.
     """
-    return _with_texts(settings, _as_read, in_classes)
+    return _map_strings(settings, _setting_text, in_classes)
 
 
-def unmarked(settings: Any) -> Any:
-    """Copies settings with plain strings."""
-    return _with_texts(settings, str)
+def to_plain(settings: Any) -> Any:
+    """Copies settings, with a plain string for each SettingText."""
+    return _map_strings(settings, str)
 
 
-def _as_read(text: str) -> str:
+def _setting_text(text: str) -> str:
     try:
         return text if isinstance(_parse_text(text), str) else SettingText(text)
     except (yaml.YAMLError, RecursionError):
@@ -237,8 +238,9 @@ def _as_read(text: str) -> str:
 _MAPPINGS, _SEQUENCES = (dict, OrderedDict, MappingProxyType), (list, tuple, set, frozenset, deque)
 
 
-def _with_texts(value: Any, kind: Callable[[str], str], in_classes: bool = True) -> Any:
-    copied = partial(_with_texts, kind=kind, in_classes=in_classes)
+def _map_strings(value: Any, convert: Callable[[str], str], in_classes: bool = True) -> Any:
+    """Copies settings with each string converted, at any depth; `in_classes` as in `keep_texts`."""
+    copied = partial(_map_strings, convert=convert, in_classes=in_classes)
     keys = vars(value) if isinstance(value, Namespace) else value if isinstance(value, dict) else {}
     if not in_classes and "class_path" in keys and (keys is not value or keys.keys() <= set(CLASS_KEYS)):
         return value
@@ -250,7 +252,7 @@ def _with_texts(value: Any, kind: Callable[[str], str], in_classes: bool = True)
         return type(value)(map(copied, value))
     if isinstance(value, tuple) and hasattr(value, "_make"):
         return value._make(map(copied, value))
-    return kind(str(value)) if type(value) in (str, SettingText) else value
+    return convert(str(value)) if type(value) in (str, SettingText) else value
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
@@ -267,7 +269,7 @@ def yaml_of(settings: object) -> str:
 
 
 register_type(SettingText, serializer=SettingText, deserializer=SettingText)
-set_loader("yaml", _settings_in, (yaml.YAMLError,))
+set_loader("yaml", _load_yaml, (yaml.YAMLError,))
 set_dumper("yaml", yaml_of)  # the parser dumps a class's settings and reads them back
 
 
@@ -307,7 +309,7 @@ def _lines(tree: yaml.Node, path: str) -> dict[str, int]:
         if len(lines) > _MAX_NODES or place.count(".") + place.count("[") > _MAX_DEPTH:
             raise UsageError(
                 f"--config {path} has more than {_MAX_NODES} settings, or more than {_MAX_DEPTH} levels (line {line}). "
-                "Replace its YAML aliases by their values, and keep data in separate files."
+                "Replace its YAML aliases with their values, and keep data in separate files."
             )
     return lines
 
@@ -319,18 +321,18 @@ def _line_numbers(node: yaml.Node, path: str) -> Iterator[tuple[str, int]]:
         below = [(f"{path}.{key.value}" if path else str(key.value), key, value) for key, value in node.value]
     elif isinstance(node, yaml.SequenceNode):
         below = [(f"{path}[{index}]", item, item) for index, item in enumerate(node.value)]
-    for inner, marked, value in below:
-        yield inner, marked.start_mark.line + 1
+    for inner, first_node, value in below:
+        yield inner, first_node.start_mark.line + 1
         yield from _line_numbers(value, inner)
 
 
-def _nested(path: str, value: object) -> JsonObject:
+def nested(path: str, value: object) -> JsonObject:
     for key in reversed(path.split(".")):
         value = {key: value}
     return cast(JsonObject, value)
 
 
-def _merge(settings: JsonObject, layer: JsonMapping) -> None:
+def merge(settings: JsonObject, layer: JsonMapping) -> None:
     for key, value in layer.items():
         old = settings.get(key)
         if isinstance(old, str) and isinstance(value, Mapping) and "class_path" not in value:
@@ -340,7 +342,7 @@ def _merge(settings: JsonObject, layer: JsonMapping) -> None:
                 continue  # the parser applies --trainer.callbacks.max_staleness 1 to the list's last item
             if not isinstance(old, dict):
                 settings[key] = {}
-            _merge(settings[key], value)
+            merge(settings[key], value)
         elif isinstance(old, dict) and "class_path" in old and isinstance(value, Flag):
             old["class_path"] = value
         elif key.endswith("+") and isinstance(old, list) and isinstance(value, list):

@@ -57,7 +57,7 @@ def run_folder(trainer: L.Trainer) -> Path | None:
 def reported(command: Callable[[Sequence[L.Callback]], int]) -> int:
     """Runs a command with the callbacks that its trainer needs; prints an error in brief; returns the exit code."""
     folder = str(Path.cwd())
-    if folder not in sys.path[:1]:  # users' modules are there, but a console script's import path lacks it
+    if folder not in sys.path[:1]:  # it holds users' modules, and a console script's import path lacks it
         sys.path.insert(0, folder)
     configure_logging()
     silence_irrelevant()
@@ -93,7 +93,7 @@ def _fail(message: str, *, code: int) -> int:
 
 
 def chain(error: BaseException) -> str:
-    """Joins the messages of an error and its causes without repeats, with type and line of errors of other packages."""
+    """Joins the messages of an error and its causes without repeats; errors of other packages get a type and line."""
     lines: list[str] = []
     link: BaseException | None = error
     while link is not None:
@@ -110,7 +110,7 @@ def chain(error: BaseException) -> str:
 
 
 def unwrapped(error: BaseException) -> BaseException:
-    """Returns the error that a constructor raised, without the errors that jsonargparse raised for other types."""
+    """Returns the error that a constructor raised, without the errors that jsonargparse wraps around it."""
     if not _raised_in(error, jsonargparse):
         return error
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -131,7 +131,7 @@ def _place(error: BaseException) -> tuple[str, int]:
 
 
 def keep_traceback(folder: Path | None) -> str:
-    """Writes the current traceback to a folder, or if it cannot, to a temporary one; returns a line with the path."""
+    """Writes the current traceback to a folder, or to a temporary one if that fails; returns a line with the path."""
     text = traceback.format_exc()
     for place in (folder, None):
         with contextlib.suppress(OSError):
@@ -140,7 +140,7 @@ def keep_traceback(folder: Path | None) -> str:
             path = place / "traceback.txt"
             path.write_text(text, encoding="utf-8", errors="backslashreplace")
             return f"Full traceback: {path}"
-    return text  # no disk can be written to
+    return text  # no disk is writable
 
 
 class _AboveProgressBar:
@@ -156,7 +156,7 @@ class _AboveProgressBar:
 
 
 class _MarkedFormatter(logging.Formatter):
-    """Formats plain lines; warnings and errors start with their level, in color on a terminal."""
+    """Formats log lines; warnings and errors start with their level, in color on a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = one_period(super().format(record))
@@ -189,9 +189,9 @@ _NOTICES = ("Tip: For seamless cloud", "GPU available: ", "TPU available: ", "HP
 
 def _is_of_interest(record: logging.LogRecord) -> bool:
     text = record.getMessage()
-    if " was raised with message: " in text:  # "An KeyboardInterrupt …", which contains 12 blanks
+    if " was raised with message: " in text:  # Lightning's "An KeyboardInterrupt …"
         path = text.partition("saved checkpoint to ")[2]
-        if "://" not in path and not Path(path).exists():  # an earlier error says why
+        if "://" not in path and not Path(path).exists():  # an earlier error says why it was not saved
             return False
         record.msg = f"Saved {path}; --ckpt_path last continues from it."
     return not text.lstrip("💡 ").startswith(_NOTICES)
@@ -200,7 +200,7 @@ def _is_of_interest(record: logging.LogRecord) -> bool:
 def silence_irrelevant() -> None:
     """Silences warnings that a user cannot act on."""
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_of_interest)
-    # lightrl must adapt to announced changes of libraries; users cannot
+    # lightrl must adapt to changes that libraries announce; users cannot
     libraries = r"(lightning|torch|transformers|datasets|huggingface_hub|jsonargparse|peft)(\.|$)"
     for kind in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=kind, module=libraries)
@@ -210,7 +210,7 @@ def silence_irrelevant() -> None:
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     # MLflow shows a progress bar for each table that it appends to
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    # huggingface_hub logs each retry of an unreachable hub; the final error says it in one line
+    # huggingface_hub logs each retry if the hub is unreachable; the final error says so in one line
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     # transformers shows a progress bar for each load of weights, even if it takes milliseconds
     from transformers.utils import logging as transformers_logging

@@ -66,18 +66,18 @@ def export_checkpoint(
         merged: load the base model and merge the LoRA adapters into it.
         run_code_of_checkpoint: import and run code that the checkpoint names, other than transformers' own classes: a
             model class, a tokenizer function, a base model's remote code.
-        push: a repository on the hub to which to upload the folder, with a model card of the run.
+        push: a hub repository to upload the folder to, with a model card of the run.
 
     Raises:
-        ValueError: if the checkpoint is not lightrl's, lacks the role or names code to run; if `to` has other files; or
-            if the hub refuses the upload.
+        ValueError: if lightrl did not write the checkpoint; if it lacks the role or names code to run; if `to` has
+            other files; or if the hub refuses the upload.
     """
     check_model_folder(to, asked_by="lightrl export")
     meta, state = _read(checkpoint)
     descriptions = parse_descriptions(meta.get("models"), checkpoint)
     if not descriptions:
         raise ValueError(
-            f"Checkpoint {str(checkpoint)!r} does not describe its models, so this release did not save it. Use the "
+            f"Checkpoint {str(checkpoint)!r} does not describe its models, so another release saved it. Use the "
             "callback HuggingFaceExport instead."
         )
     if role not in descriptions:
@@ -113,7 +113,7 @@ def export_checkpoint(
 
 
 def _read(checkpoint: Path) -> tuple[JsonObject, Callable[[str], dict[str, Tensor]]]:
-    """Returns the checkpoint without weights, and a function that returns the weights below a prefix, without it."""
+    """Returns the checkpoint's metadata, and a function that returns the weights with a prefix, which it removes."""
     if not checkpoint.exists():
         raise ValueError(f"Checkpoint {str(checkpoint)!r} does not exist.")
     if checkpoint.is_dir():
@@ -126,10 +126,10 @@ def _read(checkpoint: Path) -> tuple[JsonObject, Callable[[str], dict[str, Tenso
 
 
 class Hub:
-    """A model repository on the hub; the constructor creates it as a private one if it does not exist.
+    """A model repository on the hub; the constructor creates a private one if it does not exist.
 
     Raises:
-        ValueError: if the hub does not answer, or refuses.
+        ValueError: if the hub does not answer, or refuses the request.
     """
 
     def __init__(self, repo: str) -> None:
@@ -141,7 +141,7 @@ class Hub:
             self._api.create_repo(repo, private=True, exist_ok=True)
 
     def upload(self, folder: Path, message: str) -> None:
-        """Uploads the files of a folder, overwriting files with the same names, and removes files of an older model."""
+        """Uploads the files of a folder, overwriting files with the same names; removes files of an older model."""
         with user_code(self._refusal):
             self._api.upload_folder(
                 repo_id=self.repo, folder_path=folder, commit_message=message, delete_patterns=_MODEL_FILES
@@ -180,20 +180,20 @@ def write_card(folder: Path, *, repo: str, checkpoint: Path, role: str, base: st
     head = {"library_name": "transformers", "tags": ["lightrl", "reinforcement-learning"]}
     head |= {"base_model": base} if base and re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists() else {}
     lines = ["---", *(f"{name}: {json.dumps(value)}" for name, value in head.items()), "---", "", f"# {repo}", ""]
-    lines += [f"The {role} of a run of lightrl, from the checkpoint `{checkpoint.name}`.", ""]
+    lines += [f"The {role} of a lightrl run, from the checkpoint `{checkpoint.name}`.", ""]
     if run is None:
-        log.warning("No config.yaml is above %s, so the model card has neither settings nor a curve.", checkpoint)
+        log.warning("Found no config.yaml above %s, so the model card has neither settings nor a curve.", checkpoint)
     else:
         lines += _curve_lines(run.folder, folder)
         lines += ["## Data", "", *_table("setting", "value", data)] if data else []
         lines += ["## Settings", "", *_table("setting", "value", settings)]
     versions = {name: version(name) for name in _PACKAGES} | {"python": platform.python_version()}
-    lines += ["## Versions of the export", "", *_table("package", "version", versions)]
+    lines += ["## Package versions at export", "", *_table("package", "version", versions)]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
 def _curve_lines(run: Path, folder: Path) -> list[str]:
-    """Returns Markdown with the first, best and last value of each curve; copies and shows the curves' image."""
+    """Returns Markdown with the first, best and last value of each curve; copies and embeds the image of the curves."""
     curves: dict[str, list[tuple[int, float]]] = {name: [] for name in _CURVE}
     if (run / "metrics.csv").is_file():
         with (run / "metrics.csv").open(encoding="utf-8", newline="") as file:

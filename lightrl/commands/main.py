@@ -23,11 +23,11 @@ COMMANDS = {
     "launch": "plan a run on one machine or many, and start its ranks and servers there",
     "status": "show what a run and its launch are doing: phase, iteration, servers, last error",
     "inspect": "show runs in the browser: curves, trajectories token by token, timelines, problems, settings",
-    "serve": "start SGLang or vLLM servers in the foreground and print how a run uses them",
+    "serve": "start SGLang or vLLM servers in the foreground and print how to use them in a run",
 }
 
 # Commands that Lightning does not have; each is a module or package beside this file with `run(args) -> exit code`.
-_OWN = {"export", "plan", "convert", "doctor", "launch", "status", "inspect", "serve"}
+_MODULES = {"export", "plan", "convert", "doctor", "launch", "status", "inspect", "serve"}
 
 _HELP = f"""\
 usage: lightrl <command> --config run.yaml [--setting value ...]
@@ -65,15 +65,15 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"lightrl: {_unknown_command(first)}\n")
         return 2
     try:
-        module = _imported(f"lightrl.commands.{first if first in _OWN else 'cli'}")
+        module = _import_frozen(f"lightrl.commands.{first if first in _MODULES else 'cli'}")
     except KeyboardInterrupt:
         sys.stderr.write("lightrl: interrupted before anything started\n")
         return 130
-    code: int = module.run(args[1:]) if first in _OWN else module.run(args, COMMANDS)
+    code: int = module.run(args[1:]) if first in _MODULES else module.run(args, COMMANDS)
     return code
 
 
-def _imported(name: str) -> Any:
+def _import_frozen(name: str) -> Any:
     """Imports a module and exempts it from garbage collection, which would take a third of a command's startup."""
     if name not in sys.modules:
         gc.disable()

@@ -1,6 +1,6 @@
 """lightrl plan: shows an iteration's calls, memory by rank and server, communication and batch sizes, as text.
 
-The calls are also drawn by Mermaid. The configuration is parsed and built as by `fit`, but no weights are loaded.
+It also draws the calls with Mermaid. It parses and builds the configuration as `fit` does, but loads no weights.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ usage: lightrl plan --config run.yaml [--gpu_memory_gb N] [--setting value ...]
 
 Shows the calls of an iteration with their inputs and outputs, models and devices, as text and as a Mermaid drawing.
 Estimates all batch sizes and the memory of each rank and server by cause, and says what to change if it does not fit.
-If the config has a `launch:` section, the plan also says where its ranks and servers are. N is a GPU's memory in 1e9
+If the config has a `launch:` section, the plan also says where ranks and servers run. N is a GPU's memory in 1e9
 bytes; the default is launch.gpu_memory_gb or the memory of the trainer's GPU. Accepts the settings of lightrl fit
 (lightrl fit --help), but loads no weights and starts nothing.
 """
 
 _DRAWING = "drawing: paste this into https://mermaid.live, or on GitHub into a ```mermaid block"
 _WHERE = {"generate": "engine", "train": "trainer, updated"}
-_WIDTH, _MAX_COLUMNS = 100, 4  # a table's line in characters; its columns of numbers
+_WIDTH, _MAX_COLUMNS = 100, 4  # maximum characters per line, and number columns per table
 
 
 class PlanCLI(LaunchedCLI):
@@ -56,10 +56,10 @@ class PlanCLI(LaunchedCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
-        parser.add_argument("--gpu_memory_gb", type=float | None, default=None, help="of each GPU, in 1e9 bytes")
+        parser.add_argument("--gpu_memory_gb", type=float | None, default=None, help="memory per GPU, in 1e9 bytes")
 
     def fit(self, **kwargs: object) -> None:
-        """Prints instead of training."""
+        """Prints the plan instead of training."""
         module, launched = self.model, self.launched
         accelerator = self.config[self.config.subcommand].trainer.accelerator
         if isinstance(module, RLModule):
@@ -74,7 +74,7 @@ class PlanCLI(LaunchedCLI):
             text, mermaid = "\n".join([f"{type(module).__name__}: batches of data, no rollouts", "", *roles]), []
             where = f"devices\n  trainer {self.trainer.strategy.root_device}"
         else:
-            raise UsageError(f"lightrl plan needs an RLModule or SFT, DPO, RewardModel, got {type(module).__name__}.")
+            raise UsageError(f"lightrl plan needs an RLModule, SFT, DPO or RewardModel, got {type(module).__name__}.")
         if launched is not None:
             where = "\n".join(["launch", drawing(launched), *launched.notes])
         elif accelerator in (None, "auto") and self.trainer.strategy.root_device.type == "cpu":
@@ -109,7 +109,7 @@ def plan_text(module: RLModule, graph: DataFlowGraph) -> str:
 
 
 def role_lines(roles: Mapping[str, Role], trained: Mapping[str, float], saved: Collection[str] = ()) -> list[str]:
-    """Describes each model in a line; `trained` maps the trained roles to their learning rates."""
+    """Describes each role's model in one line; `trained` maps the trained roles to their learning rates."""
     lines = ["roles"]
     for name, role in roles.items():
         spec = role.spec
@@ -117,7 +117,7 @@ def role_lines(roles: Mapping[str, Role], trained: Mapping[str, float], saved: C
         state = "follows the policy" if name in saved else "frozen"
         state = f"trained, lr {trained[name] if role.lr is None else role.lr:g}" if name in trained else state
         notes = [state, *(["one number per position"] if spec.head == "scalar" else [])]
-        notes += ["waits in CPU memory between uses"] if role.offload else []
+        notes += ["kept in CPU memory between uses"] if role.offload else []
         notes += [_mesh_text(role.mesh)] if role.mesh is not None else []
         lines.append(f"  {name:<14} {source}: {', '.join(notes)}")
     return lines
@@ -159,7 +159,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def costs_text(run: PlannedRun, device_bytes: float | None) -> str:
-    """Formats all tables, and says whether the run fits into the devices' memory."""
+    """Formats all tables, and says whether the run fits in the devices' memory."""
     batches = _titled("batch sizes", (batch_rows if run.batches_per_update is None else data_rows)(run), right=(1,))
     parts = [batches, _roles_text(run), _memory_text(run), _engine_text(run), _fit_text(run, device_bytes)]
     return "\n\n".join(part for part in parts if part)
@@ -238,7 +238,7 @@ def _titled(title: str, rows: Sequence[Sequence[str]], *, right: Sequence[int]) 
 
 
 def data_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
-    """Returns the rows of `batch_rows` for a run that trains on given data."""
+    """Returns the rows of `batch_rows` for a run that trains on data without rollouts."""
     rows, dp = run.trajectories, run.roles[0].dp
     name = "pairs" if run.group_size == 2 else "chats"
     numbers = [
@@ -252,7 +252,7 @@ def data_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
 
 
 def batch_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
-    """Returns name, number and origin of each batch size; per-rank sizes are for the policy's ranks."""
+    """Returns name, number and origin of each batch size; sizes per rank are those of the policy's ranks."""
     prompts, total = run.prompts or 1, run.trajectories
     dp = run.roles[0].dp if run.roles else run.world
     update = math.ceil(total / run.num_minibatches)

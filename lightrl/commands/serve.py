@@ -22,7 +22,7 @@ from jsonargparse import DefaultHelpFormatter
 
 from lightrl.checks.printable import count_text
 from lightrl.commands.config_errors import TextParser, explain
-from lightrl.commands.config_layers import UsageError, UserSettings, joined, unmarked
+from lightrl.commands.config_layers import UsageError, UserSettings, joined, to_plain
 from lightrl.commands.console import reported
 from lightrl.concurrency.in_thread import call_all
 from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
@@ -89,8 +89,9 @@ def serve(
     """Starts servers and their weight receiver, prints their addresses, restarts failed ones and stops all on Ctrl-C.
 
     Args:
-        model: with a path, serves its weights; with a config, or quantized here, random ones until a run loads others.
-        engine: the kind of servers, `sglang` or `vllm`.
+        model: a model with a path is served with its weights; a config, or a model that the servers quantize, gets
+            random weights until a run loads its own.
+        engine: the kind of server, `sglang` or `vllm`.
         servers: number of servers.
         tp: GPUs of each server.
         devices: GPUs to use, such as `0,1,2,3`; each server gets the next `tp` of them.
@@ -101,17 +102,16 @@ def serve(
         vllm_python: the python of an environment with vLLM.
         server_args: the server program's own arguments by name, each as `--server_args.NAME VALUE`.
         seed: seed of the servers' random numbers.
-        startup_timeout_s: seconds that a server may take to get ready.
+        startup_timeout_s: seconds that a server may take to become ready.
         log_folder: folder for the servers' logs; if not set, a temporary one, which is printed.
-        register: a folder in which the servers announce themselves; a run whose only server address is `file://FOLDER`
-            finds them there.
+        register: a folder where the servers register; a run finds them if its only server address is `file://FOLDER`.
         leave_s: seconds that such runs have to move their requests elsewhere before the servers stop.
         until: an event that stops the servers; if None, only Ctrl-C and SIGTERM do.
         write: called with the printed text.
 
     Raises:
         ValueError: if the program or the model does not exist, or there are too few devices.
-        EngineError: if a server does not get ready, or fails too often later.
+        EngineError: if a server does not become ready, or fails too often later.
     """
     token = usable_token(token or os.environ.get(TOKEN_VARIABLE))
     receivers, gpus = Receivers(), devices.split(",") if isinstance(devices, str) and devices else devices
@@ -144,11 +144,11 @@ def serve(
             call_all(lambda: end_all(processes), receivers.stop)
 
 
-async def _keep_all(servers: Sequence[ServerProcess], receiver: ServerProcess, ended: threading.Event) -> None:
-    """Restarts processes that end or hang, until `ended` is set; raises EngineError if a server fails too often."""
-    keeping = [asyncio.ensure_future(keep(process)) for process in (*servers, receiver)]
-    while not ended.is_set():
-        given_up, _ = await asyncio.wait(keeping[:-1], timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+async def _keep_all(servers: Sequence[ServerProcess], receiver: ServerProcess, until: threading.Event) -> None:
+    """Restarts processes that exit or hang, until the event is set; raises EngineError if a server fails too often."""
+    keepers = [asyncio.ensure_future(keep(process)) for process in (*servers, receiver)]
+    while not until.is_set():
+        given_up, _ = await asyncio.wait(keepers[:-1], timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
         if given_up:
             raise EngineError(given_up.pop().result())
 
@@ -205,7 +205,7 @@ def served_folder(model: ModelSpec, config: PretrainedConfig, folder: Path) -> P
 
 
 def _section(user_settings: UserSettings, *names: str) -> JsonMapping:
-    """Returns the settings below these names, {} if they are missing or a class's name; otherwise raises UsageError."""
+    """Returns the nested section with these names, {} if it is missing or a class name; raises UsageError otherwise."""
     section: JsonMapping = user_settings.settings
     for number, name in enumerate(names, 1):
         inner = section.get(name)
@@ -248,7 +248,7 @@ def settings_of(configs: Sequence[str], engine_flag: str | None = None) -> tuple
     settings["server_args"] = server_args.pop(chosen, None)
     for other, names in server_args.items():
         if names:
-            log.warning("The servers are %s: the server_args of %s are left out: %s.", chosen, other, ", ".join(names))
+            log.warning("Ignored server_args of %s, since the servers are %s: %s.", other, chosen, ", ".join(names))
     return policy, settings
 
 
@@ -257,7 +257,7 @@ def model_of(policy: Any) -> ModelSpec:
     if not isinstance(policy, dict):
         return ModelSpec.of(policy)
     values = policy.get("init_args", policy) if "class_path" in policy else policy
-    if "model" in values:  # a Role's
+    if "model" in values:  # the policy is a Role
         return model_of(values["model"])
     names = [item.name for item in dataclasses.fields(ModelSpec)]
     if unknown := [name for name in values if name not in names]:
@@ -277,7 +277,7 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
     rest += [] if options.engine is None else [f"--engine={options.engine}"]
 
     parser = TextParser(prog="lightrl serve", exit_on_error=False, epilog=_EPILOG, formatter_class=_HelpFormatter)
-    parser.add_argument("--config", help="a run's YAML, from which policy and engine are read; may be repeated")
+    parser.add_argument("--config", help="a run's YAML, which gives the policy and the engine; may be repeated")
     parser.add_argument("--model", help="a hub name or a folder with weights, instead of the config's policy")
     parser.add_argument(
         "--token_file", type=Path | None, help="file with the token; default: LIGHTRL_SERVER_TOKEN, or a random one"
@@ -290,7 +290,7 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
             "instead of --token."
         )
     try:
-        values = unmarked(parser.parse_args(joined(rest))).as_dict()
+        values = to_plain(parser.parse_args(joined(rest))).as_dict()
     except ArgumentError as error:
         hint = f" The server's own arguments start with {_SERVER_ARG}" if "unrecognized" in error.message else ""
         raise UsageError(explain(error, parser, UserSettings.read(rest)) + hint) from error
@@ -312,7 +312,7 @@ def _with_value(arg: str, following: str) -> str:
 
 
 def run(args: Sequence[str]) -> int:
-    """Runs `lightrl serve ARGS`; returns 0 after Ctrl-C or SIGTERM, 1 if a server failed, 2 if the call is wrong."""
+    """Runs `lightrl serve ARGS`; returns 0 after Ctrl-C or SIGTERM, 1 if a server failed, 2 for wrong arguments."""
 
     def command(callbacks: Sequence[object]) -> int:
         settings = parse(args)
@@ -320,7 +320,7 @@ def run(args: Sequence[str]) -> int:
         try:
             serve(**settings)
         except KeyboardInterrupt:
-            sys.stderr.write("The servers are stopped.\n")
+            sys.stderr.write("Stopped the servers.\n")
         return 0
 
     return reported(command)

@@ -1,4 +1,4 @@
-"""Help of a command and of any setting, such as `--model.sampling.help`. A leaf: it runs through its entry point."""
+"""Help for a command and for any setting, such as `--model.sampling.help`. A leaf, called through its entry point."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from jsonargparse import ArgumentParser
 from lightrl.commands.config_errors import Keys, classes_in, importable_classes, resolve, type_of_setting
 from lightrl.commands.config_layers import UsageError, UserSettings
 
-# Titles of the sections of a command's help, and texts where lightrl differs from Lightning's help.
+# Section titles in a command's help, and the texts that differ from Lightning's help.
 _TITLES = {
     "trainer": "Lightning's Trainer; a training batch is one iteration of an RLModule",
     "model": "What to train, such as GRPO; --model.help GRPO shows its settings",
     "data": "What to train on, such as PromptDataModule",
     "optimizer": "An optimizer that replaces the model's own",
-    "lr_scheduler": "The learning rate's schedule; needs `optimizer`",
+    "lr_scheduler": "The learning-rate schedule; needs `optimizer`",
 }
 _HELP_OF = {
-    "trainer.default_root_dir": "the folder of the runs, local or mounted; the working folder if null",
+    "trainer.default_root_dir": "the folder for runs, local or mounted; the working folder if null",
     "trainer.logger": "where metrics go; null or true means CSVLogger and TensorBoardLogger, false means nowhere",
     "trainer.precision": "as in Lightning; null is bf16-mixed on a CUDA GPU, otherwise 32-true",
 }
@@ -45,7 +45,7 @@ def help_text(parser: ArgumentParser, command: str, args: Sequence[str], user_se
 
 
 def _classes(path: str, name: str | None, keys: Keys, settings: object) -> list[type]:
-    """Returns the classes that a setting accepts, or the one called `name`; `settings` says what is above it."""
+    """Returns the classes that a setting accepts, or the one called `name`; `settings` names the classes above it."""
     kinds = classes_in(type_of_setting(path, keys, settings))
     if name is not None:
         return [resolve(name, kinds, path, "")]

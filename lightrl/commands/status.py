@@ -1,6 +1,6 @@
 """lightrl status: shows what a run and its launch are doing, from the files in their folders.
 
-Imports neither torch nor Lightning, so that it answers quickly.
+Imports neither torch nor Lightning, so it starts quickly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOLDER is a run's root (trainer.default_root_dir), a run in it (lightning_logs/v
 Shows the newest run's phase and iteration, each server's weight version and queue, the last error, and the processes
 of the newest launch with their logs.
 """
-_SILENT_S = 60.0  # a running process writes more often, unless a phase takes long
+_SILENT_S = 60.0  # a running process writes more often, except in a long phase
 
 
 def status_text(folder: Path) -> str:
@@ -47,12 +47,12 @@ def _run_lines(path: Path) -> Iterator[tuple[str, str]]:
     now = time.time()
     yield "run", str(path.parent)
     progress = f", {status['progress']}" if status["progress"] else ""
-    lasting = duration_text(now - status["since"])
-    has_ended = status["phase"] in ("done", "failed", "interrupted")
-    state = f"{lasting} ago" if has_ended else f"for {lasting} ({_freshness(status, now)})"
+    duration = duration_text(now - status["since"])
+    is_over = status["phase"] in ("done", "failed", "interrupted")
+    state = f"{duration} ago" if is_over else f"for {duration} ({_freshness(status, now)})"
     yield "phase", f"{status['phase']}{progress}, {state}"
-    of_all = f" of {status['max_steps']}" if status["max_steps"] > 0 else ""
-    yield "iteration", f"{status['iteration']}{of_all}; weight version {status['weight_version']}"
+    total = f" of {status['max_steps']}" if status["max_steps"] > 0 else ""
+    yield "iteration", f"{status['iteration']}{total}; weight version {status['weight_version']}"
     for number, server in enumerate(status["servers"]):
         reason = f" ({server['reason']})" if server["reason"] else ""
         text = f"version {server['weight_version']}, {count_text(server['num_requests'], 'request')}"
@@ -63,7 +63,7 @@ def _run_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _freshness(status: JsonMapping, now: float) -> str:
-    """Says how old the status is, and if its process was on this host, whether it still runs."""
+    """Says how old the status is and, if the run's process is on this host, whether that process still runs."""
     age = f"written {duration_text(now - status['at'])} ago"
     is_here = status["host"] == socket.gethostname()
     if is_here and not Path(f"/proc/{status['pid']}").exists() and Path("/proc/self").exists():
@@ -89,12 +89,12 @@ def _launch_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _text_of(path: Path) -> str:
-    """Returns the text of a file that a job's script writes; "" if it does not exist."""
+    """Returns the text of a file that a job's script writes; "" if the file does not exist."""
     return path.read_text().strip() if path.exists() else ""
 
 
 def run(args: Sequence[str]) -> int:
-    """Runs `lightrl status FOLDER`; returns 0, or 2 if the call is wrong."""
+    """Runs `lightrl status FOLDER`; returns 0, or 2 if the folder or command line is wrong."""
     if len(args) != 1 or args[0] in ("-h", "--help"):
         sys.stdout.write(_HELP)
         return 0 if args and args[0] in ("-h", "--help") else 2

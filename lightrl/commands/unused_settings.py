@@ -1,4 +1,4 @@
-"""Names the settings of a user that have no effect. A leaf: `lightrl fit` calls it through its entry point."""
+"""Reports user settings that have no effect. A leaf: `lightrl fit` calls it through its entry point."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _OF_SCHEDULE = ("warmup_iterations", "warmup_steps", "lr_decay", "min_lr_ratio")
 def name_unused(
     user_settings: UserSettings, settings: Namespace, model: L.LightningModule, datamodule: L.LightningDataModule | None
 ) -> None:
-    """Logs the settings that a class lacks and those of validation without data; raises UsageError for replaced ones.
+    """Warns of settings without effect; raises UsageError for a model setting that the `optimizer` section replaces.
 
     Args:
-        settings: the command's, parsed.
+        settings: the command's parsed settings.
     """
     user_values = _flat(user_settings.settings)
     for path, name, names in _dropped(user_values, settings):
@@ -35,7 +35,7 @@ def name_unused(
         log.warning("%s=%s%s has no %s: these settings are dropped.", path, name, at, ", ".join(names))
 
     def changed(section: str, kind: type) -> Iterator[tuple[str, object, str]]:
-        """Yields name, value and place of the user's settings that are not the class's defaults."""
+        """Yields name, value and origin of the user's settings that differ from the class's defaults."""
         given, defaults = user_values.get(section), _defaults(kind)
         values = settings[section].get("init_args", settings[section])
         for name in given if isinstance(given, Mapping) else ():
@@ -55,16 +55,16 @@ def name_unused(
         if unused and not datamodule.sources["validation"]:
             log.warning("data.validation is not set, so these settings have no effect: %s.", ", ".join(unused))
     if settings.get("optimizer"):
-        own = _OF_OPTIMIZER if settings.get("lr_scheduler") is None else _OF_OPTIMIZER + _OF_SCHEDULE
-        same = settings.optimizer.get("init_args", {})
+        replaced = _OF_OPTIMIZER if settings.get("lr_scheduler") is None else _OF_OPTIMIZER + _OF_SCHEDULE
+        optimizer_args = settings.optimizer.get("init_args", {})
         for name, value, at in changed("model", type(model)):
-            if name in own and _comparable(value) != _comparable(same.get(name)):
+            if name in replaced and _comparable(value) != _comparable(optimizer_args.get(name)):
                 section = "lr_scheduler" if name in _OF_SCHEDULE else "optimizer"
                 raise UsageError(f"model.{name}={value}{at} has no effect with {section}. Remove it, or set it there.")
 
 
 def _flat(settings: Any) -> Any:
-    """Returns settings with those of each `init_args` beside their class_path."""
+    """Moves the settings in each `init_args` up, beside their class_path."""
     if not isinstance(settings, Mapping):
         return settings
     flat = {name: _flat(value) for name, value in settings.items()}
@@ -73,22 +73,22 @@ def _flat(settings: Any) -> Any:
 
 
 def _dropped(given: Mapping[str, Any], settings: Namespace, above: str = "") -> Iterator[tuple[str, str, list[str]]]:
-    """Yields path and class of settings, with the names that an earlier layer gave to another class."""
+    """Yields the path and class of each section whose class lacks user settings, and these settings' names."""
     for path, value in given.items():
         parsed = settings.get(path)
         if isinstance(value, Mapping) and isinstance(parsed, Namespace):
             class_path = parsed.get("class_path")
-            kept = parsed if class_path is None else parsed.get("init_args") or Namespace()
-            names = [name for name in value if name not in kept and name not in CLASS_KEYS]
+            used = parsed if class_path is None else parsed.get("init_args") or Namespace()
+            names = [name for name in value if name not in used and name not in CLASS_KEYS]
             if class_path is not None and names:
                 yield f"{above}{path}", class_path.rpartition(".")[2], names
-            yield from _dropped(value, kept, f"{above}{path}.")
+            yield from _dropped(value, used, f"{above}{path}.")
 
 
 def _defaults(kind: type) -> dict[str, Any]:
     """Returns the defaults of the arguments of a class's constructors."""
-    made = [vars(owner)["__init__"] for owner in reversed(kind.__mro__[:-1]) if "__init__" in vars(owner)]
-    return {item.name: item.default for one in made for item in inspect.signature(one).parameters.values()}
+    inits = [vars(owner)["__init__"] for owner in reversed(kind.__mro__[:-1]) if "__init__" in vars(owner)]
+    return {item.name: item.default for init in inits for item in inspect.signature(init).parameters.values()}
 
 
 def _comparable(value: Any) -> Any:

@@ -1,6 +1,4 @@
-"""Waits for several tasks or futures, and abandons those that nobody needs any more; Tasks, whose first error ends the
-run.
-"""
+"""Waits for tasks and futures, and abandons those that nobody needs any more; Tasks: the first error ends the run."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from lightrl.errors import RolloutError
 
 _Key = TypeVar("_Key")
 _T = TypeVar("_T")
-_CANCEL_AGAIN_S = 3.0  # until then a workflow may clean up
+_CANCEL_AGAIN_S = 3.0  # time for a workflow to clean up before it is cancelled again
 AnyFuture = asyncio.Future[Any]
 _abandoned: weakref.WeakSet[AnyFuture] = weakref.WeakSet()
 
@@ -34,10 +32,6 @@ def _ignore(future: AnyFuture) -> None:
     _ = future.cancelled() or future.exception()
 
 
-def _put(done: asyncio.Queue[_Key], key: _Key, future: AnyFuture) -> None:
-    done.put_nowait(key)
-
-
 def is_abandoned(future: AnyFuture | None) -> bool:
     """Whether `abandon` cancelled this task or future."""
     return future in _abandoned
@@ -48,11 +42,11 @@ async def each_when_done(
 ) -> AsyncGenerator[tuple[_Key, asyncio.Future[_T]], None]:
     """Yields each future with its key when it is done, and abandons the unfinished ones at the end.
 
-    If it is cancelled, it also waits until they have ended; if the caller stops iterating, it does not.
+    If cancelled, it also waits for them to finish; if the caller only stops iterating, it does not.
     """
     done: asyncio.Queue[_Key] = asyncio.Queue()
     for key, future in futures.items():
-        future.add_done_callback(functools.partial(_put, done, key))
+        future.add_done_callback(functools.partial(lambda key, _: done.put_nowait(key), key))
     try:
         for _ in range(len(futures)):
             key = await done.get()
@@ -76,7 +70,7 @@ async def wait_or_abandon(task: AnyFuture, *others: AnyFuture, within_s: float |
 
 
 class Tasks:
-    """Starts tasks, whose first error ends the run. Belongs to the controller's event loop, except its creation."""
+    """Starts tasks; the first error of any of them ends the run. Used only on the controller's event loop."""
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None  # the first one; it ends the run

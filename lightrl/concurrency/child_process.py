@@ -1,4 +1,4 @@
-"""ChildProcess: a command on this machine that ends with this process, or a module that serves it over a socket."""
+"""ChildProcess: a command on this machine that exits with this process, or a module that serves it over a socket."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 
 
 class ChildProcess:
-    """A command under a guard (parent_guard.py), which ends it and its descendants when this process ends.
+    """A command with a guard (parent_guard.py), which ends it and its descendants when this process exits.
 
-    The constructor starts it. The methods may be called from any thread, even after the command has ended.
+    The constructor starts it. The methods may be called from any thread, even after the command has exited.
 
     Args:
         environment: all environment variables of the command.
@@ -34,7 +34,7 @@ class ChildProcess:
         log: a file descriptor for its output, or `subprocess.PIPE` to read it from `output`; None shares this process's
             output.
         remove: a file that the guard deletes at the end.
-        folder: the working directory; None is this process's.
+        folder: the working directory; None uses this process's.
         pass_fds: file descriptors that the command inherits under the same numbers.
     """
 
@@ -66,7 +66,7 @@ class ChildProcess:
     def of_module(cls, module: str, paths: Sequence[str], **settings: Any) -> tuple[ChildProcess, socket.socket]:
         """Runs a module's `main` with this import path; returns the child and the other end of `connect_to_parent`.
 
-        It uses one thread, unless this process's environment says otherwise, and ends by SIGKILL.
+        The child uses one thread unless this process's environment says otherwise, and gets SIGKILL at the end.
         """
         parent_end, child_end = socket.socketpair()
         code = f"import sys; sys.path[:] = sys.argv[2:]; from {module} import main; main()"
@@ -80,13 +80,13 @@ class ChildProcess:
 
     @property
     def output(self) -> IO[bytes]:
-        """The end of the pipe with its output; `end` closes it."""
+        """The read end of the pipe with the command's output; `end` closes it."""
         assert self._process.stdout is not None
         return self._process.stdout
 
     @property
     def pid(self) -> int:
-        """Process id of the guard, which ends with the command."""
+        """Process id of the guard, which exits with the command."""
         return self._process.pid
 
     @property
@@ -98,7 +98,7 @@ class ChildProcess:
         """Sends SIGTERM, and SIGKILL after the grace period; returns immediately. Only the first call counts."""
         pipe = self._process.stdin
         assert pipe is not None
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or was asked before
+        with contextlib.suppress(OSError, ValueError):  # it has exited, or was asked before
             pipe.write(f"{grace_s}".encode())
         with contextlib.suppress(OSError):
             pipe.close()
@@ -114,21 +114,24 @@ class ChildProcess:
     def end(self, grace_s: float) -> int:
         """Asks the command to end and waits until it has; kills it if necessary. Returns its `code`."""
         self.ask_to_end(grace_s)
-        try:
-            self._process.wait(grace_s + KILL_WAIT_S)
-        except subprocess.TimeoutExpired:
+        if not self.wait(grace_s + KILL_WAIT_S):
             self.kill()
             self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
         return self._process.returncode
 
-    async def ended(self, within_s: float) -> bool:
+    def wait(self, within_s: float) -> bool:
         """Waits up to this long; returns whether the command has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(within_s)
+        return self.code is not None
+
+    async def ended(self, within_s: float) -> bool:
+        """Waits up to `within_s`; returns whether the command has exited."""
         for _ in range(round(within_s / _TICK_S)):
-            if self.code is not None:
-                return True
-            await asyncio.sleep(_TICK_S)
+            if self.code is None:
+                await asyncio.sleep(_TICK_S)
         return self.code is not None
 
 

@@ -41,7 +41,7 @@ async def outcome_in_thread(
     """Like `in_thread`, but returns the result and the exception instead of raising it.
 
     Raises:
-        RuntimeError: if MAX_ABANDONED threads of this name hang; it names their functions.
+        RuntimeError: if MAX_ABANDONED threads of this name hang; the message names their functions.
     """
     for thread in [thread for thread in _abandoned if not thread.is_alive()]:
         _abandoned.pop(thread, None)
@@ -109,7 +109,7 @@ async def call_within(function: Callable[..., Any], *args: Any, timeout_s: float
     Args:
         function: sync or async, or a sync function that returns an awaitable.
         timeout_s: None if an outer deadline applies.
-        name: of the function in messages.
+        name: the function's name in messages.
 
     Raises:
         CallTimeout: if the function misses the deadline.
@@ -138,6 +138,7 @@ async def call_within(function: Callable[..., Any], *args: Any, timeout_s: float
 
 
 async def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
+    """Runs a function, in a thread unless it is async; returns its result and its exception instead of raising it."""
     process = os.getpid()
     # SystemExit would otherwise stop the event loop instead of becoming the task's result.
     try:
@@ -157,7 +158,7 @@ WARN_EVERY_S = 60.0
 
 
 def submit(function: Callable[[], T], *, name: str) -> Future[T]:
-    """Starts the function in a thread of this name."""
+    """Starts the function in a thread; the future gets its result or exception."""
     future: Future[T] = Future()
 
     def work() -> None:
@@ -174,7 +175,7 @@ def result_of(future: Future[T], name: str, *, timeout_s: float) -> T:
     """Returns the future's result; raises TimeoutError at the deadline.
 
     Args:
-        name: of the result in warnings and in the error, for example "Batch 3 of data.jsonl".
+        name: the result's name in warnings and in the error, for example "Batch 3 of data.jsonl".
     """
     began_s = time.monotonic()
     waited_s = 0.0
@@ -187,7 +188,7 @@ def result_of(future: Future[T], name: str, *, timeout_s: float) -> T:
 
 
 def side_by_side(functions: Sequence[Callable[[], T]], *, name: str) -> list[T]:
-    """Runs functions in parallel and returns their results in order; raises the first error after all have ended.
+    """Runs functions in parallel and returns their results in order; raises the first error once all have finished.
 
     Args:
         functions: at least one; all but the first run in threads of this name.

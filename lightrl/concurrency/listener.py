@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 BACKLOG = 1024  # many clients may connect at the same time
-_HEADERS_S = 30.0  # deadline of a connection for its first request with a key
+_HEADERS_S = 30.0  # deadline for a connection's first request with the key
 UNDER_PRESSURE_S = 1.0  # the same deadline while more connections wait
 
 
 class Listener:
-    """Accepts connections up to three quarters of this process's file limit; those without a key up to an eighth.
+    """Accepts connections up to three quarters of this process's file limit, and without a key up to an eighth of it.
 
-    Further ones wait in the kernel's queue: anybody who reaches the port can connect and send nothing.
+    Others wait in the kernel's queue, because anybody who can reach the port can connect and send nothing.
     """
 
     def __init__(self) -> None:
@@ -29,14 +29,14 @@ class Listener:
         if request.transport is not None:
             self._keyless.pop(request.transport, None)
 
-    async def accept(self, opened: socket.socket, server: web.Server) -> None:
-        """Passes the connections of this listening socket to the server until it is cancelled."""
+    async def accept(self, listening: socket.socket, server: web.Server) -> None:
+        """Passes the connections of a listening socket to the server until cancelled."""
         loop, num_files = asyncio.get_running_loop(), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         num_files = 2**16 if num_files == resource.RLIM_INFINITY else num_files
-        opened.setblocking(False)
+        listening.setblocking(False)
         while True:
             try:
-                connection, _ = await loop.sock_accept(opened)
+                connection, _ = await loop.sock_accept(listening)
             except OSError:  # the client has left, or the file limit is reached
                 await asyncio.sleep(UNDER_PRESSURE_S)
                 continue

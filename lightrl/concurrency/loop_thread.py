@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Work = Coroutine[object, None, T]
 
-_LAST_TASKS_S = 5.0  # for tasks that still run when the loop ends; one may ignore its cancellation
+_LAST_TASKS_S = 5.0  # time for tasks that still run when the loop ends; one may ignore its cancellation
 WAIT_S = 0.1  # interval at which a waiting main thread checks signals, deadlines and progress
 _MAX_IDLE_WAITS = 20  # a loop is idle before it starts, and after an exception until it runs again
 
-deaths: WeakKeyDictionary[asyncio.AbstractEventLoop, BaseException] = WeakKeyDictionary()  # what ended their threads
+deaths: WeakKeyDictionary[asyncio.AbstractEventLoop, BaseException] = WeakKeyDictionary()  # what ended a loop's thread
 
 
 class LoopEnded(Exception):
@@ -55,7 +55,7 @@ def wait_on_loop(
         on_wait: called in this thread about ten times a second; may raise, for a deadline or a signal.
 
     Raises:
-        LoopEnded, LoopBlocked: nothing on the loop can meet a deadline any more.
+        LoopEnded, LoopBlocked: if the loop is closed, its thread has ended, or it has run nothing for `silent_s`.
     """
     has_answered = threading.Event()
     has_answered.set()
@@ -89,7 +89,7 @@ class LoopThread(threading.Thread):
     """A thread with an event loop that runs until `close`.
 
     Args:
-        loop_timeout_s: a loop that does not respond for this long is blocked, which is an error.
+        loop_timeout_s: a loop that does not respond for this long counts as blocked, and calls raise RolloutError.
         on_exit: called in this thread with a SystemExit or KeyboardInterrupt that a task raised through the loop.
     """
 
@@ -107,6 +107,7 @@ class LoopThread(threading.Thread):
             deaths[self.loop] = error
 
     def _run(self) -> None:
+        """Runs the loop until `close` stops it, then cancels the remaining tasks and closes it."""
         asyncio.set_event_loop(self.loop)
         while True:
             try:
@@ -143,7 +144,7 @@ class LoopThread(threading.Thread):
 
         Args:
             on_answer, on_wait: see `wait_on_loop`.
-            who: the name of the waiting part in messages.
+            who: the name of whatever waits, for messages.
         """
         future = self._submit(coroutine)
         try:
@@ -159,7 +160,7 @@ class LoopThread(threading.Thread):
             future.cancel()  # no effect if it is done
 
     def close(self, last: Callable[[], Work[None]], timeout_s: float) -> None:
-        """Runs the coroutine that `last` returns, then ends the loop and the thread. May be called twice."""
+        """Runs the coroutine that `last` returns, then ends the loop and the thread. Safe to call twice."""
         if self._closing is None and self.is_alive():
             self._closing = self._submit(last())
             self._closing.add_done_callback(lambda done: self.loop.call_soon_threadsafe(self.loop.stop))
@@ -193,7 +194,7 @@ class LoopThread(threading.Thread):
 
 Outcome = tuple[asyncio.Future[Any], object]  # a future, and its result or error
 
-_SETTLED_A_TICK = 64  # then the event loop runs other callbacks first
+_SETTLED_PER_TICK = 64  # futures that are settled before the event loop runs other callbacks
 
 
 def settle_all(outcomes: Iterable[Outcome]) -> None:
@@ -201,21 +202,21 @@ def settle_all(outcomes: Iterable[Outcome]) -> None:
     outcomes_of: dict[asyncio.AbstractEventLoop, list[Outcome]] = {}
     for future, outcome in outcomes:
         outcomes_of.setdefault(future.get_loop(), []).append((future, outcome))
-    for loop, own in outcomes_of.items():
-        wake_up(loop, _settle, own)
+    for loop, loop_outcomes in outcomes_of.items():
+        wake_up(loop, _settle, loop_outcomes)
 
 
 def _settle(outcomes: list[Outcome], first: int = 0) -> None:
     """Settles the futures in slices, so that the first results are read before the last are set."""
-    for future, outcome in outcomes[first : first + _SETTLED_A_TICK]:
+    for future, outcome in outcomes[first : first + _SETTLED_PER_TICK]:
         if future.done():
             continue
         if isinstance(outcome, BaseException):
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
-    if first + _SETTLED_A_TICK < len(outcomes):
-        asyncio.get_running_loop().call_soon(_settle, outcomes, first + _SETTLED_A_TICK)
+    if first + _SETTLED_PER_TICK < len(outcomes):
+        asyncio.get_running_loop().call_soon(_settle, outcomes, first + _SETTLED_PER_TICK)
 
 
 def wake_up(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:

@@ -1,4 +1,4 @@
-"""Marks of processes: which process made a file or folder, and whether it still runs.
+"""Which process created a file or folder, and whether it is still running: marks in names, and locks of folders.
 
 A mark is `<process id>-<start time>-<host>`: process ids are reused, and folders are shared between hosts. The start
 time is the kernel's, in clock ticks since boot, and 0 on systems without /proc. Containers on one machine count as
@@ -8,6 +8,7 @@ separate hosts: they may share /tmp, but not process ids.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from pathlib import Path
 
 LOGS_KEPT_S = 86400.0  # so that they can be read after a crash
 _MARK = re.compile(r"(\d+)-(\d+)-([0-9a-f]{8})")
+_held: dict[Path, int] = {}  # lock file → its descriptor
 
 
 def own_mark() -> str:
@@ -28,7 +30,7 @@ def own_mark() -> str:
 
 
 def may_run(mark: str) -> bool:
-    """Returns False only if the process with this mark has ended; True for other hosts and for text that is no mark."""
+    """Whether the process with this mark may be running: True also for other hosts and for text that is not a mark."""
     match = _MARK.fullmatch(mark)
     if match is None or match[3] != _host():
         return True
@@ -43,7 +45,7 @@ def may_run(mark: str) -> bool:
 
 
 def remove_left_behind(folder: Path, pattern: str, *, kept_s: float = 0.0) -> None:
-    """Removes matching paths that have an ended process's mark in their name and are at least `kept_s` old."""
+    """Removes matching paths that have a dead process's mark in their name and are at least `kept_s` old."""
     for path in folder.glob(pattern):
         match = _MARK.search(path.name)
         if match is None or may_run(match[0]):
@@ -58,7 +60,7 @@ def remove_left_behind(folder: Path, pattern: str, *, kept_s: float = 0.0) -> No
 
 
 def own_prefix(prefix: str, folder: Path | None = None, *, kept_s: float = 0.0) -> str:
-    """Returns a prefix for names in a folder, the temporary one by default; first removes what ended processes left."""
+    """Returns a prefix for names in a folder, by default the temporary one; first removes dead processes' leftovers."""
     remove_left_behind(Path(tempfile.gettempdir()) if folder is None else folder, f"{prefix}*", kept_s=kept_s)
     return f"{prefix}{own_mark()}-"
 
@@ -71,8 +73,46 @@ def kill_owner(mark: str) -> None:
             os.kill(int(mark.partition("-")[0]), signal.SIGKILL)
 
 
+def hold(folder: Path, setting: str) -> None:
+    """Locks a folder for this process until `let_go`, also against other hosts if their file system has such locks.
+
+    Raises:
+        ValueError: if another process holds the folder; it names the setting.
+    """
+    lock = _lock_of(folder)
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    while lock not in _held:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ValueError(
+                f"{setting}={str(folder)!r} is in use by another run. Give each run a folder of its own."
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        with contextlib.suppress(FileNotFoundError):  # another run has just let go of it
+            if os.path.samestat(os.fstat(descriptor), lock.stat()):
+                _held[lock] = descriptor
+                return
+        os.close(descriptor)
+
+
+def let_go(folder: Path) -> None:
+    """Ends this process's lock of a folder, if any."""
+    if (descriptor := _held.pop(_lock_of(folder), None)) is not None:
+        _lock_of(folder).unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _lock_of(folder: Path) -> Path:
+    place = folder.resolve()
+    return place.with_name(f".{place.name}.lock")
+
+
 def _started(process: int) -> int | None:
-    """Returns the clock ticks from boot to a process's start; None if it has ended or is a zombie, or without /proc."""
+    """Returns a process's start in clock ticks since boot; None if it has exited, is a zombie, or /proc is missing."""
     try:
         fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""The guard of a command that ends with its parent; ChildProcess (child_process.py) starts one.
+"""The guard of a command, which ends it when the parent exits; ChildProcess (child_process.py) starts one.
 
 It runs this file as a script, which imports no packages; PARENT_PID 0 stands for the guard's parent, without a pipe:
 
@@ -30,6 +30,7 @@ from pathlib import Path
 _TICK_S = 0.25
 _ORPHANS_GRACE_S = 1.0
 _MAX_DESCRIPTOR = 1 << 16
+_ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -45,7 +46,7 @@ class _Terminated(Exception):
 
 def main() -> int:
     parent, grace_s, remove, *command = sys.argv[1:]
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # makes it the parent of descendants whose parents die, in any session
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # makes the guard the parent of descendants whose parents die, in any session
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, _raise_terminated)
     process: subprocess.Popen[bytes] | None = None
@@ -76,21 +77,16 @@ def main() -> int:
 
 
 def _wait(process: subprocess.Popen[bytes], parent: int) -> None:
-    """Waits until the command has ended, the parent has died, or the pipe is closed or holds the parent's request."""
+    """Waits until the command has exited, the parent has died, or the pipe is closed or holds the parent's request."""
     poller = select.poll()
     poller.register(0, select.POLLIN if parent else 0)  # a hang-up is always reported
-    with contextlib.suppress(AttributeError, OSError):  # elsewhere, ticks find out that the command has ended
+    with contextlib.suppress(AttributeError, OSError):  # without pidfds, the loop below polls
         poller.register(os.pidfd_open(process.pid), select.POLLIN)
     parent = parent or os.getppid()
     while os.getppid() == parent and not poller.poll(_TICK_S * 1000) and process.poll() is None:
-        _reap_orphans(process.pid)
-
-
-def _reap_orphans(spared: int) -> None:
-    """Reaps the adopted children that have ended, except the command itself, `spared`."""
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != spared:
-            os.waitpid(ended.si_pid, 0)
+        with contextlib.suppress(ChildProcessError):  # reaps adopted children that have ended
+            while (ended := os.waitid(os.P_ALL, 0, _ENDED)) and ended.si_pid != process.pid:
+                os.waitpid(ended.si_pid, 0)
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
@@ -126,7 +122,7 @@ def _descendants(ancestor: int) -> list[int]:
     """Lists the descendants' process ids, including zombies, whose remaining threads may still have children."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # it has exited
             # Read as bytes, because a process can have any name; the name ends at the last parenthesis.
             parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[1]
             children.setdefault(int(parent), []).append(int(folder.name))

@@ -38,7 +38,7 @@ class Channel:
 
     @classmethod
     async def open(cls, end: socket.socket) -> Channel:
-        """Opens a channel on one end of a `socket.socketpair`, which it closes later."""
+        """Opens a channel on one end of a `socket.socketpair`; `close` closes that end."""
         return cls(*await asyncio.open_unix_connection(sock=end, limit=_BUFFER_BYTES))
 
     def send(self, *message: object) -> None:
@@ -75,13 +75,13 @@ _MAX_LINE_BYTES = 1 << 16
 
 
 class LineBuffer:
-    """Splits a stream into lines, and keeps an unfinished line; one of 64 KiB is returned as it is."""
+    """Splits a stream into lines, and keeps an unfinished line until it ends or reaches 64 KiB."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def lines(self, data: bytes) -> list[bytes]:
-        """Returns the lines that end in this next piece of the stream; b"" ends the stream and its last line."""
+        """Returns the lines that the stream's next piece completes; b"" is the end, which completes the last line."""
         if b"\n" not in data and 0 < len(data) < _MAX_LINE_BYTES - len(self._rest):
             self._rest += data
             return []
@@ -103,7 +103,7 @@ async def body_of(response: aiohttp.ClientResponse, max_bytes: int) -> bytes | N
     return b"".join(parts) if num_bytes <= max_bytes else None
 
 
-# The server, or all servers behind a load balancer, are unavailable or overloaded: a retry may succeed.
+# HTTP status codes of a server or load balancer that is unavailable or overloaded: a retry may succeed.
 BUSY = (408, 425, 429, 502, 503, 504)
 
 

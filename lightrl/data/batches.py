@@ -27,7 +27,7 @@ class EpochLoader(Generic[T]):
     not a torch DataLoader because workers would have nothing to do.
 
     Args:
-        num_batches: per epoch.
+        num_batches: batches per epoch; None if unknown.
         batch_at: `batch_at(e, k)` returns batch k of epoch e.
         trainer: the trainer whose fit loop uses this loader; None always starts at batch 0 of epoch 0, for validation.
     """
@@ -107,7 +107,7 @@ class HostBatch(list[T]):
 def batches_in_order(
     prompts: RowPrompts, batch_size: int, collate: Callable[[list[Any], str | None], T]
 ) -> EpochLoader[T]:
-    """Batches consecutive prompts, never of two sources; the last batch of a source may be smaller.
+    """Batches consecutive prompts of the same source; the last batch of a source may be smaller.
 
     If there are several sources, `collate` gets the name of the batch's source.
     """

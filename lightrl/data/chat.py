@@ -17,8 +17,8 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightrl.checks.bounds import names_of
 from lightrl.checks.printable import did_you_mean
-from lightrl.checks.templates import names_of
 from lightrl.checks.user_code import user_code
 from lightrl.data.rows import Row, is_missing, without_padding
 from lightrl.data.stream import Made
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 Messages = list[JsonObject]
 
-ROLES = ("user", "system", "assistant", "tool", "developer")  # a chat template may know others
+ROLES = ("user", "system", "assistant", "tool", "developer")  # a chat template may accept more roles
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: role for role in ROLES}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _KEYS = r"(?=.*[\"'](role|from)[\"']\s*:)(?=.*[\"'](content|value|tool_calls)[\"']\s*:)"
@@ -43,7 +43,7 @@ _THINKING = ("reasoning_content", "thinking", "reasoning")
 
 
 def read_messages(value: object, role: str, *, column: str, where: str) -> Messages:
-    """Returns a column's chat messages, which may be JSON text; other text or content parts become one message."""
+    """Reads a column's chat messages, also from JSON text; other text, or a list of content parts, is one message."""
     value = chat_of_text(value, f"{where}: {column!r}")
     if isinstance(value, str | int | float):
         return [{"role": role, "content": str(value)}]
@@ -53,7 +53,7 @@ def read_messages(value: object, role: str, *, column: str, where: str) -> Messa
         raise ValueError(f"{where}: {column!r} must be text or a list of chat messages, got {value!r:.100}.")
     if all(isinstance(item, dict) and "type" in item and not item.keys() & {"role", "from"} for item in value):
         value = [{"role": role, "content": value}]
-    return [_checked_message(message, f"{where}: message {n}") for n, message in enumerate(value, start=1)]
+    return [_check_message(message, f"{where}: message {n}") for n, message in enumerate(value, start=1)]
 
 
 def chat_of_text(value: object, where: str) -> object:
@@ -144,7 +144,8 @@ def row_messages(
     return messages
 
 
-def _checked_message(message: object, where: str) -> JsonObject:
+def _check_message(message: object, where: str) -> JsonObject:
+    """Converts a message to the form with role and content; raises ValueError if it is malformed."""
     if not isinstance(message, dict):
         raise ValueError(f"{where} must be {{'role': ..., 'content': ...}}, got {message!r:.100}.")
     if "from" in message and "role" not in message:  # ShareGPT
@@ -177,18 +178,18 @@ def _calls_of(message: JsonMapping, where: str) -> list[JsonMapping]:
     """Returns a message's tool calls, which may be JSON text or a single call in OpenAI's old form."""
     calls = message.get("tool_calls") or [{"function": message["function_call"]}]
     calls = _json_of(calls) if isinstance(calls, str) else calls
-    read: list[JsonMapping] = []
+    parsed_calls: list[JsonMapping] = []
     for call in calls if isinstance(calls, list | tuple) else [calls]:
         function: Any = call.get("function", call) if isinstance(call, dict) else None
         arguments = function.get("arguments") or {} if isinstance(function, dict) else None
         arguments = _json_of(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
-            form = "tool calls with a name, and with arguments as an object or its JSON"
-            raise ValueError(f"{where} must have {form}, got {call!r:.200}.")
+            expected = "tool calls with a name, and with arguments as an object or its JSON"
+            raise ValueError(f"{where} must have {expected}, got {call!r:.200}.")
         if isinstance(function.get("arguments"), dict):
             function = {**function, "arguments": without_padding(arguments, is_listed=True)}
-        read.append({**call, "function": function} if "function" in call else function)
-    return read
+        parsed_calls.append({**call, "function": function} if "function" in call else function)
+    return parsed_calls
 
 
 def _json_of(text: str) -> Any:
@@ -214,13 +215,13 @@ def columns_shown(prompt_template: str) -> set[str]:
 class ChatRenderer:
     """Renders messages as token ids with the chat template, or as plain text if there is none."""
 
-    tokenizer: PreTrainedTokenizerBase  # the policy's
+    tokenizer: PreTrainedTokenizerBase  # the policy's tokenizer
     _: KW_ONLY
-    image_reader: ImageReader | None = None  # the policy's; None for a text-only policy
+    image_reader: ImageReader | None = None  # None for a text-only policy
     max_tokens: int | None = None  # the longest prompt allowed; None for no limit
     min_tokens: int | None = None  # shorter prompts are dropped; None for no limit
     overflow: Literal["error", "drop"] = "error"  # what to do with longer prompts
-    # Counts trained turns by a field of the message that the chat template ignores.
+    # Message field that the chat template ignores → number of trained turns that have it.
     unread: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -300,12 +301,12 @@ class ChatRenderer:
     def completion_ids(
         self, messages: Messages | None, completion: Messages, arguments: JsonMapping | None = None
     ) -> tuple[list[int], list[bool]]:
-        """Returns a completion's token ids, and whether the policy generates each: its turns with their end tokens.
+        """Returns a completion's token ids, and a mask that is True on the policy's turns and their end tokens.
 
         Args:
-            messages: the prompt's; None if the prompt is given as token ids.
+            messages: the prompt's messages; None if the prompt is given as token ids.
             completion: the policy's turn, optionally followed by other messages and more turns.
-            arguments: the chat template's, the same as for the prompt.
+            arguments: arguments of the chat template, the same as for the prompt.
         """
         end = self.tokenizer.eos_token_id
         if end is None:
@@ -342,8 +343,8 @@ class ChatRenderer:
         self, messages: Sequence[JsonMapping], before: str, turn: JsonMapping, arguments: JsonMapping
     ) -> tuple[list[JsonMapping], str, list[int]]:
         """Returns the chat with a turn of the policy, its text up to the turn's end token, and the turn's token ids."""
-        for form in (form for opening in ("", opened(before)) for form in with_turn(messages, opening, turn)):
-            text = self._render(form, arguments, is_whole=True)
+        for chat in (chat for opening in ("", opened(before)) for chat in with_turn(messages, opening, turn)):
+            text = self._render(chat, arguments, is_whole=True)
             if text.startswith(before):
                 break
         else:
@@ -352,14 +353,14 @@ class ChatRenderer:
                 "chat must start with the prompt. Set chat_template to a template that only appends to it."
             )
         thinking = [name for name in _THINKING if turn.get(name)]
-        if thinking and text == self._render([*form[:-1], _without(form[-1], *thinking)], arguments, is_whole=True):
+        if thinking and text == self._render([*chat[:-1], _without(chat[-1], *thinking)], arguments, is_whole=True):
             self.unread.update(thinking)
         token_ids, ends = self.template.encode(text[len(before) :]), self.template.ends()
         last = max((index for index, token_id in enumerate(token_ids) if token_id in ends), default=None)
         if last is None:
-            return form, text, [*token_ids, self.tokenizer.eos_token_id]
+            return chat, text, [*token_ids, self.tokenizer.eos_token_id]
         end_text = self.template.decode([token_ids[last]])
-        return form, text[: text.rindex(end_text) + len(end_text)], token_ids[: last + 1]
+        return chat, text[: text.rindex(end_text) + len(end_text)], token_ids[: last + 1]
 
     def _render(self, messages: Sequence[JsonMapping], arguments: JsonMapping, *, is_whole: bool = False) -> str:
         def failed(error: BaseException) -> ValueError:
@@ -375,7 +376,7 @@ class ChatRenderer:
                 if text == self.template.render(plain, arguments, is_whole=is_whole):
                     text = ""
             if not text:
-                raise ValueError(f"The chat template ignores the tool_calls of {messages!r:.200}. Use another one.")
+                raise ValueError(f"The template ignores the tool_calls of {messages!r:.200}. Use another template.")
         return text
 
 

@@ -1,7 +1,7 @@
 """Prompts with completions from the data: chats for SFT (SFTDataModule), and preference pairs (PreferenceDataModule).
 
-Shapes: R trajectories, T tokens of the longest, padded on the right, where a causal model needs no mask. B pairs have
-2B rows: row 2i is the chosen trajectory of pair i, and row 2i + 1 the rejected one.
+Shapes: R trajectories, T tokens of the longest; the padding is on the right, where causal models need no mask. B pairs
+have 2B rows: row 2i is the chosen trajectory of pair i, and row 2i + 1 the rejected one.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Required, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightrl.checks.annotations import Unpack
 from lightrl.checks.bounds import check_bounds
 from lightrl.concurrency.in_thread import result_of, submit
 from lightrl.data.batches import EpochLoader, PositionLoader, batches_in_order, check_run_length
 from lightrl.data.chat import ChatRenderer, Messages, completion_after, is_whole_chat, read_messages, shared_prompt
 from lightrl.data.mixture import Source, epoch_order
-from lightrl.data.prompts import PromptDataModule, Split, smallest
+from lightrl.data.prompts import PromptDataModule, SharedPromptSettings, Split, smallest
 from lightrl.data.rows import Row, require_column
 from lightrl.data.stream import ROWS_AT_ONCE, Made, PromptOf, RowPrompts, SourceRows, without_errors
 from lightrl.experience import Experience
@@ -38,7 +39,7 @@ Item = TypeVar("Item")
 
 BATCHES = 16  # per window; sorting a window by length removes most padding and keeps most randomness
 READ_TIMEOUT_S = 1800.0  # for reading one window
-_KEPT = 4  # how many windows' start positions are kept
+_KEPT_STARTS = 4  # how many windows' start positions are kept
 _MAX_DROPPED = 100_000  # how many consecutive rows may be dropped
 
 
@@ -78,7 +79,7 @@ def padded(rows: Sequence[CompletedPrompt]) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(eq=False)
 class ReadAhead(Generic[Item]):
-    """Items by number; a thread makes the next one while the current one is used."""
+    """Items by number; a thread makes the next item while the current one is in use."""
 
     make: Callable[[int], Item]
     _current: tuple[int, Item] | None = None
@@ -122,7 +123,7 @@ class Windows:
         return {"starts": sorted(self._starts.items())}
 
     def load_state_dict(self, state: JsonMapping) -> None:
-        """Restores the starts, so that earlier rows need not be read again; the batches are the same without it."""
+        """Restores the starts, so that earlier rows need not be read again; without it, the batches are the same."""
         self._starts = dict(state["starts"])
 
     @property
@@ -135,14 +136,14 @@ class Windows:
         if window < min(self._starts):
             self._starts = {0: 0}
         for earlier_window in range(max(number for number in self._starts if number <= window), window):
-            self._rows(earlier_window)
-        rows = self._rows(window)
+            self._read_window(earlier_window)
+        rows = self._read_window(window)
         if not self.sorts:
             return cut(rows, self.batch_size)
         batches = cut(sorted(rows, key=lambda row: row.num_tokens), self.batch_size)
         return [batches[index] for index in epoch_order(BATCHES, f"{self.seed}/batches", window).tolist()]
 
-    def _rows(self, window: int) -> list[CompletedPrompt]:
+    def _read_window(self, window: int) -> list[CompletedPrompt]:
         """Returns a window's rows that are not dropped; records where the next window starts."""
         position, num = self._starts[window], BATCHES * self.batch_size
         rows: list[CompletedPrompt] = []
@@ -160,16 +161,30 @@ class Windows:
                     "fix the data."
                 )
         starts = {**self._starts, window + 1: position}
-        self._starts = {number: starts[number] for number in sorted(starts)[-_KEPT:]}
+        self._starts = {number: starts[number] for number in sorted(starts)[-_KEPT_STARTS:]}
         return rows
+
+
+class ChatSettings(SharedPromptSettings, total=False):
+    """The further arguments of SFTDataModule, for type checkers."""
+
+    prompt_column: str
+    answer_column: str | None
+    max_tokens: int | None
+
+
+class PromptSettings(SharedPromptSettings, total=False):
+    batch_size: Required[int]
+    prompt_column: str
+    answer_column: str | None
 
 
 class CompletionDataModule(PromptDataModule):
     """A PromptDataModule with completions for each prompt; a subclass defines `completion_columns` and `collate`.
 
     A completion is text, a message, a message's parts, or messages: the policy's turn, optionally followed by other
-    messages and more turns. All turns are trained. If all completions are whole chats, the messages that they begin
-    with in common are the prompt, and no prompt column is needed; if there is one, they must begin with its messages.
+    messages and more turns. All turns are trained on. If all completions are whole chats, their common first
+    messages are the prompt, and no prompt column is needed; if there is one, the chats must begin with its messages.
 
     Args:
         train, validation, test: as in PromptDataModule.
@@ -189,14 +204,14 @@ class CompletionDataModule(PromptDataModule):
         test: Source | None = None,
         *,
         max_tokens: int | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[PromptSettings],
     ) -> None:
         super().__init__(train, validation, test, **kwargs)
         check_bounds(2, max_tokens=max_tokens)  # a prompt and its end token
         self.max_tokens = max_tokens
         self._windows: Windows | None = None
         self._ahead: ReadAhead[Any] | None = None
-        self._restored: JsonMapping = {}  # from a checkpoint
+        self._restored: JsonMapping = {}  # state from a checkpoint
         self._unread: Counter[str] = Counter()  # as in ChatRenderer
 
     def completions(self, prompt: Prompt) -> list[Messages]:
@@ -213,9 +228,9 @@ class CompletionDataModule(PromptDataModule):
         return chats
 
     def _prompt_value(self, row: Row, where: str) -> object:
-        chats, given = self._chats(row, where), None
-        is_apart = list(chats) != [self.prompt_column]
-        if is_apart and not all(map(is_whole_chat, chats.values())):
+        chats, prompt_value = self._chats(row, where), None
+        is_separate = list(chats) != [self.prompt_column]
+        if is_separate and not all(map(is_whole_chat, chats.values())):
             return super()._prompt_value(row, where)
         shared = shared_prompt(list(chats.values()))
         if not shared:
@@ -224,10 +239,10 @@ class CompletionDataModule(PromptDataModule):
                 f"message, got {next(iter(chats.values()))!r:.100}. For text, add a prompt column."
             )
         with contextlib.suppress(ValueError):  # no prompt column
-            given = super()._prompt_value(row, where) if is_apart else None
-        if given is None:
+            prompt_value = super()._prompt_value(row, where) if is_separate else None
+        if prompt_value is None:
             return shared
-        return max(read_messages(given, "user", column=self.prompt_column, where=where), shared, key=len)
+        return max(read_messages(prompt_value, "user", column=self.prompt_column, where=where), shared, key=len)
 
     def collate(self, rows: Sequence[CompletedPrompt]) -> Any:
         raise NotImplementedError
@@ -247,8 +262,8 @@ class CompletionDataModule(PromptDataModule):
         checked = super()._check_split(split)
         for name, num in self._unread.items():
             logger.warning(
-                "%d turns of %s have %s, which is not trained because the chat template does not read it. Set "
-                "data.chat_template to one that reads it, or remove it.", num, split, name,
+                "%d turns of %s have %s, which is not trained on because the chat template does not read it. "
+                "Set data.chat_template to one that reads it, or remove it.", num, split, name,
             )  # fmt: skip
         return checked
 
@@ -362,7 +377,7 @@ class ChatBatch(NamedTuple):
     token_ids: Tensor  # int64 [B, T], 0 on the padding
     loss_mask: Tensor  # bool [B, T], True on the completion and its end token
     set_name: str | None = None  # names the validation set, if there are several
-    images: ImageTable | None = None  # of all prompts
+    images: ImageTable | None = None  # images of all prompts
 
     @property
     def num_measured(self) -> int:
@@ -389,14 +404,14 @@ class ChatBatch(NamedTuple):
 class SFTDataModule(CompletionDataModule):
     """Chats for supervised fine-tuning: PromptDataModule's prompt, then the answer column as the policy's turn.
 
-    Only the policy's turns and their end tokens are trained. Chats of similar length share a batch. With the same
+    Only the policy's turns and their end tokens are trained on. Chats of similar length share a batch. With the same
     arguments, the policy sees the same prompt tokens here and in its rollouts.
 
     Args:
         train, validation, test: as in PromptDataModule.
         batch_size: chats per step.
         answer_column: the completion, as text or messages. None if the prompt column holds whole chats; all their
-            assistant messages are trained.
+            assistant messages are trained on.
         answer_pattern_remove: a regular expression whose matches are removed from the completion. For example,
             `<<.*?>>` removes GSM8K's calculator notes like `<<48/2=24>>`.
         max_tokens: the longest chat allowed; None uses the model's context. `prompt_overflow` says what happens to
@@ -416,13 +431,13 @@ class SFTDataModule(CompletionDataModule):
         *,
         batch_size: int,
         answer_pattern_remove: str | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[ChatSettings],
     ) -> None:
         super().__init__(train, validation, test, batch_size=batch_size, **kwargs)
         answer_column = self.answer_column
-        is_apart = answer_column not in (None, self.prompt_column)
+        is_separate = answer_column not in (None, self.prompt_column)
         self.completion_columns = (
-            {"answer_column": str(answer_column)} if is_apart else {"prompt_column": self.prompt_column}
+            {"answer_column": str(answer_column)} if is_separate else {"prompt_column": self.prompt_column}
         )
         try:
             self.answer_pattern_remove = re.compile(answer_pattern_remove) if answer_pattern_remove else None
@@ -521,7 +536,7 @@ class PreferenceDataModule(CompletionDataModule):
         rejected_column: str = "rejected",
         prompt_column: str = "prompt",
         max_tokens: int | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[SharedPromptSettings],
     ) -> None:
         super().__init__(
             train, validation, test, batch_size=batch_size, prompt_column=prompt_column, answer_column=None,

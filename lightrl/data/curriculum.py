@@ -1,4 +1,4 @@
-"""SuccessRateCurriculum: samples prompts most often if the policy sometimes solves them."""
+"""SuccessRateCurriculum: samples most often the prompts that the policy solves sometimes, but not always."""
 
 from __future__ import annotations
 

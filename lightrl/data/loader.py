@@ -1,4 +1,4 @@
-"""A trainer's prompts: those of a data module's stream, or of a user's loaders and batches.
+"""The trainer's prompts, from a data module's stream or from a user's loaders and batches.
 
 A user's train DataLoader becomes a PromptStream: its dataset's items are the prompts, its sampler decides whether they
 are shuffled, and its batch size is the number of prompts per iteration. The loader itself is never iterated. An

@@ -1,6 +1,6 @@
-"""DataSource: a weighted source of rows; MixtureOrder: which source's row comes at each position.
+"""DataSource: a weighted source of rows; MixtureOrder: decides which source's row comes at each position.
 
-    train:                                        # in YAML, of any data module
+    train:                                        # in YAML, for any data module
       - {source: openai/gsm8k, name: main, weight: 3}
       - {source: math.parquet, columns: {question: problem, answer: solution}}
 
@@ -37,7 +37,7 @@ class DataSource:
             dotted path of a function that accepts `split` and `arguments` and returns an iterable of dicts.
         weight: this source's share among several; only the ratios matter.
         name: configuration of a hub dataset, for example `main`.
-        split: of a hub dataset or a function; None is `train` for training and `test` otherwise.
+        split: the split of a hub dataset or a function; None is `train` for training and `test` otherwise.
         columns: new column names → the source's column names, for example `{question: problem, answer: solution}`.
         arguments: keyword arguments for a function.
         max_rows: use only the first rows; None uses all.

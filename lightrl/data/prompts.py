@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import lightning as L
 
@@ -53,6 +53,23 @@ _SPLITS_OF_STAGE: dict[str, tuple[Split, ...]] = {
 }
 
 
+class SharedPromptSettings(TypedDict, total=False):
+    """Those arguments of PromptDataModule that no subclass replaces, for type checkers."""
+
+    row_filter: str | Callable[[Row], bool] | None
+    image_column: str | None
+    system_prompt: str | None
+    prompt_template: str
+    chat_template: str | None
+    chat_template_kwargs: JsonObject | None
+    validation_batch_size: int
+    max_prompt_tokens: int | None
+    min_prompt_tokens: int | None
+    prompt_overflow: Literal["error", "drop"]
+    shuffle: bool
+    seed: int | None
+
+
 class PromptDataModule(L.LightningDataModule):
     """Prompts for an RLModule, rendered with the policy's tokenizer; the same on every rank.
 
@@ -70,7 +87,7 @@ class PromptDataModule(L.LightningDataModule):
 
     With `DataSource.streaming`, rows are read in order as they are needed: hub datasets are not downloaded, a file's
     name may be a pattern, and the number of rows need not be known. The Trainer then needs `max_steps`, or
-    `limit_train_batches` as the iterations of an epoch. Validation and test rows are still read at the start.
+    `limit_train_batches` as the number of iterations per epoch. Validation and test rows are still read at the start.
 
     Args:
         train: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name, or the dotted path of a function that
@@ -87,8 +104,8 @@ class PromptDataModule(L.LightningDataModule):
         answer_column: a column that every row must have, for the reward; None requires none.
         system_prompt: opens every chat that has no system message.
         prompt_template: the user's turn, a format string with `{prompt}` and any other column by name.
-        chat_template: replaces the tokenizer's, for the whole run and the exported model; a Jinja file or the template
-            itself.
+        chat_template: a Jinja file or the template itself; replaces the tokenizer's for the whole run and in the
+            exported model.
         chat_template_kwargs: arguments of the chat template, like `{enable_thinking: false}`; a row's column of the
             same name takes precedence. A column `tools` is passed to the template as JSON schemas.
         validation_batch_size: prompts per validation batch.
@@ -148,7 +165,7 @@ class PromptDataModule(L.LightningDataModule):
         self.max_prompt_tokens, self.min_prompt_tokens = max_prompt_tokens, min_prompt_tokens
         self.prompt_overflow = prompt_overflow
         self.shuffle, self.seed = shuffle, seed
-        self.prompts: dict[Split, RowPrompts] = {}  # of the splits that are set up
+        self.prompts: dict[Split, RowPrompts] = {}  # only splits that are set up
         self._attached: PolicyInputs | None = None
         self._stream: PromptStream | None = None
         self._rows: dict[Split, list[SourceRows]] = {}  # an entry for each source of a split
@@ -181,8 +198,8 @@ class PromptDataModule(L.LightningDataModule):
         parts = [rows.read_whole() for rows in self._open(split)]
         if self.row_filter is None:
             return parts
-        keep = self._filter()
-        filtered = [rows.only([index for index in rows.row_keys() if keep(rows.locate(index))]) for rows in parts]
+        passes = self._filter()
+        filtered = [rows.only([key for key in rows.row_keys() if passes(rows.locate(key))]) for rows in parts]
         num_rows = sum(rows.num_rows for rows in parts)
         num_dropped = num_rows - sum(rows.num_rows for rows in filtered)
         if num_dropped:
@@ -190,7 +207,7 @@ class PromptDataModule(L.LightningDataModule):
             logger.warning("row_filter dropped %d of %d rows of %s.", num_dropped, num_rows, names)
         return filtered
 
-    def _own_rows(self, split: Split) -> list[IndexedRows]:
+    def _rows_of_make_prompts(self, split: Split) -> list[IndexedRows]:
         """Returns the prompts of a subclass's `make_prompts` as rows. A prompt's id begins with its source's label."""
         prompts, sources = self.make_prompts(split), self.sources[split]
         prefixes = [f"{split}-{source.label}-" for source in sources]
@@ -285,25 +302,25 @@ class PromptDataModule(L.LightningDataModule):
         parts: Sequence[SourceRows] = self._open(split)
         if split != "train":
             parts = [rows.read_whole() for rows in parts]
-        keep = self._filter()
-        return self._prompts_of(parts, lambda located: self._prompt(located) if keep(located) else None)
+        passes = self._filter()
+        return self._prompts_of(parts, lambda located: self._prompt(located) if passes(located) else None)
 
     def _prompts_of(self, parts: Sequence[SourceRows], prompt_of: PromptOf) -> RowPrompts:
         module = self.trainer.lightning_module if self.trainer is not None else None
         check = ReferenceCheck(getattr(module, "reward_source", None))
 
-        def checked(located: LocatedRow) -> Prompt | None:
+        def make_and_check(located: LocatedRow) -> Prompt | None:
             if (prompt := prompt_of(located)) is None:
                 return None
             try:
                 check(prompt)
             except ValueError as error:
                 raise ValueError(f"{located.where}: {error}") from error
-            read = {*check.columns, str(self.answer_column).partition(".")[0]}
-            read |= {old.partition(".")[0] for new, old in located.source.columns.items() if new in read}
-            for column in self._columns_shown & read:
+            used = {*check.columns, str(self.answer_column).partition(".")[0]}
+            used |= {old.partition(".")[0] for new, old in located.source.columns.items() if new in used}
+            for column in self._columns_shown & used:
                 self._columns_shown.discard(column)  # warns once
-                problem = "prompt_template shows the policy column %r, which the reward reads, so it can copy it. "
+                problem = "prompt_template shows column %r, which the reward reads, so the policy can copy it. "
                 logger.warning(f"{problem}If it is meant as text, double the braces: {{{{%s}}}}.", column, column)
             return prompt
 
@@ -315,7 +332,7 @@ class PromptDataModule(L.LightningDataModule):
             min_tokens=self.min_prompt_tokens,
             overflow=self.prompt_overflow,
         )
-        return RowPrompts(parts, checked, renderer.rendered, self.order_seed, self.shuffle)
+        return RowPrompts(parts, make_and_check, renderer.rendered, self.order_seed, self.shuffle)
 
     def _check_split(self, split: Split) -> RowPrompts:
         """Returns a split's prompts; raises ValueError for a bad row among those that are checked at the start."""
@@ -334,7 +351,7 @@ class PromptDataModule(L.LightningDataModule):
         if self.makes_prompts_of_rows:
             prompts = self._prompts_of(self._filter_rows(split), self._prompt)
         else:
-            prompts = self._prompts_of(self._own_rows(split), lambda located: located.row)
+            prompts = self._prompts_of(self._rows_of_make_prompts(split), lambda located: located.row)
         if split == "test" and not prompts:
             return self._check_split("validation")
         checked = prompts.check()
@@ -432,7 +449,7 @@ class PromptDataModule(L.LightningDataModule):
         return tokenizer, getattr(module, "max_prompt_tokens", None), getattr(module, "image_reader", None)
 
     def _limits(self) -> str:
-        """Describes the lengths that drop a prompt, for messages; empty if there are none."""
+        """Describes the lengths for which prompts are dropped, for messages; empty if there are none."""
         limits = [f"fewer than {self.min_prompt_tokens}"] if self.min_prompt_tokens is not None else []
         most_tokens = smallest(self.max_prompt_tokens, self.policy_inputs()[1])
         if self.prompt_overflow == "drop" and most_tokens is not None:

@@ -44,7 +44,7 @@ _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _POINTER = b"version https://git-lfs.github.com/"
 _MAX_COPIED = 64 * 2**20  # bytes; a smaller text file is read whole, so later changes to it do no harm
 _LONGEST_FIELD = 2**31 - 1  # bytes in a CSV file; the csv module's default is 128 KiB
-_LONGEST_BLANK = 16  # a longer line of spaces is invalid JSON
+_LONGEST_BLANK = 16  # a longer line is never skipped as blank
 _PROGRESS_S = 5.0  # between log messages while a large file is scanned
 _TO_UTF_8 = "It must be UTF-8: convert it with `iconv -f <its encoding> -t utf-8`."
 
@@ -120,7 +120,7 @@ def check_source(source: DataSource) -> None:
 
 
 def column_of(row: Row, column: str) -> object:
-    """Returns the value of a column or a dotted path like `reward_model.ground_truth`; raises KeyError without it."""
+    """Returns the value of a column or a dotted path like `reward_model.ground_truth`; raises KeyError if missing."""
     name, _, rest = column.partition(".")
     is_path = column not in row and rest and isinstance(row.get(name), dict)
     return column_of(row[name], rest) if is_path else row[column]

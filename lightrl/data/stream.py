@@ -28,7 +28,7 @@ ROWS_AT_ONCE = 256  # how many rows are read, or rendered with one call of the t
 FINGERPRINT_PROMPTS = 256  # how many prompts a resume compares if not all rows are checked
 _MAX_MADE = 4096  # how many prepared prompts are kept
 
-# What becomes of a row: its prompt, None if it is dropped, or an error if it is bad.
+# The result for a row: its prompt, None if it is dropped, or an error if it is bad.
 Made: TypeAlias = "Prompt | ValueError | None"
 # Makes a row's prompt: None if a filter drops the row; raises ValueError if it is bad.
 PromptOf: TypeAlias = "Callable[[LocatedRow], Prompt | None]"
@@ -153,7 +153,7 @@ class RowPrompts(Sequence["Prompt | None"]):
     render: Callable[[Sequence[Made], Callable[[int], str]], list[Made]]  # as ChatRenderer.rendered
     seed: int  # determines the order
     shuffle: bool
-    ids: Sequence[str] = ()  # of all prompts, if they are known; otherwise they are made from the rows, and unique
+    ids: Sequence[str] = ()  # ids of all prompts if known; otherwise they are made from the rows, and unique
     checked: CheckedRows | None = None  # if all rows were checked at the start
 
     @classmethod
@@ -263,7 +263,7 @@ class RowPrompts(Sequence["Prompt | None"]):
         return ((number, key) for number, part in enumerate(self.parts) for key in part.row_keys())
 
     def _make(self, items: Iterable[T], locate: Callable[[T], LocatedRow]) -> list[Made]:
-        """Makes and renders the prompts of the rows that `locate` finds; an error of a row is its result."""
+        """Makes and renders the prompts of the rows that `locate` finds; a bad row's result is its error."""
         made: list[Made] = []
         names: dict[int, str] = {}
         for index, item in enumerate(items):
@@ -279,10 +279,10 @@ class RowPrompts(Sequence["Prompt | None"]):
 class PromptStream:
     """An endless sequence of prompts: `stream[position]` for any position from 0.
 
-    It is None if a filter or a length limit drops the row.
+    An item is None if a filter or a length limit drops the row.
 
     Args:
-        prompts: those of one epoch, in the order of the data.
+        prompts: the prompts of one epoch, in the order of the data.
         batch_size: prompts per iteration, which is also groups per iteration.
 
     Raises:
@@ -310,13 +310,11 @@ class PromptStream:
     def __getitem__(self, position: int) -> Prompt | None:
         if position < 0:
             raise IndexError(f"position must be >= 0, got {position}.")
-        made = self._made[position] if position in self._made else self.prompts.many([position])[0]
-        if isinstance(made, ValueError):
-            raise made
-        return made
+        made = self._made.get(position, self)  # atomic: `prepare` may remove it in its thread
+        made = self.prompts.many([position])[0] if isinstance(made, PromptStream) else made
+        return without_errors([made])[0]
 
     def is_prepared(self, position: int) -> bool:
-        """Whether the prompt at this position is prepared."""
         return position in self._made
 
     def prepare(self, first: int, num: int) -> None:
@@ -340,7 +338,7 @@ class PromptStream:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Identifies the prompts and their order; if it has changed, a checkpoint's positions mean other prompts."""
+        """Identifies the prompts and their order; if it has changed, a checkpoint's positions refer to others."""
         prompts = self.prompts
         if self.num_prompts is None:
             parts = ", ".join(str(part) for part in prompts.parts if part.num_rows is None)

@@ -40,7 +40,7 @@ _MAX_MARKS = 10_000
 class Mark(NamedTuple):
     """The start of a block."""
 
-    number: int = 0  # of the first row, counted over all passes
+    number: int = 0  # number of the first row, counted over all passes
     epoch: int = 0  # the pass
     num_read: int = 0  # how many rows of the pass come before this block
     turn: int = 0  # how many shards of the pass come before the current one
@@ -51,7 +51,7 @@ class Mark(NamedTuple):
 class StreamedRow(NamedTuple):
     item: object  # unchanged from the source
     shard: int
-    place: int  # in the shard, from 0
+    place: int  # index in the shard, from 0
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class StreamedRows(SourceRows):
     def __post_init__(self) -> None:
         buffer_rows = self.source.shuffle_buffer
         self.block_rows = buffer_rows if self.shuffle else min(buffer_rows, ROWS_AT_ONCE)
-        self._marks = [Mark()]  # of the blocks that were read, and of the next block
+        self._marks = [Mark()]  # marks of the blocks that were read, and of the next block
         self._blocks: dict[int, list[StreamedRow]] = {}  # number of the first row → block, in the order of training
         self._reader: Iterator[tuple[list[StreamedRow], Mark]] | None = None  # continues at the last mark
         self._lock = threading.Lock()
@@ -88,10 +88,10 @@ class StreamedRows(SourceRows):
             if number < self._marks[0].number:
                 self._go_to(Mark())
             while self._marks[-1].number <= number:
-                self._read_on()
+                self._read_next_block()
             mark = self._marks[bisect_right(self._marks, number, key=lambda item: item.number) - 1]
             if mark.number not in self._blocks:
-                self._keep(mark.number, next(self._blocks_from(mark))[0])
+                self._shuffle_and_store(mark.number, next(self._blocks_from(mark))[0])
             return self._blocks[mark.number][number - mark.number]
 
     def locate(self, key: StreamedRow) -> LocatedRow:
@@ -127,16 +127,16 @@ class StreamedRows(SourceRows):
     def _go_to(self, mark: Mark) -> None:
         self._marks, self._blocks, self._reader = [mark], {}, None
 
-    def _read_on(self) -> None:
+    def _read_next_block(self) -> None:
         last = self._marks[-1]
-        reader, self._reader = self._reader or self._blocks_from(last), None  # dropped, in case it fails
+        reader, self._reader = self._reader or self._blocks_from(last), None  # not kept if it fails
         rows, following = next(reader)
         self._reader = reader
-        self._keep(last.number, rows)
+        self._shuffle_and_store(last.number, rows)
         marks = [*self._marks, following] if rows else [*self._marks[:-1], following]
         self._marks = marks[len(marks) // 2 :] if len(marks) > _MAX_MARKS else marks
 
-    def _keep(self, number: int, rows: list[StreamedRow]) -> None:
+    def _shuffle_and_store(self, number: int, rows: list[StreamedRow]) -> None:
         if not rows:
             return
         if self.shuffle:

@@ -20,12 +20,12 @@ class TrajectoryDataModule(L.LightningDataModule):
     `TrajectoryLog(every_n_iterations=1)`; with another loss, it shows the effect of that loss on the same trajectories.
     Rewards come from the files, as do the outputs of an LLM judge, teacher or reward model outside the trainer
     (`call_outputs`; if missing, they are requested again). Iteration k of the run trains on iteration k of the files,
-    also after a resume; after the last it starts over.
+    also after a resume; after the last one, it starts over.
 
     Args:
         path: a JSONL file, or a folder of `iteration-000012.jsonl` files, read in order.
         batch_size: groups per iteration; None keeps the iterations of the files.
-        max_iterations: use only the first so many iterations; None uses all.
+        max_iterations: use only this many iterations, from the first on; None uses all.
     """
 
     def __init__(self, path: str, *, batch_size: int | None = None, max_iterations: int | None = None) -> None:

@@ -1,5 +1,4 @@
-"""RolloutEngine, the interface of all engines, with defaults; Completion, their result; and PlannedEngine, the devices
-and memory that an engine will use."""
+"""RolloutEngine: the interface of all engines; Completion: what they generate; PlannedEngine: what they will use."""
 
 # ruff: noqa: B027  # a method without a body is a default that does nothing
 from __future__ import annotations

@@ -6,13 +6,13 @@ Reading order:
     logprobs.py     logits or hidden states → logprobs and entropies; the one shift by one
     advantages.py   rewards → advantages
     values.py       a critic's values → advantages and returns (GAE); its loss and normalization; reward shaping
-    losses.py       ratios; the clipped and other policy losses; pairwise losses: DPO, IPO, Bradley-Terry
+    losses.py       ratios; the clipped and other policy losses; pairwise losses: DPO, IPO, Bradley-Terry;
+                    KL estimators and the adaptive KL weight; divergences over a teacher's top-k tokens
     importance.py   importance weights for stale logprobs, M2PO's mask, an interpolated proximal policy
-    kl.py           KL estimators and the adaptive KL weight; divergences over a teacher's top-k tokens
     reduction.py    masking before and after the loss, and three ways to average it
     device_copy.py  asynchronous copies to a device
     branches.py     a trajectory's tree of conversations as rows for a model, and its outputs in tree order again
-    rows.py         turns trajectories into checked rows of tensors; packing.py batches them with little padding
+    packing.py      batches rows with little padding
     supports.py     the tokens that truncated sampling could choose: their encoding, and the softmax over them
 
 May import: errors, checks, columns, trajectory.
@@ -25,7 +25,6 @@ from lightrl.functional.advantages import batch_normalized, group_advantages, op
 from lightrl.functional.branches import BranchRows, row_lengths, row_spans
 from lightrl.functional.device_copy import on_host, to_device
 from lightrl.functional.importance import ImportanceWeights, interpolated_proximal_logprobs, second_moment_mask
-from lightrl.functional.kl import Divergence, KLController, check_divergence, kl, rest_mass, topk_divergence
 from lightrl.functional.logprobs import (
     aligned_to_tokens,
     can_compile,
@@ -38,19 +37,25 @@ from lightrl.functional.logprobs import (
     token_logprobs,
 )
 from lightrl.functional.losses import (
+    Divergence,
+    KLController,
     bradley_terry_loss,
+    check_divergence,
     cispo_loss,
     clipped_policy_loss,
     clipped_ratio_loss,
     is_clipped,
+    kl,
     leaves_trust_region,
     policy_ratio,
     preference_loss,
     preference_margin,
     regression_loss,
+    rest_mass,
     sapo_loss,
     sequence_ratio,
     tapered_weights,
+    topk_divergence,
 )
 from lightrl.functional.packing import bins, rectangles
 from lightrl.functional.reduction import masked_mean, neutralize, reduce_loss
@@ -65,16 +70,12 @@ from lightrl.functional.values import (
     value_loss,
 )
 
-__all__ = ["group_advantages", "optimal_advantages", "batch_normalized", "on_host", "to_device"]
-__all__ += ["policy_ratio", "sequence_ratio", "second_moment_mask", "interpolated_proximal_logprobs"]
+__all__ = ["group_advantages", "optimal_advantages", "batch_normalized", "on_host", "to_device", "ValueNormalizer"]
+__all__ += ["policy_ratio", "sequence_ratio", "second_moment_mask", "interpolated_proximal_logprobs", "value_loss"]
 __all__ += ["ImportanceWeights", "KLController", "kl", "Divergence", "topk_divergence", "rest_mass", "check_divergence"]
 __all__ += ["can_compile", "token_logprobs", "hidden_logprobs", "hidden_topk", "logits_logprobs", "logits_topk"]
-__all__ += ["predicting_positions", "predicted_token_ids", "aligned_to_tokens"]
+__all__ += ["predicting_positions", "predicted_token_ids", "aligned_to_tokens", "is_clipped", "rectangles", "bins"]
 __all__ += ["clipped_policy_loss", "clipped_ratio_loss", "cispo_loss", "sapo_loss", "tapered_weights"]
 __all__ += ["regression_loss", "leaves_trust_region", "bradley_terry_loss", "preference_margin", "preference_loss"]
-__all__ += ["is_clipped", "rectangles", "bins"]
-__all__ += ["neutralize", "masked_mean", "reduce_loss"]
-__all__ += ["gae", "RewardShaping", "on_last_loss_token", "on_loss_tokens"]
-__all__ += ["Supports", "encode_supports"]
-__all__ += ["BranchRows", "row_lengths", "row_spans"]
-__all__ += ["value_loss", "explained_variance", "ValueNormalizer"]
+__all__ += ["neutralize", "masked_mean", "reduce_loss", "Supports", "encode_supports", "BranchRows", "row_lengths"]
+__all__ += ["RewardShaping", "on_last_loss_token", "on_loss_tokens", "row_spans", "gae", "explained_variance"]

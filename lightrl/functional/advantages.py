@@ -25,7 +25,7 @@ def group_advantages(
     unbiased: bool = True,
     eps: float = 1e-5,
 ) -> Tensor:
-    """(r - mean) / (std + eps), with mean and std of the trajectory's group, of the batch, or left out.
+    """Computes (r - mean) / (std + eps); mean and std are those of the trajectory's group or of the batch, or left out.
 
     GRPO is the default, Dr. GRPO `std=None`, RLOO `leave_one_out=True, std=None`, REINFORCE with a baseline
     `mean="batch", std=None`, LitePPO `mean="group", std="batch"` (the standard deviation of all rewards in the batch).
@@ -40,11 +40,11 @@ def group_advantages(
         std: divide by the standard deviation of the group or the batch; None for no division.
         leave_one_out: exclude the trajectory itself from its mean.
         unbiased: divide the variance by n - 1 instead of n.
-        eps: keeps a small standard deviation from making large advantages.
+        eps: limits the advantages where the standard deviation is small.
 
     Returns:
-        [B], in the rewards' dtype. Exactly 0 where the mean or the standard deviation is over equal rewards, or over a
-        single one.
+        [B], in the rewards' dtype. Exactly 0 if the rewards behind the mean or the standard deviation are all equal,
+        or if there is only one.
     """
     check_same_shape(rewards=rewards, group_ids=group_ids)
     check_choice((*get_args(Statistic), None), mean=mean, std=std)
@@ -56,32 +56,32 @@ def group_advantages(
     values = rewards.to(torch.float64)
     advantages = values
     if mean is not None:
-        members = _members(group_ids, mean)
-        count, average = _count_and_mean(values, members)
+        indices = _group_indices(group_ids, mean)
+        count, average = _count_and_mean(values, indices)
         advantages = values - average
         if leave_one_out:  # r - (n·average - r)/(n - 1)
             advantages = advantages * count / (count - 1).clamp(min=1)
-        advantages = torch.where(_are_equal(values, members), 0.0, advantages)
+        advantages = torch.where(_are_equal(values, indices), 0.0, advantages)
     if std is not None:
-        members = _members(group_ids, std)
-        count, average = _count_and_mean(values, members)
-        squares = torch.zeros_like(values).index_add_(0, members, (values - average).square())[members]
+        indices = _group_indices(group_ids, std)
+        count, average = _count_and_mean(values, indices)
+        squares = torch.zeros_like(values).index_add_(0, indices, (values - average).square())[indices]
         deviation = (squares / (count - int(unbiased)).clamp(min=1)).sqrt()
-        advantages = torch.where(_are_equal(values, members), 0.0, advantages / (deviation + eps))
+        advantages = torch.where(_are_equal(values, indices), 0.0, advantages / (deviation + eps))
     return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
 def optimal_advantages(rewards: Tensor, group_ids: Tensor, beta: float) -> Tensor:
-    """r - V with V = β · log mean exp(r / β) over the group: OAPL's estimate of the optimal policy's value.
+    """Computes r - V, where V = β · log mean exp(r / β) over the group, OAPL's estimate of the optimal policy's value.
 
-    The policy that maximizes reward - β · KL to the sampling policy has log-ratio (r - V) / β. V is between the
-    group's mean (β → ∞) and its largest reward (β → 0).
+    The policy that maximizes reward - β · KL(policy ‖ sampling policy) has log-ratio (r - V) / β. V lies between the
+    group's mean reward (β → ∞) and its largest reward (β → 0).
 
     Source: OAPL, https://arxiv.org/abs/2602.19362.
 
     Args:
         rewards: [B].
-        group_ids: int [B]; equal ids are one group, of any size, in any order.
+        group_ids: int [B]; trajectories with the same id form a group, of any size, in any order.
         beta: β, in units of the reward; above 0.
 
     Returns:
@@ -89,19 +89,19 @@ def optimal_advantages(rewards: Tensor, group_ids: Tensor, beta: float) -> Tenso
     """
     check_same_shape(rewards=rewards, group_ids=group_ids)
     if not 0 < beta < torch.inf:
-        raise ValueError(f"beta must be above 0, got {beta}; 0.25 fits rewards of 0 and 1.")
+        raise ValueError(f"beta must be above 0, got {beta}. For rewards of 0 and 1, 0.25 is suitable.")
     if rewards.numel() == 0:
         return torch.zeros_like(rewards)
     values = rewards.to(torch.float64)
-    members = _members(group_ids, "group")
-    largest = torch.full_like(values, -torch.inf).scatter_reduce_(0, members, values, "amax")[members]
-    _, mean = _count_and_mean(((values - largest) / beta).exp(), members)
-    advantages = torch.where(_are_equal(values, members), 0.0, values - largest - beta * mean.log())
+    indices = _group_indices(group_ids, "group")
+    largest = torch.full_like(values, -torch.inf).scatter_reduce_(0, indices, values, "amax")[indices]
+    _, mean = _count_and_mean(((values - largest) / beta).exp(), indices)
+    advantages = torch.where(_are_equal(values, indices), 0.0, values - largest - beta * mean.log())
     return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
 def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5, total: Total = of_one_rank) -> Tensor:
-    """(value - mean) / (std + eps) with mean and standard deviation over all loss tokens of the batch.
+    """Computes (value - mean) / (std + eps), with mean and standard deviation over all loss tokens of the batch.
 
     This is REINFORCE++'s global normalization. Each token counts once, so long trajectories weigh more.
 
@@ -110,7 +110,7 @@ def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5, to
     Args:
         values: [B, T]; masked values have no effect.
         loss_mask: bool [B, T].
-        eps: keeps a small standard deviation from making large values.
+        eps: limits the result where the standard deviation is small.
         total: reduces over all ranks.
 
     Returns:
@@ -135,22 +135,22 @@ def moments(values: Tensor, total: Total = of_one_rank) -> tuple[Tensor, Tensor,
     return mean, variance, bool(count < 2) or bool(highest == -lowest)
 
 
-def _members(group_ids: Tensor, of: Statistic) -> Tensor:
-    """Returns the index of the mean that each trajectory belongs to, [B]: its group's, or 0 for the batch."""
-    if of == "batch":
+def _group_indices(group_ids: Tensor, statistic: Statistic) -> Tensor:
+    """Returns the index, from 0, of each trajectory's group, [B]; for "batch", all trajectories are in group 0."""
+    if statistic == "batch":
         return torch.zeros_like(group_ids, dtype=torch.int64)
-    members: Tensor = torch.unique(group_ids, return_inverse=True)[1]
-    return members
+    indices: Tensor = torch.unique(group_ids, return_inverse=True)[1]
+    return indices
 
 
-def _count_and_mean(values: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
+def _count_and_mean(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     zeros = torch.zeros_like(values)
-    count = zeros.index_add(0, members, torch.ones_like(values))[members]
-    return count, zeros.index_add(0, members, values)[members] / count
+    count = zeros.index_add(0, indices, torch.ones_like(values))[indices]
+    return count, zeros.index_add(0, indices, values)[indices] / count
 
 
-def _are_equal(values: Tensor, members: Tensor) -> Tensor:
+def _are_equal(values: Tensor, indices: Tensor) -> Tensor:
     """Whether all values in a trajectory's group are equal, [B]. Their computed deviation may be 1e-17 instead of 0."""
-    lowest = torch.zeros_like(values).scatter_reduce(0, members, values, "amin", include_self=False)
-    highest = torch.zeros_like(values).scatter_reduce(0, members, values, "amax", include_self=False)
-    return lowest.eq(highest).index_select(0, members)
+    lowest = torch.zeros_like(values).scatter_reduce(0, indices, values, "amin", include_self=False)
+    highest = torch.zeros_like(values).scatter_reduce(0, indices, values, "amax", include_self=False)
+    return lowest.eq(highest).index_select(0, indices)

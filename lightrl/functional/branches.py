@@ -1,4 +1,4 @@
-"""Turns trajectories that are trees of conversations into rows for a model, and the model's outputs into tree order.
+"""Turns trajectories that are trees of conversations into rows for a model, and its outputs back into tree order.
 
 A tree stores each token once; a row is one conversation, from its first token to its last. A model reads whole rows, so
 it reads a token that several conversations share once per row. Only its output in the first row is used:
@@ -41,10 +41,10 @@ class BranchRows:
 
     trees: Tensor  # int64 [R], index of each row's trajectory
     lengths: Tensor  # int64 [R], number of tokens in each row
-    columns: Tensor  # int64 [R, W], position of each token in its tree; 0 on the padding
+    columns: Tensor  # int64 [R, W], position of each token in its tree; 0 for padding
     is_first: Tensor  # bool [R, W], whether the row is the first that contains the token
-    tree_rows: Tensor  # int64 [B, T], the first row that contains each token; 0 on the padding
-    tree_columns: Tensor  # int64 [B, T], the token's position in that row; 0 on the padding
+    tree_rows: Tensor  # int64 [B, T], the first row that contains each token; 0 for padding
+    tree_columns: Tensor  # int64 [B, T], the token's position in that row; 0 for padding
 
     @classmethod
     def of(cls, gaps: Tensor, lengths: Tensor) -> BranchRows:
@@ -56,8 +56,8 @@ class BranchRows:
         """
         device, sizes = gaps.device, on_host(lengths).tolist()
         trees, positions = [], []
-        for tree, (values, size) in enumerate(zip(on_host(gaps).numpy(), sizes, strict=True)):
-            for spans in row_spans(values[:size]):
+        for tree, (tree_gaps, size) in enumerate(zip(on_host(gaps).numpy(), sizes, strict=True)):
+            for spans in row_spans(tree_gaps[:size]):
                 trees.append(tree)
                 positions.append(np.concatenate([np.arange(*span) for span in spans]))
         columns = np.zeros((len(positions), max(map(len, positions), default=0)), np.int64)
@@ -65,15 +65,15 @@ class BranchRows:
         tree_rows, tree_columns = np.full(gaps.shape, -1), np.zeros(gaps.shape, np.int64)
         for row, (tree, position) in enumerate(zip(trees, positions, strict=True)):
             columns[row, : len(position)] = position
-            new = np.flatnonzero(tree_rows[tree, position] < 0)
-            is_first[row, new] = True
-            tree_rows[tree, position[new]], tree_columns[tree, position[new]] = row, new
+            new_columns = np.flatnonzero(tree_rows[tree, position] < 0)
+            is_first[row, new_columns] = True
+            tree_rows[tree, position[new_columns]], tree_columns[tree, position[new_columns]] = row, new_columns
         row_sizes = np.array([*map(len, positions)], np.int64)
         arrays = np.array(trees, np.int64), row_sizes, columns, is_first, tree_rows.clip(min=0), tree_columns
         return cls(*(to_device(torch.as_tensor(array), device) for array in arrays))
 
     def spread(self, values: Tensor, fill: float = 0) -> Tensor:
-        """Copies values from tree order [B, T, ...] to the rows [R, W, ...], with `fill` on the padding."""
+        """Copies values from tree order [B, T, ...] to rows [R, W, ...]; the padding gets `fill`."""
         picked = values[self.trees[:, None], self.columns]
         is_token = torch.arange(self.columns.shape[1], device=values.device) < self.lengths[:, None]
         return torch.where(is_token[(...,) + (None,) * (picked.dim() - 2)], picked, picked.new_full((), fill))

@@ -36,8 +36,8 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def remember(tensor: Tensor, source: Tensor) -> Tensor:
-    """Makes `on_host(tensor)` return `source`, which has the same values in host memory; not in inference mode."""
-    if not (tensor.is_inference() or source.is_inference()):  # these have no version counter to detect changes
+    """Makes `on_host(tensor)` return `source`, which has the same values on the host; ignores inference tensors."""
+    if not (tensor.is_inference() or source.is_inference()):  # without a version counter, changes go unnoticed
         device_copy: Any = tensor
         device_copy.host_copy = (source, source._version, tensor._version)
     return tensor

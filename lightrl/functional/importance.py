@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_choice, check_same_shape
-from lightrl.functional.kl import kl
-from lightrl.functional.losses import bounded_exp, trajectory_mean
+from lightrl.functional.losses import bounded_exp, kl, trajectory_mean
 from lightrl.functional.reduction import neutralize
 
 WeightMode = Literal["mask", "clamp"]
@@ -22,13 +21,13 @@ WeightLevel = Literal["token", "sequence", "product"]
 WeightMetric = Literal["ratio", "k1", "k2", "k3"]
 WeightAggregation = Literal["mean", "sum", "max"]
 
-# How the log-ratios of a trajectory's tokens are reduced to one number; None keeps one per token.
-_AGGREGATION_OF: dict[str, WeightAggregation | None] = {"token": None, "sequence": "mean", "product": "sum"}
+# How each level reduces the log-ratios of a trajectory's tokens to one number; None keeps one per token.
+_AGGREGATION_BY_LEVEL: dict[str, WeightAggregation | None] = {"token": None, "sequence": "mean", "product": "sum"}
 
 
 @dataclass(frozen=True)
 class ImportanceWeights:
-    """Importance weights, proximal ÷ behavior policy: factors on tokens' losses that correct for the sampling policy.
+    """Importance weights, proximal ÷ behavior policy: factors on the token losses that correct for stale sampling.
 
     They appear in the decoupled loss, and in truncated (TIS, "clamp") or masked (MIS, "mask") importance sampling
     between engine and trainer; IcePop is "mask" with both bounds. A bound applies to the weight itself, or to an
@@ -99,20 +98,20 @@ class ImportanceWeights:
         """
         check_same_shape(proximal_logprobs=proximal_logprobs, behavior_logprobs=behavior_logprobs, loss_mask=loss_mask)
         proximal, behavior = neutralize(loss_mask, proximal_logprobs.detach(), behavior_logprobs.detach())
-        by_level = _AGGREGATION_OF[self.level]
-        weights = _measured("ratio", by_level, proximal, behavior, loss_mask)
+        level_aggregation = _AGGREGATION_BY_LEVEL[self.level]
+        weights = _compute_metric("ratio", level_aggregation, proximal, behavior, loss_mask)
         if self._has_bound and self.mode == "clamp":
             weights = weights.clamp(min=self.floor, max=self.cap)
         elif self._has_bound:
-            ratios = _measured(self.metric, self.aggregation or by_level, proximal, behavior, loss_mask)
-            weights = torch.where(ratios.clamp(min=self.floor, max=self.cap) == ratios, weights, 0.0)
+            values = _compute_metric(self.metric, self.aggregation or level_aggregation, proximal, behavior, loss_mask)
+            weights = torch.where(values.clamp(min=self.floor, max=self.cap) == values, weights, 0.0)
         return torch.where(loss_mask, weights, 1.0)
 
 
-def _measured(
+def _compute_metric(
     metric: WeightMetric, aggregation: WeightAggregation | None, proximal: Tensor, behavior: Tensor, loss_mask: Tensor
 ) -> Tensor:
-    """Computes a metric for each token, or aggregated over its trajectory, [B, T]; logprobs must be 0 where masked."""
+    """Computes each token's metric, [B, T], or its trajectory's if aggregated; logprobs must be 0 where masked."""
     values = proximal - behavior if metric == "ratio" else kl(behavior, proximal, estimator=metric)
     if aggregation == "mean":
         values = trajectory_mean(values, loss_mask).expand_as(values)
@@ -126,7 +125,7 @@ def _measured(
 def second_moment_mask(
     logprobs: Tensor, behavior_logprobs: Tensor, loss_mask: Tensor, *, threshold: float = 0.04
 ) -> Tensor:
-    """M2PO's mask: drops the tokens with the largest squared log-ratios until the others' mean is within `threshold`.
+    """M2PO's mask: drops the tokens with the largest squared log-ratios until the rest average at most `threshold`.
 
     A few outliers make up most of the second moment, so this drops far fewer tokens than clipping.
 

@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def can_compile(device_type: str) -> bool:
-    """Whether functions and layers are compiled on this device: only on NVIDIA GPUs with Triton and a C compiler.
+    """Whether torch.compile works on this device: it needs an NVIDIA GPU, Triton and a C compiler.
 
-    TORCH_COMPILE_DISABLE=1, torch's variable, turns compilation off.
+    torch's environment variable TORCH_COMPILE_DISABLE=1 turns compilation off.
     """
     if device_type != "cuda":
         return False
-    # All models' layers share code, and each variant (frozen, shared prompts, autocast, a window) is a recompilation.
+    # All models share the layers' code, which is recompiled per variant (frozen, shared prompts, autocast, a window).
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # default: 8
     try:
         torch.compile(_trial, dynamic=True)(torch.ones(2, device=device_type))
@@ -56,7 +56,7 @@ def _trial(values: Tensor) -> Tensor:
 
 # Up to this many logits (64 MiB in float32) are kept for the backward pass instead of being recomputed.
 _KEPT_LOGITS = 2**24
-# Logits per chunk if there are more. Smaller chunks read the head more often: on a CPU, 512 tokens with a vocabulary of
+# Logits per chunk above that. Smaller chunks read the head more often: on a CPU, 512 tokens with a vocabulary of
 # 50,000 took 0.9 s with 2^24 and 2^22, 1.4 s with 2^20, 3.9 s with 2^18. A GPU needs a few hundred rows at a time;
 # fused chunks make no float32 copies.
 _CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26, "fused": 2**28}
@@ -79,7 +79,7 @@ def token_logprobs(
         temperature: divides the logits; above 0.
         masked_ids: int64 [K], ids that could not be sampled at some positions (stop tokens before `min_new_tokens`).
         masked_rows: bool [B, T], the positions where `masked_ids` could not be sampled.
-        supports: of the tokens from position 1 on, N = B · (T - 1); None if sampling was not truncated.
+        supports: those of the tokens from position 1 on (N = B · (T - 1)); None if sampling was not truncated.
 
     Returns:
         Logprobs, in the shape of `token_ids`, and entropies, [B, T], aligned to the token they describe; 0 at position
@@ -120,19 +120,19 @@ def logits_logprobs(
     supports: Supports | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes `hidden_logprobs` from logits [N, V], for a model whose head is more than a matrix product."""
-    mask = _checked(temperature, masked_ids, masked_rows, logits)
+    mask = _as_mask(temperature, masked_ids, masked_rows, logits)
     # A model may assign -inf to ids it never generates; 0 · inf would make the entropy NaN.
     logits = logits.clamp(min=torch.finfo(logits.dtype).min)
 
-    def read(rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+    def compute(rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         return _logits_logprobs(logits[rows], token_ids[rows], temperature, mask_of(mask, rows), entropy_gradient)
 
     if supports is None or not len(supports.limited):
-        return read(slice(None))
+        return compute(slice(None))
     _check_one_token_each(token_ids)
     scores = logits[supports.limited[supports.rows], supports.ids]
     scores = scores.float() if scores.dtype.itemsize < 4 else scores
-    logprobs, entropy = supports.filled(supports.logprobs(scores, temperature), read)
+    logprobs, entropy = supports.filled(supports.logprobs(scores, temperature), compute)
     return logprobs, entropy if entropy_gradient else entropy.detach()
 
 
@@ -146,12 +146,12 @@ def predicting_positions(loss_mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def predicted_token_ids(token_ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Selects the tokens [N] that are predicted at `predicting_positions`; also works for other [B, T, ...] tensors."""
+    """Selects the tokens [N] predicted at `predicting_positions`; also works for other [B, T, ...] tensors."""
     return token_ids[rows, columns + 1]
 
 
 def aligned_to_tokens(values: Tensor, rows: Tensor, columns: Tensor, shape: Sequence[int]) -> Tensor:
-    """Places values [N, ...] at the tokens that their positions predict, 0 elsewhere. Passes the gradient on.
+    """Places values [N, ...] at the tokens that their positions predict, and 0 elsewhere. Keeps the gradient.
 
     Args:
         values: [N] or [N, ...].
@@ -200,22 +200,22 @@ def hidden_logprobs(
             "Gather both at predicting_positions."
         )
     hidden, weight, bias, chunk_tokens = prepared(hidden, weight, bias, chunk_tokens)
-    mask = _checked(temperature, masked_ids, masked_rows, hidden)
+    mask = _as_mask(temperature, masked_ids, masked_rows, hidden)
 
-    def read(rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        part, ids, part_mask = hidden[rows], token_ids[rows], mask_of(mask, rows)
-        num = part.shape[0]
-        if num <= chunk_tokens and (are_few_logits(num, weight.shape[0]) or not can_compile(part.device.type)):
-            return _logits_logprobs(linear(part, weight, bias), ids, temperature, part_mask, entropy_gradient)
-        return _head_logprobs(part, weight, bias, ids, temperature, part_mask, entropy_gradient, chunk_tokens)
+    def compute(rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        states, ids, row_mask = hidden[rows], token_ids[rows], mask_of(mask, rows)
+        num = states.shape[0]
+        if num <= chunk_tokens and (are_few_logits(num, weight.shape[0]) or not can_compile(states.device.type)):
+            return _logits_logprobs(linear(states, weight, bias), ids, temperature, row_mask, entropy_gradient)
+        return _head_logprobs(states, weight, bias, ids, temperature, row_mask, entropy_gradient, chunk_tokens)
 
     with torch.autocast(hidden.device.type, enabled=False):
         if supports is None or not len(supports.limited):
-            return read(slice(None))
+            return compute(slice(None))
         _check_one_token_each(token_ids)
-        limited = hidden[supports.limited] if len(supports.others) else hidden
+        limited = hidden[supports.limited] if len(supports.unlimited) else hidden
         scores = support_scores(limited, weight, bias, supports, chunk_tokens=chunk_tokens)
-        logprobs, entropy = supports.filled(supports.logprobs(scores, temperature), read)
+        logprobs, entropy = supports.filled(supports.logprobs(scores, temperature), compute)
         return logprobs, entropy if entropy_gradient else entropy.detach()
 
 
@@ -239,7 +239,7 @@ def hidden_topk(
         num_ids: only the first `num_ids` ids are candidates; None for all.
     """
     hidden, weight, bias, chunk_tokens = prepared(hidden, weight, bias, chunk_tokens)
-    mask = _checked(1.0, masked_ids, masked_rows, hidden)
+    mask = _as_mask(1.0, masked_ids, masked_rows, hidden)
     parts = [torch.empty(0, num, dtype=torch.int64, device=hidden.device)]
     with torch.autocast(hidden.device.type, enabled=False):
         for chunk in chunks(hidden.shape[0], chunk_tokens):
@@ -257,7 +257,7 @@ def logits_topk(
     masked_rows: Tensor | None = None,
 ) -> Tensor:
     """Computes `hidden_topk` from logits [N, V]."""
-    return _largest(logits, num, num_ids, _checked(1.0, masked_ids, masked_rows, logits))
+    return _largest(logits, num, num_ids, _as_mask(1.0, masked_ids, masked_rows, logits))
 
 
 def _largest(logits: Tensor, num: int, num_ids: int | None, mask: Mask | None) -> Tensor:
@@ -286,10 +286,10 @@ def prepared(
 
 
 def tokens_per_chunk(num: int, vocabulary: int, form: str) -> int:
-    """Returns how many positions of `num` to compute logits for at a time; all if these logits are kept anyway.
+    """Returns for how many of `num` positions to compute logits at a time: all, if these logits are kept anyway.
 
     Args:
-        form: the device type, or `fused` if the head's functions are compiled.
+        form: the device type, or "fused" if the head's functions are compiled.
     """
     if are_few_logits(num, vocabulary):
         return max(num, 1)
@@ -305,7 +305,8 @@ def are_few_logits(num: int, vocabulary: int) -> bool:
 Mask = tuple[Tensor, Tensor]
 
 
-def _checked(temperature: float, masked_ids: Tensor | None, masked_rows: Tensor | None, states: Tensor) -> Mask | None:
+def _as_mask(temperature: float, masked_ids: Tensor | None, masked_rows: Tensor | None, states: Tensor) -> Mask | None:
+    """Checks these arguments of the public functions, and returns the mask, if any; `states` is [N, ...]."""
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}. For greedy logprobs use 1.")
     if masked_ids is None and masked_rows is None:
@@ -434,11 +435,11 @@ class _HeadLogprobs(torch.autograd.Function):
         entropy_gradient: bool,
         chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
-        read, _ = _passes(hidden.device.type)
+        compute, _ = _passes(hidden.device.type)
         parts = []
         for chunk in chunks(hidden.shape[0], chunk_tokens):
             logits = linear(hidden[chunk], weight, bias)
-            parts.append(read(logits, token_ids[chunk], temperature, mask_of(mask, chunk)))
+            parts.append(compute(logits, token_ids[chunk], temperature, mask_of(mask, chunk)))
         logprobs, *saved = (torch.cat(values) for values in zip(*parts, strict=True))
         entropy = saved[0]
         ctx.set_materialize_grads(False)
@@ -489,12 +490,12 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _read(logits: Tensor, token_ids: Tensor, temperature: float, mask: Mask | None) -> tuple[Tensor, ...]:
+def _chunk_logprobs(logits: Tensor, token_ids: Tensor, temperature: float, mask: Mask | None) -> tuple[Tensor, ...]:
     """Computes logprobs and entropies from a chunk's logits [n, V]."""
     return _gather(*_distribution(logits, temperature, mask), token_ids)
 
 
-def _gradient(
+def _chunk_gradient(
     logits: Tensor,
     token_ids: Tensor,
     temperature: float,
@@ -509,12 +510,12 @@ def _gradient(
     return gradient.to(logits.dtype)
 
 
-# The same functions for torch.compile: only the logits [n, V] and their gradient are in memory, and other tensors of
-# that size stay inside a kernel. The forward also keeps the largest score and the log of the sum, so that the backward
-# reads the logits only once.
+# The same two functions for torch.compile: only the logits [n, V] and their gradient are in memory; other tensors of
+# that size stay inside a kernel. The forward also returns the largest score and the log of the sum, so that the
+# backward reads the logits only once.
 
 
-def _fused_read(logits: Tensor, token_ids: Tensor, temperature: float, mask: Mask | None) -> tuple[Tensor, ...]:
+def _fused_logprobs(logits: Tensor, token_ids: Tensor, temperature: float, mask: Mask | None) -> tuple[Tensor, ...]:
     scores = masked_scores(logits, temperature, mask)
     largest = scores.amax(1, keepdim=True)
     shifted = scores - largest
@@ -556,8 +557,10 @@ _Pass = Callable[..., Any]
 
 
 def _passes(device_type: str) -> tuple[_Pass, _Pass]:
-    """Returns the functions that read a chunk's logits and that compute their gradient."""
-    return (_compiled(_fused_read), _compiled(_fused_gradient)) if can_compile(device_type) else (_read, _gradient)
+    """Returns the functions that compute a chunk's logprobs and entropies, and the gradient of its logits."""
+    if can_compile(device_type):
+        return _compiled(_fused_logprobs), _compiled(_fused_gradient)
+    return _chunk_logprobs, _chunk_gradient
 
 
 @functools.cache

@@ -9,7 +9,7 @@ Shapes: B trajectories, T tokens. Both layouts compute the same forward pass:
     └───────┘  └─────────────┘
 
 In a rectangle the padding is on the right, so a causal model needs no attention mask. In a packed row
-(strategies/layouts/shared_prefix.py) attention gets the starts of the trajectories (packed_attention.py).
+(strategies/layouts/shared_prefix.py), attention needs to know where each trajectory starts (packed_attention.py).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from lightrl.checks.bounds import check_bounds
 def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[int]]:
     """Finds the cheapest partition of trajectories into right-padded rectangles.
 
-    The cost is Σ rows · longest + overhead_tokens · number of rectangles. There is an optimal partition that cuts the
-    sorted lengths and never separates equal ones, so dynamic programming over the distinct lengths finds the minimum.
+    The cost is Σ rows · longest + overhead_tokens · number of rectangles. Some optimal partition cuts the sorted
+    lengths without separating equal ones, so dynamic programming over the distinct lengths finds the minimum.
 
     Args:
         lengths: tokens of each trajectory, 0 or more.
@@ -41,7 +41,7 @@ def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[in
         rows_of[length].append(row)
     distinct = sorted(rows_of)
     num_shorter = [0]  # [end]: the number of trajectories shorter than distinct[end]
-    best_cost, best_start = [0], [0]  # [end]: the lowest cost of these, and where their last rectangle starts
+    best_cost, best_start = [0], [0]  # [end]: their lowest cost, and the index in `distinct` of their last rectangle
     for end, longest in enumerate(distinct, start=1):
         num_shorter.append(num_shorter[-1] + len(rows_of[longest]))
         cost, start = min((best_cost[start] - num_shorter[start] * longest, start) for start in range(end))
@@ -59,7 +59,7 @@ def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[in
 def bins(sizes: Sequence[int], max_size: int) -> list[list[int]]:
     """Partitions items into bins of at most `max_size` by best-fit decreasing; a larger item gets a bin for itself.
 
-    If it takes no more bins, puts items of similar size together instead, for rectangles with little padding.
+    If that takes no more bins, puts items of similar size together instead, so that rectangles have little padding.
 
     Returns:
         Indices into `sizes`, the largest item of each bin first. Every index is in exactly one bin.
@@ -88,11 +88,11 @@ def bins(sizes: Sequence[int], max_size: int) -> list[list[int]]:
 
 
 def microbatch_bins(lengths: Sequence[int], units: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Returns the rows of each microbatch, of at most `max_tokens` or one larger unit; a unit's rows stay together."""
+    """Returns each microbatch's rows: at most `max_tokens`, or one larger unit. A unit's rows stay together."""
     if sum(lengths[row] for rows in units for row in rows) <= max_tokens:
         return [sorted(row for rows in units for row in rows)]
     sizes = [sum(lengths[row] for row in rows) for rows in units]
-    return [sorted(row for index in part for row in units[index]) for part in bins(sizes, max_tokens)]
+    return [sorted(row for index in indices for row in units[index]) for indices in bins(sizes, max_tokens)]
 
 
 def chunks_of_similar_length(
@@ -102,8 +102,8 @@ def chunks_of_similar_length(
 
     Args:
         sequences: token ids.
-        max_tokens: of a chunk, padded to its longest sequence; a longer sequence is a separate chunk.
-        may_pad: True allows sequences down to half the longest one's length; False only equal lengths.
+        max_tokens: bound on a chunk's tokens, padded to its longest sequence; a longer sequence is a separate chunk.
+        may_pad: True allows sequences down to half the length of the longest; False allows only equal lengths.
     """
     chunk: list[int] = []
     for index in sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i)):

@@ -25,7 +25,7 @@ class Total(Protocol):
 
 
 def of_one_rank(values: Tensor, operation: Literal["sum", "max"] = "sum") -> Tensor:
-    """Returns the values: the Total of a single rank, which holds all trajectories."""
+    """Returns the values unchanged: the Total of a single rank, which holds all trajectories."""
     return values
 
 
@@ -34,7 +34,7 @@ def neutralize(loss_mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
     Args:
         loss_mask: bool, [B, T] (or [B], with tensors [B]).
-        tensors: of the mask's shape, possibly with more dimensions after it.
+        tensors: each has the mask's shape, possibly with more dimensions after it.
     """
     dims = loss_mask.dim()
     neutral = []
@@ -67,7 +67,7 @@ def reduce_loss(
     num_sequences: int,
     max_new_tokens: int | None = None,
 ) -> Tensor:
-    """Computes a microbatch's share of the minibatch's loss, the sum of the shares of all microbatches and ranks.
+    """Computes a microbatch's share of the minibatch loss; the shares of all microbatches and ranks sum to that loss.
 
     With N = num_tokens, B = num_sequences, n_i the loss tokens of trajectory i:
     "token" Σ/N (DAPO), "sequence" Σ_i(Σ_t/n_i)/B (GRPO), "fixed" Σ/(B · max_new_tokens) (Dr. GRPO).

@@ -1,6 +1,6 @@
 """Supports: the tokens that top-p or top-k allowed at a position; their encoding, and the softmax over them.
 
-If sampling is truncated, a token's logprob comes from the softmax over its support. Each sampled token therefore
+With truncated sampling, a token's logprob comes from the softmax over its support. Each sampled token therefore
 carries its support, and every model that computes the token's logprob renormalizes over it:
 
     engine ── bytes ──► Completion ──► Trajectory ──► Experience ── Supports.at ──► logits of M ids ──► softmax
@@ -48,8 +48,8 @@ def encode_supports(rows: _Ints, ids: _Ints, sampled: _Ints, vocabulary: int | N
     is_sampled = ids == sampled[rows]
     if int(is_sampled.sum()) != int((counts > 0).sum()):
         raise ValueError("A sampled token is not in the support that it was sampled from.")
-    is_every = (counts == 0) | (counts == vocabulary)
-    is_coded = ~(is_sampled | is_every[rows])
+    is_unlimited = (counts == 0) | (counts == vocabulary)
+    is_coded = ~(is_sampled | is_unlimited[rows])
     rows, ids = rows[is_coded], ids[is_coded].astype(np.int64)
     gaps = np.diff(ids, prepend=-1) - 1
     is_first = np.diff(rows, prepend=-1) != 0
@@ -59,7 +59,7 @@ def encode_supports(rows: _Ints, ids: _Ints, sampled: _Ints, vocabulary: int | N
     numbers = np.empty(len(ids) + num, np.int64)
     is_end = np.zeros(len(numbers), bool)
     is_end[ends - 1] = True
-    numbers[is_end], numbers[~is_end] = is_every, gaps + 2
+    numbers[is_end], numbers[~is_end] = is_unlimited, gaps + 2  # 0 and 1 are end marks
     sizes = 1 + np.searchsorted(_MORE_BYTES, numbers, side="right")
     starts = sizes.cumsum() - sizes
     data = np.empty(int(sizes.sum()), np.uint8)
@@ -81,29 +81,29 @@ def decode_supports(codes: _Ints) -> tuple[_Ints, _Ints, _Ints]:
     """
     if not len(codes):
         return np.zeros(0, bool), np.zeros(0, np.int64), np.zeros(0, np.int64)
-    is_last = codes < 128
+    is_last = codes < 128  # the last byte of a number
     starts = np.flatnonzero(is_last)
     starts = np.concatenate([[0], starts[:-1] + 1])
-    byte_index = np.arange(len(codes)) - starts.repeat(np.diff(starts, append=len(codes)))
+    byte_index = np.arange(len(codes)) - starts.repeat(np.diff(starts, append=len(codes)))  # within its number
     numbers = np.add.reduceat((codes & 127).astype(np.int64) << (_BITS * byte_index), starts)
     is_end = numbers < 2
     ends = np.flatnonzero(is_end)
     counts = np.diff(ends, prepend=-1) - 1
-    totals = np.where(is_end, 0, numbers - 1).cumsum()
+    totals = np.where(is_end, 0, numbers - 1).cumsum()  # a number is its id's distance from the id before, plus 1
     before = np.concatenate([[0], totals[ends[:-1]]])
     return numbers[ends] == 1, counts, totals[~is_end] - before.repeat(counts) - 1
 
 
 @dataclass(frozen=True)
 class Supports:
-    """The supports of the n out of N positions that have one, with M ids in total."""
+    """The supports at n of N positions, with M ids in total; at the other positions every token could be sampled."""
 
     limited: Tensor  # int64 [n], ascending: the positions with a support
-    others: Tensor  # int64 [N - n], ascending: positions where every token could be sampled
+    unlimited: Tensor  # int64 [N - n], ascending: the other positions
     ids: Tensor  # int64 [M], concatenated; the sampled token is the last of each support
-    rows: Tensor  # int64 [M], ascending: which of the n supports each id belongs to
+    rows: Tensor  # int64 [M], ascending: index of the support, 0 to n - 1, that each id belongs to
     counts: Tensor  # int64 [n], number of ids in each support
-    ends: list[int]  # [n], end of each support in `ids`; a list, because the host cuts the chunks
+    ends: list[int]  # [n], end of each support in `ids`; a list, because the host computes the chunks
 
     @classmethod
     def at(cls, codes: Sequence[Tensor], lengths: Tensor, token_ids: Tensor, rows: Tensor, columns: Tensor) -> Supports:
@@ -114,21 +114,19 @@ class Supports:
             lengths: int64 [B], number of tokens in each row.
             token_ids: int64 [B, T]; the result is on their device.
         """
-        is_every, num_others, ids = decode_supports(torch.cat(list(codes)).numpy())
-        # Each token's index among all tokens; padding gets an extra index without a support.
+        is_unlimited, num_others, other_ids = decode_supports(torch.cat(list(codes)).numpy())
+        # Each token's index among the tokens of all rows; padding gets one more index, which has no support.
         sizes = on_host(lengths).numpy()
         row, column = on_host(rows).numpy(), on_host(columns).numpy() + 1
         token = np.where(column < sizes[row], (sizes.cumsum() - sizes)[row] + column, len(num_others))
-        is_limited = ~np.append(is_every, True)[token]
+        is_limited = ~np.append(is_unlimited, True)[token]
         token, row, column = token[is_limited], row[is_limited], column[is_limited]
-        others = num_others[token]
-        counts = others + 1
+        counts = num_others[token] + 1
         ends = counts.cumsum()
         is_sampled = np.zeros(int(counts.sum()), bool)
         is_sampled[ends - 1] = True
-        first = (num_others.cumsum() - num_others)[token] - (others.cumsum() - others)
         support_ids = np.empty(len(is_sampled), np.int64)
-        support_ids[~is_sampled] = ids[first.repeat(others) + np.arange(int(others.sum()))]
+        support_ids[~is_sampled] = other_ids[_ranges((num_others.cumsum() - num_others)[token], num_others[token])]
         support_ids[is_sampled] = on_host(token_ids).numpy()[row, column]
 
         def on_device(values: _Ints) -> Tensor:
@@ -136,7 +134,7 @@ class Supports:
 
         return cls(
             limited=on_device(np.flatnonzero(is_limited)),
-            others=on_device(np.flatnonzero(~is_limited)),
+            unlimited=on_device(np.flatnonzero(~is_limited)),
             ids=on_device(support_ids),
             rows=on_device(np.arange(len(counts)).repeat(counts)),
             counts=on_device(counts),
@@ -164,21 +162,27 @@ class Supports:
         normalizer = total.log()
         return shifted[self.counts.cumsum(0) - 1] - normalizer, normalizer - weighted / total
 
-    def filled(self, within: tuple[Tensor, Tensor], read: Callable[[Tensor], tuple[Tensor, Tensor]]) -> _Pair:
+    def filled(self, limited: _Pair, compute_unlimited: Callable[[Tensor], _Pair]) -> _Pair:
         """Returns logprobs and entropies of all N positions.
 
         Args:
-            within: logprobs and entropies of the n positions with a support.
-            read: computes them for the other positions; called only if there are any.
+            limited: logprobs and entropies of the n positions with a support.
+            compute_unlimited: computes them at the other positions; called only if there are any.
         """
-        if not len(self.others):
-            return within
-        logprobs, entropy = read(self.others)
-        num = len(self.limited) + len(self.others)
-        zeros = logprobs.new_zeros(num), entropy.new_zeros(num)
-        pairs = zip(zeros, (logprobs, entropy), within, strict=True)
-        filled = (zero.index_put((self.others,), rest).index_put((self.limited,), own) for zero, rest, own in pairs)
-        return next(filled), next(filled)
+        if not len(self.unlimited):
+            return limited
+        num = len(self.unlimited) + len(self.limited)
+        logprobs, entropy = (
+            others.new_zeros(num).index_put((self.unlimited,), others).index_put((self.limited,), within)
+            for others, within in zip(compute_unlimited(self.unlimited), limited, strict=True)
+        )
+        return logprobs, entropy
+
+
+def _ranges(starts: _Ints, sizes: _Ints) -> _Ints:
+    """Concatenates ranges of integers: starts [5, 2] and sizes [2, 3] give [5, 6, 2, 3, 4]."""
+    offsets: _Ints = (starts - (sizes.cumsum() - sizes)).repeat(sizes)
+    return offsets + np.arange(len(offsets))
 
 
 def support_scores(
@@ -206,6 +210,8 @@ def support_scores(
 
 
 class _SupportScores(torch.autograd.Function):
+    """Has the logits, or their gradient, of one chunk of positions in memory at a time."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -222,9 +228,9 @@ class _SupportScores(torch.autograd.Function):
         if is_here is not None:
             ids = torch.where(is_here, ids, 0)
         scores = torch.empty(len(ids), dtype=torch.promote_types(weight.dtype, torch.float32), device=hidden.device)
-        for positions, part in supports.chunks(chunk_tokens):
+        for positions, ids_slice in supports.chunks(chunk_tokens):
             logits = linear(hidden[positions], weight, bias)
-            scores[part] = logits[rows[part] - positions.start, ids[part]].to(scores.dtype)
+            scores[ids_slice] = logits[rows[ids_slice] - positions.start, ids[ids_slice]].to(scores.dtype)
         if total is not None and is_here is not None:
             scores = torch.where(is_here, scores, 0.0)
             total(scores)
@@ -242,10 +248,10 @@ class _SupportScores(torch.autograd.Function):
         # Sum in at least float32, because a bfloat16 sum over hundreds of chunks loses most small terms.
         grad_weight = torch.zeros_like(weight, dtype=grad_scores.dtype)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=grad_scores.dtype)
-        for positions, part in ctx.supports.chunks(ctx.chunk_tokens):
+        for positions, ids_slice in ctx.supports.chunks(ctx.chunk_tokens):
             gradient = grad_scores.new_zeros(positions.stop - positions.start, weight.shape[0])
-            indices = (ctx.supports.rows[part] - positions.start, ids[part])
-            gradient.index_put_(indices, grad_scores[part], accumulate=is_here is not None)
+            indices = (ctx.supports.rows[ids_slice] - positions.start, ids[ids_slice])
+            gradient.index_put_(indices, grad_scores[ids_slice], accumulate=is_here is not None)
             if grad_bias is not None:
                 grad_bias += gradient.sum(0)
             gradient = gradient.to(weight.dtype)

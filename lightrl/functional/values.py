@@ -142,7 +142,7 @@ def value_loss(
         returns: [B, T].
         old_values: [B, T], from before the update; required with `value_clip`.
         value_clip: bound on the distance from the old value; None for no bound.
-        huber_delta: the error above which the loss grows linearly; None for no such error.
+        huber_delta: the error above which the loss grows linearly; None squares every error.
 
     Returns:
         [B, T].
@@ -205,12 +205,11 @@ class ValueNormalizer:
         ).tolist()
         if num == 0:
             return
-        count = num if self.kind == "running" else 1 - self.decay
-        old = self.weight if self.kind == "running" else self.decay * self.weight
-        total = old + count
-        self.mean = (old * self.mean + count * sum_ / num) / total
-        self.mean_square = (old * self.mean_square + count * square_sum / num) / total
-        self.weight = total
+        new_weight = num if self.kind == "running" else 1 - self.decay
+        old_weight = self.weight if self.kind == "running" else self.decay * self.weight
+        self.weight = old_weight + new_weight
+        self.mean = (old_weight * self.mean + new_weight * sum_ / num) / self.weight
+        self.mean_square = (old_weight * self.mean_square + new_weight * square_sum / num) / self.weight
 
     @property
     def std(self) -> float:

@@ -2,13 +2,11 @@
 
 Reading order:
     rollout_stage.py  what a fit or validate opens, checks and closes: reward worker, engine, rollout
-    rollout_loop.py   one iteration from groups to new weights, called by Lightning's fit loop
-    score.py          model calls and advantages on the whole iteration
-    run_calls.py      runs each call as soon as its inputs are ready, on the ranks that hold its model
-    update.py         minibatches, microbatches, loss reduction, the optimizer step
-    metrics.py        means, sums and bounds that do not depend on microbatches or ranks; step_log.py logs them together
+    rollout_loop.py   one iteration from groups to new weights, called by Lightning's fit loop; Ctrl-C and SIGTERM
+    score.py          model calls and advantages on the whole iteration, each as soon as its inputs are ready
+    update.py         loss and metrics of a minibatch, which do not depend on microbatches or ranks
+    step_log.py       logs the numbers of an iteration together
     resume.py         the state from which a resumed run continues; fast_dev_run's check of it
-    interrupt.py      Ctrl-C and SIGTERM wait for the end of an update
     shared_rollout.py gives every rank the results of rank 0's rollout controller
     sharing.py        sends rows, rewards and call outputs to the ranks that need them; shared_tables.py: attachments
 

@@ -10,7 +10,9 @@ import dataclasses
 import inspect
 import io
 import logging
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from lightrl.checks.printable import duration_text
 from lightrl.checks.secret_settings import is_secret, without_secrets
 from lightrl.errors import LightRLError
 from lightrl.loops.update import GradientGuard
@@ -250,6 +253,12 @@ class CheckpointConnector(_CheckpointConnector):
         if self.trainer.state.fn == TrainerFn.FITTING:
             self._resume.keep_settings()
         super().restore_training_state()
+        path = Path(self.trainer.ckpt_path or "")
+        if self._loaded_checkpoint and self.trainer.state.fn == TrainerFn.FITTING and self.trainer.is_global_zero:
+            age = f", saved {duration_text(time.time() - path.stat().st_mtime)} ago" if path.exists() else ""
+            done, total = self.trainer.global_step, self.trainer.max_steps
+            of_total = f" of {total}" if total > 0 else ""
+            log.info("Continues after iteration %d%s from %s%s.", done, of_total, path, age)
 
     def restore_optimizers(self) -> None:
         strategy = self.trainer.strategy

@@ -1,30 +1,48 @@
-"""The score phase: the module's model calls and advantages, all on the whole iteration's Experience."""
+"""The score phase: the module's model calls and advantages, all on the whole iteration's Experience.
+
+Each call runs as soon as its inputs are ready:
+
+    rank 0    policy's calls ...   function (thread) ...  ─┐
+    rank 1    critic's calls ...                          ─┴─► a result to all ranks when a call needs it, or at the end
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lightrl.dataflow import ADVANTAGES, GENERATE, REWARD, ModelCall, follows_from_trajectories
+from lightrl.dataflow import (
+    ADVANTAGES,
+    GENERATE,
+    REWARD,
+    DataFlowGraph,
+    ModelCall,
+    follows_from_trajectories,
+    runs_in_thread,
+)
 from lightrl.engines.sglang.scoring import with_server
 from lightrl.errors import LightRLError, TrainingError
 from lightrl.experience import Experience
 from lightrl.functional import on_last_loss_token
-from lightrl.loops.run_calls import run_calls
 from lightrl.loops.sharing import gather, holders_of, is_forward, share_outputs
 from lightrl.models import untrained_reward_model
 from lightrl.models.tuning import tuning_of
 from lightrl.strategies import Microbatches, Ranks, ShardedExperience, mark_as_on_all_ranks
 from lightrl.strategies.sharded_experience import OnLossTokens, TokenRows
 from lightrl.strategies.sharded_experience.placement import microbatch_rows
-from lightrl.trajectory import Trajectory, as_array
+from lightrl.trace import span
+from lightrl.trajectory import Prompt, Trajectory, as_array, encode_json
 
 if TYPE_CHECKING:
     from lightrl.module import RLModule
@@ -81,6 +99,11 @@ def score(
     rows = list(trajectories)
     sharded = ShardedExperience.of(experience) if isinstance(experience, Experience) else experience
     ranks = sharded.ranks
+    if module.reads_prompts:
+        module.prompts = [item.prompt for item in rows]
+        if ranks.size > 1:
+            records = json.loads(encode_json(module.prompts)) if ranks.is_main else None
+            module.prompts = [Prompt(**record) for record in ranks.broadcast_json(records)]
 
     @torch.no_grad()  # in the call's own thread
     def run(call: ModelCall, current: ShardedExperience) -> _Outputs:
@@ -98,7 +121,7 @@ def score(
     def runs_here(call: ModelCall) -> bool:
         return holders_of(call, ranks).is_here if is_forward(call) else ranks.is_main or call.on_all_ranks
 
-    return run_calls(
+    return CallRun(
         module.data_flow(),
         sharded,
         run,
@@ -107,7 +130,7 @@ def score(
         runs_here=runs_here,
         share=functools.partial(share_outputs, sharded, module) if ranks.size > 1 else None,
         on_wait=ranks.step,
-    )
+    ).finish()
 
 
 def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ranks: Ranks) -> _Outputs:
@@ -257,3 +280,156 @@ def _function_outputs(
                 " add 'rewards' to its inputs: it then runs after them."
             )
     return {name: value.detach() for name, value in outputs.items()}
+
+
+WAIT_S = 1.0  # between two calls of `on_wait`
+
+_State = TypeVar("_State")
+_Results = Mapping[str, Any]
+
+
+@dataclass
+class CallRun(Generic[_State]):
+    """Runs the infer calls of a graph; `finish` returns the state with their results added.
+
+    Calls of the trainer's models run in the thread that finishes, each other call in its own thread, which adds its
+    result and starts the calls that were waiting for it. A call that misses its deadline is named in the error and
+    abandoned; its thread is a daemon.
+
+    With several ranks, each rank runs its own calls, the trainer's in the graph's order. Results are shared as late as
+    possible, when a call needs them or at the end, so that calls on different ranks run at the same time.
+
+    Args:
+        graph: the calls; its train calls are skipped.
+        state: an Experience; `add(experience, tensors)` returns one with more keys.
+        run: returns the outputs of a call by key; called from several threads concurrently.
+        left_out: names of calls whose outputs `state` has, or that run later.
+        runs_here: whether this rank runs a call.
+        share: gives every rank the outputs that it needs from the ranks that ran the call; all ranks call it, in the
+            same order. None for one rank, which runs the trainer's calls in the order in which they become ready.
+        on_wait: called about once a second while waiting for a call in another thread.
+    """
+
+    graph: DataFlowGraph
+    state: _State
+    run: Callable[[ModelCall, _State], _Results]
+    add: Callable[[_State, _Results], _State]
+    left_out: Collection[str] = ()
+    runs_here: Callable[[ModelCall], bool] = lambda call: True
+    share: Callable[[ModelCall, _Results], _Results] | None = None
+    on_wait: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.calls = [call for call in self.graph.of_kind("infer") if call.name not in self.left_out]
+        self.outputs: dict[str, _Results] = {}
+        self._todo = {call.name for call in self.calls}
+        self._partial: set[str] = set()  # calls whose outputs are still divided over several ranks
+        self._started: set[str] = set()
+        self._running: dict[str, tuple[ModelCall, float]] = {}  # in other threads, with their deadlines
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def finish(self) -> _State:
+        """Runs all calls; raises TrainingError if one misses its deadline."""
+        self.start_ready()
+        trainer_calls = [call for call in self.calls if not runs_in_thread(call)]
+        if self.share is not None:
+            self._run_with_others(trainer_calls, self.share)
+            return self.state
+        while trainer_calls:
+            self.wait_for(lambda: any(map(self.is_ready, trainer_calls)))
+            call = next(filter(self.is_ready, trainer_calls))
+            trainer_calls.remove(call)
+            self.run_now(call)
+        self.wait_for(lambda: all(call.name in self.outputs for call in self.calls))
+        return self.state
+
+    def is_ready(self, call: ModelCall) -> bool:
+        ready = self.outputs.keys() - self._partial
+        return all(name in ready or name not in self._todo for name in self.graph.edges[call.name])
+
+    def start_ready(self) -> None:
+        with self._changed:
+            for call in self.calls:
+                if not runs_in_thread(call) or not self.runs_here(call) or call.name in self._started:
+                    continue
+                if self.is_ready(call):
+                    self._started.add(call.name)
+                    self._running[call.name] = call, time.monotonic() + call.timeout_s
+                    name, args = f"lightrl-call-{call.name}", (call, self.state)
+                    threading.Thread(target=self._run_in_thread, args=args, name=name, daemon=True).start()
+
+    def _run_with_others(
+        self, trainer_calls: list[ModelCall], share: Callable[[ModelCall, _Results], _Results]
+    ) -> None:
+        """Runs the trainer's calls of this rank and shares all results with the other ranks."""
+        shared = {call.name for call in self.graph.calls} - self._todo
+
+        def share_with_all(call: ModelCall) -> None:
+            if call.name in shared:
+                return
+            shared.add(call.name)
+            for name in self.graph.edges[call.name]:
+                share_with_all(self.graph[name])
+            if runs_in_thread(call) and self.runs_here(call):
+                self.wait_for(lambda: call.name in self.outputs)
+            outputs = share(call, self.outputs.get(call.name, {}))
+            self._partial.discard(call.name)
+            self.add_outputs(call.name, outputs)
+
+        for call in trainer_calls:
+            for name in self.graph.edges[call.name]:
+                share_with_all(self.graph[name])
+            if self.runs_here(call):
+                self._partial.add(call.name)
+                self.run_now(call)
+        for call in self.calls:
+            share_with_all(call)
+
+    def run_now(self, call: ModelCall) -> None:
+        """Runs the call in the caller's thread."""
+        with self._changed:
+            self._raise_if_failed()
+            state = self.state
+        with span(call.name, "score"):
+            outputs = self.run(call, state)
+        self.add_outputs(call.name, outputs)
+
+    def add_outputs(self, name: str, outputs: _Results) -> None:
+        with self._changed:
+            self.state = self.add(self.state, outputs)
+            self.outputs[name] = outputs
+            self._running.pop(name, None)
+            self.start_ready()
+            self._changed.notify_all()
+
+    def wait_for(self, is_enough: Callable[[], bool]) -> None:
+        """Waits; raises the error of a call in another thread, or TrainingError at the first missed deadline."""
+        with self._changed:
+            self._raise_if_failed()
+            while not is_enough():
+                call, deadline = min(self._running.values(), key=lambda item: item[1])
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
+                    raise TrainingError(
+                        f"Model call {call.name!r} did not return its outputs {list(call.outputs)} within timeout_s="
+                        f"{call.timeout_s:g}; still running: {sorted(self._running)}. Check what it calls, or increase "
+                        "its timeout_s."
+                    )
+                self._changed.wait(min(remaining_s, WAIT_S))
+                self._raise_if_failed()
+                self.on_wait()
+
+    def _run_in_thread(self, call: ModelCall, state: _State) -> None:
+        try:
+            with span(call.name, "score"):
+                outputs = self.run(call, state)
+            self.add_outputs(call.name, outputs)
+        except BaseException as error:  # noqa: BLE001  # `wait_for` raises it in the main thread
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def _raise_if_failed(self) -> None:
+        if self._error is not None:
+            raise self._error

@@ -138,6 +138,7 @@ class SharedRollout:
             message = ranks.receive()
             self._raise_if_error(message)
             self._remote_version = message.done
+        self.workflow = None if self.controller is None else self.controller.workflow
 
     @property
     def engine(self) -> RolloutEngine | None:

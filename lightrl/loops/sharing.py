@@ -52,7 +52,7 @@ def shard(
     graph = module.data_flow()
     calls = [*graph.of_kind("train"), *(call for call in graph.of_kind("infer") if is_forward(call))]
     placed = place_rows(
-        replace(experience, ranks=ranks),
+        experience,
         num_minibatches=module.num_minibatches,
         seed=seed,
         unit=module.loss_unit,
@@ -148,7 +148,7 @@ def share_outputs(
             has = torch.ones_like(needs) if module.advantage_inputs else _owned(experience)
             return {**outputs, **exchange(experience, tokens, has, needs)}
         holders = holders_of(call, ranks) if is_forward(call) else None
-        has = all_rows_of(experience, [0]) if holders is None else rows_by_rank(experience, holders, ranks.size)
+        has = all_rows_of(experience, [0]) if holders is None else rows_by_rank(experience, holders)
         source = 0 if holders is None else holders.first_rank
         # Dtypes and shapes: an empty tensor for an output per token, one rank's tensor for an output [B].
         kinds = {

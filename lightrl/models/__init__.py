@@ -2,10 +2,10 @@
 
 Reading order:
     role.py           Role: a model in a run, how it is trained and on which ranks (RoleMesh); loads and checks it
-    model_spec.py     ModelSpec: where a role's model and tokenizer come from
+    model_spec.py     ModelSpec: the source of a role's model and tokenizer
     parallel_model.py Outputs, and ParallelModel, which each strategy implements
-    conversion.py     names and layouts of checkpoints and servers ◄─► those of a model's modules
-    tuning.py         which weights training changes: all of them, or adapters on a frozen base (lora.py)
+    conversion.py     converts names and layouts between checkpoints or servers and a model's modules
+    tuning.py         the weights that training changes: all of them, or adapters on a frozen base (lora.py)
     moe.py            MoE blocks and their routers; expert_parallel.py: experts divided over ranks
     routes.py         records the experts that the engine chose for each token, and replays them
     images.py         images in prompts, and the models that read them
@@ -30,14 +30,7 @@ from lightrl.models.model_spec import (
     scalar_head,
     untrained_reward_model,
 )
-from lightrl.models.parallel_model import (
-    Backward,
-    Candidates,
-    LossFunction,
-    Metric,
-    Outputs,
-    ParallelModel,
-)
+from lightrl.models.parallel_model import Backward, Candidates, LossFunction, Metric, Outputs, ParallelModel
 from lightrl.models.role import Role, RoleMesh, models_made_by
 from lightrl.models.routes import check_compiled, recompute_contexts, wrap_blocks
 

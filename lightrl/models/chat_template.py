@@ -113,8 +113,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, image_reader: ImageReader | None = None) -> None:
         self.tokenizer, self.image_reader = tokenizer, image_reader  # None if the policy accepts no images
-        self.end_token_ids: set[int] = set()  # end a turn too, besides those of the tokenizer and the template
-        # Each of these caches is valid for the template in it.
+        self.end_token_ids: set[int] = set()  # more tokens that end a turn, besides the tokenizer's and the template's
+        # Each of these caches is valid for the template stored in it.
         self._ends: tuple[Template, set[int | None]] | None = None  # end-of-turn tokens
         # Whether the template reads content as plain text, and call arguments as objects.
         self._reads: tuple[Template, bool, bool] = None, True, True
@@ -124,7 +124,6 @@ class ChatTemplate:
 
     @property
     def chat_template(self) -> Template:
-        """The tokenizer's template."""
         template: Template = getattr(self.tokenizer, "chat_template", None)
         return template
 
@@ -161,19 +160,19 @@ class ChatTemplate:
         Pass the text only to `encode`: special tokens that were typed as text have a mark inside.
         """
         messages = [self._as_read(message) for message in messages]
-        text = self._rendered(messages, arguments, is_whole=is_whole)
-        others, own = self._typed_tokens()
-        marked = [_marked(message, own if message.get("role") == "assistant" else others) for message in messages]
-        marked_arguments = _marked(arguments, others)
+        text = self._apply_template(messages, arguments, is_whole=is_whole)
+        typed, assistant_typed = self._typed_tokens()
+        marked = [_marked(each, assistant_typed if each.get("role") == "assistant" else typed) for each in messages]
+        marked_arguments = _marked(arguments, typed)
         if marked != messages or marked_arguments != arguments:
-            marked_text = self._rendered(marked, marked_arguments, is_whole=is_whole)
+            marked_text = self._apply_template(marked, marked_arguments, is_whole=is_whole)
             if marked_text.replace(MARK, "") == text.replace(MARK, ""):
                 text = marked_text
             else:
                 self._warn_of_typed(marked_text.count(MARK), "the chat template reads them itself, so")
-        return self._framed(text)
+        return self._with_image_frames(text)
 
-    def _rendered(self, messages: Messages, arguments: Mapping[str, object], *, is_whole: bool) -> str:
+    def _apply_template(self, messages: Messages, arguments: Mapping[str, object], *, is_whole: bool) -> str:
         continues = not is_whole and messages[-1].get("role") == "assistant"
         dated: dict[str, Any] = {}
         if self.is_dated:  # a template gets data, not functions, so the dates are formatted here
@@ -193,11 +192,11 @@ class ChatTemplate:
     def _typed_tokens(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
         """Returns patterns of tokens that stay text when typed: all special tokens; for the assistant, turn markers."""
         if self._typed[0] is not self.chat_template:
-            self._typed = self.chat_template, _one_of([]), _one_of([])  # for the probe
+            self._typed = self.chat_template, _one_of([]), _one_of([])  # used in the probe
             added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
-            written = [name for name in added if name in self._probe(2)]
-            of_turns = [name for name in written if "think" not in name.lower()]
-            self._typed = self.chat_template, _one_of([*self._special_tokens(), *written]), _one_of(of_turns)
+            in_chats = [name for name in added if name in self._probe(2)]
+            turn_markers = [name for name in in_chats if "think" not in name.lower()]
+            self._typed = self.chat_template, _one_of([*self._special_tokens(), *in_chats]), _one_of(turn_markers)
         return self._typed[1:]
 
     def _special_tokens(self) -> list[str]:
@@ -213,8 +212,8 @@ class ChatTemplate:
                 "are read as tokens. Remove them from the data if that is not intended.", num, reason,
             )  # fmt: skip
 
-    def _framed(self, text: str) -> str:
-        """Replaces the one token that Gemma 3's template writes for an image by all tokens that the model reads."""
+    def _with_image_frames(self, text: str) -> str:
+        """Replaces the one token that Gemma 3's template writes for an image with all tokens that the model reads."""
         reader = self.image_reader
         if reader is None or reader.frame is None:
             return text
@@ -228,14 +227,14 @@ class ChatTemplate:
         JSON text.
         """
         if self._reads[0] is not self.chat_template:
-            for reads_text in (True, False, True):
+            for reads_text in (True, False, True):  # ends with True if neither works
                 self._reads = self.chat_template, reads_text, True
                 if _ANSWER in self._probe(1, question=_ANSWER):
                     break
             for reads_objects in (True, False, True):
                 self._reads = self.chat_template, reads_text, reads_objects
-                written = self._probe(2, answer="", tool_calls=[_CALL])
-                if _ANSWER in written and f"'{_ANSWER}'" not in written:  # how Python prints an object
+                rendered = self._probe(2, answer="", tool_calls=[_CALL])
+                if _ANSWER in rendered and f"'{_ANSWER}'" not in rendered:  # how Python prints an object
                     break
         _, reads_text, reads_objects = self._reads
         if message.get("tool_calls"):
@@ -252,19 +251,19 @@ class ChatTemplate:
     def plain_text(self, messages: Messages) -> str:
         """Joins the text of the messages without a template, with an image token for each image."""
         reader = self.image_reader
-        first = "" if reader is None else self.decode([(reader.frame or (reader.image_token_id,))[0]])
+        image_text = "" if reader is None else self.decode([(reader.frame or (reader.image_token_id,))[0]])
         typed = self._typed_tokens()[0].findall(plain_text(messages))
         self._warn_of_typed(len(typed), "without a chat template")
-        return self._framed(plain_text(messages, first))
+        return self._with_image_frames(plain_text(messages, image_text))
 
     def encode(self, text: str) -> list[int]:
         """Encodes a text, for example one from `render`."""
-        text, *others = text.split(MARK)
+        text, *remaining = text.split(MARK)
         token_ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-        for other in others:  # encoded after a line break, since SentencePiece adds a space at the start of a text
-            line_break, with_break = self.encode("\n"), self.encode("\n" + other)
+        for part in remaining:  # encoded after a line break, since SentencePiece adds a space at the start of a text
+            line_break, with_break = self.encode("\n"), self.encode("\n" + part)
             is_split = with_break[: len(line_break)] == line_break
-            token_ids += with_break[len(line_break) :] if is_split else self.encode(other)
+            token_ids += with_break[len(line_break) :] if is_split else self.encode(part)
         return token_ids
 
     def encode_all(self, texts: list[str]) -> list[list[int]]:
@@ -273,7 +272,7 @@ class ChatTemplate:
         return [self.encode(text) if MARK in text else list(ids) for text, ids in zip(texts, encoded, strict=True)]
 
     def encode_after(self, token_id: int, text: str) -> list[int]:
-        """Encodes a text that follows this token, since some tokenizers encode the start of a text differently."""
+        """Encodes a text that follows this token, because some tokenizers encode the start of a text differently."""
         token_ids = self.encode(self.decode([token_id]) + text)
         return token_ids[1:] if token_ids[:1] == [token_id] else self.encode(text)
 
@@ -281,7 +280,7 @@ class ChatTemplate:
         return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
 
     def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Returns the UTF-8 bytes of each token, which may end inside a character; joined they are the text."""
+        """Returns each token's UTF-8 bytes; a token may end inside a character, but all bytes joined are the text."""
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         # Byte-level tokenizers write each byte as one character.
@@ -311,7 +310,7 @@ class ChatTemplate:
         return self.decode(token_ids[:end])
 
     def ends(self) -> set[int | None]:
-        """The tokens that end a turn."""
+        """Returns the tokens that end a turn."""
         if self._ends is None or self._ends[0] is not self.chat_template:
             self._ends = self.chat_template, {self.tokenizer.eos_token_id, self.turn_end()} | self.end_token_ids
         return self._ends[1]
@@ -414,8 +413,8 @@ def with_turn(messages: Messages, opening: str, turn: Mapping[str, Any]) -> Iter
     yield [*before, {**turn, "content": content}]
     thinking, closing, answer = content.partition("</think>")
     if closing:
-        apart = {"reasoning_content": thinking.strip().removeprefix("<think>").strip(), "content": answer.strip()}
-        yield [*before, {**turn, **apart}]
+        fields = {"reasoning_content": thinking.strip().removeprefix("<think>").strip(), "content": answer.strip()}
+        yield [*before, {**turn, **fields}]
 
 
 def _started_message(messages: Messages) -> str:

@@ -1,4 +1,4 @@
-"""Converts parameter names and layouts: those of checkpoints and servers to those of a model's modules, and back.
+"""Converts parameter names and layouts between checkpoints or servers and a model's modules, in both directions.
 
 transformers fuses the experts of a mixture into one parameter and renames parts of models with a vision tower. Its
 semi-private functions convert in both directions; SEMI_PRIVATE lists those that lightrl imports.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # Names of exported parameters: as in the model's modules, or as in its checkpoint.
 Names = Literal["module", "checkpoint"]
 
-_RULES = "lightrl_conversions"  # the attribute of a model with its conversion rules
+_RULES = "lightrl_conversions"  # the attribute of a model that holds its conversion rules
 NEEDED = "5.23"  # the oldest release of transformers that works
 # Undocumented functions and classes of transformers that lightrl uses, by module.
 SEMI_PRIVATE = {
@@ -70,7 +70,7 @@ def conversions(model: PreTrainedModel) -> list[Any]:
 
 
 def keep_first_axis(model: PreTrainedModel) -> bool:
-    """Whether every conversion keeps the first axis, so rows of a parameter need only those rows of a checkpoint."""
+    """Whether every conversion keeps the first axis, so row i of a parameter needs only row i of a checkpoint."""
     for rule in conversions(model):
         for operation in getattr(rule, "operations", ()):
             kind = type(operation).__name__
@@ -98,7 +98,7 @@ def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dic
     for rule in model._weight_conversions or ():
         if hasattr(rule, "operations") and len(rule.target_patterns) > 1:
             raise ValueError(
-                f"{type(model).__name__} cannot be sent to servers: its checkpoint joins {rule.target_patterns} in one "
+                f"{type(model).__name__} cannot be sent to servers: its checkpoint puts {rule.target_patterns} in one "
                 f"tensor, {rule.source_patterns[0]!r}, but parameters are sent one at a time. Use LocalEngine."
             )
     tensors: dict[str, Tensor] = semi_private("revert_weight_conversion")(model, {name: tensor.detach()})
@@ -106,7 +106,7 @@ def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dic
 
 
 def exported_tensors(model: PreTrainedModel, names: Names, name: str, sources: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors to export for `name`, a key of `Tuning.sources`, from the whole tensors that it lists."""
+    """Returns the tensors to export for `name`, a key of `Tuning.sources`, made from its whole source tensors."""
     tuning = tuning_of(model)
     tensor = tuning.merge(model, name, sources)
     return {name: tensor} if names == "module" or tuning.adds(name) else checkpoint_tensors(model, name, tensor)
@@ -136,18 +136,18 @@ def load_parts(
     renamed: Mapping[str, str] | None = None,
     is_whole: bool = True,
 ) -> None:
-    """Reads a checkpoint into a model, replacing its parameters; reads only this rank's shards of sharded ones.
+    """Loads a checkpoint into a model, replacing its parameters; of sharded parameters, reads only this rank's shards.
 
     Args:
-        model: on `device`; weights that its tuning has added stay unchanged.
+        model: is on `device`; weights that its tuning has added stay unchanged.
         spec: has files, see `checkpoint_files`.
         on_tensor: called once for each sharded tensor of the checkpoint, even if this rank reads no part of it.
-        renamed: parameter name → how the name of its tensor in the checkpoint ends.
+        renamed: parameter name → ending of its tensor's name in the checkpoint.
         is_whole: False if the model is only a stage of the checkpoint's model.
 
     Raises:
-        ValueError: if a weight is missing, has another shape than in the config, is not finite, or differs from the
-            weight that it is tied to.
+        ValueError: if a weight is missing, has a different shape than the config says, is not finite, or differs from
+            the weight that it is tied to.
     """
     from safetensors import safe_open
 
@@ -155,7 +155,7 @@ def load_parts(
     slices = {name: _Slice(file.get_slice(name), on_tensor) for file in opened for name in file.keys()}  # noqa: SIM118
     for name, ending in (renamed or {}).items():
         shape, dtype = list(model.get_parameter(name).shape), spec.build_options["dtype"]
-        candidates = [key for key in slices if key.endswith(ending)]  # those of other towers have other shapes
+        candidates = [key for key in slices if key.endswith(ending)]  # in other towers the shape differs
         source = min(candidates, key=lambda key: list(slices[key].get_shape()) != shape, default=None)
         if source is not None:
             if name in slices and not torch.equal(*(slices[key][:].to(dtype) for key in (name, source))):
@@ -197,7 +197,7 @@ def load_parts(
 
 def _untied(spec: ModelSpec, name: str) -> ValueError:
     return ValueError(
-        f"The config of {spec.path!r} ties its embedding to {name!r}, but the checkpoint has other values for it. Set "
+        f"The config of {spec.path!r} ties its embedding to {name!r}, but in the checkpoint their values differ. Set "
         "tie_word_embeddings to false in its config.json."
     )
 
@@ -221,14 +221,14 @@ def checkpoint_files(spec: ModelSpec) -> list[Path]:
 @contextlib.contextmanager
 def _local_shapes(model: PreTrainedModel) -> Iterator[None]:
     """Inside, `get_parameter` returns this rank's shard: some rules compare its shape with the tensor they read."""
-    whole = model.get_parameter
+    get_whole = model.get_parameter
 
-    def part(name: str) -> Tensor:
-        parameter: Any = whole(name)
-        held: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        return held
+    def get_shard(name: str) -> Tensor:
+        parameter: Any = get_whole(name)
+        shard: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        return shard
 
-    model.get_parameter = part
+    model.get_parameter = get_shard
     try:
         yield
     finally:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def expert_mesh(device_type: str, *, num_replicas: int, ep: int) -> DeviceMesh:
     """Makes the mesh that divides a model's experts over all ranks; collective.
 
-    Adjacent ranks, along axis `ep`, hold different experts; ranks along axis `shard` shard those of one `ep` rank. Axis
+    Adjacent ranks, along axis `ep`, hold different experts; ranks along axis `shard` shard the same experts. Axis
     `batch`, for ranks with the same tokens, has size 1.
     """
     sizes = (num_replicas, dist.get_world_size() // (num_replicas * ep), ep, 1)
@@ -37,12 +37,12 @@ def expert_mesh(device_type: str, *, num_replicas: int, ep: int) -> DeviceMesh:
 
 
 def num_split_experts(config: PretrainedConfig) -> int:
-    """Returns the number that `ep` must divide: the gcd of the MoE blocks' numbers of experts; 0 for a dense model.
+    """Returns the number that `ep` must divide: the gcd of the MoE blocks' expert counts; 0 for a dense model.
 
     Builds the model on the meta device.
 
     Raises:
-        ValueError: if transformers cannot divide them.
+        ValueError: if transformers cannot divide the experts.
     """
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = new_model(config)
@@ -51,7 +51,7 @@ def num_split_experts(config: PretrainedConfig) -> int:
 
 
 def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Replaces each MoE block's experts by this rank's, as DTensors on axis `ep` of the mesh.
+    """Replaces each MoE block's experts with this rank's, as DTensors on axis `ep` of the mesh.
 
     Raises:
         ValueError: if transformers cannot divide the experts of this family.

@@ -1,4 +1,4 @@
-"""Images: reads those of a prompt and turns them into the inputs of a vision model's forward.
+"""Images: reads a prompt's images and turns them into the inputs of a vision model's forward.
 
     Prompt.images ─► a table of pixel values ─► features ──────► embeddings of the image's tokens
     paths, data:     [P, ...], grids [M, 3]     [K, H] of each   and their positions
@@ -7,7 +7,7 @@ An image takes K image tokens, which the token ids of its prompt or observation 
 for Llava and Gemma 3, one per square of patches for Qwen's models. Image tokens that the policy samples come after
 those of the row's images; they are text and have text positions.
 
-Shapes: B trajectories, T tokens, M images, P their entries in the table, I the most images in a row, H hidden size.
+Shapes: B trajectories, T tokens, M images, P entries of the table, I images per row at most, H hidden size.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedModel
 
-# Llava's vision towers → the tokens that each adds to those of an image's patches.
+# Llava's vision towers → the number of tokens that each adds to an image's patch tokens.
 _EXTRA_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 # Models whose images are grids of patches, with positions in three dimensions.
 _GRIDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
@@ -46,11 +46,11 @@ SUPPORTED = (
     "siglip_vision_model"
 )
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # without EPS, which would run Ghostscript
-_CACHE_BYTES = 256 * 2**20  # of pixel values; all trajectories of a group read the same images
+_CACHE_BYTES = 256 * 2**20  # limit for cached pixel values; all trajectories of a group read the same images
 
 
 class ImageTable(NamedTuple):
-    """Pixel values of all images, and which of them each row shows; fields of an Experience.
+    """Pixel values of all images, and the images that each row shows; fields of an Experience.
 
     Example:
         Images of 2 × 4 and 4 × 4 patches of 96 numbers; the first row shows both, the second none:
@@ -63,7 +63,7 @@ class ImageTable(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[str]], image_reader: ImageReader | None) -> ImageTable | None:
-        """Reads each of the rows' images once; None without images. Raises ValueError for a text-only policy."""
+        """Reads each image of the rows once; None without images. Raises ValueError for a text-only policy."""
         index_of = {image: index for index, image in enumerate(dict.fromkeys(itertools.chain(*rows)))}
         if not index_of:
             return None
@@ -93,7 +93,7 @@ def renumbered(image_rows: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Reads images as one model needs them, and counts their tokens.
+    """Reads images in the form that one model needs, and counts their tokens.
 
     Example:
         ImageReader(image_token_id=32000, tokens_each=576, processor=CLIPImageProcessorPil(...))
@@ -110,7 +110,7 @@ class ImageReader:
         """Makes the reader for a model of this config; None if the model accepts only token ids.
 
         The image processor comes from the checkpoint. If the checkpoint has none, images are scaled to the tower's
-        size, except those that become grids.
+        size, except for models with grids.
         """
         kind = image_kind(config)
         if kind is None:
@@ -129,9 +129,9 @@ class ImageReader:
         """Returns each image's K, computed from its size without decoding it."""
         if self.tokens_each is not None:
             return [self.tokens_each] * len(images)
-        made: Any = self.processor
-        sizes = (_opened(image, lambda opened: opened.size) for image in images)
-        return [made.get_number_of_image_patches(high, wide, {}) // made.merge_size**2 for wide, high in sizes]
+        processor: Any = self.processor
+        sizes = (_read_with_pillow(image, lambda opened: opened.size) for image in images)
+        return [processor.get_number_of_image_patches(h, w, {}) // processor.merge_size**2 for w, h in sizes]
 
     def expanded(self, token_ids: Sequence[int], images: Sequence[str], *, where: str) -> list[int]:
         """Returns token ids with K image tokens per image; the given ids have one, or already K, per image."""
@@ -178,8 +178,8 @@ class ImageReader:
         for image in images:
             pair = self._cache.get(image)
             if pair is None:
-                made = self.processor(images=[read_image(image)], return_tensors="pt")
-                pair = made["pixel_values"].float(), made.get("image_grid_thw", torch.ones(1, 3, dtype=torch.int64))
+                inputs = self.processor(images=[read_image(image)], return_tensors="pt")
+                pair = inputs["pixel_values"].float(), inputs.get("image_grid_thw", torch.ones(1, 3, dtype=torch.int64))
                 if (len(self._cache) + 1) * pair[0].nbytes > _CACHE_BYTES:
                     self._cache.clear()
                 self._cache[image] = pair
@@ -252,7 +252,7 @@ def new_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
 
 
 def finish_model(model: PreTrainedModel) -> None:
-    """Sets Mamba layers' step size limits and a missing pad id, and registers the hook for image features in layers.
+    """Sets Mamba layers' step size limits and a missing pad id, and registers a hook that passes on image features.
 
     The pad id is set after construction, because an embedding made with a padding index has a row without gradient.
     """
@@ -266,11 +266,11 @@ def finish_model(model: PreTrainedModel) -> None:
 
 def read_image(image: str) -> Image:
     """Reads a path or `data:` URL as an RGB image; raises ValueError above Pillow's limit of 179 million pixels."""
-    return _opened(image, lambda opened: opened.convert("RGB"))
+    return _read_with_pillow(image, lambda opened: opened.convert("RGB"))
 
 
-def _opened(image: str, read: Callable[[Image], _T]) -> _T:
-    """Opens an image without decoding its pixels, and returns `read` of it."""
+def _read_with_pillow(image: str, read: Callable[[Image], _T]) -> _T:
+    """Opens an image without decoding its pixels, and returns `read(image)`."""
     from PIL import Image
 
     try:
@@ -298,7 +298,7 @@ def data_url(image: str | bytes | Image) -> str:
 
 
 def self_contained(answer: Any) -> Any:
-    """Replaces image files in an environment's answer by data: URLs, since files may be gone after a resume."""
+    """Replaces image files in an environment's answer with data: URLs, since files may be gone after a resume."""
     if isinstance(answer, (list, tuple)):
         return [self_contained(item) for item in answer]
     if not isinstance(answer, dict):
@@ -351,7 +351,7 @@ def image_inputs(
     embeddings = model.get_input_embeddings()(token_ids)
     images, device = images.shown(), embeddings.device
     is_blank = not len(images.image_grids)
-    from torch.distributed.fsdp import FSDPModule  # late: a fifth of the import time, saved where nothing is trained
+    from torch.distributed.fsdp import FSDPModule  # late: a fifth of the import time, needed only in training
 
     if is_blank and not isinstance(model, FSDPModule):
         return {"inputs_embeds": pick(embeddings)}
@@ -385,7 +385,7 @@ def image_inputs(
     elif kind == "bidirectional":
         inputs["token_type_ids"] = mask.long()
     if layers:
-        if positions is not None:  # tokens of a prompt that rows share occur once
+        if positions is not None:  # the tokens of a shared prompt occur once
             feature_index, at = is_image.flatten().cumsum(0).view_as(is_image) - 1, tuple(map(on_host, positions))
             picked = to_device(feature_index[at][is_image[at]], device)
             layers = [layer[picked] for layer in layers]

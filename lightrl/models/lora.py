@@ -1,6 +1,6 @@
 """LoRA: trains small adapters on a frozen model, using `peft`, and merges them where whole parameters are needed.
 
-peft replaces each linear layer by one that holds the frozen weight W and the adapters A and B, and computes
+peft replaces each linear layer with one that holds the frozen weight W and the adapters A and B, and computes
 (W + scaling · B A) x. Source: LoRA, https://arxiv.org/abs/2106.09685.
 """
 
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 _ADAPTER = "default"  # peft's name of the only adapter
 _HEAD = "score"  # the head of critics and reward models is trained directly, without an adapter
 
-# peft settings that can change the model beyond adding B A → the values that do not, the default first.
-_OFF: dict[str, Sequence[object]] = {
+# peft settings that can change the model beyond adding B A → their harmless values, the default first.
+_HARMLESS: dict[str, Sequence[object]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change W
     "megatron_config": (None,),  # otherwise peft imports the module that `megatron_core` names
@@ -88,7 +88,7 @@ class LoRA(Tuning):
 
         Args:
             model: if its parameters are on the meta device, the adapters' values come from `added_values` later.
-            seed: new adapters depend only on it and on their names.
+            seed: new adapters depend only on this seed and on their names.
 
         Raises:
             ImportError: if peft is not installed.
@@ -105,16 +105,16 @@ class LoRA(Tuning):
             )
         model.requires_grad_(False)
         if self.adapter is not None:
-            given = json.loads((Path(self.adapter) / self.config_file).read_text(encoding="utf-8"))
-            for name, values in _OFF.items():
-                if given.get(name, values[0]) not in values:
+            saved = json.loads((Path(self.adapter) / self.config_file).read_text(encoding="utf-8"))
+            for name, values in _HARMLESS.items():
+                if saved.get(name, values[0]) not in values:
                     raise ValueError(
                         f"lora.adapter={self.adapter!r} must have {name}={values[0]!r}, because only adapters that add "
-                        f"B A to the model's weights can be trained, got {given[name]!r}. Merge the adapter into its "
-                        "model and start from the result."
+                        f"B A to the model's weights can be trained, got {saved[name]!r}. Merge the adapter into "
+                        "its model and start from the result."
                     )
             config = LoraConfig.from_pretrained(self.adapter)
-            config.init_lora_weights = True  # the folder's weights replace these
+            config.init_lora_weights = True  # the folder's weights replace the initial ones
             config.inference_mode = False
             config.lora_dropout = 0.0
         else:
@@ -125,7 +125,7 @@ class LoRA(Tuning):
                 lora_dropout=0.0,
                 target_modules=targets,
                 target_parameters=list(self.target_parameters) or None,
-                exclude_modules=_without_adapters(model) or None,
+                exclude_modules=_excluded_from_all_linear(model) or None,
             )
         with _targets_as_given():
             model.add_adapter(config, _ADAPTER)
@@ -134,12 +134,12 @@ class LoRA(Tuning):
         for name, module in model.named_modules():
             if name == _HEAD or name.endswith((".lora_A", ".lora_B")):
                 keep_float32(module)
-        read = self.added_values(seed)
+        initial_value = self.added_values(seed)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(self.adds(name) or name.startswith(f"{_HEAD}."))
             if self.adds(name) and not parameter.is_meta:
                 with torch.no_grad():
-                    parameter.copy_(read(name, parameter.shape))
+                    parameter.copy_(initial_value(name, parameter.shape))
         model.eval()
         sizes = {name: value.numel() for name, value in model.named_parameters() if not self.adds(name)}
         adapted = {sources[0] for sources in self.sources(model).values() if len(sources) > 1}
@@ -147,7 +147,7 @@ class LoRA(Tuning):
         log.info("LoRA: adapters on %d of %d parameters (%.1f %%).", num, total, 100 * num / total)
 
     def _check_targets(self, model: PreTrainedModel) -> None:
-        """Raises ValueError if a target is missing, tied or not linear, or a folder's adapters are of other layers."""
+        """Raises ValueError if a target is missing, tied or not linear, or a folder's adapters are for other layers."""
         for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items():
             for layer in (name.rpartition(".")[0] for name in pair):
                 if hasattr(model.get_submodule(layer), "base_layer"):
@@ -177,14 +177,14 @@ class LoRA(Tuning):
             differing = {self.saved_name(name) for name in self.sources(model, "added")} ^ set(file.keys())
         if differing:
             raise ValueError(
-                f"lora.adapter={self.adapter!r} must have adapters of this model's layers, but {len(differing)} "
+                f"lora.adapter={self.adapter!r} must have adapters for this model's layers, but {len(differing)} "
                 f"differ, for example {min(differing)!r}. Use an adapter that lightrl or peft made for this model."
             )
 
     def check_split(self, role: str, model: PreTrainedModel, modules: Collection[str] | None) -> None:
         for name in (name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name):
-            inside = name.partition(".layers.")[2].partition(".")[2]
-            if not inside or (modules is not None and inside not in modules):
+            name_in_layer = name.partition(".layers.")[2].partition(".")[2]
+            if not name_in_layer or (modules is not None and name_in_layer not in modules):
                 raise ValueError(
                     f"The {role} has a LoRA adapter on {name!r}, which Parallel3DStrategy does not split. Remove it "
                     "from lora.target_modules, or use FSDP2Strategy."
@@ -202,12 +202,12 @@ class LoRA(Tuning):
         return ".lora_A." in name or ".lora_B." in name
 
     def added_values(self, seed: int) -> Callable[[str, torch.Size], Tensor]:
-        """Returns the values in the folder `adapter`; without a folder, A as in a new linear layer, and B zero.
+        """Returns a function for the values in the folder `adapter`; without one, A of a new linear layer, and B = 0.
 
         New values depend only on the seed and the name, so any process can make any of them.
         """
         if self.adapter is None:
-            return lambda name, shape: _fresh(name, shape, seed)
+            return lambda name, shape: _initial_adapter(name, shape, seed)
         from safetensors.torch import load_file
 
         check_files(Path(self.adapter))
@@ -332,8 +332,8 @@ class LoRA(Tuning):
             LoRA(adapter=folder).add_to(model)
 
 
-def _without_adapters(model: PreTrainedModel) -> list[str]:
-    """Lists the modules that `all-linear` excludes; peft itself excludes the output head."""
+def _excluded_from_all_linear(model: PreTrainedModel) -> list[str]:
+    """Lists the modules that `all-linear` excludes, besides a language model's output head, which peft excludes."""
     names = [_HEAD] if hasattr(model, _HEAD) else []
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     for block_name, block in moe_blocks(model).items():
@@ -347,14 +347,14 @@ def _without_adapters(model: PreTrainedModel) -> list[str]:
             names.append(f"{name}.out_proj")
         if hasattr(module, "dt_proj"):
             names.append(f"{name}.dt_proj")
-    if hasattr(model.config, "vision_config") and image_kind(model.config) != "plain":
+    if hasattr(model.config, "vision_config") and image_kind(model.config) != "plain":  # no adapters in the image tower
         names += [name for name in linear if ".language_model." not in name and not name.startswith("lm_head")]
     return names
 
 
 @contextlib.contextmanager
 def _targets_as_given() -> Iterator[None]:
-    """Inside, peft uses the targets' names as given; otherwise it takes any `gate_proj` for that of fused experts."""
+    """Inside, peft uses the targets' names as given; otherwise it takes any `gate_proj` for one of fused experts."""
     try:
         from peft.utils import transformers_weight_conversion as conversion
     except ImportError:  # this release converts no names
@@ -368,7 +368,7 @@ def _targets_as_given() -> Iterator[None]:
         conversion.convert_peft_config_for_transformers = convert
 
 
-def _fresh(name: str, shape: torch.Size, seed: int) -> Tensor:
+def _initial_adapter(name: str, shape: torch.Size, seed: int) -> Tensor:
     weight = torch.zeros(shape, dtype=torch.float32)  # the default dtype may be bfloat16
     if ".lora_A." in name:
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()

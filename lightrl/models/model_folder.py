@@ -1,4 +1,4 @@
-"""Makes Hugging Face model folders from checkpoints, completely or not at all.
+"""Writes Hugging Face model folders from checkpoints, completely or not at all.
 
 A folder is written under a hidden name next to its destination and renamed when it is complete.
 """
@@ -104,7 +104,7 @@ class ModelDescription:
         )
 
     def code_named(self) -> list[str]:
-        """Lists what building this model would run or load, apart from data and transformers' classes."""
+        """Lists everything that building this model would run or load besides data and transformers' classes."""
         base = ModelSpec(**json.loads(self.base)) if self.base is not None else None
         function = self.tokenizer if self.tokenizer is not None and names_function(self.tokenizer) else None
         is_used = {
@@ -131,7 +131,7 @@ class ModelDescription:
         Args:
             tensors: the checkpoint's weights: all, or only the trained ones if the tuning keeps the base.
             folder: must exist.
-            merged: write the whole model in any case, as is always done if a scalar head was trained.
+            merged: always write the whole model; implied if a scalar head was trained.
         """
         tuning, config = self._tuning(), self.tuning_config
         if config is not None and not merged and all(tuning.adds(name) for name in tensors):
@@ -166,7 +166,7 @@ class ModelDescription:
                 generation_config = GenerationConfig.from_pretrained(folder)
         dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
         config.dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
-        config._attn_implementation = "eager"  # no forward is run, and others may load code from the hub
+        config._attn_implementation = "eager"  # no forward is run, and other implementations may load code from the hub
         with torch.device("meta"):
             model: PreTrainedModel = model_class(config)
         if generation_config is not None:
@@ -250,7 +250,7 @@ def check_model_folder(to: Path, *, asked_by: str, source: str = "") -> None:
         ValueError: if `to` is a file, holds files that are not from an export, or is `source`.
     """
     if to.exists() and not to.is_dir():
-        raise ValueError(f"{asked_by} needs a folder, got to={str(to)!r}, a file.")
+        raise ValueError(f"{asked_by} needs a folder, but to={str(to)!r} is a file.")
     if source and Path(source).is_dir() and Path(source).resolve() == to.resolve():
         raise ValueError(
             f"{asked_by} must not write to={str(to)!r}: the policy is loaded from that folder, so the run could not be "
@@ -315,7 +315,7 @@ def keep_trained(checkpoint: dict[str, Any], models: Models, saved: Collection[s
 
 
 def fill_in(checkpoint: dict[str, Any], models: Models, saved: Collection[str]) -> None:
-    """Copies the weights that `keep_trained` removed from the models into a checkpoint, before it is loaded.
+    """Copies the weights that `keep_trained` removed from a checkpoint back into it, before it is loaded.
 
     Does nothing if the strategy loads the checkpoint itself, tensor by tensor.
     """

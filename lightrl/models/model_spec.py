@@ -1,14 +1,17 @@
-"""ModelSpec: where a role's model and tokenizer come from, and how they are loaded."""
+"""ModelSpec: the source of a role's model and tokenizer, and how they are loaded."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
+import hashlib
 import importlib
 import inspect
 import logging
 import os
 import socket
+import tempfile
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -19,7 +22,8 @@ from urllib.request import getproxies
 
 import torch
 
-from lightrl.checks.files import check_sums
+from lightrl.checks.annotations import StrOrObject
+from lightrl.checks.files import SUMS_FILE, check_sums, write_sums
 from lightrl.checks.user_code import user_code
 from lightrl.models.images import auto_model, finish_model, image_kind
 
@@ -29,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LONGROPE_LENGTH = "original_max_position_embeddings"
-# What limits a row's length, for error messages.
+# The limit of a row's length, as error messages name it.
 CONTEXT = f"the model's context (with longrope, its {LONGROPE_LENGTH})"
 _HUB_ANSWER_S = 5.0
 _LONGEST_PROBLEM = 600  # characters of an exception; some of transformers list all model families
@@ -46,7 +50,7 @@ _OPTIONS = ("key_mapping", "use_safetensors", "variant", "weights_only")
 
 
 def loading(source: str, fix: str) -> AbstractContextManager[None]:
-    """Turns exceptions of transformers inside into an OSError or a ValueError that names the source.
+    """Inside, turns transformers' exceptions into an OSError or a ValueError that names the source.
 
     Args:
         source: the setting and its value.
@@ -136,8 +140,8 @@ def check_loaded(source: str, model: PreTrainedModel, missing: Collection[str], 
         first = sorted(unexpected)[0]
         log.warning("%s has %d weights that its config does not use, like %r.", source, len(unexpected), first)
     for name, parameter in model.named_parameters():
-        held = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # this rank's shard
-        if not held.is_meta and not bool(torch.isfinite(held).all()):
+        shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # this rank's
+        if not shard.is_meta and not bool(torch.isfinite(shard).all()):
             raise ValueError(f"{source} has NaN or infinity in weight {name!r}. Use an intact checkpoint.")
 
 
@@ -150,10 +154,12 @@ class ModelSpec:
         config: the model's config, with `model_type`, to start from random weights instead of a `path`.
         url: the SGLang server that runs the model, instead of a `path`: for a teacher, a reference policy or a reward
             model with the policy's vocabulary. LIGHTRL_SERVER_TOKEN is the server's token.
-        tokenizer: a hub name, a local folder, or the dotted path of a function that returns one; `path` if None.
+        tokenizer: a hub name, a local folder, or the dotted path of a function that returns one; `path` if None. In
+            Python also a tokenizer or a function: the tokenizer is saved in ~/.cache/lightrl, and this becomes its
+            folder, which other processes, checkpoints and exports can load.
         dtype: type of the weights, for example `float32` or `bfloat16`; None is float32, which mixed precision expects.
         attn_implementation: as in transformers; None is its default.
-        seed: for random weights with `config`; None is the seed of `seed_everything`.
+        seed: the seed of random weights with `config`; None is the seed of `seed_everything`.
         trust_remote_code: run Python code from the model's hub repository. Enable it only if you trust the owner.
         options: other arguments of `from_pretrained` about reading weights: key_mapping, use_safetensors, variant and
             weights_only. Everything else has a setting, or belongs in the model's folder.
@@ -164,7 +170,7 @@ class ModelSpec:
     path: str | None = None
     config: dict[str, Any] | None = None
     url: str | None = None
-    tokenizer: str | None = None
+    tokenizer: StrOrObject | None = None
     dtype: str | None = None
     attn_implementation: str | None = None
     seed: int | None = None
@@ -173,6 +179,8 @@ class ModelSpec:
     head: Literal["vocabulary", "scalar"] = "vocabulary"
 
     def __post_init__(self) -> None:
+        if self.tokenizer is not None and not isinstance(self.tokenizer, str):
+            object.__setattr__(self, "tokenizer", _saved_tokenizer(self.tokenizer))
         if (self.path is None) + (self.config is None) + (self.url is None) != 2:
             raise ValueError(
                 "A model needs exactly one of path (a checkpoint), config (random weights) and url (a server), got "
@@ -320,26 +328,49 @@ class ModelSpec:
 
     @property
     def _named(self) -> str:
-        """How messages name the model."""
-        return f"Model {self.path!r}" if self.config is None else f"A model of config={self.config!r:.200}"
+        """The model's name in messages."""
+        return f"Model {self.path!r}" if self.config is None else f"A model with config={self.config!r:.200}"
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        from transformers import AutoTokenizer, PreTrainedTokenizerBase
+        from transformers import AutoTokenizer
 
         source = self.tokenizer or self.path
         assert source is not None
-        make = _dotted(source) if self.tokenizer is not None else None
+        make = _import_function(source) if self.tokenizer is not None else None
         if make is None:
             fix = "It must have a tokenizer.json. Set tokenizer to a folder or a hub name that has one."
             with loading(f"The tokenizer of {source!r}", fix):
                 return AutoTokenizer.from_pretrained(source, trust_remote_code=self.trust_remote_code)
-        with loading(f"tokenizer={source!r}", "It must be a function without arguments."):
-            tokenizer = make()
-        if not isinstance(tokenizer, PreTrainedTokenizerBase):
-            raise TypeError(
-                f"tokenizer={source!r} must return a Hugging Face tokenizer, got {type(tokenizer).__name__}."
-            )
-        return tokenizer
+        return _made_tokenizer(make, source)
+
+
+def _made_tokenizer(make: Callable[[], object], source: object) -> PreTrainedTokenizerBase:
+    from transformers import PreTrainedTokenizerBase
+
+    with loading(f"tokenizer={source!r}", "It must be a function without arguments."):
+        tokenizer = make()
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(f"tokenizer={source!r} must return a Hugging Face tokenizer, got {type(tokenizer).__name__}.")
+    return tokenizer
+
+
+def _saved_tokenizer(given: object) -> str:
+    """Saves a tokenizer, or what a function returns, in a cache folder named after its content; returns the folder."""
+    from transformers import PreTrainedTokenizerBase
+
+    make = given if callable(given) and not isinstance(given, PreTrainedTokenizerBase) else lambda: given
+    tokenizer = _made_tokenizer(make, given)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightrl" / "tokenizers"
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as place:
+        part = Path(place) / "tokenizer"
+        tokenizer.save_pretrained(part)
+        write_sums(part)
+        folder = cache / hashlib.sha256((part / SUMS_FILE).read_bytes()).hexdigest()[:16]
+        if not folder.exists():
+            with contextlib.suppress(OSError):  # another process has saved the same tokenizer
+                part.rename(folder)
+    return str(folder)
 
 
 def context_tokens(config: PretrainedConfig) -> int | None:
@@ -393,7 +424,7 @@ def names_function(tokenizer: str) -> bool:
     return "." in tokenizer and not Path(tokenizer).exists() and all(map(str.isidentifier, tokenizer.split(".")))
 
 
-def _dotted(name: str) -> Callable[[], object] | None:
+def _import_function(name: str) -> Callable[[], object] | None:
     """Imports `package.module.function`; returns None if the name is not such a path."""
     if not names_function(name):
         return None

@@ -28,10 +28,10 @@ def by_role(
 ) -> dict[str, list[torch.nn.Parameter]]:
     """Groups parameters by role, each an attribute of the module; parameters outside any role go to the policy."""
     role_of = {item: name for name in roles if name != "policy" for item in getattr(module, name).parameters()}
-    parts: dict[str, list[torch.nn.Parameter]] = {name: [] for name in ("policy", *roles)}
+    items_of: dict[str, list[torch.nn.Parameter]] = {name: [] for name in ("policy", *roles)}
     for item in parameters:
-        parts[role_of.get(item, "policy")].append(item)
-    return parts
+        items_of[role_of.get(item, "policy")].append(item)
+    return items_of
 
 
 def parameter_groups(
@@ -42,7 +42,7 @@ def parameter_groups(
     Args:
         module: has each role's model as an attribute.
         roles: the trained roles, the policy first.
-        lr: for roles without `lr`; None is the optimizer's.
+        lr: learning rate of roles without their own; None is the optimizer's.
     """
     trained = [item for item in module.parameters() if item.requires_grad]
     groups: list[dict[str, Any]] = []

@@ -34,7 +34,7 @@ def _apply_unrounded(module: torch.nn.Module, change: Callable[[Tensor], Tensor]
 def rounding_warning(
     optimizers: Iterable[torch.optim.Optimizer], total: Callable[[Tensor], Tensor] = lambda counts: counts
 ) -> str | None:
-    """Returns a warning if a step of size `lr` leaves too many trained weights below float32 unchanged, else None.
+    """Returns a warning if a step of size `lr` changes too few of the trained weights below float32, or None.
 
     AdamW moves a weight by about `lr`; a step of less than half the distance to the next number is rounded away.
 
@@ -45,12 +45,12 @@ def rounding_warning(
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         lr = float(group.get("initial_lr", group["lr"]))
         for parameter in group["params"] if lr else ():
-            part = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            if part.element_size() < 4 and part.numel():
-                sample = part.flatten()[:: part.numel() // _NUM_SAMPLED + 1]
+            shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            if shard.element_size() < 4 and shard.numel():
+                sample = shard.flatten()[:: shard.numel() // _NUM_SAMPLED + 1]
                 moves_up, moves_down = ((sample.float() + step).to(sample.dtype) != sample for step in (lr, -lr))
                 lrs.add(lr)
-                counts += part.numel() * torch.tensor([1.0, float((moves_up | moves_down).double().mean())])
+                counts += shard.numel() * torch.tensor([1.0, float((moves_up | moves_down).double().mean())])
     num, num_movable = total(counts).tolist()
     if num_movable >= _MOST * num:
         return None

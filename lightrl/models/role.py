@@ -68,7 +68,7 @@ class Role:
     Args:
         model: its source: a hub name, a local folder, or a ModelSpec.
         lr: this role's learning rate, which may be 0; None is the module's.
-        weight_decay: this role's; None is the module's.
+        weight_decay: this role's weight decay; None is the module's.
         frozen: do not train this critic; the policy is always trained.
         lora: train small adapters instead of the weights; needs `pip install peft`.
         offload: keep the model in CPU memory between uses; only for roles that are not trained.
@@ -111,7 +111,7 @@ class Role:
 
     @property
     def tuning(self) -> Tuning:
-        """What training changes in the model."""
+        """The weights that training changes."""
         return ALL_WEIGHTS if self.lora is None else self.lora
 
     @property
@@ -170,14 +170,14 @@ def check_tokens(role: str, spec: ModelSpec, policy: ModelSpec, tokenizer: PreTr
     if not spec.tokenizer and not cached_file(spec.path, config, _raise_exceptions_for_missing_entries=False):
         return
     role_tokens = {index: token for token, index in spec.load_tokenizer().get_vocab().items()}
-    ours = sorted((index, token) for token, index in tokenizer.get_vocab().items())
-    differing = [(index, token) for index, token in ours if role_tokens.get(index, token) != token]
+    policy_tokens = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    differing = [(index, token) for index, token in policy_tokens if role_tokens.get(index, token) != token]
     if not differing:
         return
     index, token = differing[0]
     example = f"{role_tokens[index]!r} at {index} instead of {token!r}"
-    difference = f"{len(differing)} of the policy's {len(ours)} ids, for example {example}"
-    if len(differing) <= MAX_OTHER_TOKENS * len(ours):
+    difference = f"{len(differing)} of the policy's {len(policy_tokens)} ids, for example {example}"
+    if len(differing) <= MAX_OTHER_TOKENS * len(policy_tokens):
         log.warning("The tokenizer of the %s (%s) has other tokens at %s.", role, source, difference)
         return
     raise ValueError(

@@ -45,12 +45,12 @@ _ROUTED = "lightrl_routed"  # attribute of a block whose forward is wrapped; oth
 _MASKS: Any = {torch.masked_fill, torch.Tensor.masked_fill}
 _OFF = "Set record_routes of the engine to false."
 _SAME_MODEL = "Let the engine serve the trainer's model, or set its record_routes to false."
-NOT_COMPILED = f"Compiled layers cannot replay the engine's routes. Omit compile_layers. Or: {_OFF}"
+NOT_COMPILED = "Compiled layers cannot replay routes. Omit compile_layers, or set record_routes of the engine to false."
 
 
 @dataclass(frozen=True)
 class RouteLayout:
-    """Which layers and experts a model's routes stand for.
+    """The layers and experts that a model's routes refer to.
 
     Example, a model of 3 layers, of which the first is dense:
         RouteLayout(layers=(1, 2), num_layers=3, num_experts=128)
@@ -93,19 +93,20 @@ class RouteLayout:
         """Counts how many tokens each expert got in each MoE block, int64 [L, E], from routes uint8 [..., w]."""
         blocks = range(len(self.layers))
         ids = [_decode(routes.flatten(0, -2), index, len(blocks), self.num_experts) for index in blocks]
-        return torch.stack([torch.bincount(of_block[of_block >= 0], minlength=self.num_experts) for of_block in ids])
+        return torch.stack([torch.bincount(block_ids[block_ids >= 0], minlength=self.num_experts) for block_ids in ids])
 
 
-def sent_encoders(
+def route_encoders(
     config: PretrainedConfig, record_routes: bool | None, columns_of: Mapping[str, Collection[str]]
 ) -> dict[str, Callable[..., TokenArray[int]]]:
-    """Returns the function that encodes the routes sent by servers, by column name; empty if they are not recorded.
+    """Maps the column name to the function that encodes routes from servers; empty if routes are not recorded.
 
     Args:
+        record_routes: None records routes if every server returns them, and warns otherwise.
         columns_of: the columns that each server sends, by its address.
 
     Raises:
-        ValueError: if `record_routes` is true, and the model has no experts or a server does not send them.
+        ValueError: if `record_routes` is true, but the model has no experts or a server does not send routes.
     """
     layout = None if record_routes is False else RouteLayout.of(config)
     if layout is None:
@@ -185,8 +186,8 @@ class Routes:
     """Records or replays the experts that a model's MoE blocks choose.
 
     Args:
-        model: a transformers model. Wraps the forward of its blocks; outside `recording` and `replaying` they work as
-            before. If a block is a whole layer, wrap it before the layer is checkpointed.
+        model: a transformers model. The forward of its MoE blocks is wrapped; outside `recording` and `replaying`, they
+            work as before. If a block is a whole layer, wrap it before the layer is checkpointed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -194,7 +195,7 @@ class Routes:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Callable[[], Tensor]]:
-        """Records one forward; yields a function that then returns its routes, uint8 [N, w].
+        """Records one forward; yields a function that returns its routes afterwards, uint8 [N, w].
 
         The function raises ValueError if a block did not choose its experts by exactly one top-k.
         """
@@ -210,7 +211,7 @@ class Routes:
             yield read
 
     def replaying(self, routes: Tensor | None) -> contextlib.AbstractContextManager[None]:
-        """Inside, one forward and its recomputation in a backward use routes uint8 [N, w], or the router's if None."""
+        """Inside, one forward and its recomputation in a backward use routes uint8 [N, w]; with None, the router's."""
         return contextlib.nullcontext() if routes is None or not len(routes) else _Within(_Forward(routes))
 
 
@@ -258,9 +259,9 @@ def _decode(routes: Tensor, index: int, num_blocks: int, num_experts: int) -> Te
             f"of {num_experts} experts. {_SAME_MODEL}"
         )
     width = routes.shape[1] // num_blocks
-    part = routes[:, index * width : (index + 1) * width].contiguous()
-    ids = (part if size == 1 else part.view(torch.int16)).long()
-    return ids.masked_fill((part == NATIVE).all(1, keepdim=True), -1)
+    block_bytes = routes[:, index * width : (index + 1) * width].contiguous()
+    ids = (block_bytes if size == 1 else block_bytes.view(torch.int16)).long()
+    return ids.masked_fill((block_bytes == NATIVE).all(1, keepdim=True), -1)
 
 
 class _TopK(TorchFunctionMode):

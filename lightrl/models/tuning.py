@@ -34,7 +34,7 @@ class Tuning:
     config_file: ClassVar[str] = "config.json"  # marks folders that `save` has written
 
     def add_to(self, model: PreTrainedModel, *, seed: int = 0) -> None:
-        """Freezes untrained weights and adds new ones that depend on the seed; on the meta device without values."""
+        """Freezes untrained weights and adds new ones that depend on the seed; on the meta device, without values."""
 
     def check_split(self, role: str, model: PreTrainedModel, modules: Collection[str] | None) -> None:
         """Raises ValueError if weights are added outside the layers, or to modules of a layer not in `modules`."""
@@ -80,7 +80,7 @@ class Tuning:
         raise NotImplementedError
 
     def saved_config(self, model: PreTrainedModel, base: str | None) -> str | None:
-        """Returns JSON for `save` and `add_saved`, which names the base; None if checkpoints hold all weights."""
+        """Returns the JSON, with the base's name, for `save` and `add_saved`; None if checkpoints hold all weights."""
         return None
 
     def save(self, tensors: Mapping[str, Tensor], config: str, folder: Path) -> None:
@@ -88,7 +88,7 @@ class Tuning:
         raise NotImplementedError
 
     def add_saved(self, model: PreTrainedModel, tensors: Mapping[str, Tensor], config: str) -> None:
-        """Adds a checkpoint's added parameters to `model`, the base."""
+        """Adds a checkpoint's extra parameters to the base `model`."""
         raise NotImplementedError
 
 
@@ -107,7 +107,6 @@ class ServedForm:
 
 
 def tuning_of(model: torch.nn.Module) -> Tuning:
-    """Returns the model's tuning."""
     tuning: Tuning = getattr(model, ATTRIBUTE, ALL_WEIGHTS)
     return tuning
 

@@ -35,7 +35,7 @@ class Work:
     microbatch_tokens: int = 16384
     checkpoint_activations: bool = True
     parameter_bytes: int = 4  # also for gradients, Adam's moments, and hidden states between layers
-    compute_bytes: int = 2  # a number in a layer's matrix products, and in parameters that FSDP2 gathers
+    compute_bytes: int = 2  # of a number in a layer's matrix products, or in parameters that FSDP2 gathers
     copies_weights: bool = False  # autocast copies them until the backward; FSDP2 gathers them in the compute dtype
     cp: int = 1  # ranks that share the tokens of a microbatch
     is_compiled: bool = False  # torch.compile compiles the decoder layers
@@ -156,14 +156,14 @@ def fsdp2_cost(config: PretrainedConfig, gpus: int, work: Work, *, reduce_every_
     """
     total = num_parameters(config)
     num = _num_microbatches(work, gpus / work.cp)
-    ends = total - config.num_hidden_layers * layer_parameters(config)
-    others = (gpus - 1) / gpus
-    gathers = work.compute_bytes * 2 * total * num * others  # two gathers per microbatch
-    sent = gathers + work.parameter_bytes * total * others * (num if reduce_every_microbatch else 1)
+    ends = total - config.num_hidden_layers * layer_parameters(config)  # embedding and head
+    remote = (gpus - 1) / gpus  # fraction on other ranks
+    gathers = work.compute_bytes * 2 * total * num * remote  # two gathers per microbatch
+    sent = gathers + work.parameter_bytes * total * remote * (num if reduce_every_microbatch else 1)
     tokens = math.ceil(min(work.microbatch_tokens, math.ceil(work.tokens * work.cp / gpus)) / work.cp)
     heads = config.num_attention_heads + math.lcm(config.num_key_value_heads, work.cp)
-    times = config.num_hidden_layers * num * (3 if work.checkpoint_activations else 2) * (work.cp - 1) / work.cp
-    exchanged = times * 2 * heads * head_size(config) * work.compute_bytes * tokens
+    num_exchanges = config.num_hidden_layers * num * (3 if work.checkpoint_activations else 2) * (work.cp - 1) / work.cp
+    exchanged = num_exchanges * 2 * heads * head_size(config) * work.compute_bytes * tokens
     layers, logits = peak_bytes(config, tokens, config.num_hidden_layers, work)
     waiting = work.parameter_bytes * total if num > 1 and not reduce_every_microbatch else 0  # whole gradients
     return Cost(
@@ -199,14 +199,13 @@ def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: 
     held[0] += ends
     held[-1] += ends if pp > 1 or not config.tie_word_embeddings else 0
     largest = max(held) / tp
-    others = (dp - 1) / dp
     sent_dp = whole = _WHOLE_BYTES * largest
     if pp == 1:
         in_layers = layers[0] * layer_parameters(config) / tp
         sent_dp += 4 * num * in_layers
         waiting = 4 * largest if num > 1 else 0  # whole gradients
         whole = waiting + _WHOLE_BYTES * (2 * in_layers / layers[0] + largest - in_layers)
-    sent_dp *= others
+    sent_dp *= (dp - 1) / dp
     hidden = work.compute_bytes * tokens * config.hidden_size
     sent_tp = 8 * hidden * (tp - 1) / tp * max(layers) * num
     sent_pp = 2 * hidden / tp * num if pp > 1 else 0.0

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _STATE = ("weights", "gradients", "moments")
 _SERVER_FRACTION = 0.1  # share of a GPU for a server's CUDA graphs and activations, besides weights and key-values
-_MAX_RANKS = 4096  # the most that are tried
+_MAX_RANKS = 4096  # largest number tried
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
@@ -162,7 +162,7 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
     if run.layout == "FSDP2":
         shards = max(1, len(role.ranks) // run.num_replicas)
         work = replace(actual_work, tokens=math.ceil(tokens / len(role.ranks)) * shards)
-        own_cost, reduced_cost = (
+        actual_cost, reduced_cost = (
             fsdp2_cost(config, shards, work, reduce_every_microbatch=each)
             for each in (run.reduce_every_microbatch, True)
         )
@@ -170,12 +170,12 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
         gatherable = role.parameters - role.expert_parameters * (1 - 1 / run.ep)  # a rank gathers only its experts
         # the costs count one dense feed-forward layer instead of a mixture's experts
         uncounted = max(0.0, gatherable - num_parameters(config)) if role.expert_parameters else 0.0
-        waiting = own_cost.gathered_bytes - reduced_cost.gathered_bytes  # whole gradients
+        waiting = actual_cost.gathered_bytes - reduced_cost.gathered_bytes  # whole gradients
         waiting += role.width * uncounted if waiting else 0.0
         layers = reduced_cost.gathered_bytes + 2 * compute * uncounted / config.num_hidden_layers  # two at a time
         whole = compute * gatherable if run.keeps_gathered else 0
         gathered = max(layers, whole) + waiting * role.trained / role.parameters
-        sent = own_cost.sent_bytes
+        sent = actual_cost.sent_bytes
     elif run.layout == "3D":
         cost = parallel_3d_cost(config, role.pp, role.dp, role.tp, work)
         share = cost.state_bytes / (4 * role.width * num_parameters(config))
@@ -212,6 +212,7 @@ def rank_memories(run: PlannedRun) -> list[RankMemory]:
 
 
 def _memory(run: PlannedRun, ranks: range, costs: dict[str, RoleCost]) -> RankMemory:
+    """Estimates the memory of each of these ranks, which have the same roles."""
     here = [role for role in run.roles if ranks.start in role.ranks]
     resting = [role for role in here if not role.waits_on_host]
     state = {name: sum(getattr(costs[role.name], name) for role in resting) for name in _STATE}
@@ -301,12 +302,12 @@ def memory_line(run: PlannedRun) -> str:
 
 @dataclass(frozen=True)
 class Misfit:
-    """Ranks or a server that need more memory than there is, and a setting that helps."""
+    """Ranks or a server that need more memory than a GPU has, and a setting that helps."""
 
     where: str
     device: dict[str, float]  # bytes by cause
     usable: float
-    given: float  # of the device
+    device_bytes: float
     fix: str
 
     @property
@@ -317,9 +318,9 @@ class Misfit:
     def text(self) -> str:
         names = sorted(self.device, key=self.device.__getitem__, reverse=True)
         parts = ", ".join(f"{name} {bytes_text(self.device[name])}" for name in names)
-        total, usable = bytes_text(sum(self.device.values())), bytes_text(self.usable)
+        total, usable, given = map(bytes_text, (sum(self.device.values()), self.usable, self.device_bytes))
         need = "need" if self.where.startswith("ranks") else "needs"
-        return f"{self.where} {need} {total} ({parts}), but {usable} are usable of {bytes_text(self.given)}; {self.fix}"
+        return f"{self.where} {need} {total} ({parts}), but {usable} of {given} are usable; {self.fix}"
 
 
 def misfits(run: PlannedRun, device_bytes: float) -> Iterator[Misfit]:
@@ -402,7 +403,7 @@ def _sizes(run: PlannedRun) -> Iterator[tuple[str, int, Callable[[int], PlannedR
 
 
 def _largest(most: int, resized: Callable[[int], PlannedRun], fits: Callable[[PlannedRun], bool]) -> int:
-    """Returns the largest size below `most` that fits, or 0; `most` itself does not fit."""
+    """Returns the largest size below `most` that fits, or 0 if none does; `most` itself does not fit."""
     return bisect.bisect_left(range(1, most), True, key=lambda size: not fits(resized(size)))
 
 

@@ -93,7 +93,7 @@ def planned(module: Any, trainer: Any, data: Any) -> PlannedRun | None:
 
 
 def use_estimate(module: Any, trainer: Any, data: Any, device_bytes: float, given: Collection[str]) -> None:
-    """Sets and logs the settings that depend on a GPU's memory, except those whose paths the user has `given`."""
+    """Sets and logs the settings that depend on a GPU's memory, except the paths in `given`, which the user has set."""
     strategy, engine = trainer.strategy, trainer.engine
     names = {path.rpartition(".")[2] for path in given}
     chosen: list[str] = []
@@ -179,7 +179,7 @@ def planned_training(module: SupervisedModule, trainer: Any, data: Any) -> Plann
 def _of_trainer(
     trainer: Any, models: Mapping[str, Role], trained: Collection[str], averages: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Returns the fields of a PlannedRun for the strategy and the models; `averages` of weights stay in float32."""
+    """Returns a PlannedRun's fields for strategy and models; roles in `averages` hold averaged weights, in float32."""
     strategy, precision = trainer.strategy, str(trainer.precision)
     is_split, is_3d = isinstance(strategy, FSDP2Strategy), isinstance(strategy, Parallel3DStrategy)
     world = trainer.num_devices * trainer.num_nodes
@@ -244,11 +244,11 @@ def _bound(data: Any, setting: str, module: RLModule | SupervisedModule) -> tupl
     given = getattr(data, setting, None)
     tokens, source = (_ASSUMED_TOKENS, f"assumed; set data.{setting}") if given is None else (given, f"data.{setting}")
     limit = module.max_prompt_tokens
-    return (tokens, source) if limit is None or tokens < limit else (limit, "what the context leaves")
+    return (tokens, source) if limit is None or tokens < limit else (limit, "limited by the context")
 
 
 def _num_scores(module: RLModule) -> int:
-    """Returns an upper bound of the numbers per token; advantages of one number per trajectory need none."""
+    """Returns an upper bound on the numbers per token; an advantage per trajectory needs none."""
     outputs = {key for call in module.model_calls() for key in call.outputs} - set(_PER_TRAJECTORY)
     topk = int(getattr(module, "teacher_topk", None) or 0)
     listed = {"teacher_topk_ids": 2 * topk, "teacher_topk_logprobs": topk}  # ids are int64

@@ -6,9 +6,9 @@ Reading order:
     supervisor.py    batches, deadlines, spare workers, and which call is at fault
     pool.py          RewardPool: functions by dotted path, in processes that can be killed
     worker.py        the process that imports and calls the function
-    hook.py          RewardHook: a callable of this process, in a thread; RewardWorker, the protocol of both
+    hook.py          RewardHook: a callable of this process, in a thread; RewardWorker: the protocol of pool and hook
     evaluation.py    reward, accuracy and pass@k of groups
-    replay.py        FailureLog, which writes failed trajectories; replay, which computes their rewards again
+    replay.py        FailureLog, which writes failed trajectories; replay, which recomputes their rewards
     references.py    references with several accepted answers; a check of all references before the run
 Reward functions:
     math_answer/     answers as numbers, expressions, sets or texts
@@ -21,8 +21,8 @@ Reward functions:
     environment_reward.py  the rewards that a workflow's environment returned
 
 May import: errors, checks, concurrency, trajectory. No torch: a worker starts in a fraction of a second. To add a
-reward function: a file with `(Trajectory) -> float` or `-> {"reward": ..., "<name>": ...}`, an export below, then its
-dotted path in YAML.
+reward function, write a file with `(Trajectory) -> float` or `-> {"reward": ..., "<name>": ...}`, export it below, and
+use its dotted path in YAML.
 """
 
 from lightrl.rewards.code_tests import code_tests

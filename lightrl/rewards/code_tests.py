@@ -2,13 +2,13 @@
 
 The prompt's field `tests`, a list or its JSON text, has three kinds of entries:
 
-    {"stdin": "1 2\\n", "stdout": "3\\n"}                              the program reads and prints; or lists of lines
+    {"stdin": "1 2\\n", "stdout": "3\\n"}                              input and output, as text or as lists of lines
     {"function": "add", "arguments": [1, 2], "expected": 3}          a call, with arguments in order or by name; the
                                                                      value is compared outside the sandbox
-    "assert add(1, 2) == 3"                                          statements after the program, as in MBPP
+    "assert add(1, 2) == 3"                                          statements to run after the program, as in MBPP
 
-It may also have the form that data sets publish: APPS and TACO (`input_output`), LiveCodeBench (`public_test_cases`,
-and `private_test_cases`, which are compressed; the function's name is in the column `metadata`). Tests call a function
+The forms in which data sets are published also work: APPS and TACO (`input_output`), LiveCodeBench (`public_test_cases`
+and the compressed `private_test_cases`; the function's name is in the column `metadata`). Tests call a function
 of the program or a method of its class `Solution`; code under `if __name__ == "__main__":` runs only for `stdin`.
 
 Each test runs in a separate process, so no test sees what another left behind. A program never sees an expected output
@@ -42,7 +42,6 @@ from lightrl.trajectory import JsonMapping, Trajectory
 TestResult = Literal[
     "accepted", "wrong_answer", "runtime_error", "time_limit", "memory_limit", "output_limit", "no_program"
 ]
-
 _FAILURES: tuple[TestResult, ...] = get_args(TestResult)[1:]  # without accepted
 Test = JsonMapping | str  # a dict with stdin and stdout or function, arguments and accepted values; or code
 _FENCE = re.compile(r"^([ \t>]*(?:```|~~~).*)$", re.MULTILINE)
@@ -91,8 +90,8 @@ def code_tests(
 ) -> dict[str, float | str]:
     """Checks whether the program in the completion passes the tests of its prompt.
 
-    The program is the last fenced Python block of the completion that does not only show how to use an earlier block;
-    if there is none, the last block without a language that is not only output; without a fence, the whole completion.
+    The program is the completion's last fenced Python block, except blocks that only show how to use an earlier one. If
+    there is none, it is the last block without a language that is more than output; without a fence, all the text.
 
     Args:
         trajectory: its prompt has the field `tests`, see above.
@@ -100,7 +99,7 @@ def code_tests(
         cpu_s, wall_s, memory_mib: limits of one test, see `Limits`.
         total_s: tests that would start later than this count as `time_limit`; keep it below the reward's timeout,
             which drops the trajectory.
-        tolerance: absolute and relative, for numbers.
+        tolerance: absolute and relative tolerance for numbers.
         sandbox: dotted path of a Sandbox class.
 
     Returns:
@@ -148,14 +147,15 @@ def extracted_program(answer: str) -> str:
     program, defined, has_program = "", set[str](), False
     for text in python or [text for language, text in blocks if not language]:
         tree = _tree(text)
-        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} if tree else set()
-        own = {node.name for node in tree.body if isinstance(node, _DEFINITION)} if tree else set()
-        is_example = bool(names & defined - own) and not own and not names & {"input", "sys"}
+        used_names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} if tree else set()
+        new_names = {node.name for node in tree.body if isinstance(node, _DEFINITION)} if tree else set()
+        uses_earlier = bool(used_names & defined - new_names)
+        is_example = uses_earlier and not new_names and not used_names & {"input", "sys"}
         is_output = not _has_effect(tree) if tree else not python
         if has_program and (is_example or is_output):
             continue
-        program = f"{program}\n{text}" if names & defined - own else text
-        defined, has_program = own | defined, _has_effect(tree)
+        program = f"{program}\n{text}" if uses_earlier else text
+        defined, has_program = new_names | defined, _has_effect(tree)
     return program
 
 
@@ -170,7 +170,7 @@ def _tree(text: str) -> ast.Module | None:
 
 
 def _has_effect(tree: ast.Module | None) -> bool:
-    """Returns whether code does more than state a value, unlike an output or a word of a sentence."""
+    """Returns whether code does more than state a value, as a program's output or a word of a sentence would."""
     return any(
         isinstance(node, ast.Call) or (isinstance(node, ast.stmt) and not isinstance(node, ast.Expr | ast.AnnAssign))
         for node in (ast.walk(tree) if tree else ())
@@ -183,12 +183,12 @@ def _from_json(text: str) -> object:
 
 
 def run_test(program: str, test: Test, sandbox: Sandbox, limits: Limits, tolerance: float = 0.0) -> TestResult:
+    """Runs one test in the sandbox; a test with `stdin` runs the program itself, the others import it first."""
     if isinstance(test, Mapping) and "stdin" in test:
         run = sandbox.run(program, test["stdin"], limits)
         is_right = run.exit_code == 0 and same_output(run.stdout, test["stdout"], tolerance)
         return _failure_of(run) or ("accepted" if is_right else "wrong_answer")
-    word = secrets.token_hex(8)
-    source = _IMPORTED.format(program=program)
+    word, source = secrets.token_hex(8), _IMPORTED.format(program=program)
     if isinstance(test, str):
         source, request = f"{source}\n{test}\n", [word, "", []]
     else:
@@ -200,7 +200,7 @@ def run_test(program: str, test: Test, sandbox: Sandbox, limits: Limits, toleran
     if failure is not None:
         return failure
     before, _, text = run.stdout.rpartition(word)
-    if before == text == "":  # it exited early
+    if before == text == "":  # the program exited early
         return "wrong_answer"
     accepted = [True] if isinstance(test, str) else test["accepted"]
     try:
@@ -285,7 +285,7 @@ def _read_tests(tests: Any, fields: JsonMapping) -> list[Test]:
             return [_call(name, given, [out, *(out[:1] if isinstance(out, list) else ())]) for given, out in pairs]
         tests = [{"input": given, "output": out} for given, out in pairs]
     if not isinstance(tests, list | tuple) or not tests:
-        raise ValueError("it must be a list that is not empty")
+        raise ValueError("the field must be a non-empty list")
     return [_read_test(test, fields) for test in tests]
 
 
@@ -300,7 +300,7 @@ def _read_test(test: Any, fields: JsonMapping) -> Test:
         if name is None:
             raise ValueError("a functional test needs its function's name as func_name in the column 'metadata'")
         return _call(name, [_from_json(line) for line in given.get("input", "").splitlines()], [_from_json(output)])
-    # `given` lacks an expected value of null, which is allowed
+    # `given` omits null values, but null is allowed as `expected`
     if name is not None and "expected" in test and given.keys() <= {"function", "fn_name", "arguments", "expected"}:
         return _call(name, given.get("arguments", []), [test["expected"]])
     stdout = given.get("stdout", output)
@@ -320,7 +320,7 @@ def _call(function: str, arguments: Any, accepted: Sequence[object]) -> Test:
 
 
 def _lines(value: object) -> str:
-    """Returns text or a number as text, and a list of them as lines."""
+    """Converts text or a number to text, and a list of these to lines."""
     items = value if isinstance(value, list) else [value]
     if not all(isinstance(item, str | int | float) for item in items):
         raise ValueError(f"input and output must be text or a list of lines, got {value!r:.99}")
@@ -328,7 +328,7 @@ def _lines(value: object) -> str:
 
 
 class _TextOnly(pickle.Unpickler):
-    """Reads a pickled text; refuses a pickle that refers to any function or class, as it comes from a stranger."""
+    """Reads a pickled text; refuses a pickle that refers to a function or class, since it is not trusted."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise ValueError(f"its pickle calls {module}.{name}")

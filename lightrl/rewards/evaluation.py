@@ -21,20 +21,20 @@ class Evaluation:
     group_size: int  # requested completions per prompt; more than 1 adds pass@k
     _metrics: dict[tuple[str, str], Metric] = field(default_factory=dict)  # keys are part and name
 
-    def update(self, groups: Sequence[Group], own: Mapping[str, Metric], *, part: str = "0") -> dict[str, Metric]:
-        """Adds a batch to the metrics that it has numbers for, and returns these metrics by name.
+    def update(self, groups: Sequence[Group], custom: Mapping[str, Metric], *, part: str = "0") -> dict[str, Metric]:
+        """Updates the metrics for which the batch has numbers, and returns them by name.
 
         Args:
             groups: the batch, without failed trajectories.
-            own: a user's metrics; `update` gets the groups, `compute` returns a number. Parts except "0" use copies.
-            part: of the data, for example one of several validation sets; each part has separate metrics.
+            custom: a user's metrics; `update` gets the groups, `compute` returns a number. Parts except "0" use copies.
+            part: part of the data, such as one of several validation sets; each part has separate metrics.
         """
         updated = {"prompts": self._metrics.setdefault((part, "prompts"), SumMetric(sync_on_compute=False))}
         updated["prompts"].update(sum(bool(group.trajectories) for group in groups))
         for name, numbers in evaluation_numbers(groups, self.group_size).items():
             updated[name] = self._metrics.setdefault((part, name), MeanMetric(sync_on_compute=False))
             updated[name].update(sum(numbers) / len(numbers), weight=len(numbers))
-        for name, metric in own.items():
+        for name, metric in custom.items():
             if part != "0":
                 if (part, name) not in self._metrics:
                     self._metrics[part, name] = metric.clone()

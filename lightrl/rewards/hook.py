@@ -1,7 +1,7 @@
-"""RewardHook: runs a reward function that needs this process in a thread, with a deadline; and RewardWorker.
+"""RewardHook: calls a reward function in a thread of this process, with a deadline; RewardWorker: the protocol.
 
 A thread cannot be killed: if it hangs, it is abandoned with the resources that it uses, and replaced. C code that holds
-the interpreter stops the whole trainer. A function given by its dotted path (pool.py) has neither problem.
+the interpreter's lock stops the whole trainer. A function given by its dotted path (pool.py) has neither problem.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RewardHook(Supervisor[Trajectory]):
 
 
 class _WorkerThread:
-    """A daemon thread, with one queue to it and one from it."""
+    """A daemon thread with an input queue and an output queue."""
 
     def __init__(self, runner: Runner, warn: Callable[[], None]) -> None:
         self.runs_together = runner.runs_together
@@ -125,7 +125,7 @@ class RewardWorker(Protocol):
     """Computes rewards. Call `start` once, then `compute_rewards` any number of times, then `close`."""
 
     def start(self) -> None:
-        """Starts; raises ValueError if there is no such reward function. Called before training, from any thread."""
+        """Starts workers; raises ValueError if there is no such function. Called before training, from any thread."""
         ...
 
     def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[RewardResult]]:

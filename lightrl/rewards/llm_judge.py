@@ -23,9 +23,8 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from lightrl.checks.bounds import check_bounds
+from lightrl.checks.bounds import check_bounds, names_of
 from lightrl.checks.printable import count_text
-from lightrl.checks.templates import names_of
 from lightrl.concurrency.streams import BUSY, body_of, retry_after_s
 from lightrl.errors import RewardError
 from lightrl.rewards.reward_result import label
@@ -54,7 +53,7 @@ _OR_ANOTHER = re.compile(
 
 
 class LLMJudge:
-    """A reward function that asks a model for a score by a rubric, and scales the score to [0, 1].
+    """A reward function that asks a model for a score according to a rubric, and scales the score to [0, 1].
 
     At most `max_concurrent` requests run at the same time. Connection errors and status 408, 425, 429 and 5xx are
     retried with growing pauses until `deadline_s`; any other error, or an answer without a score, raises RewardError
@@ -64,12 +63,12 @@ class LLMJudge:
         url: the endpoint's address without `/chat/completions`.
         model: its name at the endpoint.
         rubric: the user message, in which {completion} (without its thinking), {thinking}, {prompt} (the last message)
-            and the prompt's fields are filled in. A completion that is only thinking gets the lowest score, unsent.
+            and the prompt's fields are filled in. A completion that is only thinking is not sent; its score is lowest.
         system: the system message, if any.
         score_pattern: a regular expression whose first group is the score; its last match counts.
         score_range: the scores that become the rewards 0 and 1; a score outside is an error.
         api_key_variable: the environment variable that contains the key; without it no key is sent.
-        max_concurrent: requests at the same time, per process.
+        max_concurrent: maximum number of simultaneous requests per process.
         deadline_s: for one trajectory, including all attempts; keep it below the reward's timeout.
         temperature, max_tokens: of the LLM judge's answer; None leaves them out, for models that refuse them.
         request: more arguments of the request, such as `{max_completion_tokens: 2048, reasoning_effort: low}`.
@@ -124,7 +123,7 @@ class LLMJudge:
 
         Waits for a free slot and for the endpoint; on cancellation the request is abandoned.
         """
-        question = self._filled_in(trajectory)
+        question = self._fill_rubric(trajectory)
         if trajectory.completion and not trajectory.answer:
             return {"reward": 0.0, "score": self._low, "extracted": None}
         key = hashlib.sha256(question.encode(errors="surrogatepass")).digest()
@@ -132,7 +131,7 @@ class LLMJudge:
             if self._slots is None:
                 self._slots = asyncio.Semaphore(self._max_concurrent)
             async with self._slots:
-                self._cache[key] = self._score(await self._answer(question, trajectory), trajectory)
+                self._cache[key] = self._read_score(await self._answer(question, trajectory), trajectory)
         self._cache.move_to_end(key)
         score, answer = self._cache[key]
         while len(self._cache) > self._cache_size:
@@ -143,7 +142,7 @@ class LLMJudge:
         if self._session is not None:
             await self._session.close()
 
-    def _filled_in(self, trajectory: Trajectory) -> str:
+    def _fill_rubric(self, trajectory: Trajectory) -> str:
         prompt = trajectory.prompt
         values = {name: chat_as_text(prompt.fields[name]) for name in self._names if name in prompt.fields}
         values |= {"completion": trajectory.answer, "thinking": trajectory.thinking}
@@ -152,13 +151,13 @@ class LLMJudge:
             return _Formatter().format(self._rubric, **values)
         except (KeyError, ValueError, TypeError) as error:
             raise ValueError(
-                f"The rubric uses {error}, but the prompt only has {sorted({*values, *prompt.fields})}. Change it, or "
-                "write {{ and }} for literal braces."
+                f"The rubric uses {error}, but the prompt only has {sorted({*values, *prompt.fields})}. Change the "
+                "rubric, or write {{ and }} for literal braces."
             ) from error
 
     async def _answer(self, question: str, trajectory: Trajectory) -> str:
         deadline = time.monotonic() + self._deadline_s
-        wait_s, attempt, last = self._first_wait_s, 0, "no answer"
+        wait_s, attempt, failure = self._first_wait_s, 0, "no answer"
         while (left_s := deadline - time.monotonic()) > 0:
             attempt += 1
             try:
@@ -169,20 +168,20 @@ class LLMJudge:
                 status, text, retry_s = 0, repr(error), 0.0
             if status == 200:
                 return text
-            last = f"status {status}: {text[:_MAX_SHOWN]}" if status else text
+            failure = f"status {status}: {text[:_MAX_SHOWN]}" if status else text
             if 400 <= status < 500 and status not in BUSY:
                 raise RewardError(
-                    f"The LLM judge at {self._url} answered {label(trajectory)} with {last}. Check url, model, key and "
-                    "rubric. If it refuses an argument, set max_tokens=None or temperature=None, and give others in "
-                    "request."
+                    f"The LLM judge at {self._url} answered {label(trajectory)} with {failure}. Check url, model, key "
+                    "and rubric. If it refuses an argument, set max_tokens=None or temperature=None, and give others "
+                    "in request."
                 )
             pause_s = max(retry_s, wait_s * random.uniform(0.8, 1.2))
             await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
             wait_s = min(2 * wait_s, _MAX_WAIT_S)
         raise RewardError(
             f"The LLM judge at {self._url} did not answer {label(trajectory)} within deadline_s={self._deadline_s:g} "
-            f"in {count_text(attempt, 'attempt')} ({last}). Check its server, or increase deadline_s and the reward's "
-            "timeout.",
+            f"in {count_text(attempt, 'attempt')} ({failure}). Check its server, or increase deadline_s and the "
+            "reward's timeout.",
             reason="timeout",
         )
 
@@ -215,7 +214,7 @@ class LLMJudge:
                 "Check the url."
             ) from error
 
-    def _score(self, answer: str, trajectory: Trajectory) -> tuple[float, str]:
+    def _read_score(self, answer: str, trajectory: Trajectory) -> tuple[float, str]:
         text = split_thinking(answer)[1]
         match = next(iter(deque(self._pattern.finditer(text), maxlen=1)), None)
         if match is None or _OR_ANOTHER.match(text, match.end()):
@@ -229,7 +228,7 @@ class LLMJudge:
         if not self._low <= score <= self._high or (best is not None and float(best[1]) != self._high):
             raise RewardError(
                 f"The LLM judge gave {label(trajectory)} the score {match[1]}{best[0] if best else ''}, outside "
-                f"score_range={[self._low, self._high]}. State the range in the rubric, or change it."
+                f"score_range={[self._low, self._high]}. State the range in the rubric, or change score_range."
             )
         return score, answer
 

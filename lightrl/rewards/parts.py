@@ -52,7 +52,7 @@ Reward = str | RewardPart | Sequence[RewardPart]
 
 
 def parts_of(reward: Reward) -> list[RewardPart]:
-    """Returns the parts of a reward, which have different names.
+    """Returns the parts of a reward, each with a different name.
 
     Raises:
         ValueError: if there are no parts, or two have the same name.
@@ -164,6 +164,7 @@ def _named_errors(part: RewardPart, trajectory: Trajectory) -> Iterator[None]:
 
 
 def _sum(parts: Sequence[RewardPart], results: Sequence[RewardResult], trajectory: Trajectory) -> RewardResult:
+    """Adds up the weighted rewards of the parts, per token if a part returned rewards per token."""
     metrics: dict[str, float] = {}
     for part, result in zip(parts, results, strict=True):
         metrics[part.label] = result.reward

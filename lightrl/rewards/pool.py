@@ -36,9 +36,9 @@ _OUTCOMES: tuple[dict[str, tuple[type, ...]], ...] = (
 _REASONS = ("raised", "invalid", "not_finite", "timeout", "killed")
 _READ_BYTES = 1 << 16
 _MAX_REPLY_BYTES = 1 << 24
-_MAX_PROMPTS = 256  # whose JSON is cached: the trajectories of a group come at about the same time
+_MAX_PROMPTS = 256  # cached as JSON: the trajectories of a group arrive at about the same time
 _STACK_WAIT_S = 0.5
-_CLOSED_WAIT_S = 1.0  # from SIGTERM to SIGKILL for a worker that closed its socket and did not end
+_CLOSED_WAIT_S = 3.0  # for a worker that closed its socket to exit: its descendants get a second
 _MAX_LOG_LINES = 30  # the last lines that a worker printed, shown when it dies
 
 
@@ -82,12 +82,8 @@ class RewardPool(Supervisor[bytes]):
         check_bounds(1, memory_limit_mib=memory_limit_mib, recycle_after=recycle_after)
         parts = parts_of(reward)
         self.path = " + ".join(part.path for part in parts)
-        settings = {
-            "parts": [vars(part) for part in parts],
-            "timeout_s": timeout_s,
-            "memory_limit_mib": memory_limit_mib,
-        }
-        self._prompts: dict[int, tuple[Prompt, bytes]] = {}  # keys are ids; the oldest first
+        settings = {"parts": [*map(vars, parts)], "timeout_s": timeout_s, "memory_limit_mib": memory_limit_mib}
+        self._prompts: dict[int, tuple[Prompt, bytes]] = {}  # by the prompt object's id; oldest first
         super().__init__(
             self.path,
             functools.partial(WorkerProcess, settings, import_path=import_path(*search_paths)),
@@ -116,7 +112,7 @@ class RewardPool(Supervisor[bytes]):
 
 
 class WorkerProcess:
-    """A child process (see worker.py), the socket to it, and the pipe of what it prints."""
+    """A child process (see worker.py), the socket to it, and the pipe with its output."""
 
     def __init__(self, settings: Mapping[str, object], *, import_path: Sequence[str]) -> None:
         self.runs_together = False
@@ -178,8 +174,8 @@ class WorkerProcess:
         is_quiet = False
         while not (self._log and is_quiet) and not self._is_ended and time.monotonic() < deadline:
             is_quiet = not self._exchange(0.05, forward=False)
-        own = ("lightrl/rewards/", '"<string>"')
-        lines = [line for line in self._log if line.startswith("  File") and not any(part in line for part in own)]
+        hidden = ("lightrl/rewards/", '"<string>"')
+        lines = [line for line in self._log if line.startswith("  File") and not any(text in line for text in hidden)]
         return "\n".join(lines)
 
     def end(self) -> None:
@@ -195,14 +191,15 @@ class WorkerProcess:
         if not lines and len(rest) > _MAX_REPLY_BYTES:
             return [bytes(rest)]
         if not lines and self._is_ended:
-            how = ending_of(self._child.end(_CLOSED_WAIT_S))
+            has_ended = self._child.wait(_CLOSED_WAIT_S)
+            how = ending_of(self._child.end(0.0)) if has_ended else "it closed its connection to the pool"
             how += " (out of memory?)" if how == "signal SIGKILL" else ""
             raise WorkerDied("\n".join([f"{how}. It last printed:", *self._log]) if self._log else how)
         self._reply_bytes = rest
         return [bytes(line) for line in lines]
 
     def _exchange(self, wait_s: float, *, forward: bool = True) -> bool:
-        """Writes and reads what is possible, after at most `wait_s`; returns False if that was nothing."""
+        """Waits up to `wait_s`, then writes and reads what is possible; returns False if nothing was."""
         if self._is_ended:
             return False
         ready = self._poller.poll(wait_s * 1000)
@@ -212,7 +209,7 @@ class WorkerProcess:
                     self._outgoing = self._outgoing[os.write(descriptor, self._outgoing) :]
                 except BlockingIOError:
                     continue
-                except (BrokenPipeError, ConnectionResetError):  # it ended, which reading notices
+                except (BrokenPipeError, ConnectionResetError):  # the process ended; reading will notice it
                     self._outgoing = memoryview(b"")
                 if not self._outgoing:
                     self._poller.modify(descriptor, select.POLLIN)
@@ -222,7 +219,7 @@ class WorkerProcess:
                 data = os.read(descriptor, _READ_BYTES)
             except BlockingIOError:  # no data after all
                 continue
-            except ConnectionResetError:  # it ended before it had read everything
+            except ConnectionResetError:  # the process ended before it had read everything
                 data = b""
             if descriptor == self._socket.fileno():
                 self._is_ended = not data

@@ -32,7 +32,7 @@ _FIELD = "reasoning_gym"  # the column that says where an entry comes from
 def rows(
     split: str = "train", *, datasets: Sequence[str] | Mapping[str, JsonObject], size: int = 500, seed: int = 0
 ) -> Iterator[JsonObject]:
-    """Yields rows of the data sets alternately: `question`, `answer` (one of the right ones), `dataset`.
+    """Yields rows of the data sets in turn: `question`, `answer` (one of the correct ones), `dataset`.
 
     Entry i of a data set depends only on its seed + i, so each split and seed has a separate range of entries.
 
@@ -61,9 +61,9 @@ def rows(
 def reward(trajectory: Trajectory) -> dict[str, float]:
     """Returns the data set's score of the answer, 0 to 1, and `accuracy`, which is 1 for a full score.
 
-    The answer is the text in the last `<answer>…</answer>`, or everything after the thinking. An answer on which the
-    scorer raises ValueError or TypeError is wrong, as some do on text that is not a number. A completion that was cut
-    off scores 0: a scorer that searches for the answer in the text would reward not stopping.
+    The answer is the text in the last `<answer>…</answer>`, or everything after the thinking. It counts as wrong if the
+    scorer raises ValueError or TypeError, as some do on text that is not a number. A completion that was cut off
+    scores 0, since scorers that search the text for the answer would reward completions that do not stop.
 
     Raises:
         ValueError: if the prompt does not come from `rows`.

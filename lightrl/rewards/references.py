@@ -1,4 +1,4 @@
-"""References that rewards compare completions with: several accepted answers, and a check of all before the run."""
+"""References with which rewards compare completions: several accepted answers; a check of all references at start."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def any_answer(function: Callable[..., Compared]) -> Callable[..., Compared]:
         if not answers or not all(map(_is_comparable, answers)):
             raise ValueError(
                 f"Prompt {prompt.id!r} has a reference that no completion can equal: {reference!r:.200}. Its field "
-                "'answer' must be text, a number, or a list of accepted ones. A value in an object has a dotted path: "
+                "'answer' must be text, a number, or a list of these. To select a value in an object, use its path: "
                 "columns: {answer: reward_model.ground_truth}."
             )
         if answers[0] is reference:
@@ -52,25 +52,25 @@ def any_answer(function: Callable[..., Compared]) -> Callable[..., Compared]:
 
 
 def _is_comparable(answer: object) -> bool:
-    """Returns whether it is text, a finite number, or None, which the reward function itself refuses."""
+    """Whether an answer is text, a finite number, or None, which the reward function itself refuses."""
     is_number = isinstance(answer, Number) and str(answer).lower() not in ("nan", "inf", "-inf")
     return answer is None or is_number or (isinstance(answer, str) and answer.strip().lower() != "nan")
 
 
 class ReferenceCheck:
-    """Calls a reward's functions that belong to this package on a completion without an answer, which is cheap.
+    """Calls each of a reward's functions that comes from lightrl, on a completion without an answer, which is cheap.
 
-    A prompt that lacks what they need is thus refused at the start instead of being dropped in each iteration. Users'
+    So a prompt that lacks what they need is refused at the start, instead of being dropped in each iteration. Users'
     functions are not called, since they may be slow or have side effects.
     """
 
     def __init__(self, reward: object) -> None:
         self.columns: set[str] = set()  # the columns that the functions have read
-        is_own = str(getattr(reward, "__module__", "")).startswith("lightrl.")
-        self._functions: list[RewardFunction] = [reward] if callable(reward) and is_own else []
+        is_lightrls = str(getattr(reward, "__module__", "")).startswith("lightrl.")
+        self._functions: list[RewardFunction] = [reward] if callable(reward) and is_lightrls else []
         if isinstance(reward, str | RewardPart | Sequence):
-            own = [part for part in parts_of(reward) if part.path.startswith("lightrl.")]
-            self._functions = [bound(part, function_of(part.path, "reward")) for part in own]
+            lightrl_parts = [part for part in parts_of(reward) if part.path.startswith("lightrl.")]
+            self._functions = [bound(part, function_of(part.path, "reward")) for part in lightrl_parts]
 
     def __call__(self, prompt: Prompt) -> None:
         """Raises ValueError if a function cannot compute rewards for this prompt."""
@@ -81,7 +81,7 @@ class ReferenceCheck:
                 Trajectory.of_text(unanswered, "<think>", finish_reason="length", columns={"rewards": []})
             )
             if is_async(function):
-                with contextlib.suppress(StopIteration):  # it never waits for anything
+                with contextlib.suppress(StopIteration):  # the call finishes without waiting
                     called.send(None)
             self.columns |= row.read
 

@@ -1,4 +1,4 @@
-"""FailureLog: writes the trajectories on which a reward failed; replay: computes their rewards again.
+"""FailureLog: writes the trajectories on which a reward failed; replay: recomputes their rewards.
 
 Each line is one failure: {"reason": "timeout", "message": "...", "trajectory": {...}}. `replay` also reads the files of
 the trajectory log, whose lines contain trajectories too.
@@ -31,7 +31,7 @@ class FailureLog:
 
     Args:
         path: the JSONL file; lines are appended, and its folder is made at the first failure.
-        max_failures: maximum lines from one process, so that a broken reward does not fill the disk.
+        max_failures: maximum number of lines per process, so that a broken reward does not fill the disk.
     """
 
     def __init__(self, path: str | Path, *, max_failures: int = 1000) -> None:
@@ -95,10 +95,10 @@ def replay(
     """
     check_bounds(1, repeats=repeats)
     trajectories = _without_rewards(Path(source)) if isinstance(source, str | Path) else source
-    first = list(itertools.islice(trajectories, num))
+    selected = list(itertools.islice(trajectories, num))
 
     async def rows() -> list[ReplayRow]:
-        return [await _row(trajectory, reward_worker, repeats, decode) for trajectory in first]
+        return [await _row(trajectory, reward_worker, repeats, decode) for trajectory in selected]
 
     reward_worker = make_reward_worker(
         reward, timeout_s=timeout_s, memory_limit_mib=memory_limit_mib, search_paths=search_paths
@@ -111,7 +111,7 @@ def replay(
 
 
 def _without_rewards(file: Path) -> Iterator[Trajectory]:
-    """Yields a file's trajectories; raises ValueError for one whose reward read a workspace, which is deleted."""
+    """Yields a file's trajectories without rewards; raises ValueError if a reward read a workspace, now deleted."""
     for where, _, trajectory in read_records(file):
         if trajectory.workspace is not None:
             raise ValueError(

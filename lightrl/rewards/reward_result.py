@@ -28,7 +28,7 @@ _LARGEST_METRIC = 1e38  # float32
 RewardFunction = Callable[[Trajectory], Any]  # may be async; `RewardResult.of` lists what it may return
 _invalid = functools.partial(RewardError, reason="invalid")
 _MAX_NAMES = 1_000  # in one returned dict
-_OWN_NAMES = ("reward", "rewards", "extracted")
+_RESERVED_NAMES = ("reward", "rewards", "extracted")
 
 
 @dataclass(frozen=True)
@@ -58,27 +58,28 @@ class RewardResult:
         """
         if not isinstance(value, cls | Mapping):
             return cls(_number(value, "its return value", trajectory))
-        own: Mapping[Any, Any] = vars(value) if isinstance(value, cls) else value  # type: ignore[assignment]
-        others = own["metrics"] if isinstance(value, cls) else {key: own[key] for key in own if key not in _OWN_NAMES}
-        extracted = None if own.get("extracted") is None else str(own["extracted"])
-        if len(others) > _MAX_NAMES:
+        items: Mapping[Any, Any] = vars(value) if isinstance(value, cls) else value  # type: ignore[assignment]
+        named = {key: items[key] for key in items if key not in _RESERVED_NAMES}
+        named = items["metrics"] if isinstance(value, cls) else named
+        extracted = None if items.get("extracted") is None else str(items["extracted"])
+        if len(named) > _MAX_NAMES:
             raise _invalid(
-                f"The reward function returned a dict with {len(own):,} names for {label(trajectory)}. Each is "
+                f"The reward function returned a dict with {len(items):,} names for {label(trajectory)}. Each is "
                 f"logged: return at most {_MAX_NAMES:,}."
             )
-        metrics = {name: _number(item, repr(name), trajectory, _LARGEST_METRIC) for name, item in others.items()}
+        metrics = {name: _number(item, repr(name), trajectory, _LARGEST_METRIC) for name, item in named.items()}
         for name in metrics:
             if not isinstance(name, str):
                 raise _invalid(
                     f"The reward function returned a dict with the key {name!r} for {label(trajectory)}. Keys must be "
                     "strings."
                 )
-        reward = _number(own["reward"], "'reward'", trajectory) if "reward" in own else None
-        rewards = own.get("rewards")
+        reward = _number(items["reward"], "'reward'", trajectory) if "reward" in items else None
+        rewards = items.get("rewards")
         if rewards is None:
             if reward is None:
                 raise _invalid(
-                    f"The reward function returned a dict with {sorted(map(str, own))} for {label(trajectory)}; it "
+                    f"The reward function returned a dict with {sorted(map(str, items))} for {label(trajectory)}; it "
                     'needs the key "reward" or "rewards".'
                 )
             return cls(reward, metrics, extracted=extracted)

@@ -32,7 +32,7 @@ from lightrl.trajectory import Trajectory
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.1  # how often a waiting supervising thread checks whether it was closed
-_ASYNC_GRACE_S = 1.0  # the worker cancels an overdue async call itself; it is ended only if that fails
+_ASYNC_GRACE_S = 1.0  # a worker cancels overdue async calls itself; it is stopped only if that fails
 _GATHER_S = 0.001  # outcomes of a batch that arrive within this time are delivered together
 _MAX_TOGETHER = 64  # calls of an async function that run at the same time
 _MAX_BATCH = 256
@@ -65,7 +65,7 @@ class Worker(Protocol[RequestIn]):
     def is_alive(self) -> bool: ...
 
     def send(self, requests: Sequence[RequestIn]) -> None:
-        """Starts a batch; the previous one is finished."""
+        """Starts a batch; only called when the previous batch is finished."""
         ...
 
     def receive(self, wait_s: float) -> list[tuple[int, Outcome]]:
@@ -77,7 +77,7 @@ class Worker(Protocol[RequestIn]):
         ...
 
     def end(self) -> None:
-        """Ends the worker and everything that it started, as far as possible."""
+        """Stops the worker and everything that it started, as far as possible."""
         ...
 
 
@@ -87,7 +87,7 @@ class _Call(Generic[Request]):
     request: Request
     num_bytes: int
     future: asyncio.Future[RewardResult]
-    is_alone: bool = False  # after a batch that hung or died: the next batch contains only this call
+    is_alone: bool = False  # set if its batch hung or died: the next one contains only this call
 
 
 class CallQueue(Generic[Request]):
@@ -119,14 +119,14 @@ class CallQueue(Generic[Request]):
             self._changed.notify_all()
         settle_all((call.future, RewardError(why, reason="killed")) for call in calls)
 
-    def take(self, most: int) -> list[_Call[Request]]:
-        """Waits for the next calls for one worker and returns its fair share, or an empty list if calls are refused."""
+    def take(self, max_calls: int) -> list[_Call[Request]]:
+        """Waits for calls, and returns one worker's fair share of them, or an empty list if calls are refused."""
         batch: list[_Call[Request]] = []
         with self._changed:
             while not batch and self.refusal is None:
                 if not self._waiting:
                     self._changed.wait()
-                share = min(-(-len(self._waiting) // self._num_workers), most)
+                share = min(-(-len(self._waiting) // self._num_workers), max_calls)
                 num_bytes = 0
                 while self._waiting and len(batch) < share:
                     call = self._waiting[0]
@@ -152,7 +152,7 @@ class SupervisedWorker(Generic[Request]):
     _max_batch: int = _MAX_TOGETHER
 
     def supervise(self) -> None:
-        """Runs batches until calls are refused; settles every call that it has taken, whatever happens."""
+        """Runs batches until calls are refused; whatever happens, settles every call that it has taken."""
         worker: Worker[Request] | None = None
         batch: list[_Call[Request]] = []
         try:
@@ -200,7 +200,7 @@ class SupervisedWorker(Generic[Request]):
         return is_usable
 
     def _ready_worker(self, worker: Worker[Request] | None) -> Worker[Request]:
-        """Returns a ready worker, the given one if possible; while closing, it may still be starting."""
+        """Returns a ready worker, the given one if possible; if the pool is closing, it may still be starting."""
         for attempt in range(1 + _MAX_RESTARTS):
             try:
                 worker = worker or self._start_worker()
@@ -239,8 +239,8 @@ class SupervisedWorker(Generic[Request]):
             if time.monotonic() > deadline:
                 raise WorkerDied(
                     f"Importing reward function {self.pool.name} took longer than "
-                    f"startup_timeout_s={self.pool.startup_timeout_s:g}. Increase it, or make the import faster. It is "
-                    f"at:\n{worker.stack()}"
+                    f"startup_timeout_s={self.pool.startup_timeout_s:g}. Increase it, or make the import faster. The "
+                    f"import is at:\n{worker.stack()}"
                 )
 
     def _receive(self, worker: Worker[Request], batch: Sequence[_Call[Request]]) -> bool:
@@ -266,7 +266,7 @@ class SupervisedWorker(Generic[Request]):
                 death = WorkerDied(f"its reply pipe carried an invalid result: {error}")
             if outcomes:
                 settle_all((unfinished.pop(index).future, outcome) for index, outcome in outcomes.items())
-            if death is not None:  # outcomes that came before it count
+            if death is not None:  # outcomes received before the death count
                 if unfinished:
                     self._blame(worker, unfinished, functools.partial(killed_error, self.pool.name, str(death)))
                 return False
@@ -338,7 +338,7 @@ class Supervisor(ABC, Generic[Request]):
         self.ready: Future[None] = Future()  # done when the first worker is ready
         self._num_workers = workers
         self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()  # of `_threads`
+        self._lock = threading.Lock()  # guards `_threads`
 
     def start(self) -> None:
         """Waits until one worker is ready; the others start in the background. A second call has no effect.
@@ -361,7 +361,7 @@ class Supervisor(ABC, Generic[Request]):
                 self._add_thread()
 
     def close(self) -> None:
-        """Ends all workers within seconds; pending calls raise RewardError. May be called twice."""
+        """Stops all workers within seconds; pending calls raise RewardError. Safe to call twice."""
         with self._lock:  # no thread starts afterwards
             self.calls.refuse(f"The workers of reward function {self.name} were closed.")
             threads = list(self._threads)

@@ -22,7 +22,7 @@ _WORD = re.compile(rf"[{_NO_SPACES}]|[^\s{_NO_SPACES}]+")
 def regex_match(trajectory: Trajectory, *, pattern: str, is_full: bool = True) -> float:
     """Returns 1 if the stripped answer, or with `is_full=False` a part of it, matches the pattern, otherwise 0.
 
-    `.` matches newlines. A pattern with a thinking tag, like `<think>.*</think>.*`, is matched with all the completion.
+    `.` matches newlines. A pattern with a thinking tag, like `<think>.*</think>.*`, sees the thinking as well.
     """
     compiled = _compiled(pattern)
     text = (trajectory.completion if names_thinking(pattern) else trajectory.answer).strip()
@@ -69,15 +69,14 @@ def repetition_penalty(trajectory: Trajectory, *, ngram_words: int = 4) -> float
 
 
 def json_schema(trajectory: Trajectory, *, schema: Mapping[str, object] | None = None) -> dict[str, float | str]:
-    """Checks whether the answer, or its last fenced block, is JSON that fits a schema.
+    """Checks whether the answer, or its last fenced block, is JSON that is valid against a schema.
 
     Args:
         schema: a JSON Schema for all prompts, of draft 2020-12 unless its `$schema` names another; its `$ref`s must
             stay inside it. None uses each prompt's field `schema`.
 
     Returns:
-        `reward`: 1 if it fits the schema, else 0; `is_json`: 1 if it is JSON at all; `extracted`, the text that was
-        parsed.
+        `reward`: 1 if it is valid against the schema, else 0; `is_json`: 1 if it is JSON; `extracted`, the parsed text.
 
     Raises:
         ValueError: if there is no schema, or it is not valid.
@@ -88,13 +87,13 @@ def json_schema(trajectory: Trajectory, *, schema: Mapping[str, object] | None =
             f"Prompt {trajectory.prompt.id!r} has no JSON schema, got {source!r:.99}. Pass the argument `schema`, or "
             "add a field 'schema' to the data."
         )
-    fits = _schema_check(source if isinstance(source, str) else json.dumps(source))
+    is_valid = _schema_check(source if isinstance(source, str) else json.dumps(source))
     answer = trajectory.answer
     blocks = fenced_blocks(answer, lambda text: _value_of(text) is not None)
     text = next((text for language, text in reversed(blocks) if language in ("", "json")), answer)
     value = _value_of(text)
-    fit = value is not None and fits(value[0])
-    return {"reward": float(fit), "is_json": float(value is not None), "extracted": text}
+    reward = float(value is not None and is_valid(value[0]))
+    return {"reward": reward, "is_json": float(value is not None), "extracted": text}
 
 
 def _value_of(text: str) -> tuple[object] | None:
@@ -127,7 +126,7 @@ def _schema_check(text: str) -> Callable[[object], bool]:
         raise ValueError(f"The JSON schema is not valid at {error.json_path}: {error.message}.") from error
     validator = kind(schema, registry=Registry())  # without it, `$ref` would download its target
 
-    def fits(value: object) -> bool:
+    def is_valid(value: object) -> bool:
         try:
             return bool(validator.is_valid(value))
         except RecursionError:  # the completion is nested more deeply than a recursive schema can check
@@ -135,7 +134,7 @@ def _schema_check(text: str) -> Callable[[object], bool]:
         except Unresolvable as error:
             raise ValueError(f"The JSON schema has a $ref to {error.ref!r}, which it does not define.") from error
 
-    return fits
+    return is_valid
 
 
 @functools.lru_cache(maxsize=64)

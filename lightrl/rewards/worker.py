@@ -5,7 +5,7 @@ Both directions carry one JSON value per line; a batch of trajectories follows t
     pool ─► worker   {"parts": [{"path": ...}, ...], "timeout_s": ..., "memory_limit_mib": ...}, then batches:
                      [number of bytes, ...], then the trajectories (`Trajectory.to_bytes`)
     worker ─► pool   {"runs_together": ...} or {"problem": ...}, then one reply per finished trajectory; `index`
-                     counts them from the start:
+                     counts trajectories from the start:
                      {"index": 0, "reward": 1.0, "metrics": {...}, "rewards": null, "extracted": null}
                      or {"index": 0, "error": ..., "reason": ...}
 

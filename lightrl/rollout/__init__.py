@@ -1,15 +1,13 @@
-"""Rollouts: prompts in, trajectories with rewards out, asynchronously. Depends on no particular engine and,
-except for rl_trainer.py, not on Lightning.
+"""Rollouts: prompts in, trajectories with rewards out, asynchronously. Works with any engine.
 
 Reading order:
     protocol.py         Rollout: what the loop and the callbacks use; RecordedRollout: the groups of an earlier run
-    controller.py       keeps groups in flight and hands over batches
+    controller.py       keeps groups in flight and hands over batches; the rollout's part of a checkpoint
     group_scheduler.py  decides which groups start, are trained on and are replaced, within RolloutSettings
     runner.py           runs the trajectories of a group and computes their rewards; groups start together
-      workflow_pool.py  runs them in other processes; workflow_worker.py is such a process
+      workflow_pool.py  runs them in other processes, each of which executes workflow_worker.py
     prompts.py          which prompt comes next
-    resume.py           the rollout's part of a checkpoint
-    rl_trainer.py       RLTrainer: the trainer as the loop and the callbacks see it
+    rl_trainer.py       RLTrainer: the trainer as the loop and the callbacks see it; the only file that needs Lightning
 
 May import: errors, checks, concurrency, trajectory, rewards, weights, engines, workflows.
 """

@@ -1,10 +1,10 @@
-"""RolloutController: keeps groups in flight and hands over batches with rewards that keep the staleness bound.
+"""RolloutController: keeps groups in flight and hands over batches, with rewards, that respect the staleness bound.
 
 One asyncio loop in one daemon thread, on rank 0. All state belongs to that thread. The public methods are called from
 the main thread: a coroutine does the work on the loop, and the main thread waits for it and enforces the deadlines, so
 it notices a blocked event loop too. GroupScheduler decides which groups start and are taken; the controller acts.
 
-    prompt stream ──position──► one task a group ──► rewards ──► finished groups ──► take() ──► commit()
+    prompt stream ──position──► a task per group ──► rewards ──► finished groups ──► take() ──► commit()
                      start      workflow, engine                                   stream order  trained on
 """
 
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import struct
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -21,19 +23,20 @@ from typing import TypeVar
 from lightrl.checks.printable import count_text
 from lightrl.concurrency.abandon import Tasks, abandon, is_abandoned
 from lightrl.concurrency.loop_thread import LoopThread
-from lightrl.engines.engine import RolloutEngine
-from lightrl.errors import RolloutError
+from lightrl.engines.engine import Completion, RolloutEngine
+from lightrl.errors import EngineError, RolloutError
 from lightrl.rewards import FailureLog, RewardWorker
 from lightrl.rollout.group_scheduler import Drop, GroupScheduler, RolloutSettings, RunningGroup, success_rate
 from lightrl.rollout.prompts import PromptCursor, Prompts, PromptsAhead, State
 from lightrl.rollout.protocol import OnWait
-from lightrl.rollout.resume import SavedState
-from lightrl.rollout.runner import AdmissionBatch, Rewards, TrajectoryRunner
+from lightrl.rollout.runner import ADMISSION_TICKS, AdmissionBatch, Rewards, TrajectoryRunner
 from lightrl.rollout.workflow_pool import WorkflowPool
 from lightrl.trace import span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
 from lightrl.workflows.workflow import Workflow
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -78,10 +81,10 @@ class RolloutController:
         workflow: maps a prompt to a trajectory.
         reward_worker: must have been started; computes rewards while other trajectories are still generated.
         settings: sizes, bounds and which groups are dropped.
-        sampling: of training rollouts; the seed of each generation is set here.
-        run_seed: determines, with position, sample and turn, all that is sampled.
+        sampling: for training rollouts; the seed of each generation is set here.
+        run_seed: together with position, sample and turn, determines everything that is sampled.
         prompts: the stream, by position; None if only `evaluate` is used.
-        failures: gets the trajectories whose reward failed.
+        failures: the log of trajectories whose reward failed.
     """
 
     is_recorded = False
@@ -118,7 +121,6 @@ class RolloutController:
         self._running: dict[int, tuple[str, asyncio.Task[None]]] = {}  # seed name and task, by group
         self._admission = AdmissionBatch(engine)
         self._ahead = PromptsAhead(self._cursor, self._tasks, self._start_admissible)
-        self._saved_state = SavedState(engine, self._scheduler, self._cursor, self._runner, self._admission)
         self._take_wait: Wait | None = None  # the wait of the `take` in progress
         self._stragglers = Stragglers()
         self._is_closing = False
@@ -156,7 +158,7 @@ class RolloutController:
         """Sets the rewards of the groups from the last `take`; needed only with `defers_rewards`.
 
         A trajectory whose reward failed is removed from its group, which may then be empty; `drain_drops` says why.
-        Raises RolloutError if no reward comes for `rollout_timeout_s`, or if too many fail.
+        Raises RolloutError if no reward arrives for `rollout_timeout_s`, or if too many fail.
         """
         wait = Wait("The loop", sum(len(group.trajectories) for group in groups), "the rewards")
         self._wait_for(self._rewards.wait_for(groups, wait.count), wait, on_wait)
@@ -176,7 +178,7 @@ class RolloutController:
     def evaluate(
         self, prompts: Sequence[Prompt], *, sampling: Sampling, num_samples: int = 1, on_wait: OnWait | None = None
     ) -> list[Group]:
-        """Rolls out prompts for validation, with rewards, in order, outside admission; training rollouts continue.
+        """Rolls out validation prompts, with rewards, in order and without admission; training rollouts continue.
 
         Trajectories whose reward failed are missing from their group; `drain_drops` gives the reason.
 
@@ -209,17 +211,79 @@ class RolloutController:
 
     def state_dict(self) -> State:
         """Returns what a resume needs: cursor, curriculum, positions in flight, untrained groups; in plain Python."""
-        timeout_s = self.settings.loop_timeout_s / 2
-        return self._thread.call(self._saved_state.take(self.run_seed, timeout_s=timeout_s))
+        return self._thread.call(self._state_at_boundary(self.settings.loop_timeout_s / 2))
 
     def load_state_dict(self, state: State) -> None:
-        """Restores the cursor and finished groups before the first `take`; groups that were in flight restart first."""
+        """Restores the cursor and finished groups before the first `take`; groups that were in flight restart first.
+
+        Raises RolloutError if another version of lightrl wrote the state.
+        """
         self.run_seed = int(state["run_seed"])
-        self._thread.call(_as_coroutine(partial(self._saved_state.load, state)))
+        self._thread.call(_as_coroutine(partial(self._load, state)))
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Cancels all tasks and ends the thread; the caller closes the engine. May be called twice."""
+        """Cancels all tasks and ends the thread; the caller closes the engine. Safe to call twice."""
         self._thread.close(self._cancel_all, timeout_s)
+
+    async def _state_at_boundary(self, timeout_s: float) -> State:
+        """Returns the state at a token boundary; without unfinished completions if the engine pauses too late."""
+        if not (self._scheduler.running and self._runner.in_flight.workflow.continues):
+            return self._state({})
+        taking = asyncio.ensure_future(self._paused_state())
+        await asyncio.wait({taking}, timeout=timeout_s)
+        if taking.done() and taking.exception() is None:
+            return taking.result()
+        error = taking.exception() if taking.done() else "it did not answer in time"
+        taking.cancel()
+        if isinstance(error, BaseException) and not isinstance(error, EngineError):
+            raise error
+        log.warning("The engine's unfinished completions are not in the checkpoint and will start again: %s", error)
+        return self._state({})
+
+    async def _paused_state(self) -> State:
+        async with self._admission.batch():
+            for _ in range(ADMISSION_TICKS):  # until completions that finished before the pause are recorded
+                await asyncio.sleep(0)
+            unfinished = await self.engine.unfinished()
+            return self._state(unfinished, await self._runner.states_of_workers())
+
+    def _state(self, unfinished: Mapping[int, Completion], states_of_workers: Sequence[State] = ()) -> State:
+        cursor, prompts = self._cursor, self._cursor.prompts
+        groups = self._scheduler.state_dict()
+        first = min([cursor.next_position, *groups["in_flight"]])
+        return {
+            "run_seed": self.run_seed,
+            "next_position": cursor.next_position,
+            "prompts": None if prompts is None else prompts.fingerprint,
+            "stream": None if prompts is None else prompts.state_dict(first),
+            "curriculum": cursor.state_dict(),
+            **groups,
+            **self._runner.in_flight.state_dict(unfinished, states_of_workers),
+        }
+
+    def _load(self, state: State) -> None:
+        cursor, prompts = self._cursor, self._cursor.prompts
+        try:
+            self._scheduler.load_state_dict(state)
+            if self._scheduler.started:  # otherwise all groups start again
+                self._runner.in_flight.load_state_dict(state)
+            cursor.next_position = int(state["next_position"])
+            if prompts is not None and state.get("stream") is not None:
+                prompts.load_state_dict(state["stream"])
+            saved_prompts, curriculum = state["prompts"], state["curriculum"]
+        except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
+            raise RolloutError(
+                f"The checkpoint's rollout state was written by another version of lightrl ({error!r}). Resume with "
+                "that version, or run `lightrl export` on the checkpoint and start a new run from the exported model."
+            ) from error
+        cursor.load_state_dict(curriculum)
+        if saved_prompts is not None and prompts is not None and saved_prompts != prompts.fingerprint:
+            log.warning(
+                "The checkpoint was written with prompts %s, but this run has %s: some prompts will be repeated and "
+                "others skipped. Restore the data module's files, seed and shuffle, or start a new run.",
+                saved_prompts,
+                prompts.fingerprint,
+            )
 
     def _depths(self) -> dict[str, int]:
         return {
@@ -251,7 +315,7 @@ class RolloutController:
         return self._thread.wait_for(coroutine, on_answer=count, on_wait=check, who=wait.who)
 
     async def _take(self, weight_version: int, wait: Wait) -> list[Group]:
-        """Waits for `Tasks.changed`, set when a group is done or the run fails. If cancelled, it takes nothing."""
+        """Waits for `Tasks.changed`, set when a group is done or the run fails. If cancelled, no group is taken."""
         served = self.weight_version
         if self._tasks.failure is None and (served < 0 or weight_version - served > self.settings.max_staleness):
             raise RolloutError(
@@ -287,7 +351,7 @@ class RolloutController:
                 self._take_wait = None
 
     async def _start_admissible(self) -> None:
-        """Starts all admissible groups, on-policy as one admission batch. If cancelled, started groups continue.
+        """Starts all admissible groups; on-policy, in one admission batch. If cancelled, started groups continue.
 
         If a prompt has not been made yet, a thread makes it first and then calls this again.
         """
@@ -309,6 +373,7 @@ class RolloutController:
         return has_prompts and self._tasks.failure is None and not self._is_closing and not is_idle
 
     def _start_groups(self) -> None:
+        """Chooses as many new positions as the scheduler plans, and starts all groups that may start."""
         version = self.weight_version
         try:
             for _ in range(self._scheduler.plan(version)):
@@ -405,7 +470,7 @@ class RolloutController:
     async def _evaluate(
         self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, wait: Wait
     ) -> list[Group]:
-        """Waits for all trajectories, or for the first error. On cancellation they are cancelled and awaited."""
+        """Waits for all trajectories, or for the first error. If cancelled, cancels and awaits all of them."""
         groups = [Group(index, prompt) for index, prompt in enumerate(prompts)]
         done: dict[tuple[int, int], Trajectory] = {}  # group and sample → trajectory
         tasks: list[asyncio.Task[None]] = []

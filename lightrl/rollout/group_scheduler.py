@@ -1,7 +1,7 @@
 """GroupScheduler: which groups may start and which a batch takes. Plain decisions: no asyncio, threads, clocks or I/O.
 
-Notation: v is the current weight version, η `max_staleness`, P `groups_per_iteration`, s any version. A group's version
-is that of its oldest token; for a running group it is the version that served when it started, a lower bound.
+Notation: v is the current weight version, η `max_staleness`, P `groups_per_iteration`. A group's version is that of its
+oldest token; for a running group it is the version that served when it started, a lower bound.
 
 Windowed order, the default: a group may start once it is among the next (η + 1)·P groups of the stream, and only the
 trainer moves this window, by P groups in each iteration. A batch is the first P groups that were kept, however long one
@@ -59,10 +59,10 @@ class GroupFilter:
     longer shows how good the policy is (validation does), and a bound on tokens favors short completions.
     """
 
-    drop_zero_variance: bool = True  # all trajectories of the group have the same reward
+    drop_zero_variance: bool = True  # drop a group whose trajectories all have the same reward
     min_success: float = 0.0  # bounds on the group's success rate, 0 to 1
     max_success: float = 1.0
-    max_group_tokens: int | None = None  # the longest trajectory, prompt not counted
+    max_group_tokens: int | None = None  # bound on the longest trajectory, without its prompt
     rule: Callable[[Group], object] | None = None  # a word or True drops the group; None, False or "" keeps it
 
     def __post_init__(self) -> None:
@@ -221,7 +221,7 @@ class DropCounter:
         self._num_failed += is_failed
         num_expected = self.settings.group_size * self.settings.groups_per_iteration
         if is_failed:
-            total = max(self._num_done, num_expected)  # async: up to η + 1 iterations' worth
+            total = max(self._num_done, num_expected)  # off-policy, up to η + 1 iterations may be done
             self._check_failed(self._num_failed, total, "since the last batch was taken")
 
     def check_evaluation(self, num_rewarded: int, num_requested: int) -> None:
@@ -237,7 +237,7 @@ class DropCounter:
             )
 
     def count_given_up(self) -> None:
-        """Counts an over-sampled group that was dropped, which is no failure."""
+        """Counts an over-sampled group that was dropped, which is not a failure."""
         self._group_drops["oversampled"] += 1
 
     def count_dropped(self, reason: str, message: str) -> None:
@@ -267,7 +267,7 @@ class DropCounter:
 
 @dataclass(frozen=True)
 class Batch:
-    """What `take` decided: the groups to train on, or the running groups to wait for."""
+    """The decision of `take`: the groups to train on, or the running groups to wait for."""
 
     group_ids: list[int] | None  # P group ids, or None: wait
     waits_for: list[int]  # running groups that hold the batch back
@@ -284,7 +284,7 @@ class RunningGroup:
 
     group: Group
     started_version: int  # the weights that served when it started: no token is older
-    seed_name: str  # the seeds of its generations follow from this
+    seed_name: str  # determines the seeds of its generations
     results: dict[int, Trajectory | None] = field(default_factory=dict)  # sample → trajectory; None if dropped
 
 
@@ -304,11 +304,11 @@ class GroupScheduler:
         self.counter = DropCounter(settings)
         self.num_consumed = 0  # groups that an iteration was trained on
         self.running: dict[int, RunningGroup] = {}
-        self.finished: dict[int, tuple[Group, int]] = {}  # with the version of its oldest token
+        self.finished: dict[int, tuple[Group, int]] = {}  # position → group, version of its oldest token
         self.taken: list[Group] = []
         self._queued: list[int] = []  # positions to start next, in order
         self._again: list[int] = []  # on-policy, positions to sample again in the next admission batch
-        # What a checkpoint holds of the groups that were running: position → version at the start, done samples.
+        # The running groups of a checkpoint: position → version at the start, finished samples.
         self.started: dict[int, tuple[int, dict[int, Trajectory | None]]] = {}
         self._num_resamples: dict[int, int] = {}  # position in flight → how often it got new seeds
 
@@ -489,8 +489,8 @@ class GroupScheduler:
     def state_dict(self) -> State:
         """Returns the positions in flight and the groups not yet trained on, in plain Python."""
         groups = [*self.taken, *(group for group, _ in self.finished.values())]
-        ended = {group.id for group in groups if not all(map(_outlasts_its_run, group.trajectories))}
-        in_flight = sorted([*self.running, *self._queued, *self._again, *ended])
+        unusable = {group.id for group in groups if not all(map(_outlasts_its_run, group.trajectories))}
+        in_flight = sorted([*self.running, *self._queued, *self._again, *unusable])
         started = self.started | {key: (item.started_version, item.results) for key, item in self.running.items()}
         return {
             "groups_per_iteration": self.settings.groups_per_iteration,
@@ -513,13 +513,13 @@ class GroupScheduler:
             "resamples": [
                 [position, self._num_resamples[position]] for position in in_flight if position in self._num_resamples
             ],
-            "finished": [group.state_dict() for group in groups if group.id not in ended],
+            "finished": [group.state_dict() for group in groups if group.id not in unusable],
         }
 
     def load_state_dict(self, state: State) -> None:
         """Restores finished groups before the first `take`; groups that were in flight restart first."""
         num_iterations = int(state["num_consumed"]) // int(state["groups_per_iteration"])
-        self.num_consumed = num_iterations * self.settings.groups_per_iteration  # admission counts this run's P
+        self.num_consumed = num_iterations * self.settings.groups_per_iteration  # admission counts in this run's P
         self._queued = sorted(state["in_flight"])
         self._num_resamples, self.finished = dict(state["resamples"]), {}
         for group in map(Group.from_state, state["finished"]):
@@ -533,7 +533,7 @@ class GroupScheduler:
 
 
 def _outlasts_its_run(trajectory: Trajectory | None) -> bool:
-    """Whether a resumed run can use it; not if its reward may need an agent's folder, which is deleted with the run."""
+    """Whether a resumed run can use it: not if its reward may need an agent's folder, which is deleted with the run."""
     return trajectory is None or trajectory.workspace is None
 
 
@@ -562,7 +562,7 @@ def num_admissible(
 def pass_over(
     settings: RolloutSettings, weight_version: int, finished: Mapping[int, int], running: Mapping[int, int]
 ) -> Batch:
-    """Takes the P finished groups of the oldest versions, unless too many of the remaining groups would be late.
+    """Takes the P finished groups with the oldest versions, unless too many of the remaining groups would be late.
 
     Late groups are given up, at most as many as admission starts beyond the window. That many always suffice.
 
@@ -591,7 +591,7 @@ def find_late(
     Without over-sampling the set is empty, except after a resume with a smaller η or P.
 
     Args:
-        weight_version: of the next batch, which takes the P groups of the oldest versions; later batches follow.
+        weight_version: the next batch's; it takes the P groups with the oldest versions, and later batches follow.
         versions: group id → version.
         running: the groups that are not finished.
     """

@@ -1,6 +1,6 @@
 """PromptCursor: which position of the prompt stream comes next; with a Curriculum, which ones are skipped.
 
-PromptsAhead makes prompts that take time in a thread, before their turn.
+PromptsAhead makes prompts in a thread, in advance, if that takes time.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lightrl.trajectory import Prompt, sampling_seed
 
 State = dict[str, Any]  # plain Python, for a checkpoint
 MAX_SKIPPED = 100_000  # positions in a row
-AHEAD = 256  # prompts that a thread makes in one call, ahead of need
-MAX_PREPARED = 2_048  # positions that are prepared before a choice; fewer than a PromptStream keeps
+AHEAD = 256  # number of prompts that a thread makes in advance in one call
+MAX_PREPARED = 2_048  # most positions that must be prepared before a choice; fewer than a PromptStream keeps
 
 
 class Prompts(Protocol):
     """Endless prompts, by position; None at a position without a prompt to run.
 
-    Subclass it and write `__getitem__`; the rest is for prompts that take time to make, which a thread does in advance.
+    Subclass it and write `__getitem__`; the other methods let a thread make prompts in advance if that takes time.
     """
 
     def __getitem__(self, position: int) -> Prompt | None: ...
@@ -50,7 +50,7 @@ class Prompts(Protocol):
         return None
 
     def load_state_dict(self, state: State) -> None:
-        """Restores that state."""
+        """Restores what `state_dict` returned."""
         return
 
 
@@ -62,15 +62,12 @@ class Curriculum(Protocol):
 
     def weight(self, prompt_id: str) -> float:
         """Returns the probability that this prompt is run when its turn comes, 0 to 1; 1 for a new prompt."""
-        ...
 
     def observe(self, prompt_id: str, success_rate: float) -> None:
         """Records the mean accuracy, 0 to 1, of a group of this prompt; also called for dropped groups."""
-        ...
 
     def state_dict(self) -> State:
         """Returns a copy of everything that `weight` depends on, in plain Python."""
-        ...
 
     def load_state_dict(self, state: State) -> None: ...
 
@@ -150,7 +147,7 @@ class PromptCursor:
         return None
 
     def observe(self, position: int, prompt_id: str, success_rate: float) -> None:
-        """Keeps the success rate of a group for the curriculum."""
+        """Stores the success rate of a group, which the next `choose` passes to the curriculum."""
         self._observations[position] = (prompt_id, success_rate)
 
     def state_dict(self) -> State | None:
@@ -187,13 +184,13 @@ class PromptCursor:
 class PromptsAhead:
     """Makes prompts ahead of need; belongs to the controller's event loop."""
 
-    cursor: PromptCursor  # says which prompts come next
-    tasks: Tasks  # an error of the stream ends the run there
+    cursor: PromptCursor  # determines which prompts come next
+    tasks: Tasks  # end the run if the stream raises
     then: Callable[[], Coroutine[object, None, None]]  # starts the admissible groups once prompts have been made
     _making: asyncio.Task[None] | None = None
 
     def lacks(self, positions: Sequence[int], num: int, run_seed: int) -> bool:
-        """Whether a prompt of these positions, or of the next `num` choices, is missing; if so, starts to make it.
+        """Whether a prompt at these positions, or of the next `num` choices, is missing; if so, starts making it.
 
         Returns False after an error of the stream, because then no group starts.
         """

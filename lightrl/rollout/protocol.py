@@ -15,6 +15,7 @@ from lightrl.rollout.group_scheduler import Drop, RolloutSettings
 from lightrl.rollout.prompts import State
 from lightrl.trajectory import Group, Prompt, Sampling
 from lightrl.weights import Bucket
+from lightrl.workflows.workflow import Workflow
 
 OnWait = Callable[[int, int], None]  # (trajectories done, trajectories needed), about ten times a second; may raise
 
@@ -25,7 +26,6 @@ class Rollout(Protocol):
     @property
     def is_recorded(self) -> bool:
         """Whether the trajectories and weight versions come from an earlier run, so that nothing is generated."""
-        ...
 
     @property
     def settings(self) -> RolloutSettings: ...
@@ -36,12 +36,13 @@ class Rollout(Protocol):
     @property
     def engine(self) -> RolloutEngine | None:
         """The engine on rank 0; None on other ranks."""
-        ...
+
+    @property
+    def workflow(self) -> Workflow | None: ...  # None on other ranks than 0
 
     @property
     def weight_version(self) -> int:
         """The version of the engine's current weights; -1 before the first load."""
-        ...
 
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]: ...
     def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None: ...
@@ -67,7 +68,7 @@ class RecordedRollout:
 
     is_recorded = True
     settings = RolloutSettings()
-    engine = None
+    engine = workflow = None
 
     iterations: Sequence[list[Group]]  # the groups of each iteration, with their rewards
     run_seed: int  # seeds shuffles and dropout; the recorded run's seed repeats its iterations bit for bit

@@ -3,8 +3,8 @@
 InFlightCompletions: what running groups have generated so far and the answers they got, so that a resumed run can
 continue from there.
 
-AdmissionBatch: groups that start together reach the engine together. Rewards: computes rewards. Both only in rank 0's
-process.
+AdmissionBatch: groups that start together reach the engine together. Rewards: computes rewards. Both exist only in rank
+0's process.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from lightrl.rollout.group_scheduler import DropCounter
 from lightrl.rollout.prompts import State
 from lightrl.trace import record, span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
-from lightrl.workflows.turn_log import TurnLog
-from lightrl.workflows.workflow import GroupResult, RunResult, SingleTurn, Workflow, check_trajectory, own_cancellation
+from lightrl.workflows.workflow import GroupResult, RunResult, TurnLog, Workflow, check_trajectory, self_cancellation
 
 # Ticks of the event loop after which every new trajectory has reached its first `generate`: one starts the group's
 # task, one the task of the trajectory or request, and the others allow for a workflow that first awaits something that
@@ -43,13 +42,13 @@ class InFlightCompletions:
     """The completions of running groups, by seed name of the group. Belongs to one event loop."""
 
     workflow: Workflow
-    started: dict[int, Completion] = field(default_factory=dict)  # seed → a checkpoint's, complete or partial
+    started: dict[int, Completion] = field(default_factory=dict)  # from a checkpoint, by seed; complete or partial
     _completions: dict[str, dict[int, Completion | None]] = field(default_factory=dict)  # by seed; None in progress
-    _answers: dict[str, list[list[Any]]] = field(default_factory=dict)  # session → a checkpoint's
-    _logs: dict[str, dict[str, TurnLog]] = field(default_factory=dict)  # by group and session
+    _answers: dict[str, list[list[Any]]] = field(default_factory=dict)  # from a checkpoint, by session
+    _logs: dict[str, dict[str, TurnLog]] = field(default_factory=dict)  # by the group's seed name and session
 
     def open(self, seed_name: str) -> None:
-        """Makes checkpoints include a training group, which starts now."""
+        """Adds a training group, which starts now, to those that checkpoints include."""
         self._completions.setdefault(seed_name, {})
 
     def close(self, seed_name: str) -> None:
@@ -58,7 +57,7 @@ class InFlightCompletions:
         self._logs.pop(seed_name, None)
 
     def hand_over(self, seed_name: str, samples: Sequence[int], run_seed: int) -> State | None:
-        """Removes and returns a checkpoint's part of these samples, for a worker's `take_over`; None in validation."""
+        """Removes and returns what a checkpoint has of these samples, for `take_over`; None in validation."""
         if seed_name not in self._completions:
             return None
         started: dict[int, Completion] = {}
@@ -97,8 +96,8 @@ class InFlightCompletions:
         completions: dict[int, Any] = {}
         if self.workflow.continues:
             generated = {seed: item for group in self._completions.values() for seed, item in group.items()}
-            known = {**self.started, **{seed: item or unfinished.get(seed) for seed, item in generated.items()}}
-            completions = {seed: item.state_dict() for seed, item in known.items() if item and len(item.token_ids)}
+            current = {**self.started, **{seed: item or unfinished.get(seed) for seed, item in generated.items()}}
+            completions = {seed: item.state_dict() for seed, item in current.items() if item and len(item.token_ids)}
         answers = self._answers | {session: log.state_dict() for session, log in logs if log.answers}
         for state in states_of_workers:
             completions |= dict(state["written"])
@@ -119,8 +118,6 @@ class TrajectoryRunner:
 
     def __post_init__(self) -> None:
         self.in_flight = InFlightCompletions(self.workflow)
-        # lightrl's own implementations check their trajectories, or build them.
-        self._checks = type(self.workflow).run_group not in (Workflow.run_group, SingleTurn.run_group)
 
     async def run_group(
         self, prompt: Prompt, samples: Sequence[int], sampling: Sampling, run_seed: int, seed_name: str
@@ -129,7 +126,7 @@ class TrajectoryRunner:
 
         Args:
             sampling: for every turn; the seed is set here.
-            run_seed, seed_name: determine, with sample and turn, all that is sampled.
+            run_seed, seed_name: together with sample and turn, determine everything that is sampled.
 
         Raises:
             EngineError: from the engine.
@@ -145,14 +142,15 @@ class TrajectoryRunner:
                         if sample not in missing:
                             raise RolloutError(f"{name} yielded an unrequested sample {sample!r} of {prompt.id!r}.")
                         del missing[sample]
-                        yield sample, self._check(result, prompt) if self._checks else result
+                        is_checked = self.workflow.samples_apart  # or built, by lightrl's own `run_group`
+                        yield sample, result if is_checked else self._check(result, prompt)
                 error = RolloutError(f"{name} ended without a trajectory of prompt {prompt.id!r}.")
         except (RolloutError, RewardError) as raised:
             error = raised
         except asyncio.CancelledError:
             if is_abandoned(asyncio.current_task()):
                 raise
-            error = own_cancellation(name, prompt)
+            error = self_cancellation(name, prompt)
         for sample in missing:
             yield sample, error
 
@@ -189,10 +187,11 @@ class _GroupGenerate:
         return _TurnGenerate(self, sample, f"{self.seed_name}/{sample}")
 
     async def for_all(self, token_ids: list[int]) -> AsyncGenerator[tuple[int, Completion | RolloutError], None]:
+        """Yields each sample's completion when it is done; continues or reuses the completions of a checkpoint."""
         seeds = {sample: sampling_seed(self.run_seed, self.seed_name, sample, 0) for sample in self.samples}
         in_flight = self.in_flight.completions(self.seed_name)
         futures: dict[int, asyncio.Future[Completion]] = {}
-        unfinished: dict[int, Completion | None] = {}  # sample → a checkpoint's start of its completion
+        unfinished: dict[int, Completion | None] = {}  # sample → the part of its completion in a checkpoint, if any
         for sample, seed in seeds.items():
             in_flight[seed] = None
             started = self.in_flight.started.pop(seed, None)
@@ -315,7 +314,7 @@ class Rewards:
 
     reward_worker: RewardWorker  # has been started
     drops: DropCounter  # counts the trajectories whose reward failed
-    tasks: Tasks  # an error of the worker ends the run there
+    tasks: Tasks  # end the run if the worker fails
     workflow: Workflow  # cleans up after each trajectory
     failures: FailureLog | None = None
     _unsent: list[tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=list, init=False)
@@ -323,7 +322,7 @@ class Rewards:
     _results: dict[asyncio.Future[bool], asyncio.Future[RewardResult]] = field(default_factory=dict, init=False)
 
     def compute(self, trajectory: Trajectory) -> asyncio.Future[bool]:
-        """Sets the reward once it is known; the result is False if it failed and the trajectory is dropped.
+        """Sets the reward once it is known; the future's result is False if it failed and the trajectory is dropped.
 
         The worker enforces its own deadline.
         """
@@ -337,7 +336,7 @@ class Rewards:
         return is_kept
 
     def defer(self, trajectory: Trajectory) -> None:
-        """Starts to compute a reward; `wait_for` waits for it."""
+        """Starts computing a reward; `wait_for` waits for it."""
         self._deferred[id(trajectory)] = (trajectory, self.compute(trajectory))
 
     async def wait_for(self, groups: Sequence[Group], on_reward: Callable[[], None]) -> None:
@@ -380,6 +379,7 @@ class Rewards:
         self.cancel(is_kept for _, is_kept in [*self._unsent, *self._deferred.values()])
 
     def _send(self) -> None:
+        """Requests the rewards of all unsent trajectories together."""
         unsent = [(trajectory, is_kept) for trajectory, is_kept in self._unsent if not is_kept.done()]
         self._unsent = []
         start_ns = time.perf_counter_ns()
@@ -397,6 +397,7 @@ class Rewards:
     def _on_result(
         self, trajectory: Trajectory, is_kept: asyncio.Future[bool], start_ns: int, result: asyncio.Future[RewardResult]
     ) -> None:
+        """Sets the reward, or drops a trajectory whose reward failed; any other error ends the run."""
         if self._results.pop(is_kept, None) is None or result.cancelled() or is_kept.cancelled():
             is_kept.cancel()
             return

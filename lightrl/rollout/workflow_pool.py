@@ -41,16 +41,16 @@ from lightrl.workflows.workflow import GroupResult, Workflow, check_trajectory
 
 log = logging.getLogger(__name__)
 
-START_S = 120.0  # until a worker has imported everything
-END_S = 5.0  # until a worker whose channel is closed has ended
+START_S = 120.0  # time for a worker to import everything
+END_S = 5.0  # time for a worker to exit after its channel is closed
 BEAT_S = 1.0  # between two messages to an idle worker
 MAX_DEATHS = 3  # a trajectory whose workers died this often is not run again, because it may be the cause
-_STACK_S = 0.5  # for a hanging worker to print its stack
+_STACK_S = 0.5  # time for a hanging worker to print its stack
 _ANSWERS = {"state": dict, "follow": FollowerState}  # kind of request → type of its answer, or an EngineError
 
 
 class _WorkerLostError(Exception):
-    """The worker ended before it answered."""
+    """The worker exited before it answered."""
 
 
 _Results = asyncio.Queue[tuple[int, Any]]  # samples and their results, see `WorkflowPool.run_group`
@@ -66,8 +66,8 @@ class _Worker:
     answers: dict[int, tuple[type, asyncio.Future[Any]]] = field(default_factory=dict)  # key of the request → answer
     # Key → the prompt, its running samples, and the queue of their results.
     runs: dict[int, tuple[Prompt, set[int], _Results]] = field(default_factory=dict)
-    state: Any = None  # its engine's
-    num_done: int = 0  # trajectories
+    state: Any = None  # the state of its engine
+    num_done: int = 0  # finished trajectories
     silent_s: float = 0.0  # counted in beats, not by the clock: a suspended run has no hanging workers
 
     def ask(self, key: int, kind: str, *values: object) -> asyncio.Future[Any]:
@@ -81,15 +81,15 @@ class _Worker:
         return sum(len(samples) for _, samples, _ in self.runs.values())
 
     def on_result(self, key: int, sample: int | None, result: object) -> None:
-        """Hands over a sample's trajectory or error; sample None is an error of all samples of the run."""
+        """Puts a sample's trajectory or error in its run's queue; None as sample is an error of all its samples."""
         if key not in self.runs:  # given up
             if isinstance(result, Trajectory):
                 self.workflow.clean_up(result)
             return
         _, samples, results = self.runs[key]
-        for ended in [sample] if sample is not None else list(samples):
-            samples.discard(ended)
-            results.put_nowait((ended, result))
+        for finished in [sample] if sample is not None else list(samples):
+            samples.discard(finished)
+            results.put_nowait((finished, result))
         if not samples:
             del self.runs[key]
 
@@ -104,7 +104,7 @@ class WorkflowPool:
     engine: RolloutEngine  # has been started
     workflow: Workflow  # copied to each worker
     num: int  # the number of workers
-    tasks: Tasks  # the controller's; a worker that cannot be started ends the run there
+    tasks: Tasks  # the controller's; end the run if a worker cannot be started
     silent_s: float  # a worker that does not answer for this long counts as hanging
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class WorkflowPool:
         """Starts the workers; groups wait for the first one."""
         self._leader.lead(self)
         for number in range(self.num):
-            self.tasks.spawn(self._keep(f"workflow worker {number}"))
+            self.tasks.spawn(self._keep_running(f"workflow worker {number}"))
         self.tasks.spawn(self._beat())
 
     async def run_group(
@@ -137,6 +137,7 @@ class WorkflowPool:
         start_ns = time.perf_counter_ns()
 
         async def start(samples: Sequence[int]) -> None:
+            """Sends each sample to the worker with the fewest trajectories; first waits until there is a worker."""
             while not self._workers:
                 await self._has_workers.wait()
             samples_of: dict[_Worker, list[int]] = {}
@@ -145,11 +146,11 @@ class WorkflowPool:
                 worker = min(num_running, key=num_running.__getitem__)
                 num_running[worker] += 1
                 samples_of.setdefault(worker, []).append(sample)
-            for worker, part in samples_of.items():
+            for worker, assigned in samples_of.items():
                 keys.append((worker, next(self._keys)))
-                worker.runs[keys[-1][1]] = (prompt, set(part), results)
-                started = self.in_flight.hand_over(seed_name, part, run_seed)
-                worker.channel.send(keys[-1][1], "run", started, prompt, part, sampling, run_seed, seed_name)
+                worker.runs[keys[-1][1]] = (prompt, set(assigned), results)
+                started = self.in_flight.hand_over(seed_name, assigned, run_seed)
+                worker.channel.send(keys[-1][1], "run", started, prompt, assigned, sampling, run_seed, seed_name)
 
         try:
             await start(samples)
@@ -211,13 +212,13 @@ class WorkflowPool:
     def _report_states(self) -> None:
         self._leader.on_follower_states([worker.state for worker in self._workers if worker.state is not None])
 
-    async def _keep(self, name: str) -> None:
+    async def _keep_running(self, name: str) -> None:
         """Keeps a worker of this name running until cancelled."""
         num_early_deaths = 0  # in a row, before a trajectory was done
         while True:
             child, end = ChildProcess.of_module("lightrl.rollout.workflow_worker", import_path())
             try:
-                worker = await self._ready(name, child, end)
+                worker = await self._wait_until_ready(name, child, end)
                 num_lost = 0 if worker is None else await self._serve(worker)
             finally:
                 code = await _end(child)
@@ -231,7 +232,7 @@ class WorkflowPool:
             lost = f"Trajectories to run again: {num_lost}." if num_lost else "It was running none."
             log.warning("The %s ended with %s. %s", name, ending, lost)
 
-    async def _ready(self, name: str, child: ChildProcess, end: socket.socket) -> _Worker | None:
+    async def _wait_until_ready(self, name: str, child: ChildProcess, end: socket.socket) -> _Worker | None:
         """Returns the worker at the other end once it is ready, or None if it ended before that."""
         channel = await Channel.open(end)
         level = logging.getLogger("lightrl").getEffectiveLevel()
@@ -317,7 +318,7 @@ class WorkflowPool:
 
     def _end_hanging(self, worker: _Worker) -> None:
         log.warning(
-            "The %s (process %d) did not answer for loop_timeout_s=%g and is ended. A workflow or environment blocks "
+            "The %s (process %d) did not answer for loop_timeout_s=%g and is killed. A workflow or environment blocks "
             "its event loop (or something stopped the process):",
             worker.name,
             worker.pid,
@@ -328,7 +329,7 @@ class WorkflowPool:
 
 
 async def _end(child: ChildProcess) -> int:
-    """Waits until a worker whose channel is closed ends, kills it after END_S, and returns its exit code."""
+    """Waits for a worker to exit after its channel was closed, kills it after END_S, and returns its exit code."""
     try:
         await child.ended(END_S)
     finally:  # a closing controller does not wait that long: it cancels this task too

@@ -5,7 +5,7 @@
     worker ─► pool   (process id) when it is ready; then for each sample of a run (key, sample, the trajectory's
                      bytes) or (key, sample, error), (key, answer or exception), and (None, a report of a server)
 
-It ends when the pool closes the channel. If the pool's process dies, a guard kills the worker and all its children.
+It exits when the pool closes the channel. If the pool's process dies, a guard kills the worker and all its children.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightrl.rollout.runner import TrajectoryRunner
 from lightrl.trajectory import Prompt, Trajectory
 from lightrl.workflows.workflow import RunResult, Workflow
 
-END_S = 2.0  # for workflows to clean up when they are cancelled
+END_S = 2.0  # time for cancelled workflows to clean up
 
 
 def main() -> None:
@@ -85,7 +85,7 @@ class WorkflowWorker:
         await asyncio.wait(ending, timeout=END_S)
 
     def _start(self, key: int, started: State | None, *run: Any) -> None:
-        """Starts samples of a group; `started` is a checkpoint's part of them, None in validation."""
+        """Starts samples of a group; `started` is what a checkpoint has of them, None in validation."""
         if started is not None:
             self._runner.in_flight.take_over(run[-1], started)
         task = self._running[key] = self._tasks.spawn(self._run_group(key, *run))

@@ -1,7 +1,7 @@
 """Strategies place a model's parameters and computation on devices. Each makes a role's ParallelModel (models package).
 
 Reading order:
-    single.py            one process, one device: no padding, logprobs from hidden states
+    single.py            one process, one device: the cheapest layout of a microbatch, logprobs from hidden states
     head.py              the output head: the tokens whose logprobs it computes, and its results
     layouts/             how a microbatch goes through a model without its padding
     checkpoint/          checkpoints, written completely or not at all, and read without running code
@@ -41,8 +41,7 @@ from lightrl.strategies.sharded_experience import Microbatches, ShardedExperienc
 from lightrl.strategies.single import SingleModel
 from lightrl.strategies.tensor_parallel import local
 
-__all__ = ["PACKED_ATTENTION", "AtomicCheckpointIO", "FSDP2Strategy", "LogprobSettings", "Message"]
-__all__ += ["Microbatches", "Parallel3DStrategy", "ProcessRanks", "Ranks", "ShardedExperience", "SingleModel"]
-__all__ += ["check_strategy", "is_on_all_ranks", "load_plain", "local"]
-__all__ += ["mark_as_on_all_ranks", "named_strategy", "parallel_model", "ranks_of", "read_rest", "read_tensors"]
-__all__ += ["whole"]
+__all__ = ["PACKED_ATTENTION", "AtomicCheckpointIO", "FSDP2Strategy", "LogprobSettings", "Message", "Microbatches"]
+__all__ += ["Parallel3DStrategy", "ProcessRanks", "Ranks", "ShardedExperience", "SingleModel", "check_strategy"]
+__all__ += ["is_on_all_ranks", "load_plain", "local", "mark_as_on_all_ranks", "named_strategy", "parallel_model"]
+__all__ += ["ranks_of", "read_rest", "read_tensors", "whole"]

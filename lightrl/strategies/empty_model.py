@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ROLE = "lightrl_role"  # attribute of a model without weights, its role
+_ROLE = "lightrl_role"  # the attribute that holds the role of a model without weights
 
 
 def empty_model(role: Role) -> PreTrainedModel:
@@ -67,10 +67,10 @@ def take_role(model: torch.nn.Module) -> Role | None:
 
 
 def fill_model(model: PreTrainedModel, role: Role, device: torch.device, ranks: Ranks) -> None:
-    """Loads the weights of a sharded model of `empty_model`; collective.
+    """Loads the weights of a sharded model that `empty_model` built; collective.
 
-    Each rank reads its shards from the checkpoint's files. The first rank makes and distributes random weights and
-    parameters that the tuning adds.
+    Each rank reads its shards from the checkpoint's files. Rank 0 creates random weights, and the parameters that the
+    tuning adds, and distributes them.
 
     Args:
         device: device of the shards.
@@ -85,20 +85,20 @@ def fill_model(model: PreTrainedModel, role: Role, device: torch.device, ranks: 
     else:
         model.tie_weights()
     added = role.tuning.added_values(role.spec.random_seed)
-    made: dict[str, Tensor] = {}
+    loaded: dict[str, Tensor] = {}
     if not has_files and ranks.is_main:
         if role.spec.path is not None:
             log.warning("Rank 0 loads all of %s into memory, because ranks cannot read parts of it.", role.spec.path)
-        made = held_tensors(role.spec.load_model())
+        loaded = held_tensors(role.spec.load_model())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if role.tuning.adds(name):
                 _fill(parameter, added(name, parameter.shape) if ranks.is_main else None)
             elif not has_files:
-                _fill(parameter, made.pop(role.tuning.base_name(name)) if ranks.is_main else None)
+                _fill(parameter, loaded.pop(role.tuning.base_name(name)) if ranks.is_main else None)
             ranks.step()
         if not has_files:  # only buffers remain
-            model.load_state_dict(ranks.broadcast_tensors(made), strict=False)
+            model.load_state_dict(ranks.broadcast_tensors(loaded), strict=False)
 
 
 def give_memory(model: torch.nn.Module, device: torch.device) -> None:
@@ -115,7 +115,7 @@ def give_memory(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _fill(parameter: Tensor, whole: Tensor | None) -> None:
-    """Distributes rank 0's tensor, None on other ranks, to a parameter's shards."""
+    """Distributes rank 0's whole tensor to a parameter's shards; `whole` is None on other ranks."""
     assert isinstance(parameter, DTensor), "fully_shard makes all of them DTensors"
     device, shape, dtype = parameter.device_mesh.device_type, parameter.shape, parameter.dtype
     sent = torch.empty(shape, dtype=dtype, device=device) if whole is None else whole.to(device, dtype)
@@ -130,7 +130,7 @@ def _fill(parameter: Tensor, whole: Tensor | None) -> None:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside, parameters move to the meta device when a module registers them; buffers keep their memory."""
+    """Inside, a parameter moves to the meta device when a module registers it; buffers keep their memory."""
     register = torch.nn.Module.register_parameter
 
     def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:

@@ -77,28 +77,28 @@ class FSDP2Strategy(ModelParallelStrategy):
     """Data parallelism with sharded models, for an RLModule: `Trainer(devices=8, strategy=FSDP2Strategy())`.
 
     Shards every role's model, trained or not, over all ranks or those of its `Role.mesh`. The Trainer sets precision
-    and gradient clipping. `bf16-mixed` is autocast as in one process, with float32 shards and hidden states, but layers
-    are gathered in bfloat16, which also rounds the weights of their norms. `bf16-true` keeps everything in bfloat16.
+    and gradient clipping. `bf16-mixed` is autocast as in one process, with float32 shards and hidden states. Layers are
+    gathered in bfloat16, so norm weights are rounded too. `bf16-true` keeps everything in bfloat16.
 
     Args:
         num_replicas: copies of the model, each sharded over `world size / num_replicas` ranks (hybrid sharding). With
             one copy per node, parameters are gathered within a node, and only gradients cross nodes.
         ep: number of ranks that each mixture layer's experts are divided over. A rank gathers only its own experts, and
             tokens are sent to the ranks of their experts. Must divide the number of experts and the ranks of a replica;
-            needs torch >= 2.11, and excludes compile_layers, parameters in offload_to_cpu, 16-mixed and meshes of
-            roles.
+            needs torch >= 2.11; does not work with compile_layers, parameters in offload_to_cpu, 16-mixed or role
+            meshes.
         cp: number of ranks that share the tokens of each microbatch, for long trajectories; attention exchanges heads.
-            Must divide ranks and attention heads; needs models that can be packed, and excludes meshes of roles.
+            Must divide ranks and attention heads; needs models that can be packed; does not work with role meshes.
         reshard_after_forward: free a layer's parameters after its forward and gather them again for its backward. False
             is faster, but keeps the whole model in memory between forward and backward.
         activation_checkpointing: keep only each layer's input and recompute the layer in the backward.
         offload_to_cpu: data to keep in CPU memory: `parameters` (shards, gradients and optimizer state; updates run on
             the CPU), `optimizer` (its state between updates), `activations` (each layer's, until its backward; few with
-            activation_checkpointing). A GPU waits for the copies of activations and optimizer state.
+            activation_checkpointing). A GPU waits while activations and optimizer state are copied.
         reduce_every_microbatch: reduce gradients after each microbatch instead of once per minibatch. This saves
             memory, because no rank keeps whole gradients, and costs communication.
-        compile_layers: `torch.compile` each decoder layer. None does so on NVIDIA GPUs for models without experts,
-            since compiled layers cannot replay an engine's experts, and without states (models/hybrids.py).
+        compile_layers: `torch.compile` each decoder layer. None compiles on NVIDIA GPUs, except for models with experts
+            (compiled layers cannot replay the engine's choice of experts) or states (models/hybrids.py).
         hang_timeout_s: end the run if a rank waits this long for another rank, which the error names. Before training,
             while models are loaded, the limit is at least 25 minutes.
         save_async: continue training while a checkpoint is written, from a copy in CPU memory. The next save, or the
@@ -140,14 +140,14 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._mesh: DeviceMesh | None = None
         self._expert_mesh: DeviceMesh | None = None  # with ep
         self._context_group: dist.ProcessGroup | None = None  # with cp
-        self._places: dict[tuple[str, RoleMesh], Place] = {}  # of roles with a mesh
+        self._places: dict[tuple[str, RoleMesh], Place] = {}  # only roles with a mesh have one
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.ranks.dp_size, "rank": self.ranks.dp_rank}
 
     def check_sizes(self, module: L.LightningModule | None = None) -> None:
-        """Raises ValueError for sizes that do not fit, with the nearest that do, before any device is used."""
+        """Raises ValueError for sizes that do not fit, naming the nearest that do; needs no device."""
         world = self.num_processes * self.num_nodes
         processes = f"processes (devices={self.num_processes} × num_nodes={self.num_nodes})"
         _check_divides("num_replicas", self.num_replicas, {processes: world})
@@ -202,8 +202,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         module = self.lightning_module
         if not hasattr(module, "parallel_models"):
             raise ValueError(
-                f"{type(self).__name__} can only train lightrl's modules, got a {type(module).__name__}. For that, use "
-                "Lightning's ModelParallelStrategy or ddp."
+                f"{type(self).__name__} can only train lightrl's modules, got a {type(module).__name__}. For other "
+                "modules, use Lightning's ModelParallelStrategy or ddp."
             )
         if self.process_group_backend is None and self.root_device.type == "cuda":
             self._process_group_backend = "cpu:gloo,cuda:nccl"
@@ -221,7 +221,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.ranks = ProcessRanks(dp_group=dp_group, control_group=control_group, device=self.root_device, watch=watch)
 
     def _make_mesh(self) -> dist.ProcessGroup:
-        """Makes the mesh to shard over, one axis or (replicas, shards); returns the dp group."""
+        """Creates the mesh to shard over, with one axis or two (replicas, shards); returns the dp group."""
         dp_mesh = self._mesh = self.device_mesh["data_parallel"]
         if self.num_replicas > 1:
             sizes = (self.num_replicas, self.world_size // self.num_replicas)
@@ -235,7 +235,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         return dp_mesh.get_group()
 
     def barrier(self, name: str | None = None) -> None:
-        self.ranks.step()  # shows which rank is missing: it has made fewer steps
+        self.ranks.step()  # a missing rank is the one with fewer steps
         super().barrier(name)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -251,7 +251,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Inside, roles' models are made without memory; `setup` loads their shards."""
+        """Inside, the models of roles are built without memory; `setup` loads their shards."""
         with super().tensor_init_context(empty_init), models_made_by(empty_model):
             yield
 
@@ -261,14 +261,14 @@ class FSDP2Strategy(ModelParallelStrategy):
             for path in paths:
                 check_local(dirpath=path)
             check_all_see(sorted({Path(path) for path in paths if path is not None}), self.ranks)
-        self._spread_models()
+        self._split_models()
         if not isinstance(self.precision_plugin, ClipsByStrategy):
             plugin = subclassed(self.precision_plugin, ClipsByStrategy)
             plugin.strategy = self
             self.precision_plugin = plugin
         super().setup(trainer)
 
-    def _spread_models(self) -> None:
+    def _split_models(self) -> None:
         """Splits each of the module's models over its ranks, and removes it from other ranks."""
         assert self.lightning_module is not None
         assert isinstance(self.ranks, ProcessRanks)
@@ -303,7 +303,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         """Shards a model in place, layer by layer, and loads its weights if it has none yet; collective."""
         ranks = self.ranks if place is None else place.ranks
         is_mixed = self.precision_plugin.precision == "bf16-mixed"
-        # Halves the bytes to gather. Autocast would round the same weights, except those of the norms.
+        # Halves the bytes to gather. Autocast would round the same weights, except the norms'.
         mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         shard = functools.partial(
             fully_shard,
@@ -396,7 +396,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         )
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs the update; an offloaded optimizer state is on the device from the end of the backward to its end."""
+        """Runs the update; moves an offloaded optimizer state to the device after the backward, and back at the end."""
         moves_state = "optimizer" in self.offload_to_cpu and not self._offloads_parameters
 
         def closure_and_state() -> Any:
@@ -421,11 +421,11 @@ class FSDP2Strategy(ModelParallelStrategy):
     ) -> None:
         """Writes a folder, which is renamed when all ranks have written their parts; raises OSError on failure."""
         name, mark = self.broadcast((str(filepath), f"{own_mark()}-{secrets.token_hex(8)}"))
-        place = Path(name)
+        folder = Path(name)
         assert self._save_group is not None
         write = folder_writer(
             checkpoint,
-            place,
+            folder,
             writer_mark=mark,
             group=self._save_group,
             is_main=self.is_global_zero,
@@ -433,9 +433,9 @@ class FSDP2Strategy(ModelParallelStrategy):
         )
         with self.ranks.phase("checkpoint", has_own_deadline=True):  # may take long while the disk makes progress
             if self.save_async:
-                self._writes.add(place, write)
+                self._writes.add(folder, write)
                 return
-            self._writes.run(place, write)
+            self._writes.run(folder, write)
             self.barrier()
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -478,7 +478,7 @@ def destroy_groups_at_exit() -> None:
 def _is_gloo_busy() -> bool:
     """Whether one of gloo's threads is running; False if the system does not report it."""
     for file in Path("/proc/self/task").glob("*/stat"):
-        with contextlib.suppress(OSError):  # the thread has ended
+        with contextlib.suppress(OSError):  # the thread has exited
             if b"(pt_gloo_runloop) R " in file.read_bytes():
                 return True
     return False

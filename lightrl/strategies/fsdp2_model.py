@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class FSDP2Model(SingleModel):
     """SingleModel's computation on a sharded model; all code that reads parameters runs inside the root's forward.
 
-    All ranks must call the model equally often, so a rank with fewer rectangles adds calls with one token and ignores
-    their results.
+    All ranks must call the model the same number of times, so a rank with fewer rectangles adds calls with one token
+    and ignores their results.
 
     Args:
         model: sharded by FSDP2Strategy.
@@ -64,8 +64,8 @@ class FSDP2Model(SingleModel):
         self.is_offloaded = is_offloaded
         self._root = model
         self._gather: PlannedGather | None = None
-        # Gathers the root's parameters for `function`, which returns tensors, maybe in tuples or dicts, where FSDP
-        # searches for the start of the backward.
+        # Calls `function` with the root's parameters gathered. FSDP searches its result (tensors, tuples or dicts) for
+        # the start of the backward.
         self._root.run_inside = lambda function, *args, **kwargs: function(*args, **kwargs)
         register_fsdp_forward_method(model, "run_inside")
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # the probes have too few tokens to compile for
@@ -80,15 +80,15 @@ class FSDP2Model(SingleModel):
                 context_group=context_group,
             )
         reshard(self._root)
-        self.forms.layouts = {}  # because their number of model calls depends on the rows
-        if context_group is not None and not (self.forms.can_pack and may_be_cut(model.config)):
+        self.layouts = {}  # because their number of model calls depends on the rows
+        if context_group is not None and not (self.can_pack and may_be_cut(model.config)):
             raise cp_refused(context_group.size(), model.config.model_type)
-        self.forms.form = "packed" if self.forms.can_pack else "rectangles"
+        self.form = "packed" if self.can_pack else "rectangles"
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterator[Outputs]:
         for microbatch, calls in zip(microbatches, self._calls(microbatches), strict=True):
-            self.forms.num_calls = calls
+            self.num_calls = calls
             yield self._outputs(microbatch, topk)
             self.ranks.step()
         reshard(self._root)
@@ -97,7 +97,7 @@ class FSDP2Model(SingleModel):
 
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
         for index, (microbatch, calls) in enumerate(zip(microbatches, self._calls(microbatches), strict=True)):
-            self.forms.num_calls = calls
+            self.num_calls = calls
             is_last = index == len(microbatches) - 1
             for module in (self._root, self.value_head):
                 if isinstance(module, FSDPModule):
@@ -106,7 +106,7 @@ class FSDP2Model(SingleModel):
             self.ranks.step()
 
     def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
-        (self.forms.num_calls,) = self._calls([microbatch])
+        (self.num_calls,) = self._calls([microbatch])
         outputs = self._outputs(microbatch, topk)
         self.ranks.step()
         if not torch.is_grad_enabled():
@@ -130,8 +130,8 @@ class FSDP2Model(SingleModel):
             super().move_to(device)
 
     def _calls(self, microbatches: Sequence[Experience]) -> list[int]:
-        """Returns how often to call the model for each microbatch: the most calls that any rank needs."""
-        if self.forms.packs_all(microbatches):
+        """Returns the number of model calls for each microbatch: as many as the rank with the most rectangles needs."""
+        if self.packs_all(microbatches):
             return [1] * len(microbatches)
         lengths = [[max(1, tokens - 1) for tokens in rows] for rows in lengths_of(microbatches)]
         return self.ranks.max_each([len(rectangles(rows, CALL_OVERHEAD_TOKENS)) for rows in lengths])

@@ -1,8 +1,8 @@
 """The output head: the tokens whose logprobs it computes at each predicting position, and its results.
 
-Whole models and the last stage of a split model have the same Targets, but different functions for them.
+Whole models and the last stage of a split model have the same Targets, but compute them with different functions.
 
-Shapes: B trajectories, T tokens; N positions that predict a token, K more tokens whose logprobs are computed at each.
+Shapes: B trajectories, T tokens; N positions that predict a token; K additional tokens with logprobs at each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LogprobSettings:
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     entropy_needs_gradient: bool = True
-    num_ids: int | None = None  # the top-k is among the first so many ids, the policy's vocabulary; None for all
+    num_ids: int | None = None  # size of the policy's vocabulary, whose ids the top-k is limited to; None for no limit
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Targets:
     """The tokens whose logprobs the head computes at N predicting positions, and the tokens allowed there."""
 
     token_ids: Tensor  # int64 [N], the tokens that the positions predict
-    candidates: Candidates  # int64 [N, K], more tokens at each position; or K, for the head's top-k
+    candidates: Candidates  # int64 [N, K], additional tokens at each position; or K, for the head's top-k
     masked_rows: Tensor | None  # bool [N], True where stop tokens could not be sampled; None if they always could
     supports: Supports | None  # the tokens that could be sampled; None for all
 
@@ -75,18 +75,13 @@ Logprobs = Callable[..., tuple[Tensor, Tensor]]
 
 
 def whole_head(head: torch.nn.Linear, hidden: Tensor) -> tuple[TopK, Logprobs]:
-    """Returns the functions for `read_head` with hidden states [N, H] and a head that this process holds completely."""
+    """Returns the functions that `read_head` needs, for hidden states [N, H] and a head that this process has whole."""
     inputs: dict[str, Any] = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
     return functools.partial(hidden_topk, **inputs), functools.partial(hidden_logprobs, **inputs)
 
 
 def read_head(
-    topk: TopK,
-    logprobs: Logprobs,
-    targets: Targets,
-    settings: LogprobSettings,
-    *,
-    logit_scale: float = 1.0,
+    topk: TopK, logprobs: Logprobs, targets: Targets, settings: LogprobSettings, *, logit_scale: float = 1.0
 ) -> dict[str, Tensor]:
     """Computes the fields of Outputs at the N positions of the targets: [N], or [N, K] for the top-k.
 
@@ -119,7 +114,7 @@ def read_head(
 def stops_are_masked(weight_versions: Tensor, min_new_tokens: int) -> Tensor:
     """Returns [B, T], True where the engine could not sample a stop token: the first `min_new_tokens` of each turn.
 
-    Generated tokens are those with a weight version; the loss mask may lack some, which a callback has removed.
+    Generated tokens are those with a weight version. A callback may have removed some of them from the loss mask.
     """
     is_generated = weight_versions >= 0
     count = is_generated.long().cumsum(1)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) -> None:
-    """Raises ValueError if this strategy cannot train an RLModule, or the module's models do not fit it."""
+    """Raises ValueError if this strategy cannot train an RLModule, or does not support the module's models."""
     if isinstance(strategy, SingleDeviceStrategy):
         check_meshes(module, 1)
     elif isinstance(strategy, FSDP2Strategy):
@@ -40,7 +40,7 @@ def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) 
 
 
 def named_strategy(strategy: Strategy | str) -> Strategy | str:
-    """Returns lightrl's strategy of this name; keeps Lightning's names; raises ValueError for others."""
+    """Returns lightrl's strategy of this name, or Lightning's name unchanged; raises ValueError for any other."""
     if not isinstance(strategy, str):
         return strategy
     ours: dict[str, Callable[[], Strategy]] = {kind.__name__: kind for kind in (FSDP2Strategy, Parallel3DStrategy)}
@@ -51,7 +51,7 @@ def named_strategy(strategy: Strategy | str) -> Strategy | str:
         return strategy
     names = {name.lower().removesuffix("strategy"): name for name in ("auto", *theirs, *ours)}
     similar = difflib.get_close_matches(strategy.lower().removesuffix("strategy"), names)
-    # Prefers lightrl's, which can train an RLModule.
+    # Prefer lightrl's strategies, because only they can train an RLModule.
     best = next((name for name in similar if names[name] in ours), similar[0] if similar else None)
     hint = f" Did you mean {names[best]}?" if best else ""
     raise ValueError(f"Unknown strategy {strategy!r}. Use {', '.join(ours)} or one of Lightning's, like auto.{hint}")

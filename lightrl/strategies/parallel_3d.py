@@ -55,12 +55,12 @@ class Parallel3DStrategy(FSDP2Strategy):
 
     Args:
         pp: number of ranks of the pipeline. Each holds an equal share of the layers (embedding and head count too).
-        dp: number of ranks with different trajectories; None is the world size divided by pp · tp.
+        dp: number of ranks with different trajectories; None uses the world size divided by pp · tp.
         tp: number of ranks that share each layer and the vocabulary; must divide the key-value heads.
         schedule: `1F1B`, or `Interleaved1F1B` with several stages per rank, which idles less but sends more. The idle
             fraction is about (pp - 1) / (stages per rank · microbatches + pp - 1); a smaller `microbatch_tokens` makes
             more microbatches.
-        stages_per_rank: number of stages per rank; None is 2 for `Interleaved1F1B` and 1 otherwise.
+        stages_per_rank: number of stages per rank; None uses 2 for `Interleaved1F1B` and 1 otherwise.
         activation_checkpointing: keep only each layer's input and recompute the layer in the backward.
         hang_timeout_s, save_async: as in FSDP2Strategy.
     """
@@ -139,8 +139,8 @@ class Parallel3DStrategy(FSDP2Strategy):
     def _needs_split(self, model: torch.nn.Module) -> bool:
         return model not in self._splits and model is not self._value_head
 
-    def _spread_models(self) -> None:
-        super()._spread_models()
+    def _split_models(self) -> None:
+        super()._split_models()
         assert isinstance(self.ranks, ProcessRanks)
         self.ranks.copies += [split.copy for split in self._splits.values() if split.copy is not None]
 
@@ -235,7 +235,7 @@ class Parallel3DModel:
         starts = range(0, len(microbatch), size)
         parts = [microbatch.select(range(start, min(start + size, len(microbatch)))) for start in starts]
         feeds, held = self._feeds(parts, [topk] * len(parts)), HeldActivations() if torch.is_grad_enabled() else None
-        # Listed before the forwards, which replace the parameters by gathered ones without gradients.
+        # List them before the forwards, which replace the parameters with gathered ones that have no gradients.
         parameters: list[Tensor] = [value for stage in self.split.stages.values() for value in stage.parameters()]
         result = torch.cat(self._results(feeds, held))
         if held is None:
@@ -244,8 +244,8 @@ class Parallel3DModel:
             run_backward = functools.partial(self._backward, feeds, held, parameters)
             start = torch.zeros((), requires_grad=True)
             result = _Results.apply(run_backward, start, result)  # type: ignore[no-untyped-call]
-        whole = replace(feeds[0], positions=predicting_positions(microbatch.loss_mask))  # those of all parts, in order
-        return self._outputs(result, whole, microbatch)
+        whole_feed = replace(feeds[0], positions=predicting_positions(microbatch.loss_mask))  # in the order of `result`
+        return self._outputs(result, whole_feed, microbatch)
 
     def _backward(self, feeds: list[Feed], held: HeldActivations, parameters: list[Tensor], gradient: Tensor) -> None:
         """Backpropagates the gradient of all results, [N, width], and adds to the parameters' gradients."""
@@ -279,9 +279,9 @@ class Parallel3DModel:
 
     @torch.enable_grad()
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
-        """Computes the same as one process; calls `backward` on the last stage's ranks, and `loss_fn` on all ranks.
+        """Computes what one process would; calls `backward` on the last stage's ranks, and `loss_fn` on all ranks.
 
-        Gradients must be None or zero before. Afterwards they are averaged over dp and complete along the other axes.
+        Before the call, gradients must be None or zero; afterwards, they are averaged over dp and complete over pp, tp.
         """
         microbatches = list(microbatches)  # each is read several times
         parts = [branch_rows(microbatch) for microbatch in microbatches]
@@ -352,6 +352,7 @@ class Parallel3DModel:
         return result
 
     def _outputs(self, result: Tensor, feed: Feed, rows: Experience) -> Outputs:
+        """Places the last stage's results [N, width] at their tokens; 0 elsewhere."""
         shape = rows.token_ids.shape
         logprobs, entropy, values = (aligned_to_tokens(result[:, index], *feed.positions, shape) for index in range(3))
         outputs = Outputs(logprobs=logprobs, entropy=entropy, values=values if self.split.has_values else None)

@@ -7,8 +7,8 @@ sent to the neighbors that need them:
     1F1B, p = 2, m = 3    rank 0   F0 F1 B0 F2 B1 -- B2        F: forward, B: backward of a microbatch
                           rank 1   -- F0 B0 F1 B1 F2 B2 ...
 
-Every rank knows all transfers, so no shapes are sent. Microbatches may have any number and sizes, and a rank holds only
-the activations that the schedule has in flight.
+Every rank knows all transfers, so no shapes are sent. There may be any number of microbatches, of any sizes, and a rank
+holds only the activations that the schedule has in flight.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def plan(num_ranks: int, stages_per_rank: int, num_microbatches: int, *, has_bac
         has_backward: False plans only forwards, for a pass without gradients.
     """
     num_stages = num_ranks * stages_per_rank
-    # Interleaving needs full rounds of p microbatches, so missing ones are planned and then removed.
+    # Interleaving needs full rounds of p microbatches, so the last round is filled up with ones that are removed later.
     planned = num_microbatches if stages_per_rank == 1 else num_microbatches + -num_microbatches % num_ranks
     orders = [_order(rank, num_ranks, stages_per_rank, planned, has_backward) for rank in range(num_ranks)]
     done: set[Action] = set()
@@ -82,9 +82,9 @@ def plan(num_ranks: int, stages_per_rank: int, num_microbatches: int, *, has_bac
         slot = [next_action(rank) for rank in range(num_ranks)]
         assert any(slot), f"the schedule is stuck: {num_ranks} ranks, {stages_per_rank} stages, {num_microbatches}"
         done.update(action for action in slot if action is not None)
-        real = [None if action is None or action.microbatch >= num_microbatches else action for action in slot]
-        if any(real):
-            slots.append(real)
+        kept = [None if action is None or action.microbatch >= num_microbatches else action for action in slot]
+        if any(kept):
+            slots.append(kept)
     return slots
 
 
@@ -175,7 +175,7 @@ class Pipeline:
         """
         is_both = forward is not None and backward is not None
         slots = plan(self.num_ranks, self.stages_per_rank, num_microbatches, has_backward=is_both)
-        if forward is None:  # the reversed plan of the forwards
+        if forward is None:  # the plan of the forwards, reversed
             slots = [[action and replace(action, is_backward=True) for action in slot] for slot in reversed(slots)]
         has_gradients = backward is not None or held is not None
         held = {} if held is None else held

@@ -1,4 +1,4 @@
-"""Precision: Lightning's plugins with unchanged batches or clipped shards; the dtypes of experts under autocast."""
+"""Precision: subclasses of Lightning's plugins, for batches and for clipping shards; experts' dtypes under autocast."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ClipsByStrategy(Precision):
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
-    """Returns the gradients of an optimizer's parameters, without None."""
+    """Returns the gradients of an optimizer's parameters, skipping parameters that have none."""
     values = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
     return [value for value in values if value is not None]
 
@@ -68,7 +68,7 @@ def _call_in_float32(router: torch.nn.Module, forward: Callable[..., Any], hidde
 
 def _call_in_autocast_dtype(experts: torch.nn.Module, forward: Callable[..., Any], hidden: Tensor, *others: Any) -> Any:
     device = hidden.device.type
-    is_peft_wrapper = hasattr(experts, "base_layer")  # which has parameters of its own
+    is_peft_wrapper = hasattr(experts, "base_layer")  # the wrapper has parameters too
     if not torch.is_autocast_enabled(device) or is_peft_wrapper:
         return forward(hidden, *others)
     dtype = torch.get_autocast_dtype(device)
@@ -79,12 +79,12 @@ def _call_in_autocast_dtype(experts: torch.nn.Module, forward: Callable[..., Any
     return torch.func.functional_call(experts, cast, (hidden, *others))
 
 
-_Change = TypeVar("_Change", bound=Precision)
+_Mixin = TypeVar("_Mixin", bound=Precision)
 
 
-def subclassed(plugin: Precision, change: type[_Change]) -> _Change:
-    """Returns a copy of the plugin whose class, with the same name, also has the methods of `change`."""
+def subclassed(plugin: Precision, mixin: type[_Mixin]) -> _Mixin:
+    """Returns a copy of the plugin whose class is a subclass, of the same name, that adds the methods of `mixin`."""
     kind = type(plugin)
-    changed = copy.copy(plugin)
-    changed.__class__ = type(kind.__name__, (change, kind), {"__qualname__": kind.__qualname__})
-    return cast(_Change, changed)
+    copied = copy.copy(plugin)
+    copied.__class__ = type(kind.__name__, (mixin, kind), {"__qualname__": kind.__qualname__})
+    return cast(_Mixin, copied)

@@ -8,32 +8,74 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightrl.experience import Experience
-from lightrl.functional import aligned_to_tokens, logits_logprobs, logits_topk
-from lightrl.models import Backward, Candidates, LossFunction, Outputs, scalar_head
+from lightrl.functional import (
+    aligned_to_tokens,
+    logits_logprobs,
+    logits_topk,
+    on_host,
+    predicting_positions,
+    rectangles,
+    to_device,
+)
+from lightrl.models import CONTEXT, Backward, Candidates, LossFunction, Outputs, context_tokens, scalar_head
 from lightrl.models.conversion import Names, exported_tensors
+from lightrl.models.hybrids import keeps_states
+from lightrl.models.images import ImageTable, image_inputs, image_kind
+from lightrl.models.routes import NOT_COMPILED, Routes
 from lightrl.models.tuning import Part, held_tensors, tuning_of
 from lightrl.strategies.head import LogprobSettings, Targets, read_head, teacher_candidates, whole_head
 from lightrl.strategies.layouts.branches import branch_rows
-from lightrl.strategies.layouts.forms import Form, Forms
 from lightrl.strategies.layouts.halves import cut_in_halves, forward_backward_halves, halves_pay
-from lightrl.strategies.layouts.packed_attention import Total
-from lightrl.strategies.layouts.probes import compiles, decoder_layers, head_is_plain
+from lightrl.strategies.layouts.packed_attention import PackedRows, Total, arguments
+from lightrl.strategies.layouts.probes import (
+    can_pack,
+    compiles,
+    decoder_layers,
+    exact_layouts,
+    head_is_plain,
+    rope_depends_on_length,
+)
+from lightrl.strategies.layouts.shared_prefix import (
+    CALL_OVERHEAD_TOKENS,
+    PackedTokens,
+    Plan,
+    cost,
+    each_alone,
+    find_shared_prompts,
+    packed,
+    shared_hidden,
+    whole_rows,
+)
 from lightrl.strategies.precision import set_expert_precision
 from lightrl.weights import Bucket, bucketed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# shared_keys and shared_rows are layouts of shared_prefix.py.
+Form = Literal["rectangles", "shared_keys", "shared_rows", "packed"]
+
+# A packed row shares prompts only if at most this fraction of its tokens remains, since attention copies key-values.
+_LARGEST_SHARED_FRACTION = 0.9
+
+# Rows [N], columns [N] and states of predicting positions: hidden states [N, H], or logits [N, V].
+States = tuple[Tensor, Tensor, Tensor]
+
 
 class SingleModel:
     """A Hugging Face causal language model as the ParallelModel of one process.
+
+    A microbatch goes through the model without its padding, in one of several forms; all give the same results. On the
+    CPU, trajectories of similar length form right-padded rectangles, or share the states of their prompt if that is
+    cheaper; on other devices a microbatch is one packed row with restarting positions.
 
     Args:
         model: has a body (`base_model`) and an output head. If a probe shows that the head is more than a matrix
@@ -41,8 +83,8 @@ class SingleModel:
         settings: the engine's changes to the logits.
         value_head: a critic's head on this policy's body; a separate critic contains its head, `score`.
         form: how to remove padding; None chooses the cheapest exact form for each microbatch.
-        compile_layers: `torch.compile` each decoder layer. None does so on NVIDIA GPUs for models without experts and
-            states (models/hybrids.py). Layers of the same shapes share compiled code, for microbatches of any lengths.
+        compile_layers: `torch.compile` each decoder layer. None compiles on NVIDIA GPUs if the model has no experts and
+            no states (models/hybrids.py). Layers of equal shapes share compiled code, for microbatches of any lengths.
         is_policy: whether this model sampled the tokens, so that it replays the engine's choice of experts.
         context_group: ranks that share packed rows and pass the same microbatches; None for one rank.
 
@@ -68,17 +110,26 @@ class SingleModel:
         own_head = scalar_head(model)
         self.value_head = value_head if own_head is None else own_head
         self.has_logprobs = own_head is None
-        reads_logits = self.has_logprobs and not head_is_plain(model)
-        if self.value_head is not None and reads_logits:
+        self.reads_logits = self.has_logprobs and not head_is_plain(model)
+        if self.value_head is not None and self.reads_logits:
             raise ValueError(
                 f"A critic cannot share the body of {type(model).__name__}, whose output head is more than a matrix "
                 "product. Set critic to a checkpoint."
             )
-        self.forms = Forms(
-            model, form=form, reads_logits=reads_logits, is_policy=is_policy, context_group=context_group
-        )
-        self.forms.is_compiled = compiles(model, model.device, compile_layers)
-        for layer in decoder_layers(model) if self.forms.is_compiled else ():
+        self.form, self.context_group = form, context_group
+        self.num_calls = 0  # minimum number of model calls for a microbatch if its form is rectangles
+        self.layouts = {} if self.reads_logits else exact_layouts(model)
+        wants_packed = form == "packed" or context_group is not None or model.device.type != "cpu"
+        self.can_pack = not self.reads_logits and wants_packed and can_pack(model)
+        self.shares_packed_prompts = self.can_pack and can_pack(model, shares_prompt=True)
+        exact = ["rectangles", *self.layouts, *(["packed"] if self.can_pack else [])]
+        if form not in (None, *exact):
+            raise ValueError(f"form={form!r} is not exact for {type(model).__name__}. Use one of {exact}, or None.")
+        self.routes = Routes(model) if is_policy else None
+        self._max_row_tokens = context_tokens(model.config) if rope_depends_on_length(model) else None
+        self._keeps_states = keeps_states(model.config)
+        self.is_compiled = compiles(model, model.device, compile_layers)
+        for layer in decoder_layers(model) if self.is_compiled else ():
             layer.compile(dynamic=True)
 
     @torch.no_grad()
@@ -127,26 +178,27 @@ class SingleModel:
             torch.get_device_module(source).synchronize(source)
 
     def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
+        """Runs the forward, and places the head's results at their tokens, [B, T] or [B, T, K]; 0 elsewhere."""
         if experience.gaps is not None:
             tree_rows, join = branch_rows(experience)
             return join(
                 self._outputs(tree_rows, candidates if isinstance(candidates, int) else teacher_candidates(tree_rows))
             )
         parts = [
-            {"rows": rows, "columns": columns, **self._read(experience, rows, columns, states, candidates)}
-            for rows, columns, states in self.forms.states(experience)
+            {"rows": rows, "columns": columns, **self._head_outputs(experience, rows, columns, states, candidates)}
+            for rows, columns, states in self.states(experience)
         ]
         results = parts[0]  # a single part is not copied, so the host still has its rows and columns
         if len(parts) > 1:
             results = {name: torch.cat([part[name] for part in parts]) for name in results}
         rows, columns, shape = results.pop("rows"), results.pop("columns"), experience.token_ids.shape
         results = {name: aligned_to_tokens(value, rows, columns, shape) for name, value in results.items()}
-        group = self.forms.context_group
-        if group is not None and self.forms.choose(experience)[0] == "packed":  # otherwise each rank has all rows
+        group = self.context_group
+        if group is not None and self.choose(experience)[0] == "packed":  # otherwise each rank has all rows
             results = {name: Total.apply(value, group) for name, value in results.items()}  # type: ignore[no-untyped-call]
         return Outputs(**results)
 
-    def _read(
+    def _head_outputs(
         self, experience: Experience, rows: Tensor, columns: Tensor, states: Tensor, candidates: Candidates
     ) -> dict[str, Tensor]:
         """Computes the fields of Outputs from states, for the tokens predicted at (rows [N], columns [N])."""
@@ -154,7 +206,7 @@ class SingleModel:
         results = {"logprobs": zeros, "entropy": zeros}
         if self.has_logprobs:
             targets = Targets.at(experience, rows, columns, candidates, self.settings)
-            if self.forms.reads_logits:
+            if self.reads_logits:
                 topk, logprobs = functools.partial(logits_topk, states), functools.partial(logits_logprobs, states)
                 results = read_head(topk, logprobs, targets, self.settings)
             else:
@@ -163,3 +215,128 @@ class SingleModel:
             # A token's value is that of the state before it was sampled.
             results["values"] = self.value_head(states.to(self.value_head.weight.dtype))[:, 0].float()
         return results
+
+    def choose(self, experience: Experience) -> tuple[str, Plan]:
+        """Returns the cheapest exact form for this microbatch, and its plan if prompts can be shared."""
+        kind = None if experience.pixel_values is None else image_kind(self.model.config)
+        if kind == "bidirectional":
+            return "rectangles", []
+        if self.form is None and self.can_pack and experience.token_ids.device.type != "cpu":
+            return "packed", []
+        # Replayed routes belong to a trajectory, and a cached prompt has no image grid positions.
+        if self.form in ("packed", "rectangles") or not self.layouts or self.replays(experience) or kind == "grid":
+            return self.form or "rectangles", []
+        prompts = find_shared_prompts(experience, getattr(self.model.config, "image_token_id", None))
+        if self.form is not None:
+            return self.form, self.layouts[self.form](prompts)
+        plans = {name: layout(prompts) for name, layout in self.layouts.items()}
+        return min({"rectangles": whole_rows(prompts), **plans}.items(), key=lambda plan: cost(plan[1]))
+
+    def packs_all(self, microbatches: Sequence[Experience]) -> bool:
+        """Whether `form` packs all these microbatches; builds the first one's tensors only if it has to read them."""
+        may_be_whole = image_kind(self.model.config) == "bidirectional"
+        return self.form == "packed" and not (may_be_whole and microbatches[0].pixel_values is not None)
+
+    def replays(self, experience: Experience) -> bool:
+        """Whether a forward over these tokens uses the experts that the engine chose."""
+        return self.routes is not None and experience.routes is not None
+
+    def states(self, experience: Experience) -> Iterator[States]:
+        """Runs the model and yields the states of all predicting positions at once, or logits for each rectangle.
+
+        Raises:
+            ValueError: if a trajectory is too long for the model.
+        """
+        longest = int(on_host(experience.lengths).max()) if self._max_row_tokens is not None else 0
+        if self._max_row_tokens is not None and longest > self._max_row_tokens:
+            raise ValueError(
+                f"A trajectory of {longest} tokens exceeds {CONTEXT}, {self._max_row_tokens} tokens. Remove it."
+            )
+        if self.reads_logits:
+            yield from self._parts(experience)
+            return
+        parts = list(self._parts(experience))
+        rows, columns, hidden = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+        yield rows, columns, hidden
+
+    def _parts(self, experience: Experience) -> Iterator[States]:
+        """Yields the predicting positions of each forward."""
+        form, plan = self.choose(experience)
+        if form == "packed":
+            yield self._packed(experience)
+        elif plan:
+            predicting = predicting_positions(on_host(experience.loss_mask))
+            layer_input = functools.partial(self._layer_input, experience)
+            yield from shared_hidden(self.model, experience.token_ids, predicting, plan, layer_input)
+        else:
+            for members, token_ids in self._rectangles(experience):
+                inputs = self._layer_input(experience, members, token_ids)
+                with self._replaying(experience, members, slice(token_ids.shape[1])):
+                    if self.reads_logits:
+                        states = self.model(**inputs, use_cache=False).logits
+                    else:
+                        states = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+                rows, columns = predicting_positions(experience.loss_mask[members, : token_ids.shape[1] + 1])
+                yield members[rows], columns, states[rows, columns]
+
+    def _rectangles(self, experience: Experience) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields rows of similar length and their tokens, without the last column, which predicts nothing.
+
+        If there are fewer rectangles than `num_calls`, adds dummy ones of one token.
+        """
+        lengths, device = (on_host(experience.lengths) - 1).clamp(min=1).tolist(), experience.token_ids.device
+        parts = rectangles(lengths, CALL_OVERHEAD_TOKENS)
+        for members in parts:
+            indices = to_device(torch.tensor(members), device)
+            yield indices, experience.token_ids[indices, : max(lengths[row] for row in members)]
+        for _ in range(self.num_calls - len(parts)):
+            yield torch.zeros(0, dtype=torch.int64, device=device), experience.token_ids[:1, :1]
+
+    def _packed(self, experience: Experience) -> States:
+        """Runs all trajectories concatenated in one row, or this rank's part of it; attention gets their starts."""
+        device, group = experience.token_ids.device, self.context_group
+        index, num = (0, 1) if group is None else (group.rank(), group.size())
+        layout = self._packed_tokens(experience)
+        size = -(-len(layout.rows) // num)  # tokens of each rank's part; the row's first token pads the last part
+        padding = num * size - len(layout.rows)
+        first = index * size
+        filled = torch.nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, padding))
+        tokens = to_device(filled[0, first : first + size], device), to_device(filled[1, first : first + size], device)
+        packed_rows = PackedRows([*layout.lengths, padding], device, prompt_indices=[*layout.prompts, -1], group=group)
+        starts = arguments(self.model, packed_rows, with_states=self._keeps_states)
+        inputs = self._layer_input(experience, torch.arange(len(experience)), experience.token_ids, tokens)
+        inputs = {"position_ids": tokens[1][None], **inputs, **starts}
+        with self._replaying(experience, *tokens):
+            output = self.model.base_model(**inputs, use_cache=False)
+        rows, columns = predicting_positions(on_host(experience.loss_mask))
+        indices = layout.flat_indices[rows, columns] - first
+        is_here = (indices >= 0) & (indices < size)
+        rows, columns, indices = (to_device(values[is_here], device) for values in (rows, columns, indices))
+        return rows, columns, output.last_hidden_state[0][indices]
+
+    def _packed_tokens(self, experience: Experience) -> PackedTokens:
+        """Returns the layout of the packed row, with each prompt only once if that saves enough."""
+        if self.shares_packed_prompts and not self.replays(experience):  # routes belong to a trajectory
+            prompts = find_shared_prompts(experience, getattr(self.model.config, "image_token_id", None))
+            layout = packed(prompts, experience.token_ids.shape)
+            if len(layout.rows) <= _LARGEST_SHARED_FRACTION * int((on_host(experience.lengths) - 1).sum()):
+                return layout
+        return packed(each_alone(experience), experience.token_ids.shape)
+
+    def _layer_input(
+        self, experience: Experience, rows: Tensor, token_ids: Tensor, positions: tuple[Tensor, Tensor] | None = None
+    ) -> dict[str, Any]:
+        """Returns the model's arguments for token ids [b, T] of rows [b], or for a packed row of `positions`."""
+        if experience.pixel_values is None:
+            return {"input_ids": token_ids if positions is None else token_ids[positions][None]}
+        images = ImageTable(*(experience[name] for name in ImageTable._fields))
+        images = images._replace(image_rows=on_host(images.image_rows)[on_host(rows)])
+        return image_inputs(self.model, token_ids, images, positions=positions)
+
+    def _replaying(self, experience: Experience, rows: Tensor, columns: Tensor | slice) -> AbstractContextManager[None]:
+        """Inside, a forward over the tokens at these rows and columns uses the experts that the engine chose."""
+        if self.routes is None or experience.routes is None:
+            return nullcontext()
+        if self.is_compiled:
+            raise ValueError(NOT_COMPILED)
+        return self.routes.replaying(experience.routes[rows, columns].flatten(0, -2))

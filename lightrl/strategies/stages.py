@@ -80,9 +80,9 @@ class Feed:
         packed_rows = position_ids = None
         if is_packed:
             layout = packed(each_alone(experience), experience.token_ids.shape)
-            extra = -len(layout.rows) % multiple
-            packed_rows = PackedRows([*layout.lengths, extra], device)
-            tokens = to_device(nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, extra)), device)
+            padding = -len(layout.rows) % multiple
+            packed_rows = PackedRows([*layout.lengths, padding], device)
+            tokens = to_device(nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, padding)), device)
             token_ids, position_ids = experience.token_ids[tokens[0], tokens[1]][None], tokens[1][None]
             rows, columns = torch.zeros_like(rows), to_device(layout.flat_indices, device)[rows, columns]
         else:  # no token sees the padding at a row's end, and a row's last token predicts nothing
@@ -102,7 +102,7 @@ class Feed:
 
     @property
     def num_candidates(self) -> int:
-        """K, the number of more tokens per position."""
+        """K, the number of additional tokens per position."""
         candidates = self.targets.candidates
         return candidates if isinstance(candidates, int) else candidates.shape[1]
 
@@ -121,7 +121,7 @@ class Stage(nn.Module):
         model: the Hugging Face model, already without the parts of other ranks.
         layers: indices of its layers; the stage with the first layer reads token ids instead of hidden states.
         is_last: return results instead of hidden states: logprob, entropy and value of each predicted token, [N, 3], 0
-            if the model has no head for it, then the logprobs of the K other tokens, and for a top-k their ids.
+            if the model has no head for it, then the logprobs of the K additional tokens, and for a top-k their ids.
         tp: mesh of the tp axis.
         logits: how the model changes the head's outputs.
         value_head: the critic's head on this policy's body; a separate critic contains its head, `score`.
@@ -141,10 +141,10 @@ class Stage(nn.Module):
         self.is_last, self.tp, self.logits = is_last, tp, logits
         self.body = copy.copy(model.base_model)
         self.body._modules = dict(self.body._modules)  # a copy, so that the model keeps its children
-        held = dict(self.body.layers.named_children())
+        layer_by_index = dict(self.body.layers.named_children())
         indices, identity = range(model.config.num_hidden_layers), semi_private("PipelineIdentityLayer")
-        parts = [held[str(index)] if index in layers else identity() for index in indices]
-        self.body.layers = nn.ModuleList(parts)
+        all_layers = [layer_by_index[str(index)] if index in layers else identity() for index in indices]
+        self.body.layers = nn.ModuleList(all_layers)
         if layers.start > 0:
             self.body.embed_tokens = None  # because FSDP shards a parameter in only one stage
         if not is_last:
@@ -154,10 +154,10 @@ class Stage(nn.Module):
         self.value_head = (value_head if own_head is None else own_head) if is_last else None
         self._received: Tensor | None = None
         # Must run before FSDP's hook, which reads the inputs.
-        parts[layers.start].register_forward_pre_hook(self._enter, prepend=True)
+        all_layers[layers.start].register_forward_pre_hook(self._enter, prepend=True)
 
     def forward(self, hidden: Tensor | None, feed: Feed, settings: LogprobSettings) -> Tensor:
-        """Maps the previous stage's hidden states (the first has None) to [R, W / tp, H], or [N, width] on the last."""
+        """Maps the previous stage's hidden states, or None, to [R, W / tp, H], or on the last stage to [N, width]."""
         self._received = hidden
         inputs: dict[str, Any] = {"input_ids": feed.token_ids}
         if hidden is not None:  # only gives shape, dtype and device; `_enter` passes `hidden` to the first layer
@@ -176,6 +176,7 @@ class Stage(nn.Module):
         return (hidden, *args[1:])
 
     def _results(self, hidden: Tensor, feed: Feed, settings: LogprobSettings) -> Tensor:
+        """Computes the last stage's results for the predicted tokens, [N, width], from the hidden states."""
         is_split = self.tp.size() > 1
         zeros = torch.zeros(len(feed.rows), dtype=torch.float32, device=hidden.device)
         results, values = {"logprobs": zeros, "entropy": zeros}, zeros
@@ -209,7 +210,7 @@ class Stage(nn.Module):
 
 @dataclass
 class SplitModel:
-    """A model of which this rank holds a part."""
+    """A model that is split over ranks; this rank holds one part."""
 
     model: PreTrainedModel
     whole: PreTrainedModel  # the modules of all ranks, without memory
@@ -247,7 +248,7 @@ class SplitModel:
 
     @property
     def copy(self) -> Tensor | None:
-        """A tied parameter that another rank also has, and includes in gradient norms; None if there is none here."""
+        """This rank's copy of a tied parameter that another rank counts in gradient norms; None if it has none."""
         return self.tied if self.pipeline.rank != 0 else None
 
     def held_tensors(self) -> dict[str, Tensor]:
@@ -285,7 +286,7 @@ def split_model(
     logits = check_model(model.config, tp.size())
     device = torch.device("cpu") if device is None else device
     memo = {id(value): nn.Parameter(value.detach().to("meta"), value.requires_grad) for value in model.parameters()}
-    whole = copy.deepcopy(model, memo)
+    whole = copy.deepcopy(model, memo)  # without memory
     pipeline = Pipeline(pp.get_group() if pp.size() > 1 else None, pp.size(), stages_per_rank, device)
     last = pipeline.num_stages - 1
     ranges = split_layers(model.config, pipeline.num_stages)
@@ -362,19 +363,19 @@ def _load_held(model: PreTrainedModel, role: Role, device: torch.device, *, is_t
     if spec.path is not None:
         check_files(Path(spec.path))
     head, embed_tokens = model.get_output_embeddings(), model.base_model.embed_tokens
-    made: dict[str, Tensor] = {}
+    loaded: dict[str, Tensor] = {}
     if checkpoint_files(spec):
         renamed = {"lm_head.weight": "embed_tokens.weight"} if is_tied and head is not None else {}
         load_parts(model, spec, device=device, renamed=renamed, is_whole=False)
     else:
-        made = spec.load_model().state_dict()
+        loaded = spec.load_model().state_dict()
     added = role.tuning.added_values(spec.random_seed)
     with torch.no_grad():
         for name, tensor in held_tensors(model).items():
             if role.tuning.adds(name):
                 tensor.copy_(added(name, tensor.shape))
-            elif made:
-                tensor.copy_(made[role.tuning.base_name(name)])
+            elif loaded:
+                tensor.copy_(loaded[role.tuning.base_name(name)])
     if is_tied and head is not None and embed_tokens is not None:
         head.weight = embed_tokens.weight
 
@@ -388,7 +389,7 @@ def _stage_of(name: str, ranges: list[range]) -> int:
 
 
 def ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Makes the process group of a pipeline's first and last rank; None on ranks between. Collective over the run."""
+    """Creates the group of a pipeline's first and last ranks; None on those in between. Collective over the run."""
     own_group: dist.ProcessGroup | None = None
     for ranks in mesh.mesh.flatten(1).T.tolist() if mesh.mesh.shape[0] > 1 else []:
         ends = [ranks[0], ranks[-1]]

@@ -57,6 +57,7 @@ def split_parameters(
 
 
 def _split_layer(layer: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, tuning: Tuning) -> None:
+    """Splits a decoder layer's projections according to the plan, and replicates its other parameters."""
     styles: dict[str, ParallelStyle] = {}
     for name, style in plan.items():
         if style not in ("colwise", "rowwise"):
@@ -147,7 +148,7 @@ def whole_sequence(hidden: Tensor, mesh: DeviceMesh, *, gradients_add_up: bool) 
     """Gathers [B, T, ...] from each rank's part [B, T / tp, ...].
 
     Args:
-        gradients_add_up: whether each rank computes only a summand of the gradient, as from its part of the vocabulary.
+        gradients_add_up: whether each rank computes only a summand of the gradient, for its part of the vocabulary.
     """
     split = DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False)
     gradient = Partial() if gradients_add_up else Replicate()
@@ -186,7 +187,7 @@ def vocab_parallel_logprobs(
     first, mask = _own_part(weight, group, masked_ids, masked_rows)
     ids = (token_ids if token_ids.dim() == 2 else token_ids[:, None]) - first
 
-    def read(rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+    def compute(rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         logprobs, entropy = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]
             hidden[rows], weight, ids[rows], temperature, group, cap, entropy_gradient, mask_of(mask, rows)
         )
@@ -194,7 +195,7 @@ def vocab_parallel_logprobs(
 
     with torch.autocast(hidden.device.type, enabled=False):
         if supports is None or not len(supports.limited):
-            return read(slice(None))
+            return compute(slice(None))
         assert token_ids.dim() == 1, "only sampled tokens have logprobs within their supports"
         scores = support_scores(
             hidden[supports.limited],
@@ -206,7 +207,7 @@ def vocab_parallel_logprobs(
             total=None if group is None else functools.partial(dist.all_reduce, group=group),
         )
         scores = scores if cap is None else torch.tanh(scores / cap) * cap
-        logprobs, entropy = supports.filled(supports.logprobs(scores, temperature), read)
+        logprobs, entropy = supports.filled(supports.logprobs(scores, temperature), compute)
         return logprobs, entropy if entropy_gradient else entropy.detach()
 
 

@@ -1,7 +1,7 @@
 """Plans for 3D parallelism: how to split layers over tp, and which layers form a pipeline stage.
 
-They follow transformers' plans in a config's class, `base_model_tp_plan` and `base_model_pp_plan`. A run of the model
-without memory shows what these leave open; no function needs devices or process groups.
+They follow transformers' plans in a config's class, `base_model_tp_plan` and `base_model_pp_plan`. Running the model
+without memory shows what the plans leave open; no function needs devices or process groups.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def tensor_plan(config: PretrainedConfig) -> dict[str, str]:
 
 
 def check_model(config: PretrainedConfig, tp: int) -> LogitTransform:
-    """Runs a model without memory to see how its parts fit together; returns how it changes logits.
+    """Runs a model without memory to check how its parts fit together; returns how it changes logits.
 
     Raises:
         ValueError: if stages or tensor slices would not compute the same as the whole model.
@@ -79,11 +79,11 @@ def check_model(config: PretrainedConfig, tp: int) -> LogitTransform:
     body.layers = nn.ModuleList([fake_layer for _ in body.layers])
     body.norm = nn.Identity()
     model.set_output_embeddings(fake_head)
-    mask = torch.empty(1, 1, 1, 1, dtype=torch.bool)  # without it transformers would make one, which reads positions
+    mask = torch.empty(1, 1, 1, 1, dtype=torch.bool)  # transformers would build one from the positions' values
     with torch.no_grad():
         token_ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
         logits = model(input_ids=token_ids, attention_mask=mask, use_cache=False).logits
-    if not torch.equal(fake_head.got, hidden):
+    if not torch.equal(fake_head.received, hidden):
         _refuse(config, "it changes hidden states between its last layer and its head")
     scale, cap = float(logits[0, 0, 0] / raw[0, 0, 0]), getattr(config, "final_logit_softcapping", None)
     if torch.allclose(logits, raw * scale):
@@ -94,6 +94,7 @@ def check_model(config: PretrainedConfig, tp: int) -> LogitTransform:
 
 
 def _check_layer(config: PretrainedConfig, layer: nn.Module) -> None:
+    """Raises ValueError unless each module with parameters is in the plan, or is a norm over one token or head."""
     plan, modules = tensor_plan(config), dict(layer.named_modules())
     if missing := sorted(set(plan) - set(modules)):
         _refuse(config, f"its layers differ: one has no {missing[0]}")
@@ -112,10 +113,10 @@ class _Fake(nn.Module):
 
     def __init__(self, output: Tensor) -> None:
         super().__init__()
-        self.output = self.got = output
+        self.output = self.received = output
 
     def forward(self, hidden: Tensor, **_: object) -> Tensor:
-        self.got = hidden
+        self.received = hidden
         return self.output
 
 

@@ -1,4 +1,4 @@
-"""Trace: what each process did and when, as Chrome events, and where the time of an iteration went.
+"""Trace: what each process did and when, as Chrome events, and where an iteration's time went.
 
 Reading order:
     spans.py    `span` measures a block, and records it while a trace is open; trace files; peak memory of a block
@@ -17,11 +17,11 @@ from lightrl.trace.spans import (
     clock_offset_ns,
     in_microbatch_spans,
     join_traces,
-    keep,
     record,
+    set_tape,
     span,
     trace_files,
 )
 
 __all__ = ["Event", "MemoryPeaks", "Tape", "TraceFile", "area_times", "clock_offset_ns"]
-__all__ += ["in_microbatch_spans", "join_traces", "keep", "record", "span", "trace_files"]
+__all__ += ["in_microbatch_spans", "join_traces", "record", "set_tape", "span", "trace_files"]

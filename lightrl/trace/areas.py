@@ -1,4 +1,4 @@
-"""Computes the time of an iteration by area, and the possible gain, from the events of rank 0's process.
+"""Computes an iteration's time by area, and the possible speed-up, from the events of rank 0's process.
 
 An iteration lasts until the next one starts. An area is what the trainer's thread did or waited for:
 
@@ -116,7 +116,7 @@ def length(intervals: Intervals) -> int:
 
 
 def _tail_ns(generations: Sequence[Event], waiting: Intervals) -> int:
-    """Returns the waiting time in which fewer than half of the peak number of generations ran, but at least one."""
+    """Returns the waiting time during which at least one, but fewer than half of the peak number of generations ran."""
     edges = sorted([(event.start_ns, 1) for event in generations] + [(event.end_ns, -1) for event in generations])
     peak = num = 0
     for _, change in edges:

@@ -42,7 +42,7 @@ def clock_offset_ns(own: Sequence[Reading], first: Sequence[Reading]) -> tuple[i
 
 
 class Event(NamedTuple):
-    """A block that has ended."""
+    """A finished block."""
 
     name: str
     category: str  # phase, step, generate, reward, data, loader, score, update, collective, sync, wait, server
@@ -68,8 +68,8 @@ class Tape:
 _tape: Tape | None = None
 
 
-def keep(tape: Tape | None) -> None:
-    """Starts recording spans on this tape; None stops recording."""
+def set_tape(tape: Tape | None) -> None:
+    """Records all spans on this tape from now on; None stops recording."""
     global _tape
     _tape = tape
 
@@ -85,7 +85,7 @@ class span:
     """Measures a block: `with span("reference", "score", tokens=512) as measured:`; then `measured.seconds`.
 
     Args:
-        name, category: of the event.
+        name, category: the event's.
         track: its row in the viewer; the thread's name if empty. Overlapping blocks need separate tracks.
         args: shown with the event; the block may add more to `measured.args`.
     """
@@ -158,7 +158,7 @@ class TraceFile:
     """Writes the events of one process to `<folder>/rank-00003.json`, with a marker before each iteration.
 
     When the file reaches half of `max_bytes`, it is renamed to `rank-00003.before.json`, replacing an earlier one, and
-    a new file begins. So of a long run only the last iterations are kept.
+    a new file begins. So only the last iterations of a long run are kept.
 
     Args:
         folder: the trace's folder; created if missing.

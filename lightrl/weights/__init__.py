@@ -5,13 +5,12 @@ Reading order:
     block_fp8.py      linear weights in float8, with a scale per block
     server_layout.py  how servers store parameters
     digests.py        computes the checksums that a server with the trainer's weights reports
-    gather_plan.py    which rank gathers each parameter, and what the others send it
     disk.py           weight versions as safetensors folders, written by one rank or several, completely or not at all
-    delta.py          bitwise changes between versions, made by the trainer; delta_folder.py applies them
+    delta.py          bitwise changes between versions, computed by the trainer; delta_folder.py applies them
     broadcast.py      a process group of the trainer and the servers
     shared_memory.py  hands a bucket to servers on the same host
 
-An engine in the same process needs no transport. engines/servers/sync/server_sync.py makes a transfer's requests.
+An engine in the same process needs no transport. engines/servers/sync/server_sync.py sends the requests of a transfer.
 
 May import: errors, checks, concurrency, trace, trajectory, experience, functional. To add a transport, put its sender
 here; it accepts buckets one by one and needs memory for at most one more. Its requests go into

@@ -1,4 +1,4 @@
-"""Block FP8: linear weights in float8 with a scale per block of 128 × 128, half the memory of bfloat16 in rollouts.
+"""Block FP8: linear weights in float8 with a scale per block of 128 × 128, in half the memory of bfloat16.
 
 This is the format of FP8 checkpoints like Qwen3-8B-FP8: `q_proj.weight` [N, K] in float8_e4m3fn, and each block's
 scale in `q_proj.weight_scale_inv` [N / 128, K / 128], float32. Embedding, head, routers, norms and biases are not
@@ -34,7 +34,7 @@ QUANTIZATION_CONFIG: dict[str, Any] = {
     "weight_block_size": [BLOCK, BLOCK],
 }
 _LARGEST = torch.finfo(FP8).max
-_SMALLEST_EXPONENT = -100  # its product with float8's smallest value is still normal in bfloat16
+_SMALLEST_EXPONENT = -100  # 2**-100 times float8's smallest value is still normal in bfloat16
 _UNQUANTIZED = re.compile(r"(.*\.)?(embed_tokens|lm_head|gate)\.weight")
 
 

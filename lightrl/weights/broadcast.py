@@ -81,20 +81,20 @@ class BroadcastGroup:
                 works.clear()  # they keep connections open as long as an exception refers to this frame
 
     def close(self) -> None:
-        """Leaves the group, which closes its connections. May be called twice."""
+        """Leaves the group, which closes its connections. Safe to call twice."""
         group, self._group = self._group, None  # a reference would keep the connections open
         if group in c10d._world.pg_map:
             with contextlib.suppress(RuntimeError):  # a member has died
                 dist.destroy_process_group(group)
 
     @contextlib.contextmanager
-    def _translated(self, what: str) -> Iterator[None]:
+    def _translated(self, failure: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:  # the base class of torch's DistError
             raise WeightSyncError(
-                f"{self._where} {what} within {self.timeout_s:g} s: {str(error).splitlines()[0]}. Check the servers' "
-                "logs, and that they can reach this host and port."
+                f"{self._where} {failure} within {self.timeout_s:g} s: {str(error).splitlines()[0]}. Check the "
+                "servers' logs, and that they can reach this host and port."
             ) from error
 
 

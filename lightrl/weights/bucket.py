@@ -1,4 +1,4 @@
-"""Buckets of parameters, whose size is bounded so that an export never holds a model twice; the form for servers."""
+"""Buckets of parameters, bounded in size so that an export never holds a model twice, and the form for servers."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ OUTPUT_HEAD = "lm_head.weight"  # the output head's Hugging Face name in all fam
 
 
 class ServerForm:
-    """The form in which a server needs parameters; converts one tensor at a time, except for `quantized`.
+    """The form in which a server needs parameters; converts one tensor at a time, except in `quantized`.
 
     Args:
-        dtype: of floating-point parameters, for example `torch.bfloat16`; None keeps the trainer's.
+        dtype: the dtype of floating-point parameters, for example `torch.bfloat16`; None keeps the trainer's.
         skip_names: Hugging Face names that the server does not load: the output head of a model with tied embeddings.
         is_block_fp8: whether the server loads linear weights in block FP8.
     """

@@ -8,7 +8,7 @@ of 1e-6 changes about one bfloat16 value in a hundred, mostly to the neighboring
     nothing   if no element changed
 
 and compressed, unless that takes longer than it saves. Differences are `new - old`, so a delta can be undone. A block
-encodes several chunks, for numpy; a part is a sequence of blocks, each `[lengths][header][body]`.
+encodes several chunks, to save numpy calls; a part is a sequence of blocks, each `[lengths][header][body]`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightrl.weights.bucket import Bucket, ServerForm, bucketed
 from lightrl.weights.disk import write_safetensors
 
 CHUNK = 2**19  # elements; a chunk stays in a core's cache while it is compared
-BLOCK_CHUNKS = 8  # the most chunks in a block
+BLOCK_CHUNKS = 8  # maximum number of chunks in a block
 PART_BYTES = 16 * 2**20  # approximate size of a part
 _ESCAPE = 255  # marks a gap this large or larger, which follows as four bytes
 _DENSE_FRACTION = 0.25  # if more elements changed, sending positions costs more than sending zeros
@@ -62,7 +62,7 @@ class Change(NamedTuple):
 class Block(NamedTuple):
     """The encoded changes of several chunks."""
 
-    chunks: list[tuple[str, int, int, bool]]  # of each change: name, number, number of values, whether it is sparse
+    chunks: list[tuple[str, int, int, bool]]  # for each change: name, number, number of values, whether it is sparse
     width: int  # bytes of an element
     body: bytes
 
@@ -81,7 +81,7 @@ def chunk(bits: Bits, number: int) -> Bits:
     return bits[number * CHUNK : (number + 1) * CHUNK]
 
 
-def replaced(name: str, number: int, old: Bits, new: Bits) -> Change | None:
+def replace_chunk(name: str, number: int, old: Bits, new: Bits) -> Change | None:
     """Overwrites the chunk `old` with `new`; returns the change, or None if they were equal."""
     positions = np.flatnonzero(old != new)
     if not len(positions):
@@ -104,7 +104,7 @@ def apply(change: Change, bits: Bits, *, backward: bool = False) -> None:
     """
     positions, values = change.positions, change.values
     if values.dtype != bits.dtype or (positions is None and len(values) != len(bits)):
-        raise DeltaError(f"The delta of {change.name!r} has another dtype or size.")
+        raise DeltaError(f"The delta of {change.name!r} has a different dtype or size than the parameter.")
     if positions is None:
         bits += -values if backward else values
     elif len(positions):
@@ -113,24 +113,24 @@ def apply(change: Change, bits: Bits, *, backward: bool = False) -> None:
         np.add.at(bits, positions, -values if backward else values)
 
 
-def packed(changes: Sequence[Change]) -> Block:
+def pack(changes: Sequence[Change]) -> Block:
     """Packs at most `BLOCK_CHUNKS` changes, all of the same element size, into a block."""
     sparse = [index * CHUNK + change.positions for index, change in enumerate(changes) if change.positions is not None]
     gaps = np.diff(np.concatenate(sparse), prepend=-1) if sparse else np.empty(0, np.int64)
     gap_bytes = [np.minimum(gaps, _ESCAPE).astype(np.uint8).tobytes(), gaps[gaps >= _ESCAPE].astype("<u4").tobytes()]
-    body = _packed(gap_bytes, 0 if len(gaps) < _STORED_FRACTION * CHUNK * len(sparse) else 1)
+    body = _compress(gap_bytes, 0 if len(gaps) < _STORED_FRACTION * CHUNK * len(sparse) else 1)
     values = np.concatenate([change.values for change in changes])
     chunks = [(name, number, len(values), positions is not None) for name, number, positions, values in changes]
-    return Block(chunks, values.dtype.itemsize, body + _packed_values(values))
+    return Block(chunks, values.dtype.itemsize, body + _encode(values))
 
 
-def unpacked(block: Block) -> list[Change]:
+def unpack(block: Block) -> list[Change]:
     """Decodes the changes of a block; raises DeltaError if it is corrupt."""
     num_gaps = sum(num for _, _, num, is_sparse in block.chunks if is_sparse)
     try:
         unpacker = zlib.decompressobj()
         gap_bytes = np.frombuffer(unpacker.decompress(block.body), np.uint8)
-        values = _values(unpacker.unused_data, sum(num for _, _, num, _ in block.chunks), np.dtype(f"u{block.width}"))
+        values = _decode(unpacker.unused_data, sum(num for _, _, num, _ in block.chunks), np.dtype(f"u{block.width}"))
         gaps = gap_bytes[:num_gaps].astype(np.int64)
         gaps[gaps == _ESCAPE] = gap_bytes[num_gaps:].view("<u4")
     except (zlib.error, ValueError, TypeError) as error:
@@ -195,7 +195,7 @@ def version_digest(run: str, weight_version: int, checksums: Mapping[str, Sequen
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def _packed(streams: Sequence[bytes], level: int = 1) -> bytes:
+def _compress(streams: Sequence[bytes], level: int = 1) -> bytes:
     """Compresses to one zlib stream with a Huffman code per input; does not search for matches, which are rare."""
     packer = zlib.compressobj(level, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_RLE)
     packed = []
@@ -204,24 +204,24 @@ def _packed(streams: Sequence[bytes], level: int = 1) -> bytes:
     return b"".join([*packed, packer.flush()])
 
 
-def _packed_values(values: Bits) -> bytes:
+def _encode(values: Bits) -> bytes:
     """Packs values into half a byte each if nearly all are small, 5 times as fast as zlib; otherwise uses zlib."""
     width = values.dtype.itemsize
     folded = (values << 1) ^ -(values >> (8 * width - 1))  # 0, -1, 1, -2 … become 0, 1, 2, 3 …
     large = folded[folded >= _LARGE]
     if len(large) > _LARGE_FRACTION * len(folded):  # the lowest byte of each value, then the next byte of each …
-        return b"P" + _packed([plane.tobytes() for plane in folded.view(np.uint8).reshape(-1, width).T])
+        return b"P" + _compress([plane.tobytes() for plane in folded.view(np.uint8).reshape(-1, width).T])
     halves = np.zeros(len(folded) + len(folded) % 2, np.uint8)
     halves[: len(folded)] = np.minimum(folded, _LARGE)
     return b"H" + (halves[::2] | halves[1::2] << 4).tobytes() + large.tobytes()
 
 
-def _values(packed: bytes, num_values: int, dtype: np.dtype[Any]) -> Bits:
-    """Unpacks the result of `_packed_values`; raises ValueError or zlib.error if it is corrupt."""
-    if packed[:1] == b"P":
+def _decode(packed: bytes, num_values: int, dtype: np.dtype[Any]) -> Bits:
+    """Unpacks the result of `_encode`; raises ValueError or zlib.error if it is corrupt."""
+    if packed[:1] == b"P":  # planes: the lowest byte of each value, then the next byte of each
         planes = np.frombuffer(zlib.decompress(packed[1:]), np.uint8).reshape(dtype.itemsize, num_values)
         folded = np.ascontiguousarray(planes.T).reshape(-1).view(dtype)
-    else:
+    else:  # half bytes, then the large values in full
         pairs = np.frombuffer(packed, np.uint8, (num_values + 1) // 2, offset=1)
         values = _PAIRS[dtype.itemsize].take(pairs).view(dtype)[:num_values]
         large = np.frombuffer(packed[1 + len(pairs) :], dtype)
@@ -249,14 +249,14 @@ class HostCopy:
     def __init__(self, form: ServerForm | None = None) -> None:
         self.form = form or ServerForm()
         self.weight_version = -1  # -1 while the copy is incomplete
-        self._coming_version = -1
+        self._next_version = -1
         self._tensors: dict[str, Tensor] = {}
         self._names: list[list[str]] = []  # the parameters of each bucket
 
     def begin(self, weight_version: int) -> None:
         """Starts copying a version; the copy is incomplete until its last bucket."""
         self.weight_version = -1
-        self._coming_version = weight_version
+        self._next_version = weight_version
         self._names = []
 
     def add(self, bucket: Bucket, copy: Callable[[str, Tensor, Tensor], object] | None = None) -> Bucket:
@@ -275,7 +275,7 @@ class HostCopy:
             copied[name] = stored
         self._names.append(list(copied))
         if bucket.is_last:
-            self.weight_version = self._coming_version
+            self.weight_version = self._next_version
         return Bucket(copied, is_last=bucket.is_last)
 
     def buckets(self) -> Iterator[Bucket]:
@@ -298,7 +298,6 @@ class DeltaCopy(HostCopy):
         self._pool = ThreadPoolExecutor(_THREADS, "lightrl-delta", torch.set_num_threads, (1,))
 
     def close(self) -> None:
-        """Stops the threads."""
         self._pool.shutdown(wait=False)
 
     def begin(self, weight_version: int) -> None:
@@ -323,9 +322,9 @@ class DeltaCopy(HostCopy):
                 sums.append(checksum(new))
                 if not has_base:
                     old[:] = new
-                elif (change := replaced(name, index, old, new)) is not None:
+                elif (change := replace_chunk(name, index, old, new)) is not None:
                     changes.append(change)
-            return packed(changes) if changes else None, sums
+            return pack(changes) if changes else None, sums
 
         copy = self.add(bucket, plan)
         by_width = [list(run) for _, run in itertools.groupby(tasks, lambda task: task[-1].itemsize)]

@@ -38,7 +38,7 @@ from lightrl.weights.delta import (
     chunk,
     num_chunks,
     read_part,
-    unpacked,
+    unpack,
     version_digest,
 )
 from lightrl.weights.disk import INDEX_FILE
@@ -75,7 +75,7 @@ class DeltaFolder:
         self.root = Path(root).absolute()
         self.root.mkdir(parents=True, exist_ok=True)
         self.version = NOTHING
-        self._session = ""  # the current upload's
+        self._session = ""  # the id of the current upload
         self._base = ""  # as in `begin`
         self._checks: dict[int, int] = {}  # uploaded part → checksum
         self._files: dict[str, int] = {}  # the version's files → bytes
@@ -118,7 +118,7 @@ class DeltaFolder:
         if checksum(content) != check:
             raise DeltaError(f"Part {index} is corrupt: its checksum differs.")
         _check_space(self.root, len(content))
-        (self.root / "incoming" / self._part(index)).write_bytes(content)
+        (self.root / "incoming" / self._part_name(index)).write_bytes(content)
         self._checks[index] = check
 
     def finish(self, session: str, version: Version, num_parts: int, config: Mapping[str, Any]) -> Path:
@@ -139,30 +139,30 @@ class DeltaFolder:
         self._check_session(session)
         self._session = ""
         incoming = self.root / "incoming"
-        parts = [incoming / self._part(index) for index in range(num_parts)]
+        parts = [incoming / self._part_name(index) for index in range(num_parts)]
         for index, part in enumerate(parts):
             if index not in self._checks or not part.is_file() or checksum(part.read_bytes()) != self._checks[index]:
-                raise DeltaError(f"Part {index} of {num_parts} of version {version.weight_version} is missing or bad.")
+                raise DeltaError(f"Part {index} of {num_parts} of version {version.weight_version} is lost or corrupt.")
         if self._base:
             self._check_base(self._base)
             previous = self.version
-            self._change(parts, version)
+            self._apply_parts(parts, version)
             self._remove("undo")
             (incoming / _STATE_FILE).write_text(json.dumps(asdict(previous)))
             incoming.rename(self.root / "undo")
         else:
-            self._open(incoming)
+            self._map_files(incoming)
             (incoming / "config.json").write_text(json.dumps(config, indent=2))
-            self._name(incoming, version)
+            self._publish(incoming, version)
         return self.path
 
     def revert(self, digest: str) -> Path:
         """Undoes the last delta; `digest` must be the previous version's."""
         undo = self.undo
         if not digest or undo.digest != digest:
-            raise NotTheBase("The last delta here did not start from this version, so it cannot be restored.")
+            raise NotTheBase("The last delta here did not start from this version, so this version cannot be restored.")
         parts = sorted((self.root / "undo").glob("part-*"))
-        self._change(parts, undo, backward=True)
+        self._apply_parts(parts, undo, backward=True)
         self._remove("undo")
         return self.path
 
@@ -182,8 +182,8 @@ class DeltaFolder:
         try:
             (folder,) = folders
             version = Version(**json.loads((folder / _STATE_FILE).read_text()))
-            self._open(folder)
-            self._name(folder, version)
+            self._map_files(folder)
+            self._publish(folder, version)
         except (OSError, ValueError, TypeError, KeyError):  # no version, several, or a bad one: the next sync is full
             self.clear()
         for name in (".changing", "incoming"):
@@ -200,7 +200,8 @@ class DeltaFolder:
         if not session or session != self._session:
             raise NotTheBase("No upload of this version has started here, or another upload has replaced it.")
 
-    def _change(self, parts: Sequence[Path], target: Version, *, backward: bool = False) -> None:
+    def _apply_parts(self, parts: Sequence[Path], target: Version, *, backward: bool = False) -> None:
+        """Changes the current version in place to `target`; removes all files and raises DeltaError if that fails."""
         changing = self.root / ".changing"
         source = self.path
         sizes = {path.name: path.stat().st_size for path in source.glob("*.safetensors")}
@@ -216,17 +217,17 @@ class DeltaFolder:
                 chunk_ids = [(name, number) for block in blocks for name, number, _, _ in block.chunks]
                 if len(set(chunk_ids)) < len(chunk_ids) or not sums.keys().isdisjoint(chunk_ids):
                     raise DeltaError("The delta contains a chunk twice.")
-                for changed in self._pool.map(lambda block: self._changed(block, backward=backward), blocks):
+                for changed in self._pool.map(lambda block: self._apply_block(block, backward=backward), blocks):
                     sums |= changed
-            self._name(changing, target, sums)
+            self._publish(changing, target, sums)
         except DeltaError:
             self.clear()
             raise
 
-    def _changed(self, block: Block, *, backward: bool) -> dict[tuple[str, int], int]:
+    def _apply_block(self, block: Block, *, backward: bool) -> dict[tuple[str, int], int]:
         """Changes the chunks of a block; returns their checksums, computed while a chunk is in the cache."""
         sums = {}
-        for change in unpacked(block):
+        for change in unpack(block):
             name, number = change.name, change.number
             bits = self._bits.get(name)
             if bits is None or not 0 <= number < num_chunks(len(bits)):
@@ -236,8 +237,8 @@ class DeltaFolder:
             sums[name, number] = checksum(chunk_bits)
         return sums
 
-    def _name(self, folder: Path, version: Version, sums: Mapping[tuple[str, int], int] | None = None) -> None:
-        """Renames the folder to the version's name if its digest matches; `sums` are the chunks' known checksums."""
+    def _publish(self, folder: Path, version: Version, sums: Mapping[tuple[str, int], int] | None = None) -> None:
+        """Renames the folder to the version's name, or clears it if its digest differs; `sums` are known checksums."""
         all_sums = dict(sums or {})
         chunks = {name: [(name, index) for index in range(num_chunks(len(bits)))] for name, bits in self._bits.items()}
         missing = [key for keys in chunks.values() for key in keys if key not in all_sums]
@@ -251,12 +252,12 @@ class DeltaFolder:
         folder.rename(self._path_of(version))
         self.version = version
 
-    def _open(self, folder: Path) -> None:
+    def _map_files(self, folder: Path) -> None:
         """Maps the parameters in a folder's safetensors files into memory, and writes their index."""
         self._bits, self._files = {}, {}
         weight_map: dict[str, str] = {}
         for path in sorted(folder.glob("*.safetensors")):
-            for name, bits in _mapped(path):
+            for name, bits in _map_tensors(path):
                 self._bits[name] = bits
                 weight_map[name] = path.name
             self._files[path.name] = path.stat().st_size
@@ -266,7 +267,7 @@ class DeltaFolder:
     def _path_of(self, version: Version) -> Path:
         return self.root / f"version-{version.weight_version:08d}"
 
-    def _part(self, index: int) -> str:
+    def _part_name(self, index: int) -> str:
         return f"part-{index:06d}" if self._base else f"model-{index + 1:06d}.safetensors"
 
     def _remove(self, name: str) -> None:
@@ -279,7 +280,7 @@ def folder_in_memory(prefix: str) -> Path:
     return Path(tempfile.mkdtemp(prefix=own_prefix(prefix, memory), dir=memory))
 
 
-def _mapped(path: Path) -> Iterator[tuple[str, Bits]]:
+def _map_tensors(path: Path) -> Iterator[tuple[str, Bits]]:
     """Yields (name, flat bits) of each tensor in a safetensors file, mapped from the file."""
     try:
         content = np.memmap(path, np.uint8, "r+")

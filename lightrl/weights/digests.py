@@ -1,4 +1,4 @@
-"""Digests of the trainer's weights in a server's dtype and layout, to be compared with those the server reports.
+"""Digests of the trainer's weights in a server's dtype and layout, for comparison with those the server reports.
 
 SGLang's `/weights_checker` and vLLM's `/weight_checker` return a digest per parameter and rank. Servers fuse q, k and v
 into one tensor, gate and up into one, all experts of a layer into two; each rank holds a shard; the vocabulary is
@@ -86,14 +86,14 @@ def _split_mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-_Part = tuple[Tensor, ...]  # a parameter, or a weight in float8 with its scales
+_Part = tuple[Tensor, ...]  # (parameter,), or (weight in float8, scales)
 RankDigests = list[dict[str, str]]  # a dict for each rank: the server's parameter name → 16 hexadecimal digits
 
 _EMBEDDING = "model.embed_tokens.weight"
 _FUSED = {"q_proj": ("qkv_proj", 0, 3), "k_proj": ("qkv_proj", 1, 3), "v_proj": ("qkv_proj", 2, 3),
           "gate_proj": ("gate_up_proj", 0, 2), "up_proj": ("gate_up_proj", 1, 2)}  # fmt: skip
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
-# An expert's projection → the fused parameter [E, ...], and this part's index and the number of parts there.
+# An expert's projection → the fused parameter [E, ...], the index of this part in it, and its number of parts.
 _OF_EXPERT = {"gate_proj": ("w13_weight", 0, 2), "up_proj": ("w13_weight", 1, 2), "down_proj": ("w2_weight", 0, 1),
               "w1": ("w13_weight", 0, 2), "w3": ("w13_weight", 1, 2), "w2": ("w2_weight", 0, 1)}  # fmt: skip
 _VOCABULARY_PADDING = 64
@@ -169,10 +169,11 @@ class Digests:
         return self._digests
 
     def close(self) -> None:
-        """Stops the threads. May be called twice."""
+        """Stops the threads. Safe to call twice."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _hash(self, name: str, sent: list[_Part]) -> None:
+        """Computes a complete tensor's digest on each rank of each layout, from its parts in the order of fusion."""
         # Servers hash quantized weights in bfloat16, whatever the dtype of other weights.
         parts = [part[0] if len(part) == 1 else block_fp8.dequantize(*part) for part in sent]
         is_cast = len(sent[0]) == 1
@@ -183,11 +184,11 @@ class Digests:
             digests = self._digests[layout]
             previous: tuple[list[Tensor], str] | None = None
             ep = layout.ep if ".experts." in name else 1
-            num_held = len(cast) // ep
+            num_of_group = len(cast) // ep
             for rank in range(layout.num_ranks):
                 group = rank * ep // layout.num_ranks
-                held = cast[group * num_held : (group + 1) * num_held]
-                shards = [self._shard(name, index, part, rank, layout) for index, part in enumerate(held)]
+                group_parts = cast[group * num_of_group : (group + 1) * num_of_group]
+                shards = [self._shard(name, index, part, rank, layout) for index, part in enumerate(group_parts)]
                 if previous is not None and all(map(operator.is_, shards, previous[0])):
                     digest = previous[1]  # a replicated parameter
                 else:

@@ -89,10 +89,10 @@ class WeightFolder:
         numbers = sorted(int(match[1]) for match in matches if match)
         return [number for number in numbers if is_whole(self.path_of(number))]
 
-    def remove_old(self, but: Iterable[int] = ()) -> None:
-        """Removes all versions except the newest, and those in `but`, which servers may be reading."""
+    def remove_old(self, in_use: Iterable[int] = ()) -> None:
+        """Removes all versions except the newest and those in `in_use`, which servers may be reading."""
         numbers = self.versions()
-        for number in set(numbers[:-KEPT_VERSIONS]) - set(but):
+        for number in set(numbers[:-KEPT_VERSIONS]) - set(in_use):
             shutil.rmtree(self.path_of(number), ignore_errors=True)
 
 
@@ -140,20 +140,21 @@ class VersionWriter:
             config = served_config(self.folder.config, self.folder.form)
             (self._place / "config.json").write_text(json.dumps(config, indent=2))
             (self._place / INDEX_FILE).write_text(json.dumps(index, indent=2))
-            if place.exists():  # from before this run resumed from an older checkpoint
+            if place.exists():  # written before this run resumed from an older checkpoint
                 shutil.rmtree(replaced, ignore_errors=True)
                 place.rename(replaced)
             self._place.rename(place)
         except OSError as error:
             raise _disk_error(error, self.folder.root, self.weight_version, self.num_bytes) from error
         shutil.rmtree(replaced, ignore_errors=True)
-        self.folder.remove_old(but=[self.weight_version])
+        self.folder.remove_old(in_use=[self.weight_version])
         return place
 
     def discard(self) -> None:
         shutil.rmtree(self._place, ignore_errors=True)
 
     def _adopt(self, file: WrittenFile) -> None:
+        """Moves a file that another rank has written into this version."""
         path = Path(file.path)
         self._check_new(file.shapes)
         try:
@@ -186,7 +187,7 @@ def served_config(config: PretrainedConfig, form: ServerForm) -> dict[str, objec
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a version has all its files in full length."""
+    """Whether a version has all its files, each at its full size."""
     try:
         sizes: dict[str, int] = json.loads((folder / INDEX_FILE).read_text())["metadata"]["file_bytes"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -240,10 +241,10 @@ def _disk_error(error: OSError, root: Path, weight_version: int, num_bytes: int)
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """What a rank needs to write its share of a version; its `vars` are plain JSON."""
+    """The settings with which a rank writes its share of a version; `vars` of it is plain JSON."""
 
     root: str
-    dtype: str | None  # of floating-point weights, as in torch; None keeps the trainer's
+    dtype: str | None  # the torch dtype of floating-point weights; None keeps the trainer's
     skip_names: list[str]
     timeout_s: float  # limit until every rank has written its share
     is_block_fp8: bool = False

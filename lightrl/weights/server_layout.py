@@ -1,4 +1,4 @@
-"""ServerLayout: how a server stores its parameters, and for which layouts lightrl can compute digests."""
+"""ServerLayout: describes how a server stores its parameters; says for which layouts lightrl can compute digests."""
 
 from __future__ import annotations
 

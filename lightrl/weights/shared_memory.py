@@ -22,7 +22,7 @@ from torch.multiprocessing import reductions
 
 from lightrl.weights.bucket import Bucket, ServerForm
 
-ALIGNMENT_BYTES = 16  # tensors start at multiples of it, since the receiver views the bytes in the tensor's dtype
+ALIGNMENT_BYTES = 16  # tensors start at multiples of this, since the receiver views the bytes in the tensor's dtype
 PART_BYTES = 32 * 2**20  # a block's default size
 LOAD_FORMAT = "flattened_bucket"  # SGLang's name for the format that `fill` writes
 
@@ -70,7 +70,7 @@ class SharedBucket:
 
 
 class _DevicesByUuid(ForkingPickler):
-    """Identifies a CUDA tensor's device by UUID, because device numbers depend on CUDA_VISIBLE_DEVICES.
+    """Identifies a CUDA tensor's device by UUID, because device indices depend on CUDA_VISIBLE_DEVICES.
 
     SGLang's version of torch's `rebuild_cuda_tensor` accepts a UUID (srt/utils/patch_torch.py).
     """
@@ -86,7 +86,7 @@ _DEVICE_ARGUMENT = 6  # index of the device in rebuild_cuda_tensor's arguments
 
 
 def with_uuid(arguments: Sequence[Any], uuid: str) -> tuple[Any, ...]:
-    """Replaces the device's number by its UUID in the arguments of torch's `rebuild_cuda_tensor`."""
+    """Replaces the device index with its UUID in the arguments of torch's `rebuild_cuda_tensor`."""
     return (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
 
 

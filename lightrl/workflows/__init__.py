@@ -3,10 +3,9 @@
 Reading order:
     workflow.py       Workflow, and SingleTurn: one completion for each prompt
     multi_turn.py     several turns: conversation.py keeps their tokens, environment.py answers the policy
-      turn_log.py     records the environment's answers for a resumed run
       tools/          an environment whose tools the policy calls: Python functions, or tools of an MCP server
       openenv.py      environments of an OpenEnv server
-    agent_workflow/   an agent that uses this process as its OpenAI or Anthropic: a function or a program
+    agent_workflow/   an agent (a function or a program) that calls this process as OpenAI's or Anthropic's API
 
 May import: errors, checks, concurrency, trajectory, rewards, engines. To add one: subclass Workflow and write `run`.
 """

@@ -52,17 +52,17 @@ class TurnRenderer(ChatTemplate):
         Raises:
             ValueError: if the template rewrites history or cannot render such a message.
         """
-        shown = {"tools": list(tools)} if tools else {}
-        rewritten = None if self.chat_template is None else self._rewritten(role, shown)
-        if rewritten is None:
+        tool_arguments = {"tools": list(tools)} if tools else {}
+        rewriting_error = None if self.chat_template is None else self._rewriting_error(role, tool_arguments)
+        if rewriting_error is None:
             return
         for arguments in _KEEP_HISTORY:
             is_known = all(name in str(self.chat_template) for name in arguments)
-            if is_known and self._rewritten(role, {**shown, **arguments}) is None:
-                raise ValueError(f"{rewritten} Set data.chat_template_kwargs to {arguments}, with which it does not.")
-        raise ValueError(f"{rewritten} {KEEP_HISTORY}")
+            if is_known and self._rewriting_error(role, {**tool_arguments, **arguments}) is None:
+                raise ValueError(f"{rewriting_error} Set data.chat_template_kwargs to {arguments} to prevent that.")
+        raise ValueError(f"{rewriting_error} {KEEP_HISTORY}")
 
-    def _rewritten(self, role: str, arguments: JsonMapping) -> str | None:
+    def _rewriting_error(self, role: str, arguments: JsonMapping) -> str | None:
         """Returns how the template rewrites history with these arguments, or None if it does not."""
 
         def failed(error: BaseException) -> ValueError:
@@ -87,7 +87,7 @@ class TurnRenderer(ChatTemplate):
     def after_turn(
         self, messages: Messages, before: str, content: str, answer: Messages, arguments: JsonMapping
     ) -> tuple[list[JsonMapping], str, str]:
-        """Returns all messages after a turn of the policy and an answer to it, their text, and its new part.
+        """Returns all messages including a turn of the policy and an answer to it, their text, and the text's new part.
 
         Args:
             messages: the messages before the turn.
@@ -95,21 +95,21 @@ class TurnRenderer(ChatTemplate):
             content: what the policy generated.
         """
         turn = {"role": "assistant", "content": content}
-        forms = [[*chat, *answer] for chat in with_turn(messages, opened(before), turn)]
-        for form in forms:
-            text = self.render(form, arguments)
+        chats = [[*chat, *answer] for chat in with_turn(messages, opened(before), turn)]
+        for chat in chats:
+            text = self.render(chat, arguments)
             end = _end_of_prefix(text, before + content)
             if end is not None:
-                return form, text, text[end:]
-        raise _RewritesHistory(_rewrites(self.render(forms[0], arguments), before + content))
+                return chat, text, text[end:]
+        raise _RewritesHistory(_rewriting_message(self.render(chats[0], arguments), before + content))
 
     def take_images(self, messages: Sequence[JsonObject]) -> tuple[list[JsonObject], tuple[str, ...]]:
-        """Returns an environment's messages with image parts that have no data, and the images as data: URLs.
+        """Returns an environment's messages without the data of their images, and the images as data: URLs.
 
         Raises:
             RolloutError: if an image cannot be decoded, or this policy cannot read images.
         """
-        with user_code(lambda error: _not_shown(messages, error)):
+        with user_code(lambda error: _image_error(messages, error)):
             bare, images = take_images(messages, folder=Path())
             if images and self.image_reader is None:
                 raise ValueError(refusal(len(images)))
@@ -121,7 +121,7 @@ class TurnRenderer(ChatTemplate):
         """Expands each image's placeholder to all its tokens; raises RolloutError if the template left out an image."""
         if not images:
             return token_ids
-        with user_code(lambda error: _not_shown(messages, error)):
+        with user_code(lambda error: _image_error(messages, error)):
             if self.image_reader is None:
                 raise ValueError(refusal(len(images)))
             return self.image_reader.expanded(token_ids, images, where="It")
@@ -129,12 +129,12 @@ class TurnRenderer(ChatTemplate):
 
 @dataclass(frozen=True)
 class Observed:
-    """What an observation adds to a conversation."""
+    """An encoded observation: the additions to a conversation."""
 
     token_ids: list[int]
     messages: list[JsonMapping] | None  # the whole conversation, including the observation
     text: str  # all these messages, rendered
-    images: tuple[str, ...] = ()  # the observation's
+    images: tuple[str, ...] = ()  # images of the observation
 
 
 class Conversation:
@@ -173,8 +173,8 @@ class Conversation:
             rendered = renderer.expanded(renderer.encode(self.text), images, self.messages)
             if not opening and not tools and token_ids and token_ids != rendered:
                 raise RolloutError(
-                    f"Prompt {prompt.id!r} has {len(token_ids)} token ids, but the chat template makes {len(rendered)} "
-                    "others from its messages. Leave the token ids out, or set data.chat_template to the one they use."
+                    f"Prompt {prompt.id!r} has {len(token_ids)} token ids, but its messages render to {len(rendered)} "
+                    "others. Leave the token ids out, or set data.chat_template to the template that made them."
                 )
             token_ids = rendered
         elif opening:
@@ -258,16 +258,16 @@ class Conversation:
         self.messages, self.text, self.images = observed.messages, observed.text, (*self.images, *observed.images)
 
     def add_branch(self, other: Conversation, start: int, last: int) -> None:
-        """Appends another conversation's tokens from `start` on, which follow this one's token `last` (-1: no token).
+        """Appends another conversation's tokens from `start` on, to follow token `last` of this one (-1: no token).
 
-        After this call, `trajectory` is the only method that may be called.
+        After this call, only `trajectory` may be called.
         """
         first, num_other = len(self.token_ids), len(other.token_ids)
-        num, gap = num_other - start, first - 1 - last
-        self.columns = joined(self.columns, first, cut(other.columns, num_other, start, num_other), num)
+        num_added, gap = num_other - start, first - 1 - last  # gap: tokens between `last` and the first added token
+        self.columns = joined(self.columns, first, cut(other.columns, num_other, start, num_other), num_added)
         if gap or GAPS.name in self.columns:
             before = self.columns[GAPS.name][:first] if GAPS.name in self.columns else GAPS.filled(first)
-            self.columns[GAPS.name] = TokenArray.joined([before, [gap], [0] * (num - 1)], "i", as_runs=True)
+            self.columns[GAPS.name] = TokenArray.joined([before, [gap], [0] * (num_added - 1)], "i", as_runs=True)
         self._add(
             other.token_ids[start:], other.logprobs[start:], other.weight_versions[start:], other.loss_mask[start:]
         )
@@ -316,11 +316,7 @@ class Conversation:
         self._add(token_ids, read["behavior_logprobs"], read["weight_versions"], read["loss_mask"])
 
     def _add(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        versions: Sequence[int],
-        loss_mask: Sequence[bool],
+        self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], loss_mask: Sequence[bool]
     ) -> None:
         self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
         self.logprobs = TokenArray.joined([self.logprobs, logprobs], "f")
@@ -329,7 +325,7 @@ class Conversation:
 
 
 def _end_of_prefix(text: str, prefix: str) -> int | None:
-    """Returns where `prefix` ends in `text`, ignoring white space and marks; None if `text` does not start with it."""
+    """Returns where `prefix` ends in `text`, ignoring white space and MARK; None if `text` does not start with it."""
     if text.startswith(prefix):
         return len(prefix)
     end = 0
@@ -350,15 +346,15 @@ def _source_of(messages: Messages) -> str:
     return "a message" if not names or names[-1] is None else f"a result of the tool {names[-1]!r}"
 
 
-def _not_shown(messages: Messages, error: BaseException) -> RolloutError:
-    return RolloutError(f"The policy cannot be shown {_source_of(messages)}: {error}")
+def _image_error(messages: Messages, error: BaseException) -> RolloutError:
+    return RolloutError(f"The policy cannot read an image in {_source_of(messages)}: {error}")
 
 
-def _rewrites(after: str, before: str) -> str:
+def _rewriting_message(after: str, before: str) -> str:
     pairs = enumerate(zip(after, before, strict=False))
-    same = next((index for index, (one, other) in pairs if one != other), min(len(after), len(before)))
-    start = max(0, same - 20)
+    num_equal = next((index for index, (one, other) in pairs if one != other), min(len(after), len(before)))
+    start = max(0, num_equal - 20)
     return (
-        f"The chat template rewrites history: in the next turn {before[start : same + 60]!r} becomes "
-        f"{after[start : same + 60]!r}."
+        f"The chat template rewrites history: in the next turn {before[start : num_equal + 60]!r} becomes "
+        f"{after[start : num_equal + 60]!r}."
     )

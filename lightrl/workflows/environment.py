@@ -19,8 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from lightrl.checks.bounds import finite_number
-from lightrl.checks.templates import names_of
+from lightrl.checks.bounds import finite_number, names_of
 from lightrl.checks.user_code import function_of
 from lightrl.concurrency.in_thread import call_within
 from lightrl.errors import RolloutError
@@ -32,17 +31,17 @@ from lightrl.trajectory import JsonMapping, JsonObject, Prompt, Trajectory
 Observation: TypeAlias = str | JsonMapping | Sequence[JsonMapping] | None
 # observation, reward of the turn, done
 Step: TypeAlias = tuple[Observation, float, bool]
-_MAX_CHARS = 4_000_000  # of an observation, which is encoded on the rollouts' event loop
+_MAX_CHARS = 4_000_000  # per observation; it is encoded on the event loop of the rollouts
 
 
 class Environment(ABC):
-    """The other side of one conversation; each trajectory has a fresh one, so it may keep state in `self`.
+    """The other side of one conversation; each trajectory gets a new one, so it may keep state in `self`.
 
     Every method may be async; a sync method runs in a thread, so it may block. The workflow's `step_timeout_s` bounds
     each call; a call that raises or hangs drops its trajectory, which is counted.
 
-    A resumed run restarts conversations that a checkpoint, or the end of the process, cut short. With `state_dict` and
-    `load_state_dict` they continue instead: a `reset` or `step` that has returned is not called again. After `kill -9`
+    A resumed run restarts conversations that a checkpoint or the end of the process interrupted. With `state_dict` and
+    `load_state_dict`, they continue instead: a `reset` or `step` that has returned is not called again. After `kill -9`
     they continue from the last checkpoint, so a `step` with external effects may run twice.
     """
 
@@ -129,7 +128,7 @@ def checked_metrics(value: object, name: str) -> dict[str, float]:
     metrics = {key: item for key, item in (numbers or {}).items() if item is not None}
     if metrics != numbers or len(metrics) > 1000:
         raise RolloutError(
-            f"{name}.metrics must return at most 1,000 numbers up to 1e15 in a dict by name, got {value!r:.200}."
+            f"{name}.metrics must return a dict of at most 1,000 numbers up to 1e15 by name, got {value!r:.200}."
         )
     return metrics
 
@@ -160,7 +159,7 @@ def as_messages(observation: object, name: str) -> list[JsonObject]:
 
 
 async def call_environment(environment: Environment, method: str, *arguments: object, timeout_s: float | None) -> Any:
-    """Calls a method with a deadline and returns its result; Environment's own default needs no thread."""
+    """Calls a method with a deadline and returns its result; Environment's default methods run without a thread."""
     function = getattr(environment, method)
     if getattr(type(environment), method) is getattr(Environment, method):
         return function(*arguments)
@@ -206,7 +205,7 @@ class RetryWithFeedback(Environment):
             raise ValueError(f"reward={reward!r} must be a sync function. Write an Environment to await an async one.")
         if parts := [name for name in names_of(feedback, "feedback") if "." in name or "[" in name]:
             raise ValueError(
-                f"feedback must name metrics, such as {{format}}, got {{{parts[0]}}}, which is part of one."
+                f"feedback must name metrics, such as {{format}}, got {{{parts[0]}}}, which names part of one."
             )
         self.feedback = feedback
         self.solved_reward = solved_reward

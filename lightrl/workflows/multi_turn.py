@@ -20,8 +20,7 @@ from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, Trajectory
 from lightrl.workflows.conversation import Conversation, TurnRenderer
 from lightrl.workflows.environment import CheckedStep, Environment, as_messages, call_environment, checked_metrics
-from lightrl.workflows.turn_log import TurnLog
-from lightrl.workflows.workflow import Generate, Workflow
+from lightrl.workflows.workflow import Generate, TurnLog, Workflow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,24 +29,23 @@ log = logging.getLogger(__name__)
 
 
 class MultiTurn(Workflow):
-    """Alternates turns of the policy and answers of an environment, until the environment is done or a limit is
-    reached.
+    """Alternates policy turns and environment answers until the environment is done or a limit is reached.
 
     The loss mask is True only on the policy's tokens. `Trajectory.rewards` contains the reward of turn k (from 0),
-    times `discount**k`, on the last token of that turn; with `reward: lightrl.rewards.environment_reward` they are the
-    reward. Any other reward function replaces them, as after a single turn.
+    times `discount**k`, on the last token of that turn. The reward function `lightrl.rewards.environment_reward` uses
+    these rewards; any other replaces them, as it does for a single turn.
 
     A trajectory is truncated if a completion was cut off (`sampling.max_new_tokens`), `max_tokens` leaves no space for
-    another, or its time is over. Reaching `max_turns` does not count as truncation.
+    another, or its time limit has passed. Reaching `max_turns` does not count as truncation.
 
     Args:
-        tokenizer: the policy's.
+        tokenizer: the policy's tokenizer.
         environment: makes an environment for each trajectory: a class, or a function without arguments.
-        max_turns: the policy's turns in one trajectory.
+        max_turns: maximum number of policy turns in one trajectory.
         max_tokens: limit of the whole trajectory, at most the model's context, which is the default.
-        discount: factor on a reward for each turn before it.
+        discount: a reward is multiplied by this factor once for each turn before it.
         truncated_reward: the reward of a completion that was cut off, which the environment does not see.
-        time_limit_s: of one trajectory; when it is over, an unfinished completion is discarded, and a trajectory
+        time_limit_s: limit of one trajectory; after it, an unfinished completion is discarded, and a trajectory
             without a finished turn is dropped.
         step_timeout_s: deadline of one call of the environment; missing it drops the trajectory.
 
@@ -107,21 +105,21 @@ class MultiTurn(Workflow):
                 log.warning("Closing the environment of prompt %r failed: %s", prompt.id, error)
 
     async def _converse(
-        self, environment: Environment, prompt: Prompt, generate: Generate, log: TurnLog | None
+        self, environment: Environment, prompt: Prompt, generate: Generate, turn_log: TurnLog | None
     ) -> Trajectory:
         name = type(environment).__name__
         deadline = asyncio.get_running_loop().time() + self.time_limit_s
 
         async def answer(method: str, argument: object) -> object:
-            if log is None or not self.continues:
+            if turn_log is None or not self.continues:
                 return await self._ask(environment, method, argument)
-            return await log.ask(environment, method, prompt, argument, timeout_s=self.step_timeout_s)
+            return await turn_log.ask(environment, method, prompt, argument, timeout_s=self.step_timeout_s)
 
         opening = as_messages(await answer("reset", prompt), f"{name}.reset")
         conversation = Conversation(self.template, prompt, opening, self.tools or None)
         rewards: list[float] = []
         is_truncated = True  # unless the environment or max_turns ends it
-        max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens  # None: the model states no context
+        max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens  # None: context unknown
         while (longest := max_tokens - len(conversation.token_ids)) > 0:
             generating = generate(list(conversation.token_ids), max_new_tokens=longest, images=conversation.images)
             completion = await _within(deadline, generating)
@@ -143,8 +141,8 @@ class MultiTurn(Workflow):
         if not rewards:
             raise RolloutError(
                 f"Prompt {prompt.id!r} finished no turn within time_limit_s={self.time_limit_s:g} and "
-                f"max_tokens={self.max_tokens} (the prompt has {len(conversation.token_ids)}). Increase a limit, or "
-                "shorten the prompt."
+                f"max_tokens={self.max_tokens} (the prompt has {len(conversation.token_ids)} tokens). Increase a "
+                "limit, or shorten the prompt."
             )
         numbers = checked_metrics(await self._ask(environment, "metrics"), name)
         metrics = {"turns": float(len(rewards)), **numbers}

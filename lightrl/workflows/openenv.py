@@ -1,4 +1,4 @@
-"""OpenEnv: an environment on an OpenEnv server, one session per trajectory; OpenEnvTools: one whose actions are calls.
+"""OpenEnv: an environment on an OpenEnv server, one session per trajectory; OpenEnvTools: the same with tool calls.
 
     ws://…/ws   {"type": "reset" | "step" | "close", "data": {…}}
               → {"type": "observation", "data": {"observation": {…}, "reward": 0.0, "done": false}}
@@ -22,8 +22,8 @@ from lightrl.trajectory import JsonMapping, JsonObject, Prompt, split_thinking
 from lightrl.workflows.environment import Environment, Step
 from lightrl.workflows.tools import ToolEnvironment, ToolParser, ToolServer, parse_hermes, read_parts, run_apart
 
-_MAX_BYTES = 2**26  # of one message from a server
-_START_TIMEOUT_S = 30.0  # for the one request for the schemas
+_MAX_BYTES = 2**26  # limit for one message from a server
+_START_TIMEOUT_S = 30.0  # for the request for the schemas
 
 
 class _Session(ToolServer):
@@ -31,17 +31,17 @@ class _Session(ToolServer):
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self.reward, self.is_done = 0.0, False  # summed since the last `take`
+        self.reward, self.is_done = 0.0, False  # summed since the last `take_reward`
         self._http: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._is_late = False  # the server has not yet answered a call that timed out
 
     async def ask(self, kind: str, data: JsonMapping) -> JsonObject:
-        """Returns the data of the server's answer; its RolloutErrors have no cause: the policy is not at fault."""
+        """Returns the data of the server's answer; its RolloutErrors have no cause, so the policy is not blamed."""
         if self._is_late:
             raise RolloutError(
                 f"The OpenEnv server {self.url} missed the deadline of a call, and its late answer would be taken for "
-                "the next call's. Increase tool_timeout_s."
+                "the answer to the next call. Increase tool_timeout_s."
             )
         try:
             if self._socket is None:
@@ -84,13 +84,13 @@ class _Session(ToolServer):
             f"({', '.join([str(data.get('code')), *fields])})."
         )
 
-    def take(self) -> tuple[float, bool]:
-        """Returns the sum of the rewards since the last `take`, and whether the environment is done."""
+    def take_reward(self) -> tuple[float, bool]:
+        """Returns the sum of the rewards since the last `take_reward`, and whether the environment is done."""
         reward, self.reward = self.reward, 0.0
         return reward, self.is_done
 
     async def act(self, action: JsonMapping) -> JsonObject:
-        """Sends an action and returns the observation; `take` returns the reward."""
+        """Sends an action and returns the observation; `take_reward` returns the reward."""
         answer = await self.ask("step", action)
         self.reward += float(answer.get("reward") or 0.0)
         self.is_done = bool(answer.get("done"))
@@ -152,7 +152,7 @@ class OpenEnv(Environment):
 
     async def step(self, completion: str) -> Step:
         observation = await self.session.act({self.action: split_thinking(completion)[1]})
-        return _text_of(observation, self.observation), *self.session.take()
+        return _text_of(observation, self.observation), *self.session.take_reward()
 
     async def close(self) -> None:
         await self.session.close()
@@ -199,7 +199,7 @@ class OpenEnvTools(ToolEnvironment):
 
     async def step(self, completion: str) -> Step:
         observation, _, is_last = await super().step(completion)
-        reward, is_done = self.session.take()
+        reward, is_done = self.session.take_reward()
         return observation, reward, is_last or is_done
 
 
@@ -212,7 +212,7 @@ async def _reset(session: _Session, prompt: Prompt, fields: Sequence[str]) -> Js
 
 
 def _text_of(observation: JsonMapping, field: str | None) -> str | None:
-    """Returns the text that the policy reads of an observation; None if the observation has no fields."""
+    """Returns an observation as the text that the policy reads; None if the observation has no fields."""
     if field is None:
         fields = {name: value for name, value in observation.items() if name != "metadata"} or observation.get(
             "metadata"

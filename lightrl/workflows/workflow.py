@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -17,20 +18,61 @@ from lightrl.columns import TOKENS, TokenArray, column_named, extended
 from lightrl.concurrency.abandon import each_when_done, is_abandoned
 from lightrl.engines.engine import Completion
 from lightrl.errors import RewardError, RolloutError
+from lightrl.models import self_contained
 from lightrl.models.chat_template import ChatTemplate
 from lightrl.trajectory import Prompt, Trajectory, Turn
+from lightrl.workflows.environment import Environment, call_environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lightrl.workflows.turn_log import TurnLog
+
+@dataclass
+class TurnLog:
+    """The answers of one conversation so far; answers from an earlier run are replayed first."""
+
+    answers: list[tuple[str, Any, Any]] = field(default_factory=list)  # method, answer, state after it
+    _num_given: int = 0
+
+    async def ask(
+        self, environment: Environment, method: str, prompt: Prompt, *arguments: object, timeout_s: float
+    ) -> Any:
+        """Returns the environment's answer, without a call if the earlier run recorded it.
+
+        Raises:
+            RolloutError: if the call fails, or its answer or the environment's state is not JSON.
+        """
+        name = f"{type(environment).__name__}.{method}"
+        if self._num_given < len(self.answers):
+            recorded_method, answer, state = self.answers[self._num_given]
+            if recorded_method != method:
+                raise RolloutError(
+                    f"The resumed run calls {name} at a point where the earlier run called {recorded_method!r}."
+                )
+            environment.load_state_dict(prompt, state)
+        else:
+            returned = await call_environment(environment, method, *arguments, timeout_s=timeout_s)
+            try:
+                answer, state = json.loads(json.dumps([self_contained(returned), environment.state_dict()]))
+            except (TypeError, ValueError) as error:
+                raise RolloutError(
+                    f"{name} returned {returned!r:.200}, but that or the environment's state is not JSON ({error}). An "
+                    "environment with state_dict must return only values that JSON can store."
+                ) from error
+            self.answers.append((method, answer, state))
+        self._num_given += 1
+        return answer
+
+    def state_dict(self) -> list[list[object]]:
+        return [list(answer) for answer in self.answers]
+
 
 RunResult = Trajectory | RolloutError | RewardError  # an error drops the trajectory
-GroupResult = tuple[int, RunResult]  # the sample's number, and its result
+GroupResult = tuple[int, RunResult]  # number of the sample, and its result
 
 
 class Generate(Protocol):
-    """Calls the policy; it already knows the sampling settings, the session and each turn's seed."""
+    """Calls the policy; the sampling settings, the session and each turn's seed are already set."""
 
     async def __call__(
         self, token_ids: list[int], *, max_new_tokens: int | None = None, images: Sequence[str] = ()
@@ -41,7 +83,7 @@ class Generate(Protocol):
 
 
 class GroupGenerate(Protocol):
-    """Calls the policy in the trajectories of one group. Unfinished completions of a checkpoint are continued."""
+    """Calls the policy for the trajectories of one group; continues a checkpoint's unfinished completions."""
 
     @property
     def samples(self) -> Sequence[int]:
@@ -60,8 +102,8 @@ class GroupGenerate(Protocol):
 class Workflow(ABC):
     """One interaction with the policy, from prompt to trajectory. Token ids in, token ids out: nothing is re-encoded.
 
-    `run_group` runs `group_size` of them at the same time for each prompt; the controller computes the rewards.
-    Interactions share no state.
+    `run_group` runs `group_size` interactions at the same time for each prompt; they share no state. The controller
+    computes the rewards.
     """
 
     # Maximum tokens of one interaction with several turns, prompt included; None is the model's context.
@@ -76,8 +118,13 @@ class Workflow(ABC):
     # completions must lead to the same calls.
     continues: bool = False
 
-    # Decodes what the policy generated; it gets the ids that end a turn before the first interaction.
+    # Decodes what the policy generated. The ids that end a turn are set in it before the first interaction.
     template: ChatTemplate | None = None
+
+    @property
+    def samples_apart(self) -> bool:
+        """Whether the trajectories of a group have no samples in common, which an own `run_group` may give them."""
+        return type(self).run_group in (Workflow.run_group, SingleTurn.run_group)
 
     @classmethod  # noqa: B027 - not every workflow has settings
     def check_settings(cls, **settings: Any) -> None:
@@ -144,7 +191,7 @@ class SingleTurn(Workflow):
         tokenizer: decodes the completion into `Trajectory.completion`, without end tokens.
     """
 
-    # The latest prompt, its token ids, as many zeros and its opened thinking, which its group's completions share.
+    # Shared by a group's completions: the latest prompt, its token ids, one zero for each of them, its opened thinking.
     _latest: tuple[Prompt, TokenArray[int], TokenArray[float], str] | None = None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -202,7 +249,7 @@ class SingleTurn(Workflow):
         )
 
 
-@functools.lru_cache(64)  # most trajectories of an iteration share a few arguments
+@functools.lru_cache(64)  # most calls in an iteration have one of a few arguments
 def _runs(code: str, *runs: tuple[int, int]) -> TokenArray[Any]:
     return TokenArray.of_runs(runs, code)
 
@@ -214,10 +261,10 @@ def _token_ids(prompt: Prompt) -> list[int]:
 
 
 @dataclass(eq=False)
-class _OwnTime:
+class _TimedGenerate:
     """Calls the policy for one run of a workflow, and cancels the run if it spends too long outside of these calls."""
 
-    timeout_s: float | None  # the longest time outside of calls; None is no limit
+    timeout_s: float | None  # the longest time outside of calls; None for no limit
     generate: Generate
     is_over: bool = False
     _num_generating: int = 0
@@ -230,34 +277,34 @@ class _OwnTime:
 
     async def __call__(self, token_ids: list[int], **settings: Any) -> Completion:
         self._num_generating += 1
-        self._stop()
+        self._stop_timer()
         try:
             return await self.generate(token_ids, **settings)
         finally:
             self._num_generating -= 1
             if self._num_generating == 0:
-                self._start()
+                self._start_timer()
 
     @contextlib.contextmanager
-    def measured(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         """Measures the current task, which runs the workflow in this block."""
         self._task = asyncio.current_task()
-        self._start()
+        self._start_timer()
         try:
             yield
         finally:
             self._task = None  # generations that the workflow left behind start no timer
-            self._stop()
+            self._stop_timer()
 
-    def _start(self) -> None:
+    def _start_timer(self) -> None:
         if self.timeout_s is not None and self._task is not None:
-            self._timer = asyncio.get_running_loop().call_later(self.timeout_s, self._end)
+            self._timer = asyncio.get_running_loop().call_later(self.timeout_s, self._cancel_run)
 
-    def _stop(self) -> None:
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _end(self) -> None:
+    def _cancel_run(self) -> None:
         assert self._task is not None
         self.is_over = True
         self._task.cancel()
@@ -266,24 +313,24 @@ class _OwnTime:
 async def _run_sample(workflow: Workflow, prompt: Prompt, generate: Generate) -> RunResult:
     """Runs a workflow once; returns its trajectory or the error that drops it, but raises an EngineError."""
     name = f"{type(workflow).__name__}.run"
-    own_time = _OwnTime(workflow.own_timeout_s, generate)
+    timed_generate = _TimedGenerate(workflow.own_timeout_s, generate)
     try:
-        with named_user_code(name, on=f"prompt {prompt.id!r}"), own_time.measured():
-            return check_trajectory(await workflow.run(prompt, own_time), workflow, prompt)
+        with named_user_code(name, on=f"prompt {prompt.id!r}"), timed_generate.measure():
+            return check_trajectory(await workflow.run(prompt, timed_generate), workflow, prompt)
     except (RolloutError, RewardError) as error:
         return error
     except asyncio.CancelledError:
         if is_abandoned(asyncio.current_task()):
             raise
-        if not own_time.is_over:
-            return own_cancellation(name, prompt)
+        if not timed_generate.is_over:
+            return self_cancellation(name, prompt)
         return RolloutError(
-            f"{name} spent own_timeout_s={own_time.timeout_s:g} outside of generate on prompt {prompt.id!r}. Set a "
-            "deadline on what it awaits, or increase the class attribute own_timeout_s."
+            f"{name} spent own_timeout_s={timed_generate.timeout_s:g} outside of generate on prompt {prompt.id!r}. Set "
+            "a deadline on what it awaits, or increase the class attribute own_timeout_s."
         )
 
 
-def own_cancellation(name: str, prompt: Prompt) -> RolloutError:
+def self_cancellation(name: str, prompt: Prompt) -> RolloutError:
     """Returns the error for a workflow that raised CancelledError although nobody cancelled it."""
     return RolloutError(f"{name} raised CancelledError on prompt {prompt.id!r}, although nobody cancelled it.")
 
@@ -302,7 +349,7 @@ def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> 
         trajectory.pack()
     except ValueError as error:
         raise RolloutError(
-            f"{name} returned, for prompt {prompt.id!r}, a trajectory with invalid numbers: {error}"
+            f"{name} returned a trajectory with invalid numbers for prompt {prompt.id!r}: {error}"
         ) from error
     lengths = {field: len(getattr(trajectory, field)) for field in TOKENS}
     if len(set(lengths.values())) > 1:
@@ -314,7 +361,7 @@ def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> 
         raise RolloutError(f"{name} returned behavior_logprobs that are not finite for prompt {prompt.id!r}.")
     for column, values in trajectory.columns.items():
         if problem := column_named(column).problem(values, lengths["token_ids"]):
-            raise RolloutError(f"{name} returned, for prompt {prompt.id!r}, a trajectory that {problem}")
+            raise RolloutError(f"For prompt {prompt.id!r}, {name} returned a trajectory that {problem}")
     if bool((np.asarray(trajectory.loss_mask) & (np.asarray(trajectory.weight_versions) < 0)).any()):
         raise RolloutError(
             f"{name} set loss_mask where weight_versions is -1 for prompt {prompt.id!r}: only tokens that the policy "

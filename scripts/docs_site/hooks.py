@@ -40,6 +40,8 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
         shown = f"`{path.removeprefix('../')}`"
         return shown if text.strip("`") in path else f"{text} ({shown})"
 
+    if page.file.src_path == "reference/trajectories.md":
+        return settings_page.with_fields(markdown)
     if page.file.src_path.startswith(("settings/", "reference/")):
         return markdown
     return re.sub(r"(?<!!)\[([^\]]*)\]\((\.\./[^)#]+)(?:#[^)]*)?\)", path_of, markdown)

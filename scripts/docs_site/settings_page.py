@@ -35,6 +35,7 @@ PAGES = {
     "launch": ("Launch", "launch", ["Launch"]),
 }  # fmt: skip
 _FIELD = re.compile(r"^    (\w+): [^#\n]+  # (.+)$", re.MULTILINE)
+_ABOVE = re.compile(r"^    # (.+)\n    (\w+): ", re.MULTILINE)
 _NO_DEFAULT = inspect.Parameter.empty
 
 
@@ -72,6 +73,16 @@ def settings_of(cls: type) -> list[Setting]:
 def pages() -> dict[str, str]:
     """Markdown by name of the file, without its ending."""
     return {file: _page(*page) for file, page in PAGES.items()}
+
+
+def with_fields(markdown: str) -> str:
+    """Replaces `<!-- fields: Class -->` by a table of the data class's fields, with the comment behind each."""
+
+    def table(mark: re.Match[str]) -> str:
+        rows = [f"| `{one.name}` | {_cell(one.text)} |" for one in settings_of(getattr(lightrl, mark[1]))]
+        return "\n".join(["| field | |", "|---|---|", *rows])
+
+    return re.sub(r"<!-- fields: (\w+) -->", table, markdown)
 
 
 def _page(title: str, section: str, names: list[str]) -> str:
@@ -123,7 +134,10 @@ def _link(name: str, on_page: list[str]) -> str:
 def _texts(home: type) -> dict[str, str]:
     """Setting → its text in the class's `Args:`, where one line may name several, or behind a data class's field."""
     described = docstring_parser.parse(inspect.getdoc(home) or "", docstring_parser.DocstringStyle.GOOGLE).params
-    texts = dict(_FIELD.findall(inspect.getsource(home))) if dataclasses.is_dataclass(home) else {}
+    texts: dict[str, str] = {}
+    if dataclasses.is_dataclass(home):
+        source = inspect.getsource(home)
+        texts = {name: text for text, name in _ABOVE.findall(source)} | dict(_FIELD.findall(source))
     for one in described:
         texts |= dict.fromkeys(map(str.strip, one.arg_name.split(",")), " ".join((one.description or "").split()))
     return texts

@@ -19,7 +19,7 @@ from algorithm_cases import (
 from tiny import VOCABULARY, float_fields, widened
 
 from lightrl.experience import Experience
-from lightrl.strategies.layouts.forms import Form
+from lightrl.strategies.single import Form
 
 FORMS: list[Form] = ["rectangles", "shared_keys", "shared_rows", "packed"]
 

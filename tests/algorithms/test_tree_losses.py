@@ -21,13 +21,11 @@ from tiny import slow_outputs, with_supports
 from torch import Tensor
 
 from lightrl.columns import EVERY_TOKEN, support_ends
-from lightrl.experience import Experience
-from lightrl.functional.rows import row_tensors
-from lightrl.loops.metrics import values_of
-from lightrl.loops.update import MinibatchLoss
+from lightrl.experience import Experience, row_tensors
+from lightrl.loops.update import MinibatchLoss, values_of
 from lightrl.strategies import LogprobSettings, ShardedExperience, SingleModel
-from lightrl.strategies.layouts.forms import Form
 from lightrl.strategies.sharded_experience.placement import Microbatches, lengths_of
+from lightrl.strategies.single import Form
 from lightrl.trajectory import Prompt, Trajectory
 
 FORMS: list[Form] = ["rectangles", "shared_keys", "shared_rows", "packed"]
@@ -234,9 +232,9 @@ def test_the_rows_of_a_microbatch_are_counted_alike_before_it_is_dense() -> None
 @pytest.mark.parametrize(
     ("gaps", "match"),
     [
-        pytest.param([0, 0, 0, -1, 0, 0, 0, 0, 0, 0], "has gaps. Each must be from 0", id="negative"),
-        pytest.param([0, 0, 3, 0, 0, 0, 0, 0, 0, 0], "has gaps. Each must be from 0", id="before the first token"),
-        pytest.param([0, 0, 0, 0, 4, 5, 0, 0, 4, 0], "trains its first token", id="a first token that trains"),
+        pytest.param([0, 0, 0, -1, 0, 0, 0, 0, 0, 0], "has invalid gaps. Each must be from 0", id="negative"),
+        pytest.param([0, 0, 3, 0, 0, 0, 0, 0, 0, 0], "has invalid gaps. Each must be from 0", id="before the start"),
+        pytest.param([0, 0, 0, 0, 4, 5, 0, 0, 4, 0], "trains on its first token", id="a first token that trains"),
         pytest.param([0, 0], "one entry of gaps for each of its 10", id="too few"),
     ],
 )

@@ -7,7 +7,7 @@ weighted with their probabilities, so the gradients are exact: what differs is t
 import torch
 
 from lightrl.columns import EVERY_TOKEN
-from lightrl.engines.local.sampler import truncated
+from lightrl.engines.local.running_batch import truncated
 from lightrl.functional import Supports, encode_supports, token_logprobs
 
 ARMS = 6

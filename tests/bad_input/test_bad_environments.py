@@ -64,7 +64,7 @@ ENVIRONMENTS = [
     row("environment: nothing to read and not done", {"step": (None, 1.0, False)}, "Odd.step returned no observation and done=False"),
     row("environment: metrics that are a list", {"metrics": [1.0]}, "Odd.metrics must return", "by name, got [1.0]"),
     row("environment: metrics with a text", {"metrics": {"a": "1"}}, "Odd.metrics must return", "{'a': '1'}"),
-    row("environment: metrics of 10^5 names", {"metrics": NAMES}, "Odd.metrics must return at most 1,000 numbers"),
+    row("environment: metrics of 10^5 names", {"metrics": NAMES}, "Odd.metrics must return a dict of at most 1,000"),
     row("environment: it exits", {"step": exits}, "Odd.step raised SystemExit: 3"),
     row("environment: it calls itself", {"step": recurses}, "Odd.step raised RecursionError"),
     row("environment: it hangs", {"step": lambda: HANG.wait(600)}, "Odd.step did not finish within 1 s"),

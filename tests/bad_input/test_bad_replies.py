@@ -53,12 +53,16 @@ REPLIES = [
     row("reply: a span that ends before it starts", reply(spans=[span(0, 2), span(2, 1)]), "a span from 2 ends at 1"),
     row("reply: a hole between two spans", reply(spans=[span(0, 1), span(2, 2)]), "starts at 2, not at 1"),
     row("reply: an unknown end", reply(finish_reason={"type": "bored"}), "the finish reason 'bored'", "stop, length or abort"),
-    row("reply: stopped without a token", reply((), (), finish_reason={"type": "stop"}), "stopped without a stop token"),
+    row("reply: stopped without a token", reply((), (), finish_reason={"type": "stop"}), "ended a completion without a token"),
+    row("reply: as long as requested without a token", reply((), ()), "ended a completion without a token"),
+    row("reply: tokens after a stop token", reply((6, 4)), "sampled stop token 6", "did not stop there"),
+    row("reply: a stop token too early", reply((6,), (-1.0,)), "sampled stop token 6 before min_new_tokens=2", "a proxy"),
 ]  # fmt: skip
 
 
 def added(data: bytes) -> CompletionDraft:
-    draft = CompletionDraft([1], Sampling(max_new_tokens=4), vocab_size=VOCABULARY)
+    sampling = Sampling(max_new_tokens=4, min_new_tokens=2, stop_token_ids=(6,))
+    draft = CompletionDraft([1], sampling, vocab_size=VOCABULARY)
     draft.add(read_answer(data), "http://there")
     return draft
 

@@ -60,8 +60,8 @@ class ScriptedModule(L.LightningModule):
         advantages = (experience.rewards - experience.rewards.mean())[:, None] * experience.loss_mask
         experience = replace(experience, advantages=advantages)
         hook("on_experience_ready", experience)
-        for index, minibatch in enumerate(experience.minibatches(self.num_minibatches)):
-            hook("on_minibatch_start", minibatch, index, self.num_minibatches)
+        for index, rows in enumerate(torch.arange(len(experience)).tensor_split(self.num_minibatches)):
+            hook("on_minibatch_start", experience.select(rows), index, self.num_minibatches)
             hook("on_minibatch_end", {"loss": float(index), "entropy_nats": 2.0}, index, self.num_minibatches)
         hook("on_policy_updated", self.trainer.global_step + 1)
         hook("on_weights_synced", self.trainer.global_step + 1)

@@ -74,6 +74,13 @@ def test_an_earlier_export_is_replaced_and_nothing_else_is_left_behind(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["digits"]
 
 
+def test_a_plain_name_is_a_folder_in_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fit(Module(), HuggingFaceExport(), default_root_dir=tmp_path / "run")
+    fit(Module(), HuggingFaceExport("models/digits"))
+    assert weights_at(tmp_path / "run" / "exported").keys() == weights_at(tmp_path / "models" / "digits").keys()
+
+
 def test_every_n_iterations_exports_while_the_run_continues(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="on request"):
         fit(Module(fails_at=2), HuggingFaceExport(str(tmp_path / "digits"), every_n_iterations=2), num_iterations=4)

@@ -93,7 +93,7 @@ def test_no_file_of_a_run_has_a_secret_of_a_section_or_a_list(settings, config, 
     saved = yaml.safe_load((folder / "config.yaml").read_text())["model"]["init_args"]
     assert saved["workflow"]["init_args"]["environment"] == {"OPENAI_API_KEY": "{api_key}", "MODE": "fast"}
     assert saved["reward"][0]["arguments"] == {"headers": {}, "max_new_tokens": 5}
-    assert "Secrets in model.init_args.workflow.init_args.environment are not saved" in capsys.readouterr().err
+    assert "omits the secrets in model.init_args.workflow.init_args.environment" in capsys.readouterr().err
 
 
 @pytest.mark.extra
@@ -258,7 +258,7 @@ def test_last_is_of_the_same_experiment_and_a_newer_neighbor_is_named(tmp_path, 
     assert last_checkpoint(tmp_path / "version_2", settings, is_fit=False) == neighbor  # any seed can be validated
     assert last_checkpoint(tmp_path / "version_2", settings | {"seed_everything": True}) == neighbor
     assert last_checkpoint(tmp_path / "version_2", {"seed_everything": 1, "model": {"class_path": "RLOO"}}) is None
-    assert f"{neighbor} (its model.class_path is 'GRPO', here 'RLOO')" in caplog.text
+    assert f"{neighbor} (its model.class_path is 'GRPO', this run has 'RLOO')" in caplog.text
 
 
 @pytest.mark.parametrize(

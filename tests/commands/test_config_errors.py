@@ -123,6 +123,30 @@ def test_a_missing_config_file_or_flag_is_answered_with_what_is_there(settings, 
         parsed("fit", name)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model.policy.lora.rank=4", "--model.lr=fast"], r"^model\.lr must be a number, got fast"),
+        (
+            ["--model.policy.dtype=a", "--model.policy.lora.rank=4"],
+            r"^model\.policy mixes settings of the model \(dtype\)",
+        ),
+        (
+            ["--model.policy.model.dtpe=a", "--model.policy.lora.rank=4"],
+            r"^model\.policy\.model\.dtpe is not a setting",
+        ),
+        (
+            ["--model={init_args: {reward: [a.b]}}"],
+            r"^model\.init_args\.reward\[0\] must be settings \{path: \.\.\., .*\}, got 'a\.b'",
+        ),
+    ],
+)
+def test_settings_added_to_a_string_hide_no_other_error(flags, message, settings, config):
+    settings["model"]["init_args"]["policy"] = "some/model"
+    with pytest.raises(UsageError, match=message):
+        parsed("fit", "--config", config(settings), *flags)
+
+
 def test_a_list_of_names_is_described_by_the_names(settings, config):
     settings["trainer"]["strategy"] = {"class_path": "FSDP2Strategy", "init_args": {"offload_to_cpu": True}}
     message = r"offload_to_cpu must be a list of 'parameters', 'optimizer', 'activations', got True \(run\.yaml"

@@ -137,12 +137,41 @@ def test_a_string_stays_the_source_of_what_flags_add_to_it(train, flags, expecte
     assert {name: source[name] for name in expected} == expected
 
 
-def test_a_string_stays_the_models_path_with_what_flags_add_to_it(settings, config, capsys):
+@pytest.mark.parametrize("role", ["some/model", {"model": "some/model", "lora": {"rank": 2}}])
+@pytest.mark.parametrize(
+    "added",
+    [
+        ["--model.policy.model.dtype", "bfloat16"],
+        ["--model.policy.lora.rank=4", "--model.init_args.policy.init_args.model.init_args.dtype=bfloat16"],
+        ["--model.policy.model", "{dtype: bfloat16}"],
+        ["--model.policy={lora: {rank: 4}, model: {dtype: bfloat16}}"],
+        {"model": {"dtype": "bfloat16"}},
+    ],
+)
+def test_a_string_stays_the_models_path_with_what_later_layers_add_at_any_depth(role, added, settings, config):
+    settings["model"]["init_args"]["policy"] = role
+    if isinstance(added, dict):
+        added = ["--config", config({"model": {"init_args": {"policy": added}}}, "more.yaml")]
+    policy = parsed("fit", "--config", config(settings), *added).model.init_args.policy
+    assert (policy.model.path, policy.model.dtype) == ("some/model", "bfloat16")
+    assert getattr(policy.lora, "rank", None) == (4 if "rank" in str(added) else None if isinstance(role, str) else 2)
+
+
+def test_a_string_alone_stays_the_models_path_with_settings_of_the_model(settings, config):
     settings["model"]["init_args"]["policy"] = "some/model"
-    with pytest.raises(SystemExit):
-        LightRLCLI(["fit", "--config", config(settings), "--model.policy.dtype", "bfloat16", "--print_config"])
-    spec = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["policy"]
-    assert (spec["path"], spec["dtype"]) == ("some/model", "bfloat16")
+    spec = parsed("fit", "--config", config(settings), "--model.policy.dtype", "bfloat16").model.init_args.policy
+    assert (spec.path, spec.dtype) == ("some/model", "bfloat16")
+
+
+@pytest.mark.parametrize("reward", ["one.reward", {"path": "one.reward"}])
+@pytest.mark.parametrize("added", ["other.reward", {"path": "other.reward"}, ["other.reward"]])
+@pytest.mark.parametrize("is_flag", [True, False])
+def test_an_item_is_added_to_a_string_and_may_be_one(reward, added, is_flag, settings, config):
+    settings["model"]["init_args"]["reward"] = reward
+    later = ["--config", config({"model": {"init_args": {"reward+": added}}}, "more.yaml")]
+    later = [f"--model.reward+={added}"] if is_flag else later
+    parts = parsed("fit", "--config", config(settings), *later).model.init_args.reward
+    assert [part.path for part in parts] == ["one.reward", "other.reward"]
 
 
 def test_a_later_file_replaces_the_models_path_by_null(settings, config, capsys):

@@ -162,7 +162,7 @@ def test_what_a_run_needs_and_the_file_lacks_is_said(tmp_path, capsys):
     file = tmp_path / "areal.yaml"
     file.write_text("actor: {path: a}\ngconfig: {n_samples: 4}\n")
     assert main(["convert", str(file)]) == 0
-    said = capsys.readouterr().err.partition("since the file lacks it:")[2]
+    said = capsys.readouterr().err.partition("set before a run:")[2]
     assert said.split() == ["data.train", "model.reward"]
 
 
@@ -198,7 +198,7 @@ def test_schedules_of_areal_are_rl_settings_too():
 @pytest.mark.parametrize("kind", [{}, {"lr_scheduler_type": "constant"}, {"lr_scheduler_type": None}], ids=str)
 def test_the_end_of_a_decay_is_dropped_where_the_learning_rate_is_constant(kind):
     result = convert(actor(optimizer={"min_lr_ratio": 0.1, **kind}) | {"gconfig": {"n_samples": 4}})
-    assert "no decay" in result.notes["actor.optimizer.min_lr_ratio"]
+    assert "does not decay" in result.notes["actor.optimizer.min_lr_ratio"]
     settings = result.settings["model"]["init_args"]
     schedule = {name: settings[name] for name in ("lr_decay", "min_lr_ratio") if name in settings}
     assert GRPO("some/model", reward="lightrl.rewards.math_answer", **schedule).min_lr_ratio == 0.0

@@ -169,7 +169,7 @@ def test_a_template_that_shows_what_the_reward_reads_is_warned_of_once(
     columns = settings.pop("columns", {})
     source = DataSource(write_rows(tmp_path / "a.jsonl", [row, row]), columns=columns)
     set_up(PromptDataModule(source, batch_size=1, prompt_template=template, **settings), plain_tokenizer)
-    warnings = [record.message for record in caplog.records if "shows the policy" in record.message]
+    warnings = [record.message for record in caplog.records if "shows column" in record.message]
     assert [warning.split("'")[1] for warning in warnings] == shown
 
 

@@ -71,3 +71,18 @@ def test_validation_batches_hold_each_prompt_once():
     batches = list(batches_in_order(RowPrompts.of(prompts), 2, HostBatch))
     assert [len(batch) for batch in batches] == [2, 2, 1]
     assert [prompt for batch in batches for prompt in batch] == prompts
+
+
+class RemovedInAThread(dict):
+    """Prepared prompts of which another thread removes each as soon as it was looked for."""
+
+    def __contains__(self, key):
+        return self.pop(key, None) is not None
+
+
+def test_a_prompt_that_is_removed_while_it_is_read_is_made_again(monkeypatch):
+    prompts = make_stream()
+    expected = prompts[0]
+    prompts.prepare(0, 1)
+    monkeypatch.setattr(prompts, "_made", RemovedInAThread({0: expected}))
+    assert prompts[0] == expected

@@ -153,9 +153,7 @@ def test_thinking_that_no_template_reads_is_counted(key: str, has_template: bool
     tokenizer = request.getfixturevalue("chat_tokenizer" if has_template else "plain_tokenizer")
     thinks = [LOOKS[0], {"role": "assistant", "content": "2", key: "one and one"}]
     chats(tmp_path, tokenizer, thinks, thinks, [LOOKS[0], {"role": "assistant", "content": "2"}], answer_column=None)
-    assert (
-        f"2 turns of train have {key}, which is not trained because the chat template does not read it" in caplog.text
-    )
+    assert f"2 turns of train have {key}, which is not trained on because the chat template does not" in caplog.text
 
 
 def test_a_chat_stored_as_json_text_is_a_chat_and_other_text_is_text(tmp_path: Path, chat_tokenizer):

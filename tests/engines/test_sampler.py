@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.engines.local.sampler import ban_stop_tokens, completion_seed, sample_tokens, truncated, uniforms
+from lightrl.engines.local.running_batch import ban_stop_tokens, completion_seed, sample_tokens, truncated, uniforms
 from lightrl.functional import Supports
 
 MASK = 2**64 - 1

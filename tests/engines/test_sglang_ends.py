@@ -60,6 +60,25 @@ def test_a_request_that_the_server_lost_is_sent_again_and_the_server_stays(
     assert engine.fleet.servers[server.url].state == "routable"
 
 
+def test_a_request_that_others_abort_again_and_again_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, start: Start, engine_on: EngineOn
+) -> None:
+    monkeypatch.setattr(request_loop, "MAX_RETRIES", 1)
+    server = start(seconds_per_token=0.5)
+    engine = engine_on(server)
+
+    async def scenario() -> None:
+        request = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=3), session="s"))
+        for _ in range(3):  # before its first token
+            await until(lambda: request.done() or server.stats()["running"] == 1)
+            await asyncio.to_thread(server.ask, "/abort_request", {"abort_all": True})
+            await until(lambda: request.done() or not server.stats()["running"])
+        await request
+
+    with pytest.raises(EngineError, match=r"A request failed 2 times in a row.*http://.* returned no token"):
+        asyncio.run(scenario())
+
+
 def test_a_generation_longer_than_its_deadline_keeps_its_tokens(start: Start, engine_on: EngineOn) -> None:
     server = start(seconds_per_token=0.02)
     engine = engine_on(server, timeouts=Deadlines(generate_s=0.3))

@@ -12,10 +12,9 @@ from transformers import Qwen3Config
 from lightrl.concurrency import loop_thread
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.server import Server
-from lightrl.engines.servers.sync import bucket_feed
-from lightrl.engines.servers.sync.bucket_feed import BucketFeed
+from lightrl.engines.servers.sync import server_sync
 from lightrl.engines.servers.sync.report import SyncFailed, SyncReport
-from lightrl.engines.servers.sync.server_sync import ServerSync
+from lightrl.engines.servers.sync.server_sync import BucketFeed, ServerSync
 from lightrl.engines.servers.sync.transports import BroadcastTransport, DiskTransport, SharedMemoryTransport
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.errors import WeightSyncError
@@ -158,7 +157,7 @@ def test_a_loop_that_has_ended_is_an_error_not_a_wait(is_closed: bool, monkeypat
 
 
 def test_a_blocked_loop_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_feed, "BLOCKED_S", 0.1)
+    monkeypatch.setattr(server_sync, "BLOCKED_S", 0.1)
     loop, unblocked = asyncio.new_event_loop(), threading.Event()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 from waits import Deadlines, comes_true
 
+from lightrl.engines.servers.client import ServerInfo, other_model
 from lightrl.engines.servers.server import Server
-from lightrl.engines.servers.server_info import ServerInfo, other_model
 from lightrl.engines.servers.sync.verification import WeightVerifier
 from lightrl.engines.sglang.client import SGLangClient, read_server_info
 from lightrl.engines.sglang.engine import SGLangEngine

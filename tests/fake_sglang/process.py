@@ -43,7 +43,7 @@ class FakeServerProcess:
         return self._process.pid
 
     def start(self, port: int = 0) -> FakeServerProcess:
-        """Waits until it listens; EngineUnreachable if it ends instead, or does not listen within a minute."""
+        """Waits until it listens; EngineUnreachable if it ends instead, or does not listen within ten minutes."""
         self.stop()
         command = [*COMMAND, "--port", str(port)]
         if self.model_folder is not None:
@@ -54,7 +54,7 @@ class FakeServerProcess:
         self._process = type(self).popen(
             command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )
-        watch = threading.Timer(60.0, self._process.kill)
+        watch = threading.Timer(600.0, self._process.kill)
         watch.start()
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -68,19 +68,19 @@ class FakeServerProcess:
 
     def fault(self, kind: str, path: str = "/generate", *, count: int = 1, **others: Any) -> None:
         """The next `count` requests of this path fail this way; see `fake_sglang.faults.Fault`."""
-        self._ask("/fake/faults", {"kind": kind, "path": path, "count": count, **others})
+        self.ask("/fake/faults", {"kind": kind, "path": path, "count": count, **others})
 
     def reset(self) -> None:
         """Forgets faults, the cache, and the versions that faults need; the weights stay."""
-        self._ask("/fake/reset", {})
+        self.ask("/fake/reset", {})
 
     def pace(self, seconds_per_token: float) -> None:
         """Sets a script's pace from the next token on; 0 writes the rest at once."""
-        self._ask("/fake/pace", {"seconds_per_token": seconds_per_token})
+        self.ask("/fake/pace", {"seconds_per_token": seconds_per_token})
 
     def stats(self) -> dict[str, Any]:
         """Requests by path, how many run, tokens written by each of these, processor seconds, faults that fired."""
-        return self._ask("/fake/stats")
+        return self.ask("/fake/stats")
 
     def freeze(self) -> None:
         """Stops it: connections stay open, nothing answers."""
@@ -111,7 +111,7 @@ class FakeServerProcess:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
-        with _open(urllib.request.Request(self.url + path, data=data), timeout=60) as answer:
+        with _open(urllib.request.Request(self.url + path, data=data), timeout=600) as answer:
             return json.loads(answer.read())  # type: ignore[no-any-return]

@@ -2,6 +2,8 @@
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,17 +11,23 @@ from torch import Tensor
 
 from lightrl.functional import (
     ImportanceWeights,
+    bradley_terry_loss,
     cispo_loss,
     clipped_policy_loss,
     clipped_ratio_loss,
     is_clipped,
+    kl,
     leaves_trust_region,
     policy_ratio,
+    preference_loss,
+    preference_margin,
     reduce_loss,
     regression_loss,
+    rest_mass,
     sapo_loss,
     sequence_ratio,
     tapered_weights,
+    topk_divergence,
 )
 
 
@@ -331,3 +339,243 @@ def test_the_trust_region_has_no_nan_where_a_token_is_certain() -> None:
     for sign in (1.0, -1.0):
         left = leaves_trust_region(certain, rare, torch.full((1, 3), sign), max_nats=0.05)
         assert left.tolist() == [[sign > 0, sign > 0, sign < 0]]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"), [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", 0.5 - 1 + math.log(2))]
+)
+def test_a_token_twice_as_likely_worked_by_hand(estimator: str, expected: float) -> None:
+    # d = log(0.5) - log(0.25) = log 2
+    value = kl(torch.tensor([[math.log(0.5)]]), torch.tensor([[math.log(0.25)]]), estimator)
+    assert value.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_expectation_over_the_policys_tokens_is_the_divergence(estimator: str) -> None:
+    policy, reference = (torch.tensor(p, dtype=torch.float64) for p in ([0.5, 0.3, 0.2], [0.2, 0.2, 0.6]))
+    divergence = (policy * (policy / reference).log()).sum()
+    torch.testing.assert_close((policy * kl(policy.log(), reference.log(), estimator)).sum(), divergence)
+
+
+POLICY_LOGITS = torch.tensor([0.3, -0.2, 0.8], dtype=torch.float64, requires_grad=True)
+REFERENCE = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64).log()
+
+
+@pytest.mark.parametrize(
+    ("estimator", "divergence"),
+    [
+        ("k1", lambda logprobs: 0 * logprobs.sum()),
+        ("k2", lambda logprobs: (logprobs.exp() * (logprobs - REFERENCE)).sum()),
+        ("k3", lambda logprobs: (REFERENCE.exp() * (REFERENCE - logprobs)).sum()),
+    ],
+    ids=["k1: none", "k2: KL(policy, reference)", "k3: KL(reference, policy)"],
+)
+def test_what_an_estimator_minimizes_as_a_loss(estimator: str, divergence: Callable[[Tensor], Tensor]) -> None:
+    """The gradient in expectation over the policy's tokens, which are constants to the loss."""
+    logprobs = torch.log_softmax(POLICY_LOGITS, dim=0)
+    estimate = (logprobs.exp().detach() * kl(logprobs, REFERENCE, estimator)).sum()
+    (actual,) = torch.autograd.grad(estimate, POLICY_LOGITS, retain_graph=True)
+    (expected,) = torch.autograd.grad(divergence(logprobs), POLICY_LOGITS)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_k3_is_never_negative_and_keeps_its_digits_for_close_policies() -> None:
+    difference = torch.tensor([[1e-3, -1e-3, 3.0, -3.0]])
+    values = kl(difference, torch.zeros_like(difference), "k3")
+    exact = [math.expm1(-d) + d for d in difference.double()[0].tolist()]
+    assert values.ge(0).all()
+    torch.testing.assert_close(values, torch.tensor([exact]), rtol=2e-4, atol=0)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_extreme_differences_stay_finite_with_finite_gradients(estimator: str) -> None:
+    logprobs = torch.tensor([[-1e4, 0.0]], requires_grad=True)
+    values = kl(logprobs, torch.tensor([[0.0, -1e4]]), estimator)
+    values.sum().backward()
+    assert values.isfinite().all()
+    assert logprobs.grad.isfinite().all()
+
+
+def test_the_reference_gets_no_gradient() -> None:
+    logprobs, reference = (torch.zeros(1, 2, requires_grad=True) for _ in range(2))
+    kl(logprobs, reference, "k2").sum().backward()
+    assert reference.grad is None
+
+
+def test_unknown_estimators_and_other_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match="estimator must be k1, k2 or k3, got 'k4'"):
+        kl(torch.zeros(1, 2), torch.zeros(1, 2), "k4")
+    with pytest.raises(ValueError, match=r"reference_logprobs has shape \(2,\) but logprobs has shape \(1, 2\)"):
+        kl(torch.zeros(1, 2), torch.zeros(2), "k1")
+
+
+KINDS = ["reverse_kl", "forward_kl", "jsd"]
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def distributions(num: int = 40, vocabulary: int = 9, *, spread: float = 2.0, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of a policy and of a teacher, [num, V] each, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn(2, num, vocabulary, generator=generator, dtype=torch.float64)
+    policy, teacher = torch.log_softmax(logits, -1)
+    return policy, teacher
+
+
+def topk(policy: Tensor, teacher: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """What both say of the teacher's top-k tokens."""
+    actual = teacher.topk(num, dim=-1)
+    return policy.gather(-1, actual.indices), actual.values
+
+
+def slow_divergence(policy: Tensor, teacher: Tensor, num: int, kind: str, beta: float = 0.5) -> list[float]:
+    """Of whole distributions, one position and one outcome at a time; all but the top-k are one outcome."""
+    results = []
+    for q_row, p_row in zip(policy.exp().tolist(), teacher.exp().tolist(), strict=True):
+        order = sorted(range(len(p_row)), key=lambda index, row=p_row: -row[index])
+        kept, others = order[:num], order[num:]
+        q, p = ([row[index] for index in kept] + [sum(row[index] for index in others)] for row in (q_row, p_row))
+
+        def kl(left: list[float], right: list[float]) -> float:
+            return sum(a * math.log(a / b) for a, b in zip(left, right, strict=True) if a > 0)
+
+        m = [beta * a + (1 - beta) * b for a, b in zip(p, q, strict=True)]
+        both = beta * kl(p, m) + (1 - beta) * kl(q, m)
+        results.append({"reverse_kl": kl(q, p), "forward_kl": kl(p, q), "jsd": both}[kind])
+    return results
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("reverse_kl", 0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)),
+        ("forward_kl", 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)),
+        # M = 1/2 · (3/4, 1/4) + 1/2 · (1/2, 1/2) = (5/8, 3/8)
+        (
+            "jsd",
+            0.5 * (0.75 * math.log(0.75 / 0.625) + 0.25 * math.log(0.25 / 0.375))
+            + 0.5 * (0.5 * math.log(0.5 / 0.625) + 0.5 * math.log(0.5 / 0.375)),
+        ),
+    ],
+)
+def test_one_token_and_the_rest_worked_by_hand(kind: Any, expected: float) -> None:
+    """The teacher's most likely token has 3/4 of its mass and 1/2 of the policy's."""
+    value = topk_divergence(torch.tensor([[[math.log(0.5)]]]), torch.tensor([[[math.log(0.75)]]]), kind)
+    assert value.shape == (1, 1)
+    assert value.item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("num", [1, 3, 9])
+@every_kind
+def test_it_equals_a_loop_over_outcomes(kind: Any, num: int, beta: float) -> None:
+    policy, teacher = distributions()
+    actual = topk_divergence(*topk(policy, teacher, num), kind, jsd_beta=beta)
+    expected = torch.tensor(slow_divergence(policy, teacher, num, kind, beta), dtype=torch.float64)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+
+
+@every_kind
+def test_it_is_zero_where_both_agree_on_the_k_tokens_and_nowhere_else(kind: Any) -> None:
+    policy, teacher = distributions()
+    own, kept = topk(policy, teacher, 3)
+    assert topk_divergence(kept, kept, kind).abs().max() < 1e-12
+    assert topk_divergence(own, kept, kind).min() > 1e-6
+    halves = torch.tensor([0.5, 0.25, 0.25]).log()
+    assert topk_divergence(halves[:2], halves[:2], kind).item() == pytest.approx(0, abs=1e-6)
+
+
+@every_kind
+def test_the_gradient_is_that_of_finite_differences_and_only_the_policys(kind: Any) -> None:
+    policy, teacher = topk(*distributions(5), 3)
+    policy, teacher = policy.requires_grad_(), teacher.requires_grad_()
+    assert torch.autograd.gradcheck(lambda logprobs: topk_divergence(logprobs, teacher.detach(), kind), (policy,))
+    topk_divergence(policy, teacher, kind).sum().backward()
+    assert teacher.grad is None
+
+
+@every_kind
+def test_tokens_without_any_probability_leave_value_and_gradient_finite(kind: Any) -> None:
+    """Stop tokens where they could not be sampled are such; and positions that the loss mask takes out hold 0."""
+    lowest = torch.finfo(torch.float32).min
+    policy = torch.tensor([[math.log(0.5), lowest], [0.0, 0.0], [-300.0, -0.1]]).requires_grad_()
+    teacher = torch.tensor([[math.log(0.75), lowest], [0.0, 0.0], [-0.1, -300.0]])
+    value = topk_divergence(policy, teacher, kind)
+    value.sum().backward()
+    assert value.isfinite().all()
+    assert policy.grad is not None
+    assert policy.grad.isfinite().all()
+    expected = topk_divergence(policy[:1, :1], teacher[:1, :1], kind)[0]
+    torch.testing.assert_close(value[0], expected)
+    if kind == "forward_kl":  # the others leave alone what the policy would never say
+        assert policy.grad[2, 0] < -0.9
+
+
+def test_the_rest_is_what_the_k_tokens_leave() -> None:
+    assert rest_mass(torch.tensor([0.5, 0.25]).log()).item() == pytest.approx(0.25)
+    assert 0 < rest_mass(torch.tensor([0.5, 0.5]).log()).item() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((torch.zeros(2, 3), torch.zeros(2, 4)), r"\(2, 4\).*\(2, 3\)"),
+        ((torch.zeros(2, 3), torch.zeros(2, 3), "kl"), "divergence must be reverse_kl, forward_kl or jsd, got 'kl'"),
+        ((torch.zeros(2, 3), torch.zeros(2, 3), "jsd", 1.0), "jsd_beta must be above 0 and below 1, got 1.0"),
+    ],
+    ids=["shapes", "a name", "beta"],
+)
+def test_what_is_no_divergence_is_refused(arguments: Any, match: str) -> None:
+    beta = {"jsd_beta": arguments[3]} if len(arguments) > 3 else {}
+    with pytest.raises(ValueError, match=match):
+        topk_divergence(*arguments[:3], **beta)
+
+
+def test_the_margin_and_dpo_loss_of_a_pair_worked_by_hand() -> None:
+    """Chosen -3 against the reference's -4, rejected -5 against -2: margin 1 - (-3) = 4; at 0.1 the loss is
+    -log sigmoid(0.4) = log(1 + e^-0.4) = 0.5130."""
+    pair = [torch.tensor([value]) for value in (-3.0, -5.0, -4.0, -2.0)]
+    margin = preference_margin(*pair)
+    assert margin.item() == 4.0
+    assert preference_loss(margin).item() == pytest.approx(math.log(1 + math.exp(-0.4)))
+
+
+def test_the_gradient_of_dpo_worked_by_hand() -> None:
+    """-kl_coef · sigmoid(-kl_coef · margin) for the chosen completion, the opposite for the rejected one."""
+    chosen, rejected = torch.tensor([-3.0], requires_grad=True), torch.tensor([-5.0], requires_grad=True)
+    margin = preference_margin(chosen, rejected, torch.tensor([-4.0]), torch.tensor([-2.0]))
+    preference_loss(margin, kl_coef=0.5).sum().backward()
+    expected = -0.5 / (1 + math.exp(2.0))
+    assert chosen.grad.item() == pytest.approx(expected)
+    assert rejected.grad.item() == pytest.approx(-expected)
+
+
+def test_ipo_has_its_target_at_one_over_twice_the_coefficient() -> None:
+    margins = torch.tensor([5.0, 4.0, 7.0])
+    assert preference_loss(margins, kl_coef=0.1, kind="ipo").tolist() == pytest.approx([0.0, 1.0, 4.0])
+
+
+def test_bradley_terry_worked_by_hand() -> None:
+    """Rewards 2 and 0.5: -log sigmoid(1.5); equal rewards: log 2."""
+    loss = bradley_terry_loss(torch.tensor([2.0, 1.0]), torch.tensor([0.5, 1.0]))
+    assert loss.tolist() == pytest.approx([math.log(1 + math.exp(-1.5)), math.log(2)])
+
+
+def test_extreme_margins_stay_finite() -> None:
+    margins = torch.tensor([1e4, -1e4], requires_grad=True)
+    loss = preference_loss(margins)
+    loss.sum().backward()
+    assert loss.tolist() == pytest.approx([0.0, 1e3])
+    assert margins.grad.tolist() == pytest.approx([0.0, -0.1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kl_coef": 0}, "kl_coef must be above 0 .* got 0"),
+        ({"kind": "hinge"}, "kind must be sigmoid or ipo, got 'hinge'"),
+    ],
+    ids=str,
+)
+def test_preference_settings_without_a_meaning_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        preference_loss(torch.zeros(1), **settings)

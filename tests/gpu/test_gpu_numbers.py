@@ -73,7 +73,7 @@ def test_a_kernel_gives_what_sdpa_gives(
         pytest.skip("needs torch.compile")
     dtype = torch.bfloat16 if kernel == "flash" else torch.float32
     generator = torch.Generator().manual_seed(0)
-    rows = PackedRows(LENGTHS, device, prompts=[-1, *[0] * (len(LENGTHS) - 1)] if shares_prompt else None)
+    rows = PackedRows(LENGTHS, device, prompt_indices=[-1, *[0] * (len(LENGTHS) - 1)] if shares_prompt else None)
     num_keys = int(rows.key_starts[-1])
     inputs = [
         torch.randn(1, heads, num_tokens, 64, generator=generator).to(device, dtype).requires_grad_()

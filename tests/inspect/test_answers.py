@@ -51,7 +51,7 @@ def test_runs_are_found_below_their_root(folder: Path, tmp_path: Path) -> None:
     assert [run.name for run in runs] == ["runs/version_0", "runs/version_1"]
     assert find_runs([folder, folder])[0].folder == folder
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(ValueError, match="is not a run and has none in it"):
+    with pytest.raises(ValueError, match="is not a run folder and contains none"):
         find_runs([tmp_path / "nothing"])
 
 

@@ -21,7 +21,7 @@ from waits import comes_true
 from benchmarks.recovery import LaunchedRun, _runs, settings
 from lightrl.checks.files import host_names
 from lightrl.commands.launch.command import free_ports
-from lightrl.commands.launch.launcher import make_folder, placed, write_files
+from lightrl.commands.launch.launcher import make_folder, with_addresses, write_files
 from lightrl.commands.launch.plan import Plan, Process, RunFacts, make_plan
 from lightrl.commands.launch.ray import RayLauncher
 from lightrl.commands.launch.settings import Launch, Layout, Recover
@@ -58,7 +58,7 @@ def test_a_bundle_has_the_cpus_and_gpus_of_its_hosts_processes():
 
 
 def test_processes_get_the_addresses_and_the_gpus_that_ray_has_chosen():
-    plan = placed(plan_on(2), [("10.0.0.5", ["7", "5", "3", "1"]), ("10.0.0.6", ["2"])])
+    plan = with_addresses(plan_on(2), [("10.0.0.5", ["7", "5", "3", "1"]), ("10.0.0.6", ["2"])])
     rank, (first, second) = plan.of("trainer")[1], plan.of("servers")
     assert rank.environment["CUDA_VISIBLE_DEVICES"] == "7,5"
     assert rank.environment["MASTER_ADDR"] == "10.0.0.5"

@@ -183,7 +183,7 @@ def test_adapters_of_experts_are_gone_on_from(tmp_path):
     again = mixture("deepseek_v3")
     LoRA(adapter=str(tmp_path)).add_to(again)
     torch.testing.assert_close(logits(again), logits(model))
-    with pytest.raises(ValueError, match="must have adapters of this model's layers"):
+    with pytest.raises(ValueError, match="must have adapters for this model's layers"):
         LoRA(adapter=str(tmp_path)).add_to(mixture("qwen3_moe"))
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +118,19 @@ def test_a_scalar_head_that_the_folder_lacks_is_logged(tmp_path: Path, caplog: p
     assert f"Model '{tmp_path}' has no scalar head, so a new one starts at 0." in caplog.messages
 
 
-def test_a_dotted_path_makes_the_tokenizer() -> None:
-    assert tiny_spec().load_tokenizer().eos_token == "<eos>"
+@pytest.mark.parametrize("given", ["tiny.char_tokenizer", char_tokenizer, char_tokenizer(), lambda: char_tokenizer()])
+def test_a_tokenizer_or_what_makes_one_is_loaded_in_any_process(given: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first, second = (ModelSpec(config=CONFIG, tokenizer=given) for _ in range(2))
+    assert first == second
+    loaded = ModelSpec(**json.loads(json.dumps(asdict(first)))).load_tokenizer()
+    assert (loaded.eos_token, loaded.encode("12")) == ("<eos>", char_tokenizer().encode("12"))
+
+
+@pytest.mark.parametrize("given", [3, lambda: 3], ids=["number", "function"])
+def test_another_object_is_no_tokenizer(given: Any) -> None:
+    with pytest.raises(TypeError, match="must return a Hugging Face tokenizer, got int"):
+        ModelSpec(config=CONFIG, tokenizer=given)
 
 
 def test_an_import_that_fails_inside_the_module_is_not_swallowed(

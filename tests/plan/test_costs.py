@@ -23,7 +23,7 @@ from lightrl.plan.costs import (
     peak_bytes,
 )
 from lightrl.strategies import LogprobSettings, SingleModel, single
-from lightrl.strategies.layouts import forms, packed_attention
+from lightrl.strategies.layouts import packed_attention
 
 
 def config(**changes: Any) -> Any:
@@ -114,9 +114,9 @@ def kept_bytes(config: Any, work: Work, *, checkpointed: bool) -> tuple[int, int
 def test_what_autograd_keeps_is_what_the_paper_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing can be probed without numbers; flash attention is what a GPU runs.
     monkeypatch.setattr(single, "head_is_plain", lambda model: True)
-    monkeypatch.setattr(forms, "exact_layouts", lambda model: {})
+    monkeypatch.setattr(single, "exact_layouts", lambda model: {})
     monkeypatch.setattr(
-        forms,
+        single,
         "can_pack",
         lambda model, shares_prompt=False: not shares_prompt and packed_attention.make_packable(model),
     )

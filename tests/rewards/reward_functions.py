@@ -82,6 +82,11 @@ def obey(trajectory: Trajectory) -> object:
         os._exit(3)
     if what == "abort":
         os.abort()
+    if what == "interrupt":
+        raise KeyboardInterrupt
+    if what == "close":
+        os.closerange(3, 1000)
+        time.sleep(600)
     if what == "allocate":
         return len(bytearray(trajectory.prompt.fields["num_bytes"]))
     if what == "leak":

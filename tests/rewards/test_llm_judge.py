@@ -186,7 +186,7 @@ def test_every_form_of_a_number_in_the_range_is_read(score, form):
     judge = LLMJudge(url="http://127.0.0.1:9/v1", model="m", rubric="", score_range=(-10, 10))
     written = form.format(score)
     for shown in (written, written.replace("0.", ".", 1) if abs(score) < 1 else written, written.replace("-", "−")):
-        assert judge._score(f"Fine.\nScore: {shown}", ask())[0] == pytest.approx(float(written))
+        assert judge._read_score(f"Fine.\nScore: {shown}", ask())[0] == pytest.approx(float(written))
 
 
 @pytest.mark.parametrize(

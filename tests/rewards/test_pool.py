@@ -78,14 +78,18 @@ def test_a_function_that_reads_stdin_finds_it_empty(pool):
     assert reasons(outcomes(pool, trajectory_that(do="read"))) == [0.0]
 
 
-@pytest.mark.parametrize("what", ["exit", "abort"])
-@pytest.mark.parametrize("function", ["obey", "obey_async"])
+ENDS = {"exit": "exit code 3", "abort": "signal SIGABRT", "interrupt": "signal SIGINT", "close": "it closed its connec"}
+
+
+@pytest.mark.parametrize(
+    ("function", "what"), [*(("obey", what) for what in ENDS), ("obey_async", "exit"), ("obey_async", "abort")]
+)
 def test_a_worker_that_dies_is_replaced_and_the_culprit_named(function, what):
     with pool_of(function) as pool:
         batch = [trajectory_that(sample=i, do=what if i == 2 else None) for i in range(6)]
         results = outcomes(pool, *batch)
     assert reasons(results) == [1.0, 1.0, "killed", 1.0, 1.0, 1.0]
-    assert "exit code 3" in str(results[2]) or "SIGABRT" in str(results[2])
+    assert ENDS[what] in str(results[2])
 
 
 @pytest.mark.parametrize("function", ["obey", "obey_async"])

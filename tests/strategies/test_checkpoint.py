@@ -266,7 +266,7 @@ def test_one_bit_of_a_weight_is_refused_with_its_record(what: str, record: str, 
     content = bytearray(file.read_bytes())
     content[content.index(weight.numpy().tobytes()) + 3] ^= 0x40  # the largest bit of a float32's exponent
     file.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{file.name}' .* damaged \(record archive/{record} has other bytes than"):
+    with pytest.raises(ValueError, match=rf"{file.name}' .* damaged \(record archive/{record} does not match its"):
         AtomicCheckpointIO().load_checkpoint(checkpoint)
 
 

@@ -83,7 +83,7 @@ def test_each_kernel_keeps_trajectories_apart(
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     monkeypatch.setattr(packed_attention, "_compiled_flex", lambda: flex_attention)  # its reference; needs no compiler
     lengths = [100, 0, 1, 130, 30, 29, 31]
-    rows = PackedRows(lengths, CPU, prompts=prompts)
+    rows = PackedRows(lengths, CPU, prompt_indices=prompts)
     inputs = heads(sum(lengths), int(rows.key_starts[-1]))
     if kernel == "flex":  # forward only: torch 2.13 has no backward of it on a CPU
         inputs = tuple(tensor.detach() for tensor in inputs)
@@ -98,7 +98,7 @@ def test_each_kernel_keeps_trajectories_apart(
 
 
 def test_a_completion_sees_the_keys_of_its_prompt_before_its_own() -> None:
-    rows = PackedRows([2, 0, 1, 3, 2], CPU, prompts=[-1, 0, 0, -1, 3])
+    rows = PackedRows([2, 0, 1, 3, 2], CPU, prompt_indices=[-1, 0, 0, -1, 3])
     assert rows.keys.tolist() == [0, 1, 0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7]
     assert (rows.starts.tolist(), rows.key_starts.tolist()) == ([0, 2, 3, 6, 8], [0, 2, 5, 8, 13])
 
@@ -108,7 +108,7 @@ def test_a_completion_sees_the_keys_of_its_prompt_before_its_own() -> None:
 def test_the_blocks_of_flex_attention_are_those_of_a_dense_mask(
     window: int | None, prompts: tuple[int, ...] | None
 ) -> None:
-    rows = PackedRows([200, 300, 1, 12, 512, 60], CPU, prompts=prompts)
+    rows = PackedRows([200, 300, 1, 12, 512, 60], CPU, prompt_indices=prompts)
     mask = torch.nn.functional.pad(dense_mask(rows, window), (0, 128, 0, 128))  # torch asks beyond the end
     size = int(rows.starts[-1]), int(rows.key_starts[-1])
     dense = create_block_mask(lambda batch, head, query, key: mask[query, key], None, None, *size, device="cpu")
@@ -243,12 +243,12 @@ def test_layers_that_compute_in_bfloat16_are_packed_too(monkeypatch: pytest.Monk
     strategy.parallel_devices = [CPU]
     strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
     strategy.shard(model)  # hidden states stay in float32
-    assert SingleModel(model, LogprobSettings(), form="packed").forms.shares_packed_prompts
+    assert SingleModel(model, LogprobSettings(), form="packed").shares_packed_prompts
 
 
 def test_a_model_whose_attention_is_not_plain_is_not_packed() -> None:
     model = tiny_model("gemma2 with capped logits")
-    assert not make_packable(model) or not SingleModel(model, LogprobSettings()).forms.can_pack
+    assert not make_packable(model) or not SingleModel(model, LogprobSettings()).can_pack
     with pytest.raises(packed_attention.NotPackable, match="without s_aux"):
         attend(model, *heads(4), None, packed_rows=PackedRows([4], CPU), s_aux=torch.zeros(4))
     with pytest.raises(packed_attention.NotPackable, match="did not get the starts"):

@@ -1,6 +1,5 @@
 import itertools
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,11 +106,38 @@ def test_groups_stay_on_one_rank_where_the_loss_reads_them_whole() -> None:
         assert all(groups.count(group) == 3 for group in groups)
 
 
-@pytest.mark.parametrize("num", [1, 2, 4, 9])
-def test_minibatches_are_those_of_an_experience_in_the_same_order(num: int) -> None:
-    experience = replace(random_experience(), rewards=torch.arange(9.0))
-    expected = [part.rewards.tolist() for part in experience.minibatches(num, epochs=3, seed=5)]
-    assert minibatches(placed(experience, num_minibatches=num, seed=5), epochs=3, seed=5) == expected
+def cut(num: int, unit: str = "trajectory", seed: int = 5) -> list[list[int]]:
+    """Cuts 4 groups of 3 or, in pairs, of 4 into minibatches for 3 epochs."""
+    experience = random_experience(num_groups=4, group_size=4 if unit == "pair" else 3)
+    return minibatches(placed(experience, num_minibatches=num, seed=seed, unit=unit), epochs=3, seed=seed)
+
+
+@pytest.mark.parametrize("num", [1, 2, 5, 12])
+def test_each_epoch_trains_each_trajectory_exactly_once(num: int) -> None:
+    assert len(cut(num)) == 3 * num
+    for epoch in range(3):
+        parts = cut(num)[epoch * num : (epoch + 1) * num]
+        assert sorted(itertools.chain(*parts)) == list(range(12))
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_minibatches_follow_the_seed_and_change_their_order_with_the_epoch() -> None:
+    assert cut(3) == cut(3)
+    assert cut(3) != cut(3, seed=6)
+    first, *later = (cut(3)[start : start + 3] for start in range(0, 9, 3))
+    assert all(sorted(epoch) == sorted(first) for epoch in later)
+    assert any(epoch != first for epoch in later)
+
+
+@pytest.mark.parametrize(("unit", "size"), [("group", 3), ("pair", 2)])
+@pytest.mark.parametrize("num", [2, 3])
+def test_minibatches_never_split_a_unit(unit: str, size: int, num: int) -> None:
+    for rows in cut(num, unit):
+        assert all({row // size * size + other for other in range(size)} <= set(rows) for row in rows)
+
+
+def test_no_minibatch_is_empty_when_drops_left_too_few_trajectories() -> None:
+    assert [len(rows) for rows in cut(20)] == [1] * 36
 
 
 def test_each_minibatch_is_balanced_over_the_ranks_of_a_role() -> None:

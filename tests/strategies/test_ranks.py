@@ -110,7 +110,7 @@ def test_a_rank_that_stands_still_is_the_cause_of_what_the_others_raise(rank: in
     store, ended = torch.distributed.HashStore(), threading.Event()
     watch = RankWatch(store, 1 - rank, 2, hang_timeout_s=0.1, end_process=ended.set)
     assert ended.wait(600)
-    assert str(watch.failed_before).startswith(f"Rank {rank} has not been heard of for hang_timeout_s=0.1")
+    assert str(watch.failed_before).startswith(f"Rank {rank} has not reported for hang_timeout_s=0.1")
     watch.close()
 
 
@@ -213,11 +213,11 @@ def test_a_rank_that_waits_for_one_that_continues_is_left_alone(watched: Watched
 @pytest.mark.parametrize(
     ("how", "rank", "message"),
     [
-        ("stop in sync", 1, "Rank 1 has not been heard of for hang_timeout_s=4, since it was in 'sync'"),
+        ("stop in sync", 1, "Rank 1 has not reported for hang_timeout_s=4, since it was in 'sync'"),
         pytest.param(
             "stop in update",
             0,
-            "Rank 0 has not been heard of for hang_timeout_s=4, since it was in 'update'",
+            "Rank 0 has not reported for hang_timeout_s=4, since it was in 'update'",
             marks=pytest.mark.extra,
         ),
         ("kill in update", 0, "Rank 0 was killed, or its machine or network failed"),
@@ -227,7 +227,7 @@ def test_a_rank_that_waits_for_one_that_continues_is_left_alone(watched: Watched
         pytest.param(
             "kill in rollout",
             2,
-            "Rank 2 has not been heard of for hang_timeout_s=4, since it was in 'rollout'",
+            "Rank 2 has not reported for hang_timeout_s=4, since it was in 'rollout'",
             marks=pytest.mark.extra,
         ),
     ],

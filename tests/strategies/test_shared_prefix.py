@@ -102,5 +102,5 @@ def test_the_cheapest_form_is_taken(prompt: int, completion: int, expected: str)
     """Four samples of each of four prompts; rows of a mask are short, and a prompt of two tokens is worth no call."""
     trained = range(prompt, prompt + completion)
     rows = [(group, [group] * (prompt + completion), trained) for group in range(4) for _ in range(4)]
-    form, _ = SingleModel(tiny_model(), LogprobSettings()).forms.choose(experience(*rows))
+    form, _ = SingleModel(tiny_model(), LogprobSettings()).choose(experience(*rows))
     assert form == expected

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from lightrl.experience import Experience
 from lightrl.models import Outputs
 from lightrl.strategies import LogprobSettings, SingleModel
-from lightrl.strategies.layouts.forms import Form
+from lightrl.strategies.single import Form
 from lightrl.trajectory import Prompt, Trajectory
 
 FORMS: list[Form] = ["rectangles", "shared_keys", "shared_rows", "packed"]
@@ -199,7 +199,7 @@ def test_bfloat16_stays_near_float32(form: Form) -> None:
 def test_calls_that_other_ranks_need_change_nothing(family: str) -> None:
     parallel, experience = SingleModel(tiny_model(family), LogprobSettings(), form="rectangles"), random_experience()
     expected = gradient_of(parallel, experience)
-    parallel.forms.num_calls = 9
+    parallel.num_calls = 9
     found = gradient_of(parallel, experience)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 

@@ -18,7 +18,7 @@ from lightrl.trace import (
     clock_offset_ns,
     in_microbatch_spans,
     join_traces,
-    keep,
+    set_tape,
     span,
 )
 from lightrl.trace.areas import common, summary_of, summary_text, union, without
@@ -30,9 +30,9 @@ S = 10**9  # a second, in ns
 @pytest.fixture
 def tape() -> Iterator[Tape]:
     tape = Tape()
-    keep(tape)
+    set_tape(tape)
     yield tape
-    keep(None)
+    set_tape(None)
 
 
 def at(name: str, category: str, start: float, end: float, track: str = "trainer") -> Event:
@@ -52,7 +52,7 @@ def test_a_span_measures_without_a_trace_and_is_kept_with_one(tape: Tape) -> Non
     assert (one.name, one.track, one.args) == ("one", "trainer", {"tokens": 3, "more": 1})
     assert one.end_ns - one.start_ns == pytest.approx(measured.seconds * 1e9)
     assert (two.track, two.args) == ("elsewhere", {"error": "ValueError"})
-    keep(None)
+    set_tape(None)
     with span("three", "step") as measured:
         pass
     assert measured.seconds > 0
@@ -67,7 +67,7 @@ def test_a_microbatch_leaves_forward_loss_and_backward(tape: Tape) -> None:
     assert [event.name for event in events] == ["forward", "loss", "backward"] * 2
     assert events[0].args == {"trajectories": 3}
     assert events[3].start_ns == events[2].end_ns  # the second forward begins where the first backward ended
-    keep(None)
+    set_tape(None)
     assert in_microbatch_spans(sum, print) == (sum, print)
 
 

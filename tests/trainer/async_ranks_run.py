@@ -1,4 +1,4 @@
-"""Script of test_async_ranks.py: an asynchronous run on one, two and four ranks. Its engine's tokens follow from seed
+"""Script of test_async.py: an asynchronous run on one, two and four ranks. Its engine's tokens follow from seed
 and position alone, so the runs draw the same ones although their syncs come at other moments."""
 
 import contextlib

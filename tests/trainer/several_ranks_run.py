@@ -89,6 +89,7 @@ def resume(folder: Path) -> dict[str, Any]:
 
     def run(ckpt_path: Path | None) -> tuple[TinyGRPO, Any]:
         module = TinyGRPO(num_minibatches=2)
+        module.reads_prompts = True
         checkpoints = ModelCheckpoint(folder / "resume", every_n_train_steps=2, save_top_k=-1, filename="{step}")
         validation = {"val_check_interval": 2, "limit_val_batches": 1.0, "check_val_every_n_epoch": None}
         spread = {"devices": 2, "strategy": "FSDP2Strategy"}
@@ -104,6 +105,8 @@ def resume(folder: Path) -> dict[str, Any]:
         "whole": weights_of(whole),
         "resumed": weights_of(resumed),
         "trained": (whole.trained, resumed.trained),
+        "prompts": [prompt.id for prompt in whole.prompts],
+        "group_ids": whole.experiences[-1].group_ids.tolist(),
         "warned": [str(warning.message) for warning in warned],
         "val/prompts": float(trainer.callback_metrics["val/prompts"]),
         "val/reward": float(trainer.callback_metrics["val/reward"]),

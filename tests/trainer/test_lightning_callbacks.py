@@ -60,7 +60,8 @@ def test_model_checkpoint_keeps_the_best_and_the_last(tmp_path: Path) -> None:
 
 @habit(
     "Trainer(enable_checkpointing=True)",
-    "the default ModelCheckpoint also writes `last.ckpt`, on Ctrl-C and every 10 minutes too",
+    "the default ModelCheckpoint also writes `last.ckpt`, on Ctrl-C too; beside any ModelCheckpoint, `last-timed.ckpt` "
+    "is saved every 10 minutes",
 )
 def test_the_default_checkpoint_has_a_last_one(tmp_path: Path) -> None:
     make_trainer(tmp_path, enable_checkpointing=True).fit(TinyGRPO(), datamodule=Digits())
@@ -72,10 +73,13 @@ def test_the_default_checkpoint_has_a_last_one(tmp_path: Path) -> None:
     "checks after a validation; a name that looks mistyped causes a warning before models are loaded; a metric that "
     "is not logged ends the run after the sanity check or one iteration, with the names of those that are",
 )
-def test_early_stopping_ends_the_run(tmp_path: Path) -> None:
-    stop = EarlyStopping("val/reward", mode="max", stopping_threshold=-1.0)
-    trainer = train(tmp_path, max_epochs=5, limit_val_batches=1.0, callbacks=[stop])
-    assert trainer.global_step == 3
+def test_early_stopping_ends_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stop = EarlyStopping("val/reward", mode="max", patience=1, min_delta=9.0)
+    with caplog.at_level("INFO", logger="lightrl"):
+        trainer = train(tmp_path, max_epochs=5, limit_val_batches=1.0, callbacks=[stop])
+    assert trainer.global_step == 6
+    text = r"EarlyStopping after iteration 6: Monitored metric val/reward did not improve in the last 1 records. Best"
+    assert text in caplog.text
 
 
 @habit(

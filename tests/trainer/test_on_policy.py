@@ -10,7 +10,7 @@ from tiny_run import EOS, GROUP_SIZE, Digits, TinyGRPO, are_equal, make_trainer,
 from torch import Tensor
 
 from lightrl import Experience, LocalEngine, RLCallback
-from lightrl.engines.local.sampler import uniforms
+from lightrl.engines.local.running_batch import uniforms
 from lightrl.trajectory import sampling_seed
 
 

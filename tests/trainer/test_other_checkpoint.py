@@ -47,7 +47,7 @@ CASES: dict[str, tuple[Any, str]] = {
         r"only in this run \(critic\.",
     ),
     "another optimizer": (ByGradients, r"optimizer's state has no dampening, momentum, nesterov, which SGD has"),
-    "other groups": (InTwoGroups, r"optimizer's groups have \[\d+\] parameters, those of this run \[1, \d+\]"),
+    "other groups": (InTwoGroups, r"optimizer groups have \[\d+\] parameters, but this run's have \[1, \d+\]"),
 }
 
 

@@ -125,7 +125,7 @@ def test_the_card_has_the_runs_settings_curve_data_and_versions(tmp_path: Path) 
     assert "| data.train.arguments.storage_options.key | (not shown) |" in card
     assert "| data.train.arguments.max_new_tokens | 5 |" in card
     assert "sk-1" not in card
-    assert "| lightrl |" in card.partition("## Versions")[2]
+    assert "| lightrl |" in card.partition("## Package versions")[2]
 
 
 def test_a_checkpoint_apart_from_its_run_gets_a_card_without_settings(tmp_path: Path, caplog: Any) -> None:
@@ -138,7 +138,7 @@ def test_a_checkpoint_apart_from_its_run_gets_a_card_without_settings(tmp_path: 
     )
     assert "## Settings" not in (tmp_path / "README.md").read_text()
     assert "base_model" not in (tmp_path / "README.md").read_text()
-    assert "No config.yaml is above" in caplog.text
+    assert "no config.yaml above" in caplog.text
 
 
 def test_a_folder_is_pushed_to_a_private_repository(hub: Any, tmp_path: Path) -> None:

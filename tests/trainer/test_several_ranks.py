@@ -39,6 +39,12 @@ def test_a_resume_on_two_ranks_repeats_the_run_bit_for_bit(two_ranks: Any) -> No
     assert not [name for name in found["files"] if name.endswith(".part")]
 
 
+def test_advantages_sees_the_prompt_of_each_trajectory_on_every_rank(two_ranks: Any) -> None:
+    prompts, group_ids = two_ranks[0]["resume"]["prompts"], two_ranks[0]["resume"]["group_ids"]
+    assert two_ranks[1]["resume"]["prompts"] == prompts
+    assert len(set(zip(prompts, group_ids, strict=True))) == len(set(prompts)) == BATCH_SIZE
+
+
 def test_the_traces_of_two_ranks_are_joined_on_one_clock(two_ranks: Any) -> None:
     """After the update both ranks meet in the sync: one's update cannot end before the other's has begun."""
     updates = [
@@ -99,7 +105,7 @@ def test_a_rank_that_hangs_is_named_after_the_deadline(rank: str, how: str, tmp_
 @pytest.mark.parametrize(
     ("how", "cause"),
     [
-        ("SIGSTOP", "Rank 1 has not been heard of for hang_timeout_s=20"),
+        ("SIGSTOP", "Rank 1 has not reported for hang_timeout_s=20"),
         ("SIGKILL", "Rank 1 was killed, or its machine"),
     ],
 )

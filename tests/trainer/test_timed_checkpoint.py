@@ -1,14 +1,19 @@
+import contextlib
+import re
 from pathlib import Path
 
+import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from tiny_run import Digits, TinyGRPO, make_trainer, train
 
 import lightrl
 from lightrl.callbacks.run_files import TimedCheckpoint
 
 
-def test_the_newest_timed_checkpoint_is_the_only_one_and_a_run_continues_from_it(tmp_path: Path) -> None:
+def test_the_newest_timed_checkpoint_is_the_only_one_and_a_run_continues_from_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     callbacks = [TimedCheckpoint(every_s=0), ModelCheckpoint(save_top_k=0)]
     trainer = train(tmp_path, enable_checkpointing=True, callbacks=callbacks, max_steps=3)
     (place,) = (tmp_path / "checkpoints").iterdir()
@@ -16,16 +21,35 @@ def test_the_newest_timed_checkpoint_is_the_only_one_and_a_run_continues_from_it
     assert torch.load(place, weights_only=True)["global_step"] == 3
     assert not trainer.strategy.checkpoint_io.save_async  # only this callback's saves are in the background
     again = make_trainer(tmp_path, enable_checkpointing=True, callbacks=[TimedCheckpoint(every_s=0)], max_steps=4)
-    again.fit(TinyGRPO(), datamodule=Digits(), ckpt_path="last")
+    with caplog.at_level("INFO", logger="lightrl"):
+        again.fit(TinyGRPO(), datamodule=Digits(), ckpt_path="last")
     assert again.global_step == 4
+    assert re.search(r"Continues after iteration 3 of 4 from \S+last-timed.ckpt, saved \d+ (s|min) ago\.", caplog.text)
 
 
-def test_it_is_there_unless_the_user_chose_a_checkpoint_or_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("steps", "is_interrupted"), [(3, False), (2, True)], ids=["at the end", "on Ctrl-C"])
+def test_it_saves_the_last_iteration_where_the_users_checkpoint_does_not(
+    steps: int, is_interrupted: bool, tmp_path: Path
+) -> None:
+    def interrupt(trainer: lightrl.Trainer, *_: object) -> None:
+        if is_interrupted and trainer.global_step == steps:
+            raise KeyboardInterrupt
+
+    best = ModelCheckpoint(tmp_path / "best", monitor="rollout/reward", mode="max", every_n_train_steps=100)
+    callbacks = [best, LambdaCallback(on_train_batch_start=interrupt)]
+    trainer = make_trainer(tmp_path, enable_checkpointing=True, callbacks=callbacks, max_steps=3)
+    with pytest.raises(SystemExit) if is_interrupted else contextlib.nullcontext():
+        trainer.fit(TinyGRPO(), datamodule=Digits())
+    (place,) = (tmp_path / "best").iterdir()
+    assert (place.name, torch.load(place, weights_only=True)["global_step"]) == ("last-timed.ckpt", steps)
+
+
+def test_it_is_there_unless_checkpoints_are_off(tmp_path: Path) -> None:
     def timed(**settings: object) -> int:
         trainer = lightrl.Trainer(accelerator="cpu", default_root_dir=tmp_path, logger=False, **settings)
         return sum(isinstance(callback, TimedCheckpoint) for callback in trainer.callbacks)
 
     assert timed() == 1
-    assert timed(callbacks=ModelCheckpoint()) == 0
+    assert timed(callbacks=ModelCheckpoint()) == timed(callbacks=TimedCheckpoint()) == 1
     assert timed(enable_checkpointing=False) == 0
     assert timed(fast_dev_run=True) == 0

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from lightrl.weights.gather_plan import GatherPlan, Layout, make_plan
+from lightrl.strategies.ranks.planned_gather import GatherPlan, Layout, make_plan
 
 BUCKET = 4096
 

@@ -28,7 +28,7 @@ from lightrl.weights import bucketed
 from lightrl.workflows import MultiTurn, ToolEnvironment
 from lightrl.workflows.conversation import Conversation, TurnRenderer
 from lightrl.workflows.tools import ToolCall, read_parts
-from lightrl.workflows.turn_log import TurnLog
+from lightrl.workflows.workflow import TurnLog
 
 WRITES_IMAGES = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
@@ -284,7 +284,7 @@ def test_an_image_that_cannot_be_shown_drops_the_trajectory_and_names_the_tool(t
     engine = FakeEngine(script=lambda prompt, sampling, sample: [5, 9])
     engine.start(image_spec().load_config())
     engine.load_weights(bucketed([("weight", torch.zeros(1))], 8), weight_version=0)
-    with pytest.raises(RolloutError, match="The policy cannot be shown a result of the tool " + says):
+    with pytest.raises(RolloutError, match="The policy cannot read an image in a result of the tool " + says):
         asyncio.run(play(made, engine, prompts()[0], SAMPLING))
 
 

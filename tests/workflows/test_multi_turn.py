@@ -183,7 +183,7 @@ def test_a_template_that_cannot_render_the_answer_is_refused():
 
 def test_a_prompt_of_another_template_is_refused():
     prompt = Prompt("a", messages=[{"role": "user", "content": "1+1?"}], token_ids=ids("1+1?"))
-    with pytest.raises(RolloutError, match=r"set data.chat_template to the one they use"):
+    with pytest.raises(RolloutError, match=r"set data.chat_template to the template that made them"):
         played(workflow(DONE), writes([END]), prompt)
 
 
@@ -222,7 +222,7 @@ def test_feedback_names_what_the_reward_function_says():
         with pytest.raises(ValueError, match="Double any braces"):
             RetryWithFeedback(feedback=feedback)
     for feedback in ("{answer.text}", "{digits[0]}"):
-        with pytest.raises(ValueError, match=r"feedback must name metrics, .* which is part of one"):
+        with pytest.raises(ValueError, match=r"feedback must name metrics, .* which names part of one"):
             RetryWithFeedback(feedback=feedback)
 
 

@@ -1,4 +1,4 @@
-"""Supervised training: plain LightningModules on given data, by Lightning's own loop.
+"""Supervised training: plain LightningModules, trained on given data by Lightning's own loop.
 
 Reading order:
     module.py        SupervisedModule: one trained model, its optimizer, its metrics, on any number of ranks

@@ -5,12 +5,13 @@ Shapes: B pairs, T tokens. Rows 2i and 2i + 1 of a batch are pair i, the chosen 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.supervised.module import SupervisedModule
+from lightrl.algorithms.supervised.module import SupervisedModule, SupervisedSettings
+from lightrl.checks.annotations import Unpack
 from lightrl.data import PairBatch
 from lightrl.experience import Experience
 from lightrl.functional import preference_loss, preference_margin
@@ -33,10 +34,10 @@ class DPO(SupervisedModule):
 
     Args:
         policy: the model to train, usually an export of SFT.
-        reference: the fixed policy of the KL penalty; None is the initial policy, which with LoRA is the same model
+        reference: the fixed policy of the KL penalty; None uses the initial policy, which with LoRA is the same model
             without its adapters and costs no memory.
         kl_coef: the paper's β; the larger it is, the closer the policy stays to the reference.
-        kwargs: those of SupervisedModule.
+        kwargs: further arguments of SupervisedModule.
     """
 
     batch_type = PairBatch
@@ -52,7 +53,7 @@ class DPO(SupervisedModule):
         *,
         reference: str | ModelSpec | Role | None = None,
         kl_coef: float = 0.1,
-        **kwargs: Any,
+        **kwargs: Unpack[SupervisedSettings],
     ) -> None:
         super().__init__(policy, **kwargs)
         preference_loss(torch.zeros(1), kl_coef=kl_coef)  # rejects invalid settings before anything is loaded
@@ -70,7 +71,7 @@ class DPO(SupervisedModule):
 
     def measure(self, batch: PairBatch) -> dict[str, Tensor]:
         experience = batch.experience()
-        # The reference first: its forward frees gathered parameters that the policy's backward would read.
+        # Run the reference first, because its forward frees gathered parameters that the policy's backward would read.
         with torch.no_grad():
             if self.reference_role is not None:
                 reference_logprobs = self._completion_logprobs("reference", experience)

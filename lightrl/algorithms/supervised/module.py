@@ -1,4 +1,4 @@
-"""The base class of SFT, DPO and reward models: a model trained on given data, by Lightning's own loop.
+"""The base class of SFT, DPO and reward models: a model trained on given data by Lightning's own loop.
 
 A subclass computes losses and metrics of a batch in `measure`. All ranks read the same batches and each dp rank
 measures its share of the rows, so the update equals that of one process.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -29,6 +29,16 @@ if TYPE_CHECKING:
 _DATA_MODULES = {ChatBatch: "SFTDataModule", PairBatch: "PreferenceDataModule"}
 
 
+class SupervisedSettings(TypedDict, total=False):
+    """The arguments of SupervisedModule, for type checkers; in its subclasses, `kwargs`."""
+
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+    warmup_steps: int
+    lr_decay: Literal["constant", "linear", "cosine"]
+
+
 class SupervisedModule(TrainedModule):
     """A plain LightningModule with one trained model, AdamW, linear warm-up and decay.
 
@@ -38,8 +48,8 @@ class SupervisedModule(TrainedModule):
     Args:
         policy: the model to train: a hub name, a local folder, a ModelSpec, or a Role with `lora`.
         lr: learning rate after the warm-up.
-        betas: of AdamW.
-        weight_decay: of AdamW, applied only to matrices, not to norms and biases.
+        betas: AdamW's decay rates of both moments.
+        weight_decay: AdamW's, applied only to matrices, not to norms and biases.
         warmup_steps: linear warm-up: step k (from 1) uses k/warmup_steps of `lr`.
         lr_decay: after the warm-up: `constant`, or `linear` or `cosine` to 0 at the end of the run.
     """
@@ -105,12 +115,12 @@ class SupervisedModule(TrainedModule):
 
     @functools.cached_property
     def image_reader(self) -> ImageReader | None:
-        """How the model reads images; None for a text-only model."""
+        """Prepares images as the model needs them; None for a text-only model."""
         return ImageReader.of(self.policy_role.spec.load_config())
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """The model's context length, for prompt and completion together; None if its config states none."""
+        """The model's context length, for prompt and completion together; None if its config has none."""
         return context_tokens(self.policy_role.spec.load_config())
 
     def setup(self, stage: str) -> None:
@@ -129,7 +139,7 @@ class SupervisedModule(TrainedModule):
             self.parallel(self.trained_role)
 
     def parallel(self, role: str) -> ParallelModel:
-        """Returns the role's model under the strategy, which the first call makes."""
+        """Returns the role's ParallelModel, which the first call creates."""
         if role not in self.parallel_models:
             settings = LogprobSettings(entropy_needs_gradient=False)
             model = getattr(self, role)
@@ -206,15 +216,15 @@ class SupervisedModule(TrainedModule):
 
         Args:
             loss: the mean over the batch's tokens or pairs.
-            number: their count.
-            batch_idx: Lightning's; it zeroes the gradients at multiples of accumulate_grad_batches.
+            number: how many tokens or pairs.
+            batch_idx: Lightning zeroes the gradients at multiples of accumulate_grad_batches.
         """
         num_batches = self.trainer.accumulate_grad_batches
         if num_batches == 1:
             return loss
         before = self._num_accumulated if batch_idx % num_batches else 0
         self._num_accumulated = before + number
-        # The gradients so far are the mean over `before` numbers. The optimizer's parameters are never gathered ones.
+        # The gradients so far average `before` tokens or pairs. The optimizer never lists gathered parameters.
         groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
         for parameter in (parameter for group in groups for parameter in group["params"]):
             if parameter.grad is not None and before:

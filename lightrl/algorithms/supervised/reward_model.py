@@ -5,12 +5,13 @@ Shapes: B pairs, T tokens. Rows 2i and 2i + 1 of a batch are pair i, the chosen 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.supervised.module import SupervisedModule
+from lightrl.algorithms.supervised.module import SupervisedModule, SupervisedSettings
+from lightrl.checks.annotations import Unpack
 from lightrl.data import PairBatch
 from lightrl.functional import bradley_terry_loss
 from lightrl.models import ModelSpec, Role
@@ -31,7 +32,7 @@ class RewardModel(SupervisedModule):
 
     Args:
         policy: the model to start from: a hub name, a local folder, a ModelSpec, or a Role with `lora`.
-        kwargs: those of SupervisedModule.
+        kwargs: further arguments of SupervisedModule.
     """
 
     trained_role = "reward_model"
@@ -40,7 +41,7 @@ class RewardModel(SupervisedModule):
 
     reward_model: PreTrainedModel
 
-    def __init__(self, policy: str | ModelSpec | Role, **kwargs: Any) -> None:
+    def __init__(self, policy: str | ModelSpec | Role, **kwargs: Unpack[SupervisedSettings]) -> None:
         super().__init__(policy, **kwargs)
         self.policy_role = self.policy_role.with_scalar_head()
 

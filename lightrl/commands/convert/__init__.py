@@ -1,10 +1,10 @@
-"""Configurations of other libraries, converted to ours: `lightrl convert` for AReaL.
+"""lightrl convert: turns configurations of other libraries into lightrl's; for now AReaL's.
 
 Reading order:
     command.py      reads the file, applies the rules, prints the YAML and what has no counterpart
-    areal_keys.py   a row for each key of AReaL: its name here, a rule, or why it has no counterpart
+    areal_keys.py   a row for each key of AReaL: its name in lightrl, a rule, or why it has no counterpart
 
-May import: what commands/ may. To convert one more key: its row in areal_keys.py.
+May import: what commands/ may. To convert one more key, add its row to areal_keys.py.
 """
 
 from lightrl.commands.convert.command import convert, run

@@ -1,4 +1,4 @@
-"""AReaL's settings, a row for each: what it is in lightrl, or why it has no counterpart.
+"""One row for each setting of AReaL: its counterpart in lightrl, or why it has none.
 
 The names are those of AReaL's `areal/api/cli_args.py` and of its example configurations since August 2025. A row
 with the exact name applies, otherwise the first whose `*` matches.
@@ -15,16 +15,16 @@ from typing import Any
 from lightrl.commands.launch import Launch, layout_of
 from lightrl.trajectory import JsonMapping, JsonObject
 
-# Our names are dotted: `model.`, `data.`, `engine.` and `strategy.` stand for the class's init_args, `callbacks.NAME.`
-# and `loggers.NAME.` for those of a callback or logger.
+# lightrl's names are dotted: `model.`, `data.`, `engine.` and `strategy.` stand for the init_args of the class,
+# `callbacks.NAME.` and `loggers.NAME.` for those of a callback or logger.
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What becomes of one key: it is converted, if only to lightrl's default, or left out for a reason."""
+    """The conversion of one key: to lightrl settings, or none if their default fits; or why it is left out."""
 
     settings: JsonMapping = field(default_factory=dict)
-    note: str = ""  # how the run differs although the setting is converted
+    note: str = ""  # how the run still differs after conversion
     left: str = ""  # why it has no counterpart
 
 
@@ -34,17 +34,17 @@ _GROUP_OR_BATCH = ("group", "batch")
 
 
 def to(name: str) -> Rule:
-    """Returns a rule that gives our setting the same value; null keeps our default."""
+    """Returns a rule that copies the value to the setting `name` of lightrl; null keeps the default."""
     return lambda value, areal: Outcome() if value is None else Outcome({name: value})
 
 
 def left(reason: str) -> Rule:
-    """Returns a rule for a key without a counterpart; null requests nothing."""
+    """Returns a rule for a key without a counterpart; null needs none."""
     return lambda value, areal: Outcome() if value is None else Outcome(left=reason)
 
 
 def only(*values: object, else_: str) -> Rule:
-    """Returns a rule that accepts the values that lightrl always uses; others have no counterpart."""
+    """Returns a rule that accepts only these values, which match what lightrl always does."""
     return lambda value, areal: Outcome() if value is None or value in values else Outcome(left=else_)
 
 
@@ -60,7 +60,7 @@ def repeats(key: str) -> Rule:
 
 
 def used_by(key: str) -> Rule:
-    """Returns a rule for a key that the rule of another key reads."""
+    """Returns a rule for a key that is converted together with another key."""
     return lambda value, areal: Outcome() if value is None or key in areal else Outcome(left=f"it needs {key}")
 
 
@@ -113,7 +113,7 @@ def activation_checkpointing(value: bool | None, areal: Leaves) -> Outcome:
     rules = {"allocation_mode": allocation, "rollout.backend": rollout_backend, "actor.backend": actor_backend}
     if any("strategy.class_path" in rule(areal[key], areal).settings for key, rule in rules.items() if key in areal):
         return Outcome({"strategy.activation_checkpointing": True})
-    return Outcome(left="one process recomputes no activations; set trainer.strategy to FSDP2Strategy with it")
+    return Outcome(left="one process does not recompute activations; set trainer.strategy to FSDP2Strategy with it")
 
 
 def policy(path: str, areal: Leaves) -> Outcome:
@@ -158,7 +158,7 @@ def recomputed(value: bool, areal: Leaves) -> Outcome:
 
 
 def normalization(name: str) -> dict[str, Rule]:
-    """Returns the rows of `reward_norm` and `adv_norm`: GRPO normalizes once, PPO advantages over the batch."""
+    """Returns the rows of `reward_norm` or `adv_norm`. GRPO normalizes once; PPO whitens advantages over the batch."""
     section = f"actor.{name}"
     is_first = name == "reward_norm"
 
@@ -169,13 +169,13 @@ def normalization(name: str) -> dict[str, Rule]:
                     return left("PPO does not normalize rewards")(value, areal)
                 return Outcome({"model.whiten_advantages": True}) if value == "batch" else _no_level(value)
             if not is_first and _has_levels("reward_norm", areal):
-                return left("GRPO normalizes once, here as reward_norm says")(value, areal)
-            note = "" if is_first else "statistics count each trajectory once, AReaL's count tokens"
+                return left("GRPO normalizes once, and reward_norm sets how")(value, areal)
+            note = "" if is_first else "statistics count each trajectory once; AReaL's count each token"
             return Outcome({setting: value}, note) if value in (*_GROUP_OR_BATCH, None) else _no_level(value)
 
         return rule
 
-    def whole(value: None, areal: Leaves) -> Outcome:
+    def null_section(value: None, areal: Leaves) -> Outcome:
         if has_critic(areal):
             return Outcome() if is_first else Outcome({"model.whiten_advantages": False})
         other = "adv_norm" if is_first else "reward_norm"
@@ -188,7 +188,7 @@ def normalization(name: str) -> dict[str, Rule]:
         return rule(value, areal)
 
     return {
-        section: whole,
+        section: null_section,
         f"{section}.mean_level": level("model.advantage_mean"),
         f"{section}.std_level": level("model.advantage_std"),
         f"{section}.mean_leave1out": leave_one_out,
@@ -199,7 +199,7 @@ def normalization(name: str) -> dict[str, Rule]:
 
 
 def _no_level(value: object) -> Outcome:
-    return Outcome(left=f"{value!r} is not a level of this algorithm: see model.advantage_mean and whiten_advantages")
+    return Outcome(left=f"this algorithm has no level {value!r}: see model.advantage_mean and whiten_advantages")
 
 
 def _has_levels(name: str, areal: Leaves) -> bool:
@@ -215,7 +215,7 @@ def old_group_norm(value: bool, areal: Leaves) -> Outcome:
 def shaping(name: str, neutral: float | None, undone_by: Sequence[str] = ()) -> Rule:
     """Returns the rule of a reward's bias, scaling or clip; `neutral` is the value that changes nothing.
 
-    Without a critic, a normalization that has all levels of `undone_by` undoes it.
+    Without a critic, a normalization that sets all levels in `undone_by` undoes the shaping.
     """
 
     def rule(value: float | None, areal: Leaves) -> Outcome:
@@ -237,8 +237,10 @@ def reference_kl(value: float, areal: Leaves) -> Outcome:
     settings = {"model.reference.coef": value, "model.reference.model": areal["ref.path"]}
     if has_critic(areal):
         return Outcome({**settings, "model.reference.estimator": estimator})
-    settings |= {"model.reference.estimator": estimator} if estimator != "k1" else {}
-    return Outcome(settings, "the KL term is in the loss, AReaL's is taken off the rewards; k1 becomes k3")
+    note = "the KL term is part of the loss; AReaL subtracts it from the rewards"
+    if estimator == "k1":
+        return Outcome(settings, f"{note}; k1 becomes k3, lightrl's default")
+    return Outcome({**settings, "model.reference.estimator": estimator}, note)
 
 
 def for_critic(setting: str) -> Rule:
@@ -259,7 +261,7 @@ def overlong(value: bool, areal: Leaves) -> Outcome:
 def dynamic(value: bool, areal: Leaves) -> Outcome:
     if not value:
         return Outcome()
-    note = "groups without variance are replaced by new ones, so that the batch stays full"
+    note = "groups without variance are replaced with new ones, so the batch stays full"
     return Outcome({"callbacks.DynamicSampling.drop_zero_variance": True}, note)
 
 
@@ -271,7 +273,7 @@ def warmup(setting: str, *, takes_share: bool = False) -> Rule:
         if steps is None and takes_share:
             return Outcome({setting: value})
         if steps is None:
-            return Outcome(left=f"the data decide the number of steps: set {setting} to this share of it")
+            return Outcome(left=f"the data determine the number of steps: set {setting} to this fraction of it")
         return Outcome({setting: round(value * steps)})
 
     return rule
@@ -279,7 +281,7 @@ def warmup(setting: str, *, takes_share: bool = False) -> Rule:
 
 def min_lr(value: float, areal: Leaves) -> Outcome:
     if value and areal.get("actor.optimizer.lr_scheduler_type") in (None, "constant"):
-        return Outcome(note="dropped, since a constant learning rate has no decay that could end there")
+        return Outcome(note="dropped, since a constant learning rate does not decay")
     return Outcome({"model.min_lr_ratio": value})
 
 
@@ -299,13 +301,13 @@ def source(path: str) -> str | dict[str, str]:
 def train_data(path: str, areal: Leaves) -> Outcome:
     if path.rstrip("/").endswith("gsm8k"):
         return Outcome({"data.train": source(path), "model.reward": "lightrl.rewards.math_answer"})
-    note = "AReaL's script has the reward and reads the columns: set model.reward, and those of the DataSource"
+    note = "AReaL's script has the reward and reads the columns: set model.reward, and columns of the DataSource"
     return Outcome({"data.train": source(path)}, note)
 
 
 def completions(path: str, areal: Leaves) -> Outcome:
     rl = train_data(path, areal)
-    note = rl.note and "AReaL's script reads the columns: set data.prompt_column and those of the completions"
+    note = rl.note and "AReaL's script reads the columns: set data.prompt_column and the columns of the completions"
     return Outcome({name: value for name, value in rl.settings.items() if name != "model.reward"}, note)
 
 
@@ -328,7 +330,7 @@ def checkpoints(section: str, kind: str) -> Rule:
         if value is None or is_off:
             return Outcome()
         if _interval(section, areal)[0] != kind:
-            return Outcome(left=f"a ModelCheckpoint has one interval, here freq_{_interval(section, areal)[0]}")
+            return Outcome(left=f"a ModelCheckpoint has one interval, which freq_{_interval(section, areal)[0]} sets")
         if section == "recover" and _interval("saver", areal) == (kind, value):
             return Outcome({"callbacks.ModelCheckpoint.save_last": True})
         name = "callbacks.ModelCheckpoint" if section == "saver" else "callbacks.ModelCheckpoint:recover"
@@ -347,7 +349,7 @@ def validation_steps(value: int | None, areal: Leaves) -> Outcome:
 
 def validation_epochs(value: int | None, areal: Leaves) -> Outcome:
     if value is not None and areal.get("evaluator.freq_steps") is not None:
-        return Outcome(left="validation has one interval, here freq_steps")
+        return Outcome(left="validation has one interval, which freq_steps sets")
     return to("trainer.check_val_every_n_epoch")(value, areal)
 
 
@@ -370,21 +372,21 @@ def wandb(value: str, areal: Leaves) -> Outcome:
 
 
 def switch(setting: str, on: object) -> Rule:
-    """Returns a rule for a switch: true sets `setting` to `on`, false keeps our default."""
+    """Returns a rule for a switch: true sets `setting` to `on`, false keeps lightrl's default."""
     return lambda value, areal: Outcome({setting: on} if value else {})
 
 
-_OWN_SCRIPT = "how processes are placed is in launch: (docs/clusters.md)"
+_PLACEMENT = "launch: places the processes (docs/clusters.md)"
 _NO_COPY = "prompts are text: there is nothing to copy to a GPU or to decode"
 _WANDB = "set it in the environment (WANDB_ENTITY, WANDB_API_KEY, …), or in WandbLogger's dict_kwargs"
 
-# Type of the data → the module that learns from given completions, without rollouts, and its data module.
+# Data type → the module that trains on completions in the data, without rollouts, and its data module.
 SUPERVISED = {
     "sft": ("SFT", "SFTDataModule"),
     "rw": ("RewardModel", "PreferenceDataModule"),
     "dpo": ("DPO", "PreferenceDataModule"),
 }
-SUPERVISED_ROWS: dict[str, Rule] = {  # only where they differ from the others
+SUPERVISED_ROWS: dict[str, Rule] = {  # those that differ from ROWS
     "actor.is_critic": only(True, False, else_="the class has the head that it needs"),
     "*.mb_spec.*": left("a batch is one forward and backward: lower batch_size, raise trainer.accumulate_grad_batches"),
     "actor.optimizer.eps": only(1e-8, else_="AdamW's eps is 1e-8; override configure_optimizers"),
@@ -402,7 +404,7 @@ ROWS: dict[str, Rule] = {
     "cluster.fileroot": run_folder,
     "cluster.n_nodes": nodes,
     "cluster.n_gpus_per_node": to("launch.gpus_per_node"),
-    "cluster.cluster_name": left(_OWN_SCRIPT),
+    "cluster.cluster_name": left(_PLACEMENT),
     "cluster.name_resolve.*": left("lightrl keeps no key-value store; lightrl launch gives each process the addresses"),
     "allocation_mode": allocation,
     "rollout.backend": rollout_backend,
@@ -411,16 +413,16 @@ ROWS: dict[str, Rule] = {
     "async_training": only(True, False, else_="see callbacks.StalenessControl"),
     "enable_offload": only(False, else_="see placement: colocated of SGLangEngine"),
     "server_only": only(False, else_="use lightrl serve"),
-    "*workflow": left("a class of AReaL; lightrl's are for model.workflow (docs/write-an-environment.md)"),
-    "rollout.openai.*": left("see AgentWorkflow for model.workflow (docs/train-an-agent.md)"),
+    "*workflow": left("an AReaL class; set model.workflow to a lightrl class (docs/write-an-environment.md)"),
+    "rollout.openai.*": left("set model.workflow to AgentWorkflow (docs/train-an-agent.md)"),
     "beta": to("model.kl_coef"),
-    "loss_type": only("sigmoid", "ipo", else_="DPO and IPO are lightrl's losses for pairs"),
+    "loss_type": only("sigmoid", "ipo", else_="lightrl's losses for pairs are DPO and IPO"),
     "*tokenizer_path": repeats("actor.path"),
     "total_train_epochs": to("trainer.max_epochs"),
     "total_train_steps": to("trainer.max_steps"),
     "total_train_n_seqs": left("runs are measured in iterations: set trainer.max_steps"),
-    "scheduler.*": left(_OWN_SCRIPT),
-    "launcher.*": left(f"{_OWN_SCRIPT}; images are launch.container, shell lines launch.setup"),
+    "scheduler.*": left(_PLACEMENT),
+    "launcher.*": left(f"{_PLACEMENT}; images are launch.container, shell lines launch.setup"),
     "defaults": left("Hydra composes files; convert the composed one"),
     # Rollouts
     "gconfig.n_samples": to("model.group_size"),
@@ -437,23 +439,23 @@ ROWS: dict[str, Rule] = {
     "rollout.max_head_offpolicyness": staleness,
     "rollout.max_concurrent_rollouts": to("callbacks.StalenessControl.max_concurrent"),
     "rollout.consumer_batch_size": repeats("train_dataset.batch_size"),
-    "rollout.queue_size": left("max_staleness and max_concurrent bound what waits"),
+    "rollout.queue_size": left("max_staleness and max_concurrent bound the queue"),
     "rollout.enable_rollout_tracing": switch("callbacks.Trace", None),
     "rollout.dump_to_file": switch("callbacks.TrajectoryLog.every_n_iterations", 1),
     "rollout.setup_timeout": to("engine.timeouts.startup_s"),
     "rollout.request_timeout": left("another request continues a generation after 15 minutes"),
-    "rollout.request_retries": left("a request is repeated at most 8 times"),
+    "rollout.request_retries": left("a request is retried at most 8 times"),
     "rollout.schedule_policy": left("SGLangEngine chooses the server of a request"),
     "rollout.check_trajectory_format": left("see docs/test-your-code.md"),
     "rollout.pause_grace_period": left("requests stop at a token and continue in the paused server"),
     # The policy
     "actor.path": policy,
     "actor.init_from_scratch": only(False, else_="give model.policy a config instead of a path"),
-    "actor.disable_dropout": only(True, else_="models stay in evaluation mode: engine and trainer must agree"),
+    "actor.disable_dropout": only(True, else_="models stay in evaluation mode, so that engine and trainer agree"),
     "actor.gradient_checkpointing": activation_checkpointing,
     "actor.dtype": precision,
     "actor.grad_reduce_dtype": only("float32", else_="see FSDP2Strategy"),
-    "actor.attn_impl": left("transformers' default; see attn_implementation of ModelSpec"),
+    "actor.attn_impl": left("transformers' default applies; see attn_implementation of ModelSpec"),
     "actor.is_critic": only(False, else_="the policy is a language model"),
     "actor.mb_spec.max_tokens_per_mb": to("model.microbatch_tokens"),
     "actor.mb_spec.*": left("microbatches follow from model.microbatch_tokens"),
@@ -463,7 +465,7 @@ ROWS: dict[str, Rule] = {
     "actor.target_modules": used_by("actor.path"),
     "actor.peft_type": only("lora", else_="adapters are LoRA"),
     "actor.fsdp.offload_params": only(False, else_="add parameters to offload_to_cpu of FSDP2Strategy"),
-    "actor.optimizer": left("the optimizer is a mapping with lr"),
+    "actor.optimizer": left("the optimizer must be a mapping with lr"),
     "actor.optimizer.type": only("adam", "adamw", else_="the optimizer is AdamW; override configure_optimizers"),
     "actor.optimizer.lr": to("model.lr"),
     "actor.optimizer.weight_decay": to("model.weight_decay"),
@@ -508,7 +510,7 @@ ROWS: dict[str, Rule] = {
     "actor.mask_no_eos_with_zero": only(False, else_="truncated completions get a reward like others"),
     "actor.dynamic_sampling": dynamic,
     "actor.log_agent_stats*": only(False, [], else_="what a reward returns besides `reward` is logged"),
-    "*.scheduling_spec": left(_OWN_SCRIPT),
+    "*.scheduling_spec": left(_PLACEMENT),
     "actor.fsdp.*": left("see FSDP2Strategy"),
     "actor.megatron.*": left("see Parallel3DStrategy"),
     "actor.archon.*": left("see Parallel3DStrategy"),
@@ -521,8 +523,8 @@ ROWS: dict[str, Rule] = {
     "critic.eps_clip": to("model.value_clip"),
     # Servers
     "sglang.model_path": repeats("actor.path"),
-    "sglang.enable_multithread_load": only(False, else_="it is AReaL's, not SGLang's"),
-    "sglang.enable_fast_load": only(False, else_="it is AReaL's, not SGLang's"),
+    "sglang.enable_multithread_load": only(False, else_="AReaL has this option, but SGLang does not"),
+    "sglang.enable_fast_load": only(False, else_="AReaL has this option, but SGLang does not"),
     "vllm.*": left("the converted run has SGLangEngine; VLLMEngine takes these as its server_args"),
     # Data
     "train_dataset.path": train_data,
@@ -537,8 +539,8 @@ ROWS: dict[str, Rule] = {
     "*_dataset.drop_last": only(True, else_="an iteration has batch_size prompts"),
     "*_dataset.pin_memory": left(_NO_COPY),
     "*_dataset.num_workers": left(_NO_COPY),
-    "*_dataset": only(else_="give it a path"),
-    # What is written
+    "*_dataset": only(else_="set its path"),
+    # Output
     **{f"{section}.freq_{kind}": checkpoints(section, kind) for section in ("saver", "recover") for kind in INTERVALS},
     "recover.mode": recover_mode,
     "recover.retries": retries,
@@ -550,7 +552,7 @@ ROWS: dict[str, Rule] = {
     "stats_logger.wandb.project": used_by("stats_logger.wandb.mode"),
     "stats_logger.wandb.name": used_by("stats_logger.wandb.mode"),
     "stats_logger.wandb.*": left(_WANDB),
-    "stats_logger.swanlab.*": only("disabled", else_="use a logger of Lightning, or SwanLab's own for it"),
+    "stats_logger.swanlab.*": only("disabled", else_="use a Lightning logger, or SwanLab's own logger for Lightning"),
     "stats_logger.tensorboard.path": to("loggers.TensorBoardLogger.save_dir"),
     "perf_tracer": left("use the callback Trace"),
     "perf_tracer.enabled": switch("callbacks.Trace", None),
@@ -566,14 +568,12 @@ DEFAULTS: dict[str, JsonObject] = {
     "gconfig.": {"gconfig.n_samples": 1, "gconfig.max_new_tokens": 16384},
     "actor.": {"actor.ppo_n_minibatches": 4},
     "actor.optimizer.": {
-        "actor.optimizer.lr": 1e-3,
-        "actor.optimizer.weight_decay": 0.01,
-        "actor.optimizer.beta1": 0.9,
+        "actor.optimizer.lr": 1e-3, "actor.optimizer.weight_decay": 0.01, "actor.optimizer.beta1": 0.9,
         "actor.optimizer.gradient_clipping": 1.0,
     },
     "ref.": {"actor.kl_ctl": 0.1},
     "critic.": {"actor.gae_lambda": 1.0, "critic.eps_clip": 0.5},
-}
+}  # fmt: skip
 SUPERVISED_DEFAULTS = DEFAULTS["actor.optimizer."] | {"actor.optimizer.lr_scheduler_type": "constant"}
 
 

@@ -1,4 +1,4 @@
-"""lightrl convert: turns a configuration of AReaL into ours, and lists what has no counterpart."""
+"""lightrl convert: turns an AReaL configuration into a lightrl one, and lists what has no counterpart."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightrl.trajectory import JsonMapping, JsonObject
 _DESCRIPTION = """\
 Turns a configuration of AReaL (since August 2025) into a YAML for lightrl fit and launch, on stdout or in FILE. On
 stderr: every setting that has no counterpart, with the reason, and every one that lightrl does not know. Returns 0
-if everything was converted, 1 if something was left, 2 if the file cannot be read.
+if everything was converted, 1 if some settings were not, 2 if the file cannot be read.
 """
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _SECTIONS = ("seed_everything", "trainer", "model", "data", "launch")  # in this order
@@ -36,13 +36,13 @@ _SECTIONS = ("seed_everything", "trainer", "model", "data", "launch")  # in this
 
 @dataclass
 class Conversion:
-    """Our settings; each key of the file is in exactly one of `converted`, `left` and `unknown`."""
+    """lightrl's settings; each key of the file is in exactly one of `converted`, `left` and `unknown`."""
 
     settings: JsonObject = field(default_factory=dict)
     converted: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)  # key → why
     unknown: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)  # our settings that a run needs and the file lacks
+    missing: list[str] = field(default_factory=list)  # lightrl settings that a run needs and the file does not give
     notes: dict[str, str] = field(default_factory=dict)  # key → how the converted setting behaves differently
 
 
@@ -58,7 +58,7 @@ def convert(tree: JsonMapping) -> Conversion:
     areal = rows | as_areal
     result = Conversion()
     if is_supervised and "train_dataset.type" not in given:
-        result.notes["train_dataset.type"] = f"is not given: without rollouts this is {algorithm}"
+        result.notes["train_dataset.type"] = f"is not given: a config without rollouts is taken as {algorithm}"
     flat: JsonObject = {}
     for key, value in (rows | given).items():
         rule = rule_of(areal_key(key), is_supervised=is_supervised)
@@ -66,7 +66,7 @@ def convert(tree: JsonMapping) -> Conversion:
             result.unknown.append(key)
             continue
         if isinstance(value, str) and "${" in value:
-            outcome = Outcome(left=f"{value} refers to nothing in this file")
+            outcome = Outcome(left=f"{value} refers to a key that this file does not have")
         else:
             try:
                 outcome = rule(value, areal)
@@ -101,7 +101,7 @@ def report(result: Conversion) -> str:
     counts = f"{count_text(len(result.converted), 'setting')} converted, {len(result.left)} without a counterpart"
     lines = [f"{counts}, {len(result.unknown)} unknown."]
     for title, rows in (
-        ("Set before a run, since the file lacks it:", dict.fromkeys(result.missing, "")),
+        ("Missing in the file; set before a run:", dict.fromkeys(result.missing, "")),
         ("No counterpart:", result.left),
         ("Unknown:", dict.fromkeys(result.unknown, "not a setting of AReaL that lightrl knows")),
         ("Converted, with a difference:", result.notes),
@@ -113,7 +113,7 @@ def report(result: Conversion) -> str:
 
 
 def run(args: Sequence[str]) -> int:
-    """Runs `lightrl convert FILE`; returns 0, 1 if something was left, 2 for a wrong call or file."""
+    """Runs `lightrl convert FILE`; returns 0, 1 if some settings were not converted, 2 for wrong arguments or file."""
     parser = argparse.ArgumentParser(prog="lightrl convert", description=_DESCRIPTION)
     parser.add_argument("file", metavar="AREAL.yaml", type=Path)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the YAML there instead of to stdout")
@@ -155,7 +155,7 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _resolved(value: object, given: JsonMapping, tree: JsonMapping, path: tuple[str, ...]) -> object:
-    """Returns the value with `${other.key}` replaced, except missing keys and those that refer to themselves."""
+    """Returns the value with each `${other.key}` replaced, except missing keys and keys that refer to themselves."""
     if not isinstance(value, str):
         return value
     if whole := _REFERENCE.fullmatch(value):
@@ -179,7 +179,7 @@ def _section(name: str, tree: object, default: object) -> object:
 
 
 def _nested(flat: JsonMapping, algorithm: str, data_class: str) -> JsonObject:
-    """Nests dotted settings as in our YAML."""
+    """Nests dotted settings as in lightrl's YAML."""
     tree: JsonObject = {}
     for name, value in flat.items():
         *parents, last = name.split(".")

@@ -102,7 +102,7 @@ class _DoctorCLI(LightRLCLI):
             self.exit_code = check_data(module, datamodule)
             return
         if not isinstance(module, RLModule):
-            raise UsageError(f"lightrl doctor needs an RLModule, which has a reward, got {type(module).__name__}.")
+            raise UsageError(f"lightrl doctor needs an RLModule (it has the reward), got {type(module).__name__}.")
         source = options.file if options.command == "replay" else self._trajectories(module, datamodule, **kwargs)
         decode = module.tokenizer.decode
         rows = recompute_rewards(source, module, options.repeats, num=options.n, decode=lambda ids: str(decode(ids)))
@@ -132,7 +132,7 @@ class _DoctorCLI(LightRLCLI):
 
 
 def no_reward(trajectory: Trajectory) -> JsonObject:
-    """The reward function while the policy generates; keeps the rewards of an environment."""
+    """Replaces the reward function while the policy generates; keeps an environment's rewards."""
     return {"reward": 0.0} if trajectory.rewards is None else {"rewards": trajectory.rewards}
 
 
@@ -143,10 +143,10 @@ def _references(prompts: Sequence[Prompt], column: str, module: RLModule) -> lis
     for prompt in prompts:
         if column not in prompt.fields:
             raise UsageError(
-                f"Prompt {prompt.id!r} has no column {column!r}, only {', '.join(prompt.fields) or 'none at all'}. Set "
-                "data.answer_column."
+                f"Prompt {prompt.id!r} has no column {column!r}. Its columns: {', '.join(prompt.fields) or 'none'}. "
+                "Set data.answer_column."
             )
-        value = chat_as_text(prompt.fields[column])  # or a list of accepted answers
+        value = chat_as_text(prompt.fields[column])  # it may be a list of accepted answers
         answer = {"role": "assistant", "content": str(value[0] if isinstance(value, list) and value else value)}
         token_ids, _ = renderer.completion_ids(None, [answer])
         zeros = [0] * len(token_ids)

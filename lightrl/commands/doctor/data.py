@@ -113,7 +113,7 @@ def check_data(module: L.LightningModule, datamodule: L.LightningDataModule) -> 
     attach(module, datamodule)
     if not isinstance(datamodule, PromptDataModule) or not datamodule.makes_prompts_of_rows:
         name = type(datamodule).__name__
-        raise UsageError(f"lightrl doctor data reads files and hub datasets. A run checks the prompts of {name}.")
+        raise UsageError(f"lightrl doctor data reads files and hub datasets. Only a run checks the prompts of {name}.")
     reports = [read_split(datamodule, "train"), read_split(datamodule, "validation")]
     lines: list[str] = []
     for report in reports:

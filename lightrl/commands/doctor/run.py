@@ -54,10 +54,10 @@ from lightrl.trace.spans import child_bytes, host_bytes, host_memory
 from lightrl.trainer import Trainer
 from lightrl.trajectory import Group, Trajectory
 
-_MAX_ROWS = 20_000  # of a split; about a minute of reading
-_LEAST_FREE = 0.1  # fraction of the host's memory; with less, even the start of the run may fail
+_MAX_ROWS = 20_000  # per split; reading them takes about a minute
+_LEAST_FREE = 0.1  # fraction of the host's memory; with less free, even starting the run may fail
 _LEAST_DISK_BYTES = 2**30
-_SHOWN_CHARS = 60  # the end of a prompt
+_SHOWN_CHARS = 60  # from the end of a prompt
 _SHOWN_PROBLEMS = 3
 Status = Literal["ok", "warning", "fails"]
 _NUM_ITERATIONS = 2
@@ -67,8 +67,8 @@ _ANSWER_S = 10.0  # startup deadline of a server that is already running
 _PROBE = "sync/probe_abs_dlogp_nats"
 _MISMATCH = "sync/mismatch_present_abs_dlogp_nats"
 
-# Callbacks that affect how a run samples and write only to the run's folder, which is a temporary one here.
-_KEPT = (StalenessControl, WeightSync, RolloutMetrics, DynamicSampling, PromptCurriculum, TrajectoryLog)
+# Callbacks that affect how a run samples and write only to the run's folder, here a temporary one.
+_TRIAL_CALLBACKS = (StalenessControl, WeightSync, RolloutMetrics, DynamicSampling, PromptCurriculum, TrajectoryLog)
 
 # Trainer overrides for the trial: one validation batch, no output. The callback Trial ends the run.
 _SHORTENED: dict[str, object] = {
@@ -100,8 +100,8 @@ class _RunCheck(LightRLCLI):
         """Shortens the run and redirects its output to the temporary folder."""
         settings = self.config[self.config.subcommand]
         trainer = settings.trainer
-        self.given = trainer.clone()
-        self.root = str(self.given.get("default_root_dir") or ".")
+        self.user_trainer = trainer.clone()
+        self.root = str(self.user_trainer.get("default_root_dir") or ".")
         self.left_out = [f"ckpt_path={settings.ckpt_path}"] if settings.get("ckpt_path") else []
         settings.ckpt_path = None
         for name, value in (_SHORTENED | {"default_root_dir": str(self.folder)}).items():
@@ -118,15 +118,15 @@ class _RunCheck(LightRLCLI):
             engine_args.weight_folder = self._weights.name
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Leaves out callbacks that write outside the run's folder, and the user's own."""
+        """Leaves out user-defined callbacks, and those that write outside the run's folder."""
         settings = self.config_init[self.config.subcommand].trainer
-        items = settings.callbacks or []
-        self.items = items if isinstance(items, list) else [items]
-        settings.callbacks = [item for item in self.items if _is_kept(item)]
-        self.left_out += [type(item).__name__ for item in self.items if not _is_kept(item)]
-        for item in settings.callbacks:
-            if isinstance(item, TrajectoryLog):
-                item.table_every_n_iterations = None
+        callbacks = settings.callbacks or []
+        self.user_callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        settings.callbacks = [callback for callback in self.user_callbacks if _is_kept(callback)]
+        self.left_out += [type(callback).__name__ for callback in self.user_callbacks if not _is_kept(callback)]
+        for callback in settings.callbacks:
+            if isinstance(callback, TrajectoryLog):
+                callback.table_every_n_iterations = None
         return super().instantiate_trainer(**kwargs)
 
     def before_fit(self) -> None:
@@ -142,45 +142,45 @@ class _RunCheck(LightRLCLI):
                 f"lightrl doctor run needs an RLModule such as GRPO, got {type(module).__name__}. For data alone: "
                 "lightrl doctor data."
             )
-        self._before(module, datamodule)
-        saved = [item for item in self.items if isinstance(item, ModelCheckpoint)]
-        if not saved and self.given.get("enable_checkpointing") is not False:
-            saved = [ModelCheckpoint(save_last=True)]
-        trial = Trial(saved)
+        self._check_before(module, datamodule)
+        checkpoints = [callback for callback in self.user_callbacks if isinstance(callback, ModelCheckpoint)]
+        if not checkpoints and self.user_trainer.get("enable_checkpointing") is not False:
+            checkpoints = [ModelCheckpoint(save_last=True)]
+        trial = Trial(checkpoints)
         self.trainer.callbacks.append(trial)
         try:
             self.trainer.fit(**kwargs)
         except OtherRankFailed:
             raise
         except (LightRLError, *FIXABLE) as error:
-            self._note([Finding("trial", chain(unwrapped(error)), "fails", f"See above. {keep_traceback(None)}")])
-        self._after(trial, module, datamodule)
+            self._report([Finding("trial", chain(unwrapped(error)), "fails", f"See above. {keep_traceback(None)}")])
+        self._check_after(trial, module, datamodule)
 
     @rank_zero_only
-    def _before(self, module: RLModule, datamodule: L.LightningDataModule) -> None:
-        self._note(device_findings(self.trainer))
-        self._note([disk_finding(self.root)])
-        self._note(memory_on_paper(module, self.trainer, datamodule))
-        self._note(model_findings(module))
-        self._note(data_findings(module, datamodule))
+    def _check_before(self, module: RLModule, datamodule: L.LightningDataModule) -> None:
+        self._report(device_findings(self.trainer))
+        self._report([disk_finding(self.root)])
+        self._report(memory_on_paper(module, self.trainer, datamodule))
+        self._report(model_findings(module))
+        self._report(data_findings(module, datamodule))
         if self.left_out:
-            self._note([Finding("trial", f"Left out of the two iterations: {', '.join(self.left_out)}.")])
+            self._report([Finding("trial", f"Left out of the two iterations: {', '.join(self.left_out)}.")])
 
     @rank_zero_only
-    def _after(self, trial: Trial, module: RLModule, datamodule: L.LightningDataModule) -> None:
+    def _check_after(self, trial: Trial, module: RLModule, datamodule: L.LightningDataModule) -> None:
         if trial.trajectories or trial.dropped:
-            self._note(_findings(trial, module))
+            self._report(_trial_findings(trial, module))
         if trial.iterations_s:
             logged = sum(file.stat().st_size for file in self.folder.rglob("iteration-000000.jsonl"))
-            interval = next((item.every_n_iterations for item in self.items if isinstance(item, TrajectoryLog)), 1)
-            batches = _num_batches(datamodule, self.given.get("limit_val_batches"))
-            self._note(forecast(trial, self.root, logged_bytes=logged / interval, validation_batches=batches))
+            interval = next((c.every_n_iterations for c in self.user_callbacks if isinstance(c, TrajectoryLog)), 1)
+            batches = _num_batches(datamodule, self.user_trainer.get("limit_val_batches"))
+            self._report(forecast(trial, self.root, logged_bytes=logged / interval, validation_batches=batches))
         warnings, took_s = count_text(self.num_by_status["warning"], "warning"), time.monotonic() - self.start_s
         totals = f"{self.num_by_status['ok']} ok, {warnings}, {self.num_by_status['fails']} failed"
         sys.stdout.write(f"\n{totals}, in {took_s:.0f} s. All output of the trial was deleted.\n")
 
     @rank_zero_only
-    def _note(self, findings: Iterable[Finding]) -> None:
+    def _report(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
             self.num_by_status[finding.status] += 1
             sys.stdout.write(f"{one_period(str(finding))}\n")
@@ -188,9 +188,9 @@ class _RunCheck(LightRLCLI):
 
 
 def _is_kept(callback: object) -> bool:
-    """Whether the trial keeps a callback: one of `_KEPT`, or one that changes how the run samples."""
-    hook = "configure_rollout"
-    return isinstance(callback, _KEPT) or getattr(type(callback), hook, None) not in (None, getattr(RLCallback, hook))
+    """Whether the trial keeps a callback: one of `_TRIAL_CALLBACKS`, or one that overrides `configure_rollout`."""
+    hook = getattr(type(callback), "configure_rollout", None)
+    return isinstance(callback, _TRIAL_CALLBACKS) or hook not in (None, RLCallback.configure_rollout)
 
 
 def _num_batches(datamodule: Any, limit: Any) -> int:
@@ -259,7 +259,7 @@ def _state_bytes(module: RLModule, optimizers: list[torch.optim.Optimizer]) -> i
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # a DTensor counts all its shards
 
 
-def _findings(trial: Trial, module: RLModule) -> Iterator[Finding]:
+def _trial_findings(trial: Trial, module: RLModule) -> Iterator[Finding]:
     """Reports the trial's logprobs, completions, rewards and memory."""
     yield _logprobs(trial)
     yield from _completions(trial, module)
@@ -298,7 +298,7 @@ def _completions(trial: Trial, module: RLModule) -> Iterator[Finding]:
     stops = "; ".join(f"{tokens} ({', '.join(names)})" for tokens, names in sources.items())
     trajectories = trial.trajectories
     if not trajectories:
-        yield Finding("completions", "No trajectory was finished.", "fails", "See the drops below and the log above.")
+        yield Finding("completions", "No trajectory finished.", "fails", "See the drops below and the log above.")
         return
     cut = sum(trajectory.finish_reason == "length" for trajectory in trajectories) / len(trajectories)
     lengths = [sum(trajectory.loss_mask) for trajectory in trajectories]
@@ -335,7 +335,7 @@ def _rewards(trial: Trial, module: RLModule) -> Iterator[Finding]:
 
 
 def run_length(trainer: L.Trainer, checkpoints: Sequence[ModelCheckpoint]) -> tuple[float, float, float]:
-    """Returns the number of iterations (infinite if nothing ends the run), of validations, and of final checkpoints."""
+    """Returns the numbers of iterations (infinite if nothing ends the run), validations, and checkpoints kept."""
     iterations, epoch = float(trainer.estimated_stepping_batches), trainer.num_training_batches
     interval = (trainer.val_check_batch or math.inf) * (trainer.check_val_every_n_epoch or 1)
     files = 0.0
@@ -346,7 +346,7 @@ def run_length(trainer: L.Trainer, checkpoints: Sequence[ModelCheckpoint]) -> tu
 
 
 def forecast(trial: Trial, root: str, *, logged_bytes: float, validation_batches: int) -> Iterator[Finding]:
-    """Reports the seconds of each phase; extrapolates the run's duration and bytes from the trial's last iteration."""
+    """Reports the duration of each phase; extrapolates the run's duration and bytes from the trial's last iteration."""
     phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in trial.phases_s.items())
     first, last = trial.iterations_s[0], trial.iterations_s[-1]
     yield Finding("time", f"The first iteration took {first:.2f} s, the last {last:.2f} s: {phases}.")
@@ -401,9 +401,9 @@ def device_findings(trainer: L.Trainer) -> Iterator[Finding]:
     text = f"The trainer uses {used}; this machine has {count_text(num_gpus, 'GPU')}."
     fix = "Set trainer.accelerator to auto or gpu."
     yield check("devices", text, "warning", fix, is_wrong=num_gpus > 0 and kind == "cpu")
-    memories = [("The host", *host_memory(), _LEAST_FREE, "End other processes.")]
+    memories = [("The host", *host_memory(), _LEAST_FREE, "Stop other processes.")]
     for index in range(num_gpus if kind == "cuda" else 0):
-        fix = "Another process uses this GPU: nvidia-smi shows which. End it, or choose other trainer.devices."
+        fix = "Another process uses this GPU: nvidia-smi shows which. Stop it, or choose other trainer.devices."
         name = f"GPU {index}, {torch.cuda.get_device_name(index)}"
         memories.append((name, *torch.cuda.mem_get_info(index), 0.9, fix))
     for name, free, total, least, fix in memories:
@@ -416,7 +416,7 @@ def memory_on_paper(module: RLModule, trainer: L.Trainer, data: object) -> Itera
     try:
         run = planned(module, trainer, data)
     except UnknownMemory as error:
-        yield Finding("memory", str(error), "warning", "lightrl plan shows the memory where the config can be read.")
+        yield Finding("memory", str(error), "warning", "Run lightrl plan where the model's config can be read.")
         return
     assert run is not None
     yield Finding("memory", memory_line(run))

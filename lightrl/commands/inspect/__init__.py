@@ -3,12 +3,12 @@
 Reading order:
     run_folder.py  which folders are runs, their status and settings
     index.py       the table of trajectories: SQLite in the user's cache, built from the first bytes of each line
-    answers.py     the page's questions and their answers as JSON: curves, each token of a trajectory, timelines
+    answers.py     answers the page's questions with JSON: curves, each token of a trajectory, timelines
     server.py      the page on the loopback, with a token in its address
     command.py     the command line; the page as one file
     page/          HTML, JavaScript and CSS, as the browser gets them
 
-May import: checks, trace, trajectory; neither torch nor Lightning, so that the page opens at once. Text from a model
+May import: checks, trace, trajectory; neither torch nor Lightning, so the page opens at once. Text from a model
 only ever enters the page as text (`textContent`). To show something new, add an answer here and a view in
 page/inspect.js.
 """

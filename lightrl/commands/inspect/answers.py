@@ -1,4 +1,4 @@
-"""The page's questions and their answers: plain JSON, the same from the server and in an exported file.
+"""Answers the page's questions with plain JSON, the same from the server and in an exported file.
 
 Curves, each token of a trajectory, images, the events of an iteration from the trace of all ranks, and problems.
 """
@@ -24,18 +24,18 @@ from lightrl.trace import trace_files
 from lightrl.trajectory import rows_of
 
 MAX_POINTS = 600  # points of a curve: more than a screen has columns
-MAX_TOKENS = 100_000  # the most that a trajectory shows
+MAX_TOKENS = 100_000  # shown per trajectory, at most
 _MAX_IMAGE_BYTES = 32 * 2**20
 _KINDS = {b"\x89PNG\r\n": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
 
-_STEPS = ("step", "iteration")  # the column that is the horizontal axis; CSVLogger's, LearningCurve's
-_OTHERS = ("epoch", "created_at")
-_FIRST_FILES = 8  # rows to index before the table's first page
+_STEPS = ("step", "iteration")  # name of the horizontal axis's column, in CSVLogger and in LearningCurve
+_NOT_CURVES = ("epoch", "created_at")
+_FIRST_FILES = 8  # files to index before the table's first page
 _UPDATE_S = 2.0  # seconds between two updates of an index
 
 
 class Curves:
-    """The curves of a run; when its file of metrics has grown, only the new part is read."""
+    """The curves of a run; when its metrics file has grown, only the new part is read."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -45,7 +45,7 @@ class Curves:
         self._points: dict[str, tuple[list[float], list[float]]] = {}  # metric → iterations, values
 
     def to_json(self) -> Json:
-        """Returns metric → {"x": iterations, "y": values}; a long curve is reduced to means of its parts."""
+        """Returns metric → {"x": iterations, "y": values}; a long curve is averaged over equal intervals."""
         self._read()
         return {name: _shortened(*points) for name, points in sorted(self._points.items())}
 
@@ -73,14 +73,14 @@ class Curves:
         columns = [
             (index, self._points.setdefault(name, ([], [])))
             for index, name in enumerate(names_of_columns)
-            if index != step and name not in _OTHERS
+            if index != step and name not in _NOT_CURVES
         ]
         for row in csv.reader(text.splitlines()):
             for index, (steps, values) in columns:
                 if index < len(row) and row[index]:
-                    at, value = finite_number(row[step]), finite_number(row[index])
-                    if at is not None and value is not None:
-                        steps.append(at)
+                    iteration, value = finite_number(row[step]), finite_number(row[index])
+                    if iteration is not None and value is not None:
+                        steps.append(iteration)
                         values.append(value)
 
 
@@ -107,17 +107,17 @@ class _OpenRun:
 
 @contextlib.contextmanager
 def _reading_files(question: str) -> Iterator[None]:
-    """Turns any error that the content of a run's files causes into a LookupError or a ValueError."""
+    """Turns any error caused by the content of a run's files into a LookupError or a ValueError."""
     try:
         yield
     except (LookupError, ValueError):
         raise
-    except Exception as error:  # a stranger's files may fail in any way
-        raise ValueError(f"The run's files do not answer {question!r}: {type(error).__name__}: {error}") from error
+    except Exception as error:  # untrusted files may fail in any way
+        raise ValueError(f"The run's files cannot be read for {question!r}: {type(error).__name__}: {error}") from error
 
 
 class Answers:
-    """Answers questions about runs, numbered by position, from any thread; `cache` is the folder of the indices."""
+    """Answers questions about runs, numbered by position, from any thread; `cache` is the folder for the indices."""
 
     def __init__(self, runs: Sequence[Run], cache: Path | None = None) -> None:
         self.runs = [_OpenRun(run, cache) for run in runs]
@@ -162,7 +162,7 @@ class Answers:
             if question == "trajectory":
                 record = one.index.line(int(values["id"]))
                 if "trajectory" not in record:
-                    raise LookupError(f"It was dropped: {record['message']}")
+                    raise LookupError(f"This trajectory was dropped: {record['message']}")
                 group = one.index.group_of(record["iteration"], record["trajectory"]["group_id"])
                 return {**as_shown(record, one.texts), "group_rows": group}
         raise LookupError(f"There is no question {question!r}.")
@@ -263,7 +263,7 @@ def as_shown(record: Json, texts: TokenTexts) -> Json:
 
 
 def _images(trajectory: Json) -> list[str]:
-    """Returns the images of the prompt, then of observations."""
+    """Returns the images of the prompt, then those of the observations."""
     return [*(trajectory["prompt"].get("images") or ()), *(trajectory.get("images") or ())]
 
 
@@ -289,15 +289,15 @@ def image(record: Json, number: int) -> tuple[str, bytes]:
     return kind, content
 
 
-MAX_EVENTS = 20_000  # per iteration, the longest ones
-MAX_PROBLEMS = 5_000  # the last ones
+MAX_EVENTS = 20_000  # per iteration; the longest are kept
+MAX_PROBLEMS = 5_000  # the newest are kept
 
 _MARK = re.compile(rb'^\{"name":"iteration (\d+)","ph":"i"', re.M)
 _CHUNK = 2**22
 
 
 class Timeline:
-    """Finds where in the trace's files each iteration begins; continues reading where a file has grown."""
+    """Finds where each iteration begins in the trace files; when a file has grown, reads only the new part."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "trace"
@@ -371,6 +371,7 @@ class Timeline:
         self._scanned[path] = (stat.st_ino, done)
 
     def _lines(self, path: Path, marks: list[tuple[int, int]], iteration: int) -> Iterator[Json]:
+        """Yields the trace records of this iteration in a file."""
         for index, (number, start) in enumerate(marks):
             if number != iteration:
                 continue
@@ -381,7 +382,7 @@ class Timeline:
                     yield json.loads(line.rstrip(b","))
 
     def _names(self, path: Path) -> dict[tuple[int, int], str]:
-        """Returns the tracks' names; each is named once, in the iteration in which it first occurs."""
+        """Returns the names of the tracks; the file names each track once, in the iteration where it first occurs."""
         lines = []
         with open_file(path) as file:
             while file.tell() < self._scanned[path][1]:
@@ -392,7 +393,7 @@ class Timeline:
 
 
 def problems(run: Run) -> list[Json]:
-    """Lists lost servers, then warnings, errors and drops of all ranks and the traceback, the newest first."""
+    """Lists lost servers, then all ranks' warnings, errors and drops, and the traceback, newest first."""
     status = run.status()
     stamp = {"at": status.get("at", 0.0), "iteration": status.get("iteration"), "source": "server"}
     lost = [
@@ -403,7 +404,7 @@ def problems(run: Run) -> list[Json]:
     reported: list[Json] = []
     for path in sorted((run.folder / "problems").glob("rank-*.jsonl")):
         for line in read_text(path).splitlines():
-            with contextlib.suppress(ValueError, RecursionError):  # incomplete, or not ours
+            with contextlib.suppress(ValueError, RecursionError):  # incomplete, or not lightrl's
                 reported.append({"at": 0.0, **json.loads(line)})
     traceback = run.folder / "traceback.txt"
     if traceback.exists():

@@ -27,7 +27,7 @@ the page on another machine, run ssh -L PORT:127.0.0.1:PORT this-machine there, 
 
 
 def run(args: Sequence[str]) -> int:
-    """Runs `lightrl inspect RUN ...`; returns 0, or 2 if the call is wrong."""
+    """Runs `lightrl inspect RUN ...`; returns 0, or 2 for wrong arguments."""
     parser = argparse.ArgumentParser(prog="lightrl inspect", description=_DESCRIPTION)
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path)
     parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0 picks a free one")
@@ -90,7 +90,7 @@ def export(answers: Answers, path: Path) -> tuple[int, int]:
 
 
 def _answers(answers: Answers) -> Iterator[tuple[str, Json]]:
-    """Yields each request that the page makes, with its answer."""
+    """Yields each request that the page makes, and its answer."""
     runs = answers.answer("runs", {})
     for number, run in enumerate(answers.runs):
         run.index.update()

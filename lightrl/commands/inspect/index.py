@@ -1,10 +1,10 @@
 """The table of a run's trajectories: an SQLite file in the user's cache, built from the first bytes of each line.
 
-Dropped trajectories, which the files of problems list, are rows too; their finish is the reason, and they have no
+Dropped trajectories, which the problem files list, are rows too; their finish is the drop reason, and they have no
 tokens.
 
 TrajectoryLog writes the table's columns before the trajectory, so a long line costs as much as a short one. A thread
-reads files whose size or time has changed, the newest first; the table can be read meanwhile.
+reads files whose size or time has changed, newest first; the table can be read meanwhile.
 """
 
 from __future__ import annotations
@@ -56,33 +56,32 @@ class TrajectoryIndex:
         cache.mkdir(parents=True, exist_ok=True)
         self._path = cache / f"{name}-{_SCHEMA_VERSION}.sqlite"
         self._updating = threading.Lock()
-        self.num_missing = 0  # files that are still to be read
+        self.num_missing = 0  # files not read yet
         with closing(self._connect()) as database:
             database.executescript(_CREATE)
 
     def update(self, *, max_files: int | None = None) -> int:
-        """Reads new and changed files, the newest first; returns how many remain."""
+        """Reads new and changed files, newest first; returns how many remain."""
         with self._updating, closing(self._connect()) as database:
-            indexed_files = {
-                name: (size, time, number) for name, size, time, number in database.execute("SELECT * FROM files")
-            }
-            here = dict(_entries(self._folder))
+            files = database.execute("SELECT * FROM files")
+            indexed = {name: (size, time, number) for name, size, time, number in files}
+            stats = dict(_entries(self._folder))
             changed = [
-                name for name in sorted(here, reverse=True) if indexed_files.get(name, (0, 0))[:2] != _stamp(here[name])
+                name for name in sorted(stats, reverse=True) if indexed.get(name, (0, 0))[:2] != _stamp(stats[name])
             ]
             self.num_missing = len(changed)
             with database:
-                for name in indexed_files.keys() - here.keys():
-                    _forget(database, name, indexed_files[name][2])
-            next_id = max((number for _, _, number in indexed_files.values()), default=0) + 1
+                for name in indexed.keys() - stats.keys():
+                    _forget(database, name, indexed[name][2])
+            next_id = max((number for _, _, number in indexed.values()), default=0) + 1
             for start in range(0, min(len(changed), max_files or len(changed)), 64):
                 batch = changed[start : start + 64][:max_files]
                 with database:
                     for name in batch:
-                        if name in indexed_files:
-                            _forget(database, name, indexed_files[name][2])
+                        if name in indexed:
+                            _forget(database, name, indexed[name][2])
                         with contextlib.suppress(OSError):  # not a file that a run writes
-                            _add(database, self._folder / name, next_id, name, _stamp(here[name]))
+                            _add(database, self._folder / name, next_id, name, _stamp(stats[name]))
                         next_id += 1
                 self.num_missing -= len(batch)
             return self.num_missing
@@ -90,7 +89,7 @@ class TrajectoryIndex:
     def page(
         self, query: str = "", sort: str = "iteration", *, descending: bool = True, offset: int = 0, limit: int = 100
     ) -> Json:
-        """Returns rows of the table, and how many match.
+        """Returns one page of matching rows, and how many match in all.
 
         Args:
             query: words that the prompt or the completion must contain, and conditions: `reward<0.5`.
@@ -102,7 +101,7 @@ class TrajectoryIndex:
             raise ValueError(f"sort must be one of {', '.join(COLUMNS)}, got {sort!r}.")
         where, values, notes = condition(query)
         direction = "DESC" if descending else "ASC"
-        tie = "ASC" if sort == "iteration" else direction  # the trajectories of an iteration in their order
+        tie = "ASC" if sort == "iteration" else direction  # keeps an iteration's trajectories in order
         with closing(self._connect()) as database:
             (total,) = database.execute(f"SELECT count(*) FROM rows {where}", values).fetchone()
             rows = database.execute(
@@ -113,24 +112,24 @@ class TrajectoryIndex:
             return {"total": total, "rows": _dicts(rows), "notes": notes}
 
     def sample(self, num: int) -> list[Json]:
-        """Returns at most `num` rows: equally many of each iteration, in whole groups where one fits."""
+        """Returns at most `num` rows: the same number from each iteration, in whole groups if a group fits."""
         with closing(self._connect()) as database:
             total, iterations, size = database.execute(
                 "SELECT count(*), count(DISTINCT iteration), max(sample) + 1 FROM rows"
             ).fetchone()
-            each = num if total <= num else max(1, num // iterations)
-            each -= each % size if size and each > size else 0
+            num_each = num if total <= num else max(1, num // iterations)
+            num_each -= num_each % size if size and num_each > size else 0
             order = 'PARTITION BY iteration ORDER BY "group" IS NULL, "group", sample'
             samples = database.execute(
                 f"SELECT id, {_COLUMNS} FROM (SELECT rowid AS id, *, row_number() OVER ({order}) AS place FROM rows) "
                 "WHERE place <= ? ORDER BY place, iteration",
-                [each],
+                [num_each],
             )
             rows = _dicts(samples)
         return rows if len(rows) <= num else [rows[place * (len(rows) - 1) // (num - 1)] for place in range(num)]
 
     def line(self, row_id: int) -> Json:
-        """Returns a row's record as TrajectoryLog wrote it; raises LookupError if it is missing or replaced."""
+        """Returns a row's record as TrajectoryLog wrote it; raises LookupError if it is missing or was replaced."""
         with closing(self._connect()) as database:
             row = database.execute(
                 "SELECT name, start, rows.size FROM rows JOIN files ON files.id = rows.file WHERE rows.rowid = ?",
@@ -151,8 +150,8 @@ class TrajectoryIndex:
 
     def _connect(self) -> sqlite3.Connection:
         database = sqlite3.connect(self._path, timeout=30.0)
-        database.execute("PRAGMA synchronous = OFF")  # it can be built again
-        database.execute("PRAGMA journal_mode = WAL")  # so that the table can be read while it grows
+        database.execute("PRAGMA synchronous = OFF")  # a lost index can be rebuilt
+        database.execute("PRAGMA journal_mode = WAL")  # allows reading while the table grows
         return database
 
 
@@ -161,7 +160,7 @@ def _dicts(rows: Iterable[Sequence[object]]) -> list[Json]:
 
 
 def condition(query: str) -> tuple[str, list[object], list[str]]:
-    """Returns a query as SQL, its values, and notes on words that look like a condition but are searched as text."""
+    """Returns the query's SQL, its values, and notes on words that look like conditions but are searched as text."""
     clauses: list[str] = []
     values: list[object] = []
     notes: list[str] = []
@@ -243,14 +242,14 @@ def _rows(path: Path, number: int) -> Iterator[Sequence[object]]:
 
 
 def _storable(value: object) -> object:
-    """Makes a value storable: SQLite takes no lone surrogates, which completions may have, lists or huge integers."""
+    """Makes a value storable: SQLite refuses lists, huge integers, and lone surrogates, which completions may have."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     return value if isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63) else None
 
 
 def _columns(content: mmap.mmap, start: int, end: int) -> Json | None:
-    """Reads the columns of a trajectory, also of a dropped one, from the beginning of its line."""
+    """Reads the columns of a trajectory, finished or dropped, from the beginning of its line."""
     cut = content.find(b', "trajectory": ', start, end)
     try:
         record: Json = json.loads(content[start:end] if cut < 0 else content[start:cut] + b"}")
@@ -260,4 +259,4 @@ def _columns(content: mmap.mmap, start: int, end: int) -> Json | None:
         dropped = {"iteration": record["iteration"], "finish": record["kind"], "excerpt": record["message"]}
         return dropped if is_drop else None
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
-        return None  # not a line of ours
+        return None  # not a line that lightrl wrote

@@ -16,12 +16,12 @@ from lightrl.checks.secret_settings import without_secrets
 
 _SIGNS = ("metrics.csv", "trajectories", "trace", "status.json", "learning_curve.csv", "problems")
 Json = dict[str, Any]  # a JSON object of a file or an answer
-MAX_BYTES = 2**26  # the most to read of a file at a time
+MAX_BYTES = 2**26  # maximum to read from a file at a time
 _DEPTH = 3  # folders from a named one down to its runs: <root>/lightning_logs/version_0
 
 
 def open_file(path: Path, *, follows_link: bool = False) -> BinaryIO:
-    """Opens a file of a run, which may be a stranger's; raises OSError for a link, a pipe, a device or a folder."""
+    """Opens a run's file, which may be untrusted; raises OSError for a link, a pipe, a device or a folder."""
     flags = os.O_RDONLY | os.O_NONBLOCK  # opening a pipe must not block
     file = os.fdopen(os.open(path, flags if follows_link else flags | os.O_NOFOLLOW), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -31,7 +31,7 @@ def open_file(path: Path, *, follows_link: bool = False) -> BinaryIO:
 
 
 def read_text(path: Path) -> str:
-    """Returns the end of a run's file, as much as a page can show."""
+    """Returns the last MAX_BYTES of a run's file as text."""
     with open_file(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_BYTES))
         return file.read(MAX_BYTES).decode(errors="replace")
@@ -53,13 +53,13 @@ class Run:
         return status if isinstance(status, dict) else {}
 
     def settings(self) -> dict[str, str]:
-        """Returns the settings of its `config.yaml` by their names on the command line; empty if there is none."""
+        """Returns the settings in its `config.yaml` by their command-line names; empty if there is no such file."""
         try:
             text = read_text(self.folder / "config.yaml")
             depth = 0
             for event in yaml.parse(text):
                 depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-                if depth > 50 or isinstance(event, yaml.AliasEvent):  # ten lines can unfold to a billion
+                if depth > 50 or isinstance(event, yaml.AliasEvent):  # ten lines of aliases can expand to a billion
                     return {}
             config = yaml.safe_load(text)
         except (OSError, ValueError, yaml.YAMLError, RecursionError):
@@ -83,13 +83,13 @@ def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:
 
 
 def find_runs(paths: Iterable[Path]) -> list[Run]:
-    """Returns each of these folders that is a run, or else the runs in it, the newest last."""
+    """Returns each folder that is a run, or otherwise the runs in it, newest last."""
     folders: list[Path] = []
     for path in paths:
         runs = _runs_in(path.absolute(), _DEPTH)
         if not runs:
             raise ValueError(
-                f"{path} is not a run and has none in it. Pass a run's folder, such as "
+                f"{path} is not a run folder and contains none. Pass a run's folder, such as "
                 "runs/quickstart/lightning_logs/version_0, or its trainer.default_root_dir."
             )
         folders += [folder for folder in runs if folder not in folders]
@@ -106,7 +106,7 @@ def _runs_in(folder: Path, depth: int) -> list[Path]:
 
 
 def _short_names(folders: list[Path]) -> list[str]:
-    """Returns the shortest ends of the paths that differ, without `lightning_logs`."""
+    """Returns the shortest distinct ends of the paths, without `lightning_logs`."""
     parts = [[part for part in folder.parts if part != "lightning_logs"] for folder in folders]
     for num in range(2, 30):
         names = ["/".join(one[-num:]) for one in parts]

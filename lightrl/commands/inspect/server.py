@@ -1,8 +1,8 @@
 """Serves the page on the loopback: its address has a token, and the browser runs only the page's own script.
 
-A stranger's page in the same browser can send requests to the loopback, but does not know the token, and if it uses
-another name (DNS rebinding) its `Host` is refused. A run's files are data: answers are JSON, images are images, and
-the policy below lets the browser run only the package's own script.
+Another site's page in the same browser can send requests to the loopback, but does not know the token; if it uses
+another host name (DNS rebinding), its `Host` is refused. A run's files are only data: answers are JSON, images are
+images, and the policy below lets the browser run only the package's script.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HEADERS = {
 
 
 class PageServer:
-    """Serves the page and the answers, which are started, on 127.0.0.1 until closed; port 0 picks a free port."""
+    """Serves the page and `answers` (already started) on 127.0.0.1 until closed; port 0 picks a free port."""
 
     def __init__(self, answers: Answers, *, port: int = 0) -> None:
         self.answers = answers
@@ -63,13 +63,13 @@ class _Server(ThreadingHTTPServer):
     page: PageServer
 
     def verify_request(self, request: object, client_address: object) -> bool:
-        return threading.active_count() < _MAX_THREADS  # one per connection, which may send nothing
+        return threading.active_count() < _MAX_THREADS  # one per connection, even an idle one
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     protocol_version = "HTTP/1.1"
-    timeout = 60  # seconds, of an idle connection
+    timeout = 60  # seconds until an idle connection is closed
 
     def do_GET(self) -> None:
         page = self.server.page

@@ -1,7 +1,7 @@
-"""Launch: runs on one machine or many. A plan places the processes; launchers start and end them there.
+"""Launch: runs on one machine or many. A plan places the processes; launchers start and stop them there.
 
 Reading order:
-    settings.py     Launch: the section `launch:` of the YAML, and AReaL's strings for the same
+    settings.py     Launch: the section `launch:` of the YAML, and AReaL's allocation strings
     plan.py         the run's facts; the plan: ranks and servers on hosts and GPUs, whether the model fits
     launcher.py     the protocol of launchers, the folder of a launch, its scripts and log files
     slurm.py        a job on a Slurm cluster; scripts.py: files for torchrun and Kubernetes

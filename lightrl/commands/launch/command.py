@@ -18,7 +18,7 @@ import yaml
 from lightrl.checks.files import host_names
 from lightrl.checks.printable import count_text
 from lightrl.commands.cli import LightRLCLI
-from lightrl.commands.config_layers import UsageError, marked, unmarked
+from lightrl.commands.config_layers import UsageError, keep_texts, to_plain
 from lightrl.commands.console import reported
 from lightrl.commands.launch.launcher import Launcher, make_folder, write_files
 from lightrl.commands.launch.local import LocalLauncher
@@ -66,20 +66,21 @@ class UnstartedCLI(LightRLCLI):
 
 
 class LaunchedCLI(UnstartedCLI):
-    """Builds the run with the ranks, servers and strategy that are planned from its section `launch:`."""
+    """Builds the run with the ranks, servers and strategy of the plan for its section `launch:`."""
 
     launched: Plan | None = None
 
     def before_instantiate_classes(self) -> None:
-        """Replaces the settings by the plan's. GPU memory is not checked here; the caller checks it later."""
+        """Applies the settings of a preliminary plan, without the memory check, which needs the models built."""
         settings = self.config[self.config.subcommand]
         if settings.get("launch") is None:
             return
         self.given, self.given_text = settings.as_dict(), self.config_text()
         values = {**self.given, "launch": {**self.given["launch"], "gpu_memory_gb": None}}
         self.launched = plan_of(values, folder="launch-N", is_shown=True)
-        command, laid_out = self.config.subcommand, marked(dict(self.launched.settings))
-        self.config[command] = unmarked(self._subcommand_parsers[command].parse_object(laid_out, marked(settings)))
+        parser, layout = self._subcommand_parsers[self.config.subcommand], dict(self.launched.settings)
+        merged = parser.parse_object(keep_texts(layout), keep_texts(settings))
+        self.config[self.config.subcommand] = to_plain(merged)
 
     def fit(self, **kwargs: object) -> None:
         """Starts nothing."""
@@ -96,8 +97,8 @@ def plan_of(settings: JsonMapping, *, folder: str, is_shown: bool = False, memor
     """Plans a parsed configuration; raises ValueError if it does not fit.
 
     Args:
-        memory: the fields of RunFacts with which memory is checked.
-        is_shown: whether people read the plan: hosts that a job does not have yet are then called `node1` and so on.
+        memory: the fields of RunFacts that the memory check needs; None skips the check.
+        is_shown: whether the plan is printed; if so, hosts that a job does not have yet are called `node1` and so on.
     """
     launch = Launch.of(settings["launch"])
     facts = replace(facts_of(settings), **(memory or {}))
@@ -158,7 +159,7 @@ def launch(args: Sequence[str]) -> int:
 
 
 def run(args: Sequence[str]) -> int:
-    """Runs `lightrl launch ARGS`; returns the run's exit code, 130 after Ctrl-C or SIGTERM, 2 if the call is wrong."""
+    """Runs `lightrl launch ARGS`; returns the run's exit code, 130 after Ctrl-C or SIGTERM, 2 for wrong arguments."""
     if not args or any(word in ("-h", "--help") for word in args):
         sys.stdout.write(_HELP)
         return 0
@@ -167,7 +168,7 @@ def run(args: Sequence[str]) -> int:
         try:
             return launch(args)
         except KeyboardInterrupt:
-            sys.stderr.write("The launch was stopped.\n")
+            sys.stderr.write("Stopped the launch.\n")
             return 130
 
     return reported(command)

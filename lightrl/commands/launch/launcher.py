@@ -1,7 +1,7 @@
-"""Launcher: the protocol of classes that start, watch and end a plan's processes; and the folder of a launch.
+"""Launcher: the protocol of classes that start, watch and stop a plan's processes; and the folder of a launch.
 
 FOLDER/config.yaml                the run's settings, including tokens; only this user can read it
-FOLDER/layout.yaml                the plan's changes to them
+FOLDER/layout.yaml                the plan's changes to these settings
 FOLDER/launch.json                the processes and their states, for `lightrl status`
 FOLDER/token                      the servers' token; only this user can read it
 FOLDER/HOST/trainer-0.log, …      the output of each process
@@ -33,10 +33,10 @@ _READ_BYTES = 1 << 20
 
 
 class Launcher(Protocol):
-    """Starts a plan's processes on their hosts, watches them, and ends them in order: the trainer first."""
+    """Starts a plan's processes on their hosts, watches them, and stops them in order: the trainer first."""
 
     def files(self) -> Mapping[str, str]:
-        """Returns the launcher's files, as name in the launch's folder → text; `--dry-run` shows them. None here."""
+        """Returns the launcher's files: name in the launch's folder → text; `--dry-run` shows them. By default none."""
         return {}
 
     def start(self) -> None:
@@ -44,11 +44,11 @@ class Launcher(Protocol):
         ...
 
     def wait(self) -> int:
-        """Waits for the run and returns its exit code; here returns 0 immediately, since another program watches it."""
+        """Waits for the run and returns its exit code; by default returns 0 at once: another program watches it."""
         return 0
 
     def end(self) -> None:
-        """Ends the run: asks the trainer to save its checkpoint, waits for that, ends the servers."""
+        """Stops the run: asks the trainer to save its checkpoint, waits for the trainer, then stops the servers."""
 
 
 def make_folder(root: str | Path) -> Path:
@@ -112,7 +112,7 @@ def script_head(plan: Plan, environment: Mapping[str, str], *, before: Sequence[
 
 
 def quoted(word: str) -> str:
-    """Quotes a word for the shell, which still expands variables."""
+    """Quotes a word for the shell, but lets the shell expand variables in it."""
     return f'"{word}"' if "$" in word else shlex.quote(word)
 
 
@@ -122,21 +122,21 @@ def inside(plan: Plan, command: Sequence[str]) -> str:
     return " ".join(quoted(word) for word in [*words, *command])
 
 
-def placed(plan: Plan, addresses_and_gpus: Sequence[tuple[str, Sequence[str]]]) -> Plan:
+def with_addresses(plan: Plan, addresses_and_gpus: Sequence[tuple[str, Sequence[str]]]) -> Plan:
     """Returns the plan with each host's address, and with the names of its GPUs instead of their numbers."""
     hosts = [host for host, _ in addresses_and_gpus]
 
     def on_host(process: Process) -> Process:
-        def real(numbers: str) -> str:
+        def gpu_names(numbers: str) -> str:
             return ",".join(addresses_and_gpus[process.host][1][int(number)] for number in numbers.split(","))
 
         command = [with_hosts(word, hosts) for word in process.command]
         environment = {name: with_hosts(value, hosts) for name, value in process.environment.items()}
         if "--devices" in command:
-            at = command.index("--devices") + 1
-            command[at] = real(command[at])
+            index = command.index("--devices") + 1
+            command[index] = gpu_names(command[index])
         if "CUDA_VISIBLE_DEVICES" in environment:
-            environment["CUDA_VISIBLE_DEVICES"] = real(environment["CUDA_VISIBLE_DEVICES"])
+            environment["CUDA_VISIBLE_DEVICES"] = gpu_names(environment["CUDA_VISIBLE_DEVICES"])
         return replace(process, command=tuple(command), environment=environment)
 
     names = tuple(with_hosts(name, hosts) for name in plan.hosts)
@@ -144,7 +144,7 @@ def placed(plan: Plan, addresses_and_gpus: Sequence[tuple[str, Sequence[str]]]) 
 
 
 class FollowedLog:
-    """Shows the lines that a log file gains from now on, or `from_start`, with a prefix; it need not exist yet."""
+    """Shows lines added to a log file from now on, or all lines if `from_start`; the file need not exist yet."""
 
     def __init__(self, path: Path, prefix: str, write: Callable[[str], object], *, from_start: bool = False) -> None:
         self._path, self._prefix, self._write = path, prefix, write
@@ -152,7 +152,7 @@ class FollowedLog:
         self._buffer = LineBuffer()
 
     def follow(self) -> None:
-        """Shows the lines that were completed since the last call."""
+        """Shows the lines completed since the last call, each with the prefix."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:

@@ -1,11 +1,11 @@
-"""LocalLauncher: all ranks and servers of a run on this machine, each with its share of the GPUs.
+"""LocalLauncher: runs all ranks and servers on this machine, each with its share of the GPUs.
 
 Between the launcher and each process is a guard (concurrency/parent_guard.py), which ends the process and everything it
 started when the launcher ends, even by `kill -9`.
 
-    start ─► all run ── one fails ──► the others end ─► retries left? restart all from the newest checkpoint
-                   ├─── servers fail ──► retries left? restart only them; they get the run's weights
-                   └─── the trainer is done, or Ctrl-C ──► trainer ends, then servers
+    start ─► all run ── one fails ──► stop the others ─► retries left? restart all from the newest checkpoint
+                   ├─── servers fail ──► retries left? restart only the servers; they get the run's weights
+                   └─── the trainer is done, or Ctrl-C ──► stop the trainer, then the servers
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from lightrl.concurrency.child_process import KILL_WAIT_S, ChildProcess, ending_
 from lightrl.engines.servers.addresses import TOKEN_VARIABLE
 
 _TICK_S = 0.2
-_FAILED_GRACE_S = 10.0  # for the others after one failed: they cannot continue, and may hang
+_FAILED_GRACE_S = 10.0  # for the remaining processes after one failed: they cannot continue, and may hang
 _SERVERS_GRACE_S = 15.0
 _TAIL_LINES, _TAIL_BYTES = 15, 16384
-LOST = -1  # stands for an exit code if the process's host is lost
+LOST = -1  # used as the exit code of a process whose host is lost
 RESUME = ("--ckpt_path", "last")
 
 
 class GuardedProcesses:
-    """Starts and ends commands on this host, by name; all of them end with this process.
+    """Starts and stops commands on this host, by name; when this process ends, they are killed.
 
-    No method waits, so that a launcher can also call them on another host.
+    No method waits, so a launcher on another host can call them too.
     """
 
     def __init__(self) -> None:
@@ -51,10 +51,10 @@ class GuardedProcesses:
         grace_s: float,
         folder: str,
     ) -> None:
-        """Starts a command; it replaces an ended one of the same name.
+        """Starts a command, replacing a finished one of the same name.
 
         Args:
-            environment: variables to add to this process's.
+            environment: variables to add to this process's environment.
             secret_files: variable → the file that contains its value.
             log_file: the command's output is appended to it.
             grace_s, folder: see ChildProcess.
@@ -72,7 +72,7 @@ class GuardedProcesses:
         return {name: child.code for name, child in self.children.items()}
 
     def ask_to_end(self, names: Collection[str], grace_s: float) -> None:
-        """Asks these commands to end, except those that this object did not start."""
+        """Asks these commands to exit; ignores names of commands that this object did not start."""
         for child in (self.children[name] for name in names if name in self.children):
             child.ask_to_end(grace_s)
 
@@ -82,7 +82,7 @@ class GuardedProcesses:
 
 
 class LocalLauncher(Launcher):
-    """Starts a plan's processes as children of this one; `write` gets the output of rank 0 and messages."""
+    """Starts a plan's processes as children of this process; `write` gets messages and the output of rank 0."""
 
     def __init__(self, plan: Plan, *, write: Callable[[str], object] = sys.stderr.write) -> None:
         self.plan = plan
@@ -102,7 +102,7 @@ class LocalLauncher(Launcher):
         self._note(state="running", restarts=self._num_restarts)
 
     def wait(self) -> int:
-        """Returns the exit code of the first process that failed, or 0; restarts as `recover` says."""
+        """Returns the exit code of the first process that failed, or 0; restarts as often as `recover` allows."""
         while True:
             failed = self._watch()
             if failed is None:
@@ -115,18 +115,18 @@ class LocalLauncher(Launcher):
             self._write(f"{failure}. The end of {self._log_file(name)}:\n{self._tail(name)}\n")
             retries = self.plan.launch.recover.retries
             has_retry = self._num_restarts < retries
-            # the ranks can wait for separate servers, whose GPUs are free again
+            # separate servers can restart on their GPUs while the ranks wait for them
             is_separate = self._process(name).role == "servers" and self.plan.layout.placement == "separate"
-            is_alone = is_separate and self._ranks_run()
-            if not (has_retry and is_alone):
+            restarts_alone = is_separate and self._ranks_run()
+            if not (has_retry and restarts_alone):
                 self._stop([one.name for one in self.plan.processes], _FAILED_GRACE_S)
             if not has_retry:
                 self._note(state="failed", error=failure)
                 return code if code > 0 else 1
             self._num_restarts += 1
-            what = f"{name} again" if is_alone else "again from the newest checkpoint"
+            what = f"{name} again" if restarts_alone else "again from the newest checkpoint"
             self._write(f"Starting {what} ({self._num_restarts} of {retries} retries).\n")
-            if not is_alone:
+            if not restarts_alone:
                 self.start()
                 continue
             self._place(while_ranks_run=True)
@@ -134,13 +134,13 @@ class LocalLauncher(Launcher):
             self._note(restarts=self._num_restarts)
 
     def end(self) -> None:
-        """Ends the ranks, which have `warning_s` to save a checkpoint, then the servers. May be called twice."""
+        """Stops the ranks, which have `warning_s` to save a checkpoint, then the servers. Safe to call twice."""
         self._stop([one.name for one in self.plan.of("trainer")], self.plan.launch.warning_s)
         self._stop([one.name for one in self.plan.of("servers")], _SERVERS_GRACE_S)
         self._note(state="ended")
 
     def _place(self, *, while_ranks_run: bool = False) -> None:
-        """Sets `hosts` to hosts that can start the plan's processes; `while_ranks_run` gives up if the ranks end."""
+        """Sets `hosts` to hosts that can start the plan's processes; `while_ranks_run`: gives up if the ranks exit."""
 
     def _watch(self) -> tuple[str, int] | None:
         """Waits until all ranks are done, or returns name and exit code of a process that failed."""
@@ -180,7 +180,7 @@ class LocalLauncher(Launcher):
         )
 
     def _stop(self, names: Collection[str], grace_s: float) -> None:
-        """Asks these processes to end and waits; after `grace_s` their guards kill them."""
+        """Asks these processes to exit, and waits; after `grace_s` their guards kill them."""
         for host in self.hosts:
             host.ask_to_end(names, grace_s)
         deadline = time.monotonic() + grace_s + KILL_WAIT_S
@@ -188,7 +188,7 @@ class LocalLauncher(Launcher):
             if time.monotonic() > deadline:
                 deadline = float("inf")
                 for name in running:
-                    self._write(f"The guard of {name} does not answer; killed.\n")
+                    self._write(f"The guard of {name} does not respond; killing it.\n")
                     self.hosts[self._process(name).host].kill(name)
             for log in self._logs:
                 log.follow()

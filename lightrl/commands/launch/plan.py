@@ -24,7 +24,7 @@ from lightrl.strategies.tensor_plans import check_sizes
 from lightrl.trajectory import JsonMapping, JsonObject
 
 _GPUS_ASSUMED = "trainer.accelerator is auto: the hosts are assumed to have GPUs. Set it to cpu if they have none."
-_MAX_HOSTS = 16  # that are shown: the first ones and the last
+_MAX_HOSTS = 16  # shown at most: the first ones and the last
 SERVER_OFFSET = 1  # ports of servers, after the trainer's store
 # names in the launch's folder: the run's settings, the plan's changes to them, the folder in which servers register
 CONFIG, LAYOUT, REGISTRY = "config.yaml", "layout.yaml", "servers"
@@ -35,8 +35,8 @@ class RunFacts:
     """A run's settings for ranks, servers and models."""
 
     ranks: int = 1  # trainer.devices · trainer.num_nodes
-    servers: int = 0  # that its engine starts
-    tp: int = 1  # each server's
+    servers: int = 0  # started by the engine
+    tp: int = 1  # of each server
     strategy: str | None = None  # class name; None if the YAML leaves it to the trainer
     trainer_pp: int = 1
     trainer_tp: int = 1
@@ -49,11 +49,11 @@ class RunFacts:
     meshes: Mapping[str, RoleMesh] = field(default_factory=dict)  # role → mesh
     root: str = "."  # trainer.default_root_dir
     planned: PlannedRun | None = None  # the models' sizes, to estimate memory; None if unknown
-    unknown: str = ""  # why they are unknown
+    unknown: str = ""  # why the sizes are unknown
 
 
 def facts_of(settings: JsonMapping) -> RunFacts:
-    """Reads the settings of `lightrl fit` as the parser gives them.
+    """Collects a run's facts from the parsed settings of `lightrl fit`.
 
     Raises:
         ValueError: if the number of the trainer's devices is not known before the run.
@@ -106,8 +106,8 @@ class Process:
     host: int  # index into Plan.hosts
     gpus: tuple[int, ...]  # GPUs that it uses on its host
     command: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)  # added to the launcher's
-    rank_environment: Mapping[str, str] = field(default_factory=dict)  # what torchrun sets; Slurm sets its own
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables added to the launcher's
+    rank_environment: Mapping[str, str] = field(default_factory=dict)  # those that torchrun sets; Slurm sets its own
     ports: tuple[int, ...] = ()  # of the servers that it starts
 
 
@@ -168,7 +168,7 @@ def make_plan(
     """
     layout = layout_of(launch, ranks=facts.ranks, servers=facts.servers, tp=facts.tp)
     served = layout.servers * layout.tp if layout.placement == "separate" else 0
-    needed = layout.ranks + (served and -layout.ranks % layout.tp) + served
+    needed = layout.ranks + (served and -layout.ranks % layout.tp) + served  # each server starts at a multiple of tp
     gpus = launch.gpus_per_node or gpus_per_host or -(-needed // launch.nodes)
     split = _trainer_split(layout, facts)
     settings, notes = _settings(layout, facts)
@@ -261,14 +261,14 @@ def _settings(layout: Layout, facts: RunFacts) -> tuple[JsonObject, list[str]]:
     """Returns the settings that this layout changes, and notes about them."""
     trainer: JsonObject = {}
     notes: list[str] = []
-    own = (facts.trainer_pp, facts.trainer_tp)
+    strategy_split = (facts.trainer_pp, facts.trainer_tp)
     pp, tp = _trainer_split(layout, facts)
     if facts.strategy not in (None, "FSDP2Strategy", "Parallel3DStrategy") and layout.ranks > 1:
         raise ValueError(f"trainer.strategy={facts.strategy} cannot train on several ranks. Use FSDP2Strategy.")
     if facts.strategy == "FSDP2Strategy" and pp * tp > 1:
         raise ValueError(f"The allocation has p={pp} and t={tp}, but FSDP2Strategy splits only by data. Remove it.")
-    if facts.strategy == "Parallel3DStrategy" and own != (pp, tp):
-        raise ValueError(f"The allocation has p={pp} and t={tp}, but trainer.strategy has pp={own[0]} and tp={own[1]}.")
+    if facts.strategy == "Parallel3DStrategy" and strategy_split != (pp, tp):
+        raise ValueError(f"The allocation has p={pp} and t={tp}, but trainer.strategy (pp, tp)={strategy_split}.")
     if facts.strategy is None and layout.ranks > 1:
         arguments: JsonObject = {} if pp * tp == 1 else {"init_args": {"pp": pp, "tp": tp}}
         name = "Parallel3DStrategy" if arguments else "FSDP2Strategy"
@@ -283,7 +283,7 @@ def _settings(layout: Layout, facts: RunFacts) -> tuple[JsonObject, list[str]]:
                 "Use SGLangEngine or VLLMEngine, or set launch.servers: 0."
             )
         if facts.engine == "VLLMEngine" and layout.placement == "colocated":
-            raise ValueError("launch.placement=colocated needs SGLangEngine: vLLM keeps its memory. Use separate.")
+            raise ValueError("launch.placement=colocated needs SGLangEngine: vLLM never frees memory. Use separate.")
         # the launch starts the servers; the engine finds them in its registry
         arguments = {"servers": None, "tp": 1, "placement": layout.placement}
         trainer["engine"] = {"class_path": facts.engine or "SGLangEngine", "init_args": arguments}
@@ -302,8 +302,8 @@ def _trainers(placed: Placed, names: Sequence[str], port: int, on_cpu: bool, com
                 environment |= {"MASTER_ADDR": names[0], "MASTER_PORT": str(port)}
                 numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": host, "WORLD_SIZE": world}
                 numbers |= {"LOCAL_WORLD_SIZE": len(groups), "TORCHELASTIC_RUN_ID": "lightrl"}
-            own = {name: str(value) for name, value in numbers.items()}
-            processes.append(Process(f"trainer-{rank}", "trainer", host, gpus, tuple(command), environment, own))
+            of_rank = {name: str(value) for name, value in numbers.items()}
+            processes.append(Process(f"trainer-{rank}", "trainer", host, gpus, tuple(command), environment, of_rank))
     return processes
 
 
@@ -316,9 +316,9 @@ def _servers(
     folder: str,
     python: str,
 ) -> list[Process]:
-    """Returns one `lightrl serve` per host with servers; its weight receiver has the port after its last server's.
+    """Returns one `lightrl serve` per host with servers; its weight receiver uses the port after its last server's.
 
-    They end after the trainer, so they need not wait for a run to release them.
+    The servers stop after the trainer, so they need not wait for a run to release them.
     """
     processes: list[Process] = []
     for number, (host, groups) in enumerate(placed.items()):
@@ -387,7 +387,7 @@ def drawing(plan: Plan) -> str:
     for process in plan.processes:
         for index, gpu in enumerate(process.gpus):
             row = cells[process.host]
-            text = _text(plan, process, index)
+            text = _cell_text(plan, process, index)
             row[gpu] = text if row[gpu] == "idle" else f"{row[gpu]} + {text}"
     kind = "slot" if plan.on_cpu else "GPU"
     rows = [["", *(f"{kind} {gpu}" for gpu in range(plan.gpus_per_host))]]
@@ -418,7 +418,7 @@ def describe(plan: Plan) -> str:
     return "\n".join([head, "", drawing(plan), "", table(plan), *(["", *plan.notes] if plan.notes else [])]) + "\n"
 
 
-def _text(plan: Plan, process: Process, index: int) -> str:
+def _cell_text(plan: Plan, process: Process, index: int) -> str:
     if process.role == "trainer":
         return f"rank {process.name.rpartition('-')[2]}"
     before = sum(len(one.ports) for one in plan.of("servers") if one.host < process.host)

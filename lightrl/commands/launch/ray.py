@@ -22,13 +22,13 @@ from typing import Any
 
 import yaml
 
-from lightrl.commands.launch.launcher import placed
+from lightrl.commands.launch.launcher import with_addresses
 from lightrl.commands.launch.local import LOST, GuardedProcesses, LocalLauncher
 from lightrl.commands.launch.plan import Plan
 from lightrl.errors import LightRLError
 
 _REACH_S = 10.0
-_SAY_EVERY_S = 30.0
+_REPORT_EVERY_S = 30.0
 _ATTEMPTS = 3  # to place an actor
 
 
@@ -118,7 +118,7 @@ class RayLauncher(LocalLauncher):
         if self._group is not None:
             import ray
 
-            ray.shutdown()  # the actors end, and the placement group with them
+            ray.shutdown()  # ends the actors and the placement group
 
     def _connect(self) -> None:
         try:
@@ -146,9 +146,9 @@ class RayLauncher(LocalLauncher):
         import ray
 
         for attempt in range(_ATTEMPTS):
-            answers = self._ask()
+            answers = self._create_actors()
             while answers and (
-                waiting := ray.wait([*answers.values()], num_returns=len(answers), timeout=_SAY_EVERY_S)[1]
+                waiting := ray.wait([*answers.values()], num_returns=len(answers), timeout=_REPORT_EVERY_S)[1]
             ):
                 nodes = [{name: node["Resources"].get(name, 0) for name in ("CPU", "GPU")} for node in ray.nodes()]
                 request = f"{len(waiting)} of these on separate hosts: {self.bundles()}"
@@ -168,11 +168,11 @@ class RayLauncher(LocalLauncher):
                 break
         self.hosts = list(self._actors.values())
         addresses_and_gpus = [self._places[index] for index in range(len(self.hosts))]
-        self.plan = placed(self._unplaced, addresses_and_gpus)
+        self.plan = with_addresses(self._unplaced, addresses_and_gpus)
         (Path(self.plan.folder) / "hosts").write_text("\n".join(host for host, _ in addresses_and_gpus))
 
-    def _ask(self) -> dict[int, Any]:
-        """Creates an actor for each host that has none; returns each one's pending answer where Ray placed it."""
+    def _create_actors(self) -> dict[int, Any]:
+        """Creates an actor for each host that has none; returns their pending replies: address and GPUs."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -5,7 +5,7 @@ ranks, and a separate one for its servers.
 
 KubernetesLauncher writes manifests: a TrainJob (Kubeflow Trainer 2.2) for ranks, a LeaderWorkerSet for servers. The
 launch's folder is on a volume that all pods mount at the same path: the claim `options.claim`, mounted at the run's
-root. Each server has its own pod and announces its address in the launch's folder. Sources:
+root. Each server has its own pod and registers its address in the launch's folder. Sources:
 https://github.com/kubeflow/trainer/blob/master/pkg/apis/trainer/v1alpha1/trainjob_types.go,
 https://github.com/kubernetes-sigs/lws/blob/main/docs/examples/sglang/lws.yaml. Not tested on a cluster.
 """
@@ -149,9 +149,9 @@ class KubernetesLauncher(Launcher):
         return self._object("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", f"{self.name}-servers", spec)
 
     def _trainer(self) -> str:
-        ours = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")  # the runtime and Kubernetes set them in a pod
+        pod_sets = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")  # set by the runtime and by Kubernetes
         first = self.plan.of("trainer")[0]
-        environment = {name: value for name, value in first.environment.items() if name not in ours}
+        environment = {name: value for name, value in first.environment.items() if name not in pod_sets}
         python, *fit = first.command
         command = inside(self.plan, [python, "-m", "torch.distributed.run", *fit])  # PET_* variables set the rest
         before = _log_lines(f"{shlex.quote(self.plan.folder)}/$HOSTNAME", "trainer-$PET_NODE_RANK")

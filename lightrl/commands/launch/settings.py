@@ -1,4 +1,4 @@
-"""Launch: the section `launch:` of a run's YAML, which sets its launcher and its numbers of hosts and GPUs.
+"""Launch: the section `launch:` of a run's YAML: the launcher, and the numbers of hosts and GPUs.
 
 `launch.allocation` accepts AReaL's strings, such as `sglang.d4t2+d2p2t1`, which say how many GPUs each part gets and
 how a model is split over them. The supported forms are documented on AReaL's reference page
@@ -15,7 +15,7 @@ source was found for `+eval` and `+cpu`.
     fsdp[actor]:d4|fsdp[critic]:d4         `|`, which binds tighter than `+`: parts on the same GPUs
     megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)  a different split of experts; parentheses or backend may be omitted
 
-Sizes: d data parallel (for servers their number), t tensor, p pipeline, c context, e expert parallel. A part needs
+Sizes: d data parallel (the number of servers), t tensor, p pipeline, c context, e expert parallel. A part needs
 d · t · p · c GPUs; e subdivides them.
 """
 
@@ -53,8 +53,8 @@ class Launch:
     Args:
         launcher: the program that starts the processes.
         nodes: number of hosts.
-        gpus_per_node: GPUs of each host, or with `accelerator: cpu` how many ranks and servers it runs. None uses those
-            of this machine, or as many as the run needs on one host.
+        gpus_per_node: GPUs of each host, or with `accelerator: cpu` how many ranks and servers it runs. None uses this
+            machine's GPUs, or as many as the run needs on one host.
         allocation: AReaL's string instead of `ranks`, `servers` and `tp`, such as `sglang.d4t2+d2p2t1`.
         ranks: ranks of the trainer; None is `trainer.devices` times `trainer.num_nodes`.
         servers: servers of the run's engine, SGLangEngine or VLLMEngine; None is as many as the engine would start.
@@ -62,12 +62,12 @@ class Launch:
         placement: servers `separate` from the trainer's GPUs, or `colocated` on them.
         gpu_memory_gb: memory of each GPU, in 1e9 bytes; a model that cannot fit is refused. None skips this check.
         hosts: names or addresses of the hosts, for torchrun; other launchers find them.
-        port: port of the trainer's store; servers and weight receivers use the 64 above. None chooses one.
-        time_limit: of a job, as Slurm writes it: minutes, `hours:minutes:seconds` or `days-hours:minutes:seconds`.
+        port: port of the trainer's store; servers and weight receivers use the 64 ports above it. None chooses one.
+        time_limit: a job's limit, in Slurm's format: minutes, `hours:minutes:seconds` or `days-hours:minutes:seconds`.
         warning_s: seconds before the time limit at which the run is asked to save its checkpoint and end.
         setup: shell lines to run before each process, such as `module load cuda`.
-        container: the image for Kubernetes; for other launchers a command to prefix to each process, such as
-            `apptainer exec --nv run.sif`.
+        container: for Kubernetes the image; for other launchers a command to put before each process's command, such
+            as `apptainer exec --nv run.sif`.
         options: other options of the launcher: sbatch's by name, such as `{partition: gpu}`, Kubernetes' `namespace`
             and `runtime`, or Ray's `address`.
         server_options: with Slurm, sbatch options that differ for hosts with only servers; the job is then
@@ -124,9 +124,9 @@ class Layout:
 
     ranks: int
     servers: int = 0
-    tp: int = 1  # a server's
+    tp: int = 1  # of each server
     placement: Literal["separate", "colocated"] = "separate"
-    trainer_pp: int | None = None  # None: as the strategy says
+    trainer_pp: int | None = None  # None: the strategy decides
     trainer_tp: int | None = None
 
 
@@ -223,7 +223,7 @@ def parse_allocation(text: str) -> list[list[Part]]:
     """
     words = re.sub(r"\s", "", text)
     if words in ("manual", "heuristic", "search") or re.search(r"[,=*]", words):
-        raise _wrong(text, "AReaL Core's manual, heuristic and key-value modes place models separately: give sizes")
+        raise _wrong(text, "AReaL Core's manual, heuristic and key-value modes place models separately: use sizes")
     groups = [_group(word, text) for word in _split(words, "+")]
     parts = [part for group in groups for part in group]
     names = [part.name for part in parts if part.name is not None]
@@ -273,9 +273,8 @@ def _with_experts(part: Part, attn: str, ffn: str, text: str) -> Part:
     pp = experts.get("pp", model.pp)
     if pp != model.pp:
         raise _wrong(text, f"p must be the same for attn ({model.pp}) and ffn ({pp})")
-    rest = pp * experts.get("tp", 1) * experts.get("ep", 1)
-    dp, left = divmod(model.num_gpus, rest)
-    if left or experts.get("dp", dp) != dp:
+    dp, remainder = divmod(model.num_gpus, pp * experts.get("tp", 1) * experts.get("ep", 1))
+    if remainder or experts.get("dp", dp) != dp:
         raise _wrong(text, f"ffn must use the same {model.num_gpus} GPUs as attn, got d·p·t·e = {ffn}")
     return replace(model, ep=experts.get("ep", 1), expert_tp=experts.get("tp", 1))
 

@@ -28,7 +28,7 @@ from lightrl.errors import LightRLError
 _TICK_S = 1.0
 _CALL_TIMEOUT_S = 60.0
 _SERVERS_GRACE_S = 20
-_OURS = ("array", "nodes", "time", "signal", "requeue", "no-requeue", "output", "open-mode", "ntasks-per-node")
+_FORBIDDEN = ("array", "nodes", "time", "signal", "requeue", "no-requeue", "output", "open-mode", "ntasks-per-node")
 _NOT_ENDED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED")
 
 _JOB = """\
@@ -43,7 +43,7 @@ printf '%s\\n' "${{hosts[@]}}" > "$folder/hosts"
 echo running > "$folder/state"
 restarts=${{SLURM_RESTART_COUNT:-0}} is_late= is_canceled=
 if [ "$restarts" -gt 0 ]; then export LIGHTRL_RESUME="{resume}"; fi
-if [ "$restarts" -gt {retries} ]; then echo "Ended: recover.retries={retries}, and Slurm requeued it again."; exit 1; fi
+if [ "$restarts" -gt {retries} ]; then echo "Slurm requeued this more than recover.retries={retries} times."; exit 1; fi
 
 signal_step() {{ [ -f "$folder/$2.step" ] && scancel --signal="$1" "$(cat "$folder/$2.step")"; }}
 # not to srun, which kills its tasks on SIGTERM
@@ -71,7 +71,7 @@ class SlurmLauncher(Launcher):
 
     def __init__(self, plan: Plan) -> None:
         for name in [*plan.launch.options, *plan.launch.server_options]:
-            if name in _OURS:
+            if name in _FORBIDDEN:
                 why = "; a run cannot be a job array" if name == "array" else ", which the launch sets"
                 raise ValueError(f"launch.options has {name}{why}. Remove it.")
         self._is_apart = bool(plan.launch.server_options)  # servers are a separate component of the job
@@ -115,14 +115,14 @@ class SlurmLauncher(Launcher):
             time.sleep(_TICK_S)
 
     def end(self) -> None:
-        """Asks the trainer to save its checkpoint and end; the job then ends."""
+        """Asks the trainer to save its checkpoint and exit; the job then ends."""
         if self.job is not None:
             _call("scancel", "--batch", "--signal=TERM", self.job)
             sys.stderr.write(f"Asked job {self.job} to end. scancel {self.job} ends it immediately.\n")
 
     def _job(self) -> str:
         plan, launch = self.plan, self.plan.launch
-        named: dict[str, str | None] = {
+        options: dict[str, str | None] = {
             "job-name": "lightrl",
             "nodes": str(plan.trainer_hosts if self._is_apart else launch.nodes),
             "exclusive": None,
@@ -131,15 +131,15 @@ class SlurmLauncher(Launcher):
             "requeue" if launch.recover.retries else "no-requeue": None,
         }
         if not plan.on_cpu:
-            named["gpus-per-node"] = str(plan.gpus_per_host)
+            options["gpus-per-node"] = str(plan.gpus_per_host)
         if launch.time_limit is not None:
-            named |= {"time": launch.time_limit, "signal": f"B:USR1@{launch.warning_s}"}
-        named |= {name: str(value) for name, value in launch.options.items()}
-        directives = _directives(named)
+            options |= {"time": launch.time_limit, "signal": f"B:USR1@{launch.warning_s}"}
+        options |= {name: str(value) for name, value in launch.options.items()}
+        directives = _directives(options)
         if self._is_apart:
-            apart = {**named, "nodes": str(launch.nodes - plan.trainer_hosts), **launch.server_options}
-            apart.pop("signal", None)  # the script runs in the first component
-            directives = f"{directives}\n#SBATCH hetjob\n{_directives(apart)}"
+            server_options = {**options, "nodes": str(launch.nodes - plan.trainer_hosts), **launch.server_options}
+            server_options.pop("signal", None)  # the script runs in the first component
+            directives = f"{directives}\n#SBATCH hetjob\n{_directives(server_options)}"
         ranks, servers = len(plan.of("trainer")), plan.of("servers")
         groups = [f"--het-group={number} " if self._is_apart else "" for number in range(2)]
         steps = [_step("trainer", plan.of("trainer"), ranks, plan, groups[0])]
@@ -172,15 +172,15 @@ class SlurmLauncher(Launcher):
         return "\n".join([*lines, "esac"]) + "\n"
 
     def _head(self, step: str, process: Process) -> list[str]:
-        """Returns the first lines of a step's script; they record the step's id, to which the job sends signals."""
+        """Returns the first lines of a step's script; they record the step's id, which the job needs to signal it."""
         file = f"{shlex.quote(self.plan.folder)}/{step}.step"
         part = "_HET_GROUP_1" if self._is_apart and step == "servers" else ""  # scancel ignores 7+1.0
         note = f'[ "$SLURM_PROCID" != 0 ] || echo "$SLURM_JOB_ID{part}.$SLURM_STEP_ID" > {file}'
         return script_head(self.plan, process.environment, before=[note, "hosts=($LIGHTRL_HOSTS)"])
 
 
-def _directives(named: Mapping[str, str | None]) -> str:
-    return "\n".join(f"#SBATCH --{name}{'' if value is None else f'={value}'}" for name, value in named.items())
+def _directives(options: Mapping[str, str | None]) -> str:
+    return "\n".join(f"#SBATCH --{name}{'' if value is None else f'={value}'}" for name, value in options.items())
 
 
 def _step(name: str, processes: list[Process], tasks: int, plan: Plan, group: str) -> str:

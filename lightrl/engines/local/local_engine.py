@@ -18,8 +18,7 @@ from lightrl.checks.entry_points import entry_point
 from lightrl.engines.engine import Completion, PlannedEngine, RolloutEngine, check_request, replaces_generate_alone
 from lightrl.engines.local.decode_thread import DecodeThread
 from lightrl.engines.local.decoder import Decoder, HuggingFaceDecoder
-from lightrl.engines.local.running_batch import Row, RunningBatch
-from lightrl.engines.local.sampler import completion_seed
+from lightrl.engines.local.running_batch import Row, RunningBatch, completion_seed
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.models import CONTEXT, context_tokens
 from lightrl.models.images import ImageReader, refusal

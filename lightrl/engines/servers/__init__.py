@@ -3,7 +3,7 @@
 Reading order:
     engine.py        ServerEngine, composed of the parts below; timeouts.py  its deadlines
     source.py        finds or starts the servers; addresses.py  their addresses
-    server.py        Server: the state of one server; server_info.py  what a server reports about itself
+    server.py        Server: the state of one server
       fleet.py       chooses the server for a request; members.py  changes server states; watch.py  checks servers
       registry.py    the folder where servers announce themselves; processes/  servers that the engine starts
     request_loop.py  generates completions despite failures; request.py  a completion made by several requests
@@ -11,7 +11,7 @@ Reading order:
       router.py      sends a request to its server; gateway.py  lets SGLang's gateway choose the server (a leaf)
     sync/            sends weight versions to the servers and verifies them there
     home_loop.py     the engine's event loop, and how other threads reach it
-      client.py      requests to one server; connection.py  HTTP with retries and deadlines
+      client.py      requests to one server, and what it reports; connection.py  HTTP with retries and deadlines
 
 May import: what engines/ may, but no kind of server. Each kind is a package, such as sglang/ and vllm/, with three
 classes: a ServerClient (its paths), a ModelProcess (its command line) and a ServerEngine.

@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 import transformers
@@ -49,10 +49,27 @@ from lightrl.engines.servers.sync.transports import BroadcastTransport, Transpor
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.engines.servers.watch import Watch
 from lightrl.errors import EngineError
-from lightrl.models.routes import sent_encoders
+from lightrl.models.routes import route_encoders
 from lightrl.models.tuning import Part
 from lightrl.trajectory import JsonObject, Sampling
 from lightrl.weights import Bucket, SharedFolder, block_fp8
+
+
+class ServerSettings(TypedDict, total=False):
+    """The arguments of ServerEngine, for type checkers; in its subclasses, `settings`."""
+
+    urls: Sequence[str] | None
+    servers: int | None
+    tp: int
+    server_args: Mapping[str, Any] | None
+    transport: TransportName
+    router: str | None
+    weight_folder: str | None
+    trainer_host: str | None
+    placement: Literal["separate", "colocated"]
+    adapters: Literal["merged", "served"]
+    record_routes: bool | None
+    timeouts: Timeouts
 
 
 class ServerEngine(RolloutEngine):
@@ -220,7 +237,7 @@ class ServerEngine(RolloutEngine):
                 fleet,
                 home,
                 config,
-                start_args=self.start_args(sent_encoders(config, self.record_routes, {})),
+                start_args=self.start_args(route_encoders(config, self.record_routes, {})),
                 needs_receivers=self.delivery.transport == "delta",
                 check_reach=self.delivery.check_reach,
             )
@@ -245,7 +262,7 @@ class ServerEngine(RolloutEngine):
             members,
             traffic,
             Leader(members.home, members, traffic),
-            limits=RequestLimits.of(config, sent_encoders(config, self.record_routes, columns_of)),
+            limits=RequestLimits.of(config, route_encoders(config, self.record_routes, columns_of)),
             timeouts=self.timeouts,
             versions=self.delivery.versions(self.fleet, self.timeouts.sync_s),
         )

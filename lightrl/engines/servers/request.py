@@ -127,19 +127,23 @@ class CompletionDraft:
                 f"{server} generated token id {max(token_ids)}, outside the trainer's vocabulary (0 to "
                 f"{self.vocab_size - 1}). Check that it serves the trainer's model."
             )
-        if len(self.token_ids) + len(token_ids) > self.sampling.max_new_tokens:
+        num = len(self.token_ids) + len(token_ids)
+        if num > self.sampling.max_new_tokens:
             raise MalformedAnswer(
                 f"{server} generated {len(token_ids)} tokens after {len(self.token_ids)}, more than "
                 f"max_new_tokens={self.sampling.max_new_tokens}."
             )
         order = [self.last_version, *(version for version, _ in versions.runs())]
         if order != sorted(order):
+            raise MalformedAnswer(f"{server} generated with weight versions {order[1:]} after {self.last_version}.")
+        if finish != "abort" and not token_ids:
+            raise MalformedAnswer(f"{server} ended a completion without a token.")
+        stops = np.flatnonzero(np.isin(np.asarray(token_ids), self.sampling.stop_token_ids))
+        if len(stops) and (stops[0] + 1 < len(token_ids) or num < self.sampling.min_new_tokens):
             raise MalformedAnswer(
-                f"{server} generated with weight versions {versions[:1]} to {versions[-1:]} after the newer "
-                f"{self.last_version}."
+                f"{server} sampled stop token {token_ids[stops[0]]} before min_new_tokens="
+                f"{self.sampling.min_new_tokens}, or did not stop there. Look for a proxy that drops these settings."
             )
-        if finish == "stop" and not token_ids:
-            raise MalformedAnswer(f"{server} stopped without a stop token.")
         if token_ids:
             columns = {**answer.columns, **self._encoded(answer, server)}
             for name, is_needed in {
@@ -161,12 +165,10 @@ class CompletionDraft:
         self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
         self.logprobs = TokenArray.joined([self.logprobs, logprobs], "f")
         self.weight_versions = TokenArray.joined([self.weight_versions, versions], "i", as_runs=True)
-        if finish == "stop" and self._is_end(self.token_ids[-1]):
+        if len(stops):  # whatever `finish` says: SGLang may abort a request before it notices the stop token
             self.finish_reason = "stop"
-        elif len(self.token_ids) == self.sampling.max_new_tokens:
+        elif num == self.sampling.max_new_tokens:
             self.finish_reason = "length"
-        elif token_ids and self._is_end(token_ids[-1]):  # SGLang may abort a request before it notices the stop token
-            self.finish_reason = "stop"
         # Otherwise it continues: it was aborted, or stopped at an end token of the model's config that sampling omits.
 
     def check(self, answer: Answer, server: str, rid: str, oldest: int, newest: int) -> None:
@@ -179,8 +181,7 @@ class CompletionDraft:
             return
         # Servers count the tokens of attachments differently, and count none for a request aborted before it was read.
         is_counted = self.attachments is None and (answer.num_read is not None or answer.finish != "abort")
-        num_sent = self.num_tokens if is_counted else None
-        check_answers(rid, num_sent, answer.rid, answer.num_read, server)
+        check_answers(rid, self.num_tokens if is_counted else None, answer.rid, answer.num_read, server)
         versions = [version for version, _ in answer.weight_versions.runs()]
         if wrong := [version for version in versions if not oldest <= version <= newest]:
             raise MalformedAnswer(
@@ -212,9 +213,6 @@ class CompletionDraft:
                     f"trainer's model, or set record_{name} to false."
                 ) from error
         return columns
-
-    def _is_end(self, token: int) -> bool:
-        return token in self.sampling.stop_token_ids and len(self.token_ids) >= self.sampling.min_new_tokens
 
 
 def request_seed(seed: int, sample: int) -> int:

@@ -253,6 +253,8 @@ class RequestLoop:
             else:
                 if len(draft.token_ids) > before:
                     failures = _Failures()
+                elif self.traffic.is_open:  # otherwise it was aborted for a pause or load
+                    await self._wait_to_retry(server, MalformedAnswer(f"{server.url} returned no token."), failures)
         return draft.completion()
 
     async def _wait_to_retry(self, server: Server, error: EngineError, failures: _Failures) -> None:

@@ -11,9 +11,8 @@ import torch
 
 from lightrl.checks.printable import count_text
 from lightrl.engines.engine import Verification
-from lightrl.engines.servers.client import MEMORY_PARTS, MemoryPart, ServerClient
+from lightrl.engines.servers.client import MEMORY_PARTS, MemoryPart, ServerClient, ServerInfo
 from lightrl.engines.servers.processes.process import ServerProcess
-from lightrl.engines.servers.server_info import ServerInfo
 
 State = Literal["starting", "routable", "draining", "restarting", "lost", "retired"]
 ACTIVE: tuple[State, ...] = ("starting", "routable")  # may get weights

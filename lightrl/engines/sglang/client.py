@@ -14,10 +14,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from lightrl.engines.servers.client import GroupPlace, MemoryPart, ServerClient, TensorLayout
+from lightrl.engines.servers.client import GroupPlace, MemoryPart, ServerClient, ServerInfo, TensorLayout
 from lightrl.engines.servers.connection import ServerRefused
 from lightrl.engines.servers.request import CompletionDraft, check_answers
-from lightrl.engines.servers.server_info import ServerInfo
 from lightrl.engines.sglang import generation
 from lightrl.errors import EngineError
 from lightrl.weights.digests import RankDigests

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from lightrl.engines.servers.engine import ServerEngine
+from lightrl.checks.annotations import Unpack
+from lightrl.engines.servers.engine import ServerEngine, ServerSettings
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.command import SGLangProcess
 from lightrl.engines.sglang.generation import RETURNED
@@ -31,7 +32,7 @@ class SGLangEngine(ServerEngine):
     client_type = SGLangClient
     process_type = SGLangProcess
 
-    def __init__(self, *, sglang_python: str | None = None, **settings: Any) -> None:
+    def __init__(self, *, sglang_python: str | None = None, **settings: Unpack[ServerSettings]) -> None:
         super().__init__(**settings)
         self.source.python = sglang_python
 

@@ -21,10 +21,9 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from lightrl.engines.servers.client import GroupPlace, ServerClient, TensorLayout
+from lightrl.engines.servers.client import GroupPlace, ServerClient, ServerInfo, TensorLayout
 from lightrl.engines.servers.connection import ServerRefused
 from lightrl.engines.servers.request import check_answers
-from lightrl.engines.servers.server_info import ServerInfo
 from lightrl.engines.vllm import generation
 from lightrl.errors import EngineError
 from lightrl.weights.digests import RankDigests

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightrl.checks.annotations import Unpack
 from lightrl.engines.servers.client import GroupPlace
-from lightrl.engines.servers.engine import ServerEngine
+from lightrl.engines.servers.engine import ServerEngine, ServerSettings
 from lightrl.engines.servers.sync.transports import BroadcastTransport
 from lightrl.engines.vllm.client import VLLMClient
 from lightrl.engines.vllm.command import VLLMProcess
@@ -84,7 +85,7 @@ class VLLMEngine(ServerEngine):
     broadcast_type = VLLMBroadcast
     gpu_transports = ("distributed",)
 
-    def __init__(self, *, vllm_python: str | None = None, **settings: Any) -> None:
+    def __init__(self, *, vllm_python: str | None = None, **settings: Unpack[ServerSettings]) -> None:
         for name, choices in (
             ("transport", ("disk", "delta", "distributed")),
             ("router", (None,)),

@@ -95,7 +95,7 @@ def _rows(match: re.Match[str]) -> str:
     return match[0] if "&" in body else ", ".join(row.strip(" ,;") for row in body.split("\\\\") if row.strip())
 
 
-def _unrepeated(match: re.Match[str]) -> str:
+def _repeating_decimal(match: re.Match[str]) -> str:
     r"""Converts a repeating decimal such as `0.1\overline{6}` to a fraction."""
     digits, period = match[1] + match[2], "".join(match[at] or "" for at in range(3, 8))
     above = int(digits + period) - int(digits or "0")
@@ -122,12 +122,9 @@ _NOTATIONS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (
         r"(?<![0-9])([0-9]*)\.([0-9]*)(?:\\(?:overline|bar)\s*\{?([0-9]+)\}?|\(([0-9]+)\)"
         r"|\\dot\s*\{?([0-9])\}?(?:([0-9]*)\\dot\s*\{?([0-9])\}?)?)",
-        _unrepeated,
+        _repeating_decimal,
     ),
-    (
-        r"(?<=_)\s*\{?\s*(?:\\text\s*\{)?([a-z]{3,7})\b\}*",
-        lambda match: str(_BASE_WORDS.get(match[1], match[0])),
-    ),
+    (r"(?<=_)\s*\{?\s*(?:\\text\s*\{)?([a-z]{3,7})\b\}*", lambda match: str(_BASE_WORDS.get(match[1], match[0]))),
     (r"(?i)([0-9])(?:\s|\\text\s*\{)*([ap])\.?m\b\.?\}?", r"\1 \2m"),
     # formulas
     (rf"(?:\{{|^)({_PIECE}*?)\\over(?![A-Za-z])({_PIECE}*?)(?:\}}|$)", r"\\frac{\1}{\2}"),
@@ -140,10 +137,7 @@ _NOTATIONS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
         r"\\left\s*\\\{\s*\\begin\s*\{array\}\s*\{[clr ]*\}(.*)\\end\s*\{array\}\s*\\right\s*\.",
         r"\\begin{cases}\1\\end{cases}",
     ),
-    (
-        r"\\begin\s*\{(cases|aligned|align\*?|gathered)\}(?P<rows>(?:(?!\\begin|\\end).)*)\\end\s*\{\1\}",
-        _rows,
-    ),
+    (r"\\begin\s*\{(cases|aligned|align\*?|gathered)\}(?P<rows>(?:(?!\\begin|\\end).)*)\\end\s*\{\1\}", _rows),
     (r"\^\s*\{((?:\s*\\prime)+)\s*\}", r"\1"),
     (r"\^?\s*\\prime(?![A-Za-z])", "'"),
     (r"""^([-0-9.,/$\s]*[0-9])(?:''|")(\s*\$?)$""", r"\1 inches\2"),
@@ -210,7 +204,7 @@ class Answer:
 def final_answer(text: str) -> Answer | None:
     r"""Returns the last answer that the text marks with `####` or `\boxed{}`; None if it marks none.
 
-    After a box, `####` before words with more text below it is a Markdown heading.
+    If a box comes first, a later line `#### words` with text below it is a Markdown heading, not an answer.
     """
     hashes, boxes = text.rfind(_HASHES), [match.span() for match in _BOX.finditer(text)]
     boxed, box_end = boxes[-1] if boxes else (-1, -1)
@@ -230,7 +224,7 @@ def final_answer(text: str) -> Answer | None:
 
 
 def _spoken_answer(text: str) -> Answer | None:
-    """Returns the text after the last "the answer is", up to the end of the sentence; it never counts as in format."""
+    """Returns the text after the last "the answer is", up to the end of the sentence; it never has the right format."""
     last = next(iter(deque(_SPOKEN.finditer(text), maxlen=1)), None)
     if last is None:
         return None
@@ -283,17 +277,17 @@ def equals(answer: str, reference: str, *, is_marked_by: str = _BOXED) -> bool:
         given_left, given = _stated(answer)
         if given is None or (given_left and is_marked_by == _HASHES) or (left and given_left and left != given_left):
             return False
-        return bool(given[0] & expected[0]) and _are_alike(given[1], expected[1])
+        return bool(given[0] & expected[0]) and _units_agree(given[1], expected[1])
     if all(text.replace(" ", "").isalpha() for text in (answer, reference)):  # words, or products of two variables
         answer, reference = answer.replace(" ", ""), reference.replace(" ", "")
         return len(reference) < 3 and reference.islower() and sorted(answer) == sorted(reference)
     from lightrl.rewards.math_answer.expressions import equal_expressions  # SymPy takes half a second
 
     (answer, unit), (reference, expected_unit) = _without_unit(answer), _without_unit(reference)
-    return _are_alike(unit, expected_unit) and equal_expressions(answer, reference)
+    return _units_agree(unit, expected_unit) and equal_expressions(answer, reference)
 
 
-def _are_alike(unit: Unit, other: Unit) -> bool:
+def _units_agree(unit: Unit, other: Unit) -> bool:
     return not unit or not other or unit == other
 
 
@@ -396,7 +390,7 @@ def _names_choices(text: str) -> bool:
 
 
 def _normalized(text: str) -> str:
-    """Replaces Unicode variants of characters with those that LaTeX and Python read."""
+    """Replaces Unicode variants of characters with the characters that LaTeX and Python read."""
     if text.isascii():
         return text
     text = _VULGAR_FRACTION.sub(lambda match: f" {match[0]}", text)
@@ -418,7 +412,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _words(text: str) -> str:
-    """Removes LaTeX's text commands and the final period, and lowers the case if there are words."""
+    """Removes LaTeX's text commands and the final period; if there are words, converts to lowercase."""
     if len(text) > _MAX_EXPRESSION_CHARS:
         return text
     plain = " ".join(_LATEX_UNIT.sub(r" \1 ", text).strip(" $*").removesuffix(".").strip(" $*").split())

@@ -116,6 +116,7 @@ def _are_same_named(given: Tokens, expected: Tokens) -> bool:
 
 
 def _is_same(given: Tokens, expected: Tokens) -> bool:
+    """Whether the tokens are the same, or the values are and the given text leaves no more to calculate."""
     if _letters(given) == _letters(expected):
         return True
     reading, expected_reading = _read(given), _read(expected)
@@ -240,10 +241,11 @@ class _Reader:
     def __init__(self, items: Tokens) -> None:
         self._tokens, self._at, self._depth, self._bars = (*items, ""), 0, 0, False
         self._sign, self._num_signs = 1, 0  # of `\pm`
-        self._degree: Any = 1  # a mere unit, except in sin, cos and tan
+        self._degree: Any = 1  # the degree sign is only a unit, except in sin, cos and tan
         self.num_calculations = 0  # sums and products of plain numbers
 
     def whole(self) -> Any:
+        """Reads all tokens: one value, or the set of several values between separators."""
         values, separators = [], set()
         while True:
             start = self._at
@@ -457,6 +459,7 @@ class _Reader:
         return "".join(self._tokens[start : self._at])
 
     def _group(self, opening: str) -> Any:
+        """Reads the rest of a group after its opening bracket: a value, a tuple, a set or an interval."""
         bars, self._bars = self._bars, False
         closings = {"{": "}", r"\{": r"\}"}.get(opening)
         items = []
@@ -481,6 +484,7 @@ class _Reader:
         return value
 
     def _function(self, name: str) -> Any:
+        """Reads a function's base, power and argument, as in `\\log_2 8` and `\\sin^2 x`."""
         base = _number(self._atom()) if name == "log" and self._take("_") else None
         power = self._raised(sympy.E) if self._take("^") else None
         if power == 1 / sympy.E and f"arc{name}" in _FUNCTIONS:

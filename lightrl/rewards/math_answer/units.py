@@ -35,7 +35,9 @@ _PART = re.compile(r"\s*(?:(?P<word>[^\W\d_]+|[$€£¥¢\u20a0-\u20cf])\.?|\*\*
 
 
 def unit_of(text: str, *, letters: bool = True) -> Unit | None:
-    """Parses a unit; returns None if the text may be something else, for example a variable or a word of a number.
+    """Parses a unit: `m/s**2` is {("m", 1), ("s", -2)}; a noun that is not a known unit, such as `apples`, is empty.
+
+    Returns None if the text may be something else, for example a variable or a word of a number.
 
     Args:
         text: unit names with `*`, `/` and `**`.
@@ -43,9 +45,9 @@ def unit_of(text: str, *, letters: bool = True) -> Unit | None:
     """
     text = text.strip(" .")
     powers: Counter[str] = Counter()
-    latest: dict[str, int] = {}
+    latest: dict[str, int] = {}  # the last unit read, to which a `**` belongs
     at = num_words = 0
-    sign = factor = group = 1
+    sign = factor = group = 1  # -1 after `/`; 2 or 3 after `square` or `cubic`; the sign before `(`
     is_known = True
     while at < len(text):
         part = _PART.match(text, at)

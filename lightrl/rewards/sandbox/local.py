@@ -17,7 +17,7 @@ A program is refused if no layer protects other processes (namespaces, private_u
 (private_user, landlock) or the network (namespaces, seccomp); macOS has none of these layers. Without `namespaces`,
 files are bounded individually but not in total, and a program may survive if the guard is killed with SIGKILL at the
 same moment. Without `cgroup`, memory in use is summed 20 times a second, so each process may briefly use the whole
-bound; shared memory without a file is refused; the sum lacks buffers of pipes and socketpairs (13 MiB per process with
+bound; shared memory without a file is refused; the sum omits buffers of pipes and socketpairs (13 MiB per process with
 64 open files) and the kernel's other records of a program. No layer stops an attack on the kernel: for that, write a
 Sandbox that runs programs in a virtual machine.
 """
@@ -101,7 +101,7 @@ class Sandbox(Protocol):
 
 
 class LocalSandbox:
-    """Runs programs on this machine, one after another, under a guard process that lives as long as this one.
+    """Runs programs on this machine, one after another, under a guard that lives as long as this process.
 
     Args:
         python: the interpreter of the programs.
@@ -164,7 +164,7 @@ class LocalSandbox:
         return run
 
     def close(self) -> None:
-        """Ends the guard; the next run starts a new guard."""
+        """Stops the guard; the next run starts a new one."""
         with self._lock:
             self._end_guard()
 
@@ -221,7 +221,7 @@ class LocalSandbox:
         guard.stdout.close()
 
     def _missing(self, layers: frozenset[str]) -> frozenset[str]:
-        """Returns requested layers that are not in force; `private_user` counts only for a root of many users."""
+        """Returns requested layers that are not in force; `private_user` counts only for a root with other users."""
         parts = {"disk", "proc"} if "namespaces" in self._layers else set()
         return (self._layers | parts) - layers - (set() if is_root() else {"private_user"})
 

@@ -1,4 +1,4 @@
-"""Writes files and folders that are complete or absent: next to their target, then renamed; optionally in a thread."""
+"""Writes files and folders so that they are complete or absent: next to the target, then renamed. Can use a thread."""
 
 from __future__ import annotations
 
@@ -114,6 +114,7 @@ class BackgroundWrites:
             self._finish_first()
 
     def _submit(self, place: Path, task: Callable[[Progress], None]) -> None:
+        """Starts a thread that waits for the write before and then runs `task`."""
         if self._hung is not None and not self._hung.done.done():
             raise _stall_error(place, f"an earlier write to {self._hung.place} still hangs")
         progress, before = Progress(), self._last
@@ -158,7 +159,7 @@ class BackgroundWrites:
 def _stall_error(place: Path, reason: str) -> OSError:
     return OSError(
         f"Checkpoint {place} was not written: {reason}. Check the disk, or set another default_root_dir. Earlier "
-        "checkpoints, if any, are whole."
+        "checkpoints, if any, are intact."
     )
 
 
@@ -166,7 +167,7 @@ def write_error(error: BaseException, place: Path, requirement: str, num_bytes: 
     """Builds the error for a failed checkpoint write; `requirement` is what the disk needs besides space."""
     return OSError(
         f"Checkpoint {place} could not be written: {write_problem(error, place, num_bytes)}. The disk needs space and "
-        f"{requirement}. Free some space, or set another default_root_dir. Earlier checkpoints, if any, are whole."
+        f"{requirement}. Free some space, or set another default_root_dir. Earlier checkpoints, if any, are intact."
     )
 
 

@@ -20,30 +20,30 @@ _MAX_NAMES = 3  # per kind, in a message
 Shapes = Mapping[str, Sequence[int]]
 
 
-def check_weights(saved: Shapes, own: Shapes, where: Where) -> None:
-    """Raises ValueError, naming the first few, if the weights' names or shapes differ from the run's."""
+def check_weights(saved: Shapes, expected: Shapes, where: Where) -> None:
+    """Raises ValueError if the weights' names or shapes differ from the run's; it names the first few."""
     reshaped = [
         f"{name} {list(saved[name])} instead of {list(shape)}"
-        for name, shape in own.items()
+        for name, shape in expected.items()
         if name in saved and list(saved[name]) != list(shape)
     ]
-    not_own = [name for name in saved if name not in own]
-    not_saved = [name for name in own if name not in saved]
-    kinds = (("of another shape", reshaped), ("only in the checkpoint", not_own), ("only in this run", not_saved))
+    unexpected = [name for name in saved if name not in expected]
+    missing = [name for name in expected if name not in saved]
+    kinds = (("of another shape", reshaped), ("only in the checkpoint", unexpected), ("only in this run", missing))
     differences = "; ".join(f"{len(names)} {kind} ({_first(names)})" for kind, names in kinds if names)
     if differences:
         raise ValueError(refusal(f"its weights differ: {differences}", where))
 
 
 def check_optimizers(states: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], where: Where) -> None:
-    """Raises ValueError if saved optimizers, by position as Lightning saves them, have other settings or groups."""
+    """Raises ValueError if saved optimizers, by position as Lightning saves them, have different settings or groups."""
     for state, optimizer in zip(states, optimizers, strict=False):
         saved = state["param_groups"]
         _check_complete({key for group in saved for key in optimizer.defaults.keys() - group.keys()}, optimizer, where)
         sizes, own_sizes = ([len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups))
         if sizes != own_sizes:
             raise ValueError(
-                refusal(f"its optimizer's groups have {sizes} parameters, those of this run {own_sizes}", where)
+                refusal(f"its optimizer groups have {sizes} parameters, but this run's have {own_sizes}", where)
             )
 
 
@@ -70,7 +70,7 @@ def check_optimizer_names(saved: Collection[str], needed: Collection[str], optim
 def check_named_optimizer(
     state: Mapping[str, object], optimizer: Optimizer, names: Mapping[Tensor, str], where: Where
 ) -> None:
-    """Rejects an optimizer state by parameter name from another kind of optimizer or with other parameter groups.
+    """Rejects an optimizer state, by parameter name, that was saved with other parameter groups.
 
     Args:
         state: as in `check_optimizer_names`, with values.
@@ -80,7 +80,7 @@ def check_named_optimizer(
     Raises:
         ValueError: if parameters of one group have different settings: torch would use the first one's for all.
     """
-    settings = [  # for each setting of a group, its names for all parameters
+    settings = [  # for each setting of each group, the names of its entries
         [f"param_groups.{names[parameter]}.{setting}" for parameter in group["params"] if parameter in names]
         for group in optimizer.param_groups
         for setting in sorted(group.keys() - {"params"})

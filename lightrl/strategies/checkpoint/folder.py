@@ -4,8 +4,8 @@ The format is torch.distributed.checkpoint's, so any number of processes and any
 folder holds everything but weights and optimizers. Every file contains the id of its save; a folder that mixes two
 saves, for example after an interrupted copy, is refused.
 
-torch's HuggingFaceStorageWriter and Reader (2.13) do not fit. Tensors are restored exactly on other meshes, but a value
-that is not a tensor, like a learning rate, is written before the header, which makes the file unreadable. Writing
+torch's HuggingFaceStorageWriter and Reader (2.13) are not an option. They restore tensors exactly on other meshes, but
+write values that are not tensors, like a learning rate, before the header, which makes the file unreadable. Writing
 takes twice the memory of the tensors. Missing files, changed bytes and files of two saves cause no error.
 """
 
@@ -94,7 +94,7 @@ def folder_writer(
                         file.write(rest.getbuffer())
                         file.flush()
                         os.fsync(file.fileno())
-            dist.barrier(group=group)  # otherwise a faster rank would make the folder first
+            dist.barrier(group=group)  # otherwise a faster rank would create the folder first
             writer = _Writer(part, save_id, progress)
             dcp.state_dict_saver.save(state, storage_writer=writer, process_group=group)
             if is_main:  # all ranks have written, since a save ends with a reduction
@@ -209,7 +209,7 @@ def read_rest(folder: Path) -> dict[str, Any]:
         )
     rest = load_plain(folder / META_FILE)
     if rest.pop(_SAVE_ID, None) != own_save_id(SafeReader(folder).read_metadata()):
-        raise DamagedCheckpoint(f"{str(folder / META_FILE)!r} is of another save than .metadata. Use an earlier one.")
+        raise DamagedCheckpoint(f"{str(folder / META_FILE)!r} is from another save than .metadata. Use an earlier one.")
     return rest
 
 
@@ -249,12 +249,12 @@ def load_optimizer_state(
 
 @contextlib.contextmanager
 def _without_empty_groups(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yields the optimizer in Lightning's, without the empty groups of roles on other ranks, which torch rejects."""
+    """Yields Lightning's wrapped optimizer without the empty groups of roles on other ranks, which torch rejects."""
     plain: Optimizer = getattr(optimizer, "optimizer", optimizer)
     groups = plain.param_groups
     plain.param_groups = [group for group in groups if group["params"]]
     try:
         yield plain
     finally:
-        filled = iter(plain.param_groups)  # loading makes new ones
+        filled = iter(plain.param_groups)  # loading creates new groups
         plain.param_groups = [next(filled) if group["params"] else group for group in groups]

@@ -79,7 +79,7 @@ def named(file: str | Path) -> Iterator[None]:
     except (*_DAMAGE, OSError) as error:
         cause = _without_advice(error)
         raise DamagedCheckpoint(
-            f"{str(file)!r} is not a checkpoint of lightrl, or it is damaged ({cause}). Use an earlier one."
+            f"{str(file)!r} is not a lightrl checkpoint, or it is damaged ({cause}). Use an earlier one."
         ) from cause
 
 
@@ -89,7 +89,7 @@ def check_records(content: Path | IO[bytes], of: str = "the file") -> None:
         compressed = [info.filename for info in records.infolist() if info.compress_type != zipfile.ZIP_STORED]
         damaged = compressed[0] if compressed else records.testzip()
     if damaged is not None:
-        raise ValueError(f"record {damaged} of {of} has other bytes than were written, as its CRC-32 shows")
+        raise ValueError(f"record {damaged} of {of} does not match its CRC-32, so it changed after it was written")
 
 
 def _without_advice(error: BaseException) -> BaseException:
@@ -134,7 +134,7 @@ class SafeReader(FileSystemReader):
         try:
             with file.open("rb") as stream, _unchanged_classes():
                 unpickled = _MetadataUnpickler(stream).load()
-            read = _checked(unpickled)
+            read = _checked_metadata(unpickled)
         except _DAMAGE as error:
             raise ValueError(
                 f"{str(file)!r} is not what torch.distributed.checkpoint writes ({error}). The checkpoint is damaged, "
@@ -156,7 +156,7 @@ class SafeReader(FileSystemReader):
             with named(folder / name), (folder / name).open("rb") as file:
                 if file.read(len(mark)) != mark:
                     left_over = "" if name in needed else ", which does not need it. Remove it"
-                    raise ValueError(f"it is of another save than {_METADATA_FILE}{left_over}")
+                    raise ValueError(f"it is from another save than {_METADATA_FILE}{left_over}")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         indices = {item.storage_index for item in plan.items}
@@ -221,8 +221,8 @@ def _unchanged_classes() -> Iterator[None]:
         raise ValueError(f"it changes the class {changed[0].__name__}")
 
 
-def _checked(read: object) -> Metadata:
-    """Returns its argument; raises ValueError unless that is metadata of tensors and values in the same folder."""
+def _checked_metadata(read: object) -> Metadata:
+    """Returns its argument; raises ValueError unless it is metadata of tensors and values in the same folder."""
     if not isinstance(read, Metadata) or not isinstance(read.state_dict_metadata, dict):
         raise ValueError(f"it holds {type(read).__name__}")
     files = read.storage_data

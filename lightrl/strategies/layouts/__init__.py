@@ -1,7 +1,6 @@
 """Layouts: how a microbatch goes through a model without its padding; all give the same results.
 
 Reading order:
-    forms.py             chooses rectangles, shared prompts or a packed row for a microbatch, and runs its forward
     probes.py            tests on a few tokens which layouts a model supports
     shared_prefix.py     a group's prompt goes through the model once, or once for several completions
     packed_attention.py  attention over a packed row without a mask; context parallelism

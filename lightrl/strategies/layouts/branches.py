@@ -1,4 +1,4 @@
-"""Trees of conversations as rows, which models read. No other file of the strategies makes rows from trees."""
+"""Turns trees of conversations into rows, which models read; no other file in strategies does."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from lightrl.columns import GAPS, Column, column_of
-from lightrl.experience import Experience, is_on_host, is_table
+from lightrl.experience import Experience, is_on_host, is_table, row_tensors
 from lightrl.functional import BranchRows, on_host, row_spans
-from lightrl.functional.rows import row_tensors
 from lightrl.models import Outputs
 
 
@@ -41,7 +40,7 @@ def branch_rows(experience: Experience) -> tuple[Experience, Callable[[Outputs],
 
 
 def _codes_of_rows(experience: Experience, field: str, column: Column) -> dict[str, Tensor]:
-    """Returns the rows' fields of a coded column."""
+    """Returns a coded column's fields for the rows."""
     trees, lengths = on_host(experience["gaps"]).numpy(), on_host(experience.lengths).tolist()
     rows = []
     for gaps, length, codes in zip(trees, lengths, experience.row_codes(field), strict=True):

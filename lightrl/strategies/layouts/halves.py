@@ -41,7 +41,7 @@ def halves_pay(model: torch.nn.Module, experience: Experience, num_cores: int) -
 
 
 def cut_in_halves(experience: Experience) -> list[Experience] | None:
-    """Cuts it into two parts of whole groups with similar numbers of tokens; None if there is only one group."""
+    """Cuts an experience into two, of whole groups and similar numbers of tokens; None if there is only one group."""
     groups, lengths = experience.units("group"), experience.lengths.tolist()
     if len(groups) < 2:
         return None
@@ -72,7 +72,7 @@ def forward_backward_halves(
     losses = [loss_fn(half, output) for half, output in zip(halves, outputs, strict=True)]
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
-        parameter.grad = None  # adds only the two halves, since float addition commutes but is not associative
+        parameter.grad = None  # so that only the two halves are added: float addition is commutative, not associative
     backward(_Sum.apply(torch.zeros((), requires_grad=True), tuple(losses)))  # type: ignore[no-untyped-call]
     for parameter, gradient in zip(parameters, before, strict=True):
         if gradient is not None:

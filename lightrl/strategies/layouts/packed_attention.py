@@ -10,7 +10,7 @@ dtype and head size:
     sdpa    SDPA on rectangles of trajectories of similar length; always works, and is the only one on a CPU
 
 Context parallelism cuts a row into equal parts, one for each of `cp` ranks, and attention exchanges heads. All other
-operations work token by token. Each rank has the results of its own tokens; the ranks' sums are that of the row:
+operations work token by token. Each rank has the results of its own tokens; their sum over ranks is the whole row's:
 
     cp 2, 4 heads       rank 0                               rank 1
     a packed row        its first half                       its second half
@@ -49,7 +49,7 @@ NAME = "lightrl_packed"  # name of this attention in transformers' registry
 # Cost of one more SDPA call, in tokens: below it, padding is cheaper.
 _CALL_OVERHEAD_TOKENS = 64
 _BLOCK = 128  # block size of flex attention
-# Relative to the largest value: rounding errors are smaller, and seeing wrong tokens makes a far larger difference.
+# Relative to the largest value: rounding errors are smaller, and attending to wrong tokens has a far larger effect.
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
@@ -67,7 +67,7 @@ class PackedRows:
         lengths: tokens of each trajectory, in the row's order; empty ones are ignored.
         device: device of the row.
         kernels: dtype → kernel; other dtypes use the first that works.
-        prompts: for each trajectory, the index of the earlier one that it follows, or -1; None if none follows another.
+        prompt_indices: for each trajectory, the index of the earlier one that is its prompt, or -1; None for all -1.
         group: ranks that each have a part of the row.
     """
 
@@ -76,23 +76,23 @@ class PackedRows:
         lengths: Sequence[int],
         device: torch.device,
         kernels: Mapping[torch.dtype, str] | None = None,
-        prompts: Sequence[int] | None = None,
+        prompt_indices: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        prompt_lengths = [0 if prompt < 0 else lengths[prompt] for prompt in prompts or [-1] * len(lengths)]
+        prompt_lengths = [0 if prompt < 0 else lengths[prompt] for prompt in prompt_indices or [-1] * len(lengths)]
         spans = [(length, shared) for length, shared in zip(lengths, prompt_lengths, strict=True) if length > 0]
         self.lengths = [length for length, _ in spans]
         self.device, self.kernels, self.group = device, dict(kernels or {}), group
         self.longest = max(self.lengths, default=0)
         self.longest_keys = max((length + shared for length, shared in spans), default=0)
-        self._starts = torch.tensor([0, *self.lengths]).cumsum(0)
+        self._starts = torch.tensor([0, *self.lengths]).cumsum(0)  # on the host, like _key_starts
         self.starts = to_device(self._starts.int(), device)  # int32 [N + 1]; the last is T
         self._key_starts, self.key_starts = self._starts, self.starts
-        self.keys: Tensor | None = None  # int64 [K], tokens of the row; None for all, in order
-        if prompts is not None and any(prompt_lengths):
+        self.keys: Tensor | None = None  # int64 [K], the token of each key; None if each token is one key, in order
+        if prompt_indices is not None and any(prompt_lengths):
             self._key_starts = torch.tensor([0, *(length + shared for length, shared in spans)]).cumsum(0)
             self.key_starts = to_device(self._key_starts.int(), device)  # int32 [N + 1]; the last is K
-            self.keys = to_device(_key_tokens(lengths, prompts), device)
+            self.keys = to_device(_key_tokens(lengths, prompt_indices), device)
         self._block_masks: dict[int | None, BlockMask] = {}  # window → mask
 
     @functools.cached_property
@@ -106,17 +106,19 @@ class PackedRows:
         """Rectangles of trajectories with similar numbers of keys, and each token's index in their joined outputs, [T].
 
         A rectangle has tokens [n, longest] and keys [n, most], padded with the last of each row, and the number of keys
-        before the first token's, [n]; all int64.
+        before the first token's key, [n]; all int64.
         """
         starts, lengths, key_starts = self._starts[:-1], self._starts.diff(), self._key_starts[:-1]
         num_keys = self._key_starts.diff()
         indices = torch.empty(int(self._starts[-1]), dtype=torch.int64)
         parts, first = [], 0
+
+        def ranges(starts: Tensor, sizes: Tensor) -> Tensor:  # a row for each start; shorter rows repeat their last
+            return starts[:, None] + torch.minimum(torch.arange(int(sizes.max())), sizes[:, None] - 1)
+
         for members in rectangles(num_keys.tolist(), _CALL_OVERHEAD_TOKENS):
-            tokens, keys = (
-                begin[members][:, None] + torch.minimum(torch.arange(int(size[members].max())), size[members, None] - 1)
-                for begin, size in ((starts, lengths), (key_starts, num_keys))
-            )
+            tokens = ranges(starts[members], lengths[members])
+            keys = ranges(key_starts[members], num_keys[members])
             is_token = torch.arange(tokens.shape[1]) < lengths[members, None]
             indices[tokens[is_token]] = first + torch.arange(tokens.numel()).view_as(tokens)[is_token]
             first += tokens.numel()
@@ -147,11 +149,11 @@ class PackedRows:
         return self._block_masks[window]
 
 
-def _key_tokens(lengths: Sequence[int], prompts: Sequence[int]) -> Tensor:
-    """Returns the tokens whose keys the trajectories see, int64 [K]: for each its prompt's, then its own."""
+def _key_tokens(lengths: Sequence[int], prompt_indices: Sequence[int]) -> Tensor:
+    """Returns the tokens whose keys the trajectories see, int64 [K]: for each, those of its prompt, then its own."""
     tokens = torch.split(torch.arange(sum(lengths)), list(lengths))
     parts: list[Tensor] = []
-    for own_tokens, prompt in zip(tokens, prompts, strict=True):
+    for own_tokens, prompt in zip(tokens, prompt_indices, strict=True):
         if len(own_tokens) > 0:
             parts += [own_tokens] if prompt < 0 else [tokens[prompt], own_tokens]
     return torch.cat(parts)
@@ -176,9 +178,10 @@ def blocks(starts: Tensor, key_starts: Tensor, window: int | None) -> list[tuple
         window: most keys that a query sees, including its own; None for all before it.
     """
     num_tokens = int(starts[-1])
-    first = torch.arange(0, num_tokens, _BLOCK)
+    first = torch.arange(0, num_tokens, _BLOCK)  # the first query of each block
     last = (first + _BLOCK - 1).clamp(max=num_tokens - 1)
-    keys = torch.arange(0, int(key_starts[-1]), _BLOCK)  # [K], against queries [Q, 1]
+    keys = torch.arange(0, int(key_starts[-1]), _BLOCK)  # the first key of each block, [K], against queries [Q, 1]
+    # The keys that a query sees move forward with the query, so the first and the last query bound those of a block.
     (lowest_of_first, own_of_first), (lowest_of_last, own_of_last) = (
         (visible[:, None] for visible in _visible_keys(queries, starts, key_starts, window))
         for queries in (first, last)
@@ -207,10 +210,10 @@ def make_packable(model: PreTrainedModel) -> bool:
 
 
 def arguments(model: PreTrainedModel, rows: PackedRows, *, with_states: bool) -> dict[str, Any]:
-    """Returns the arguments of the model's forward, besides `position_ids`, that tell where trajectories start.
+    """Returns the forward's arguments, besides `position_ids`, that contain the starts of the trajectories.
 
     Args:
-        with_states: whether layers keep states (models/hybrids.py): if so, convolutions and recurrences get the starts.
+        with_states: whether layers keep states (models/hybrids.py), so convolutions and recurrences need the starts.
     """
     of_states = {"cu_seq_lens_q": rows.starts, "seq_idx": rows.documents[None]} if with_states else {}
     if is_flash(model):
@@ -255,7 +258,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Implements transformers' attention interface: query, key and value [1, heads, T, D] → [1, T, heads, D].
 
-    Raises NotPackable if the model passes more than `scaling` and `sliding_window`.
+    Raises NotPackable if the model passes settings other than `scaling` and `sliding_window`.
     """
     if packed_rows is None:
         if attention_mask is not None and attention_mask.numel() == 1 < query.shape[2]:
@@ -266,7 +269,7 @@ def attend(
         return plain
     extra = sorted(name for name in ("softcap", "s_aux", "position_bias", "cache") if settings.get(name) is not None)
     if extra or settings.get("dropout") or settings.get("is_causal") is False:
-        raise NotPackable(f"Packed rows have causal attention without {', '.join(extra) or 'dropout'}.")
+        raise NotPackable(f"Packed rows support only causal attention, without {', '.join(extra) or 'dropout'}.")
     group, keys, window = packed_rows.group, packed_rows.keys, settings.get("sliding_window")
     device = query.device.type
     dtype = _compute_dtype(device, value.dtype)
@@ -298,7 +301,7 @@ def exchange(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Total(torch.autograd.Function):
-    """Sums over ranks, which compute the same loss from it; gradients are times cp, since they are averaged later."""
+    """Sums over ranks that compute the same loss from it; multiplies gradients by cp, since they are averaged later."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -324,7 +327,7 @@ def kernel_for(
             continue
         try:
             reason = _failure(kernel, device, dtype, head_size, value_size, shares_prompts)
-        except Exception as error:  # noqa: BLE001  # Triton's, such as OutOfResources, have no base of Python's or torch's
+        except Exception as error:  # noqa: BLE001  # Triton's errors share no base class
             reason = f"{type(error).__name__}: {error}"[:100]
         if reason is None:
             break
@@ -352,7 +355,7 @@ def _failure(
     shares_prompts: bool,
 ) -> str | None:
     """Returns why a kernel cannot be used: its error, or its difference from SDPA; None if it can."""
-    rows = PackedRows((_BLOCK + 3, 5, 7), device, prompts=(-1, -1, 0) if shares_prompts else None)
+    rows = PackedRows((_BLOCK + 3, 5, 7), device, prompt_indices=(-1, -1, 0) if shares_prompts else None)
     generator = torch.Generator().manual_seed(0)
     num_keys = sum(rows.lengths) if rows.keys is None else len(rows.keys)
 
@@ -416,6 +419,7 @@ def _flex(
 def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None, window: int | None
 ) -> Tensor:
+    """Runs SDPA on each rectangle of `rows`, and puts the outputs in the row's order."""
     parts, indices = rows.rectangles
     times = query.shape[1] // key.shape[1]
     if times > 1:

@@ -76,7 +76,7 @@ def exact_layouts(model: PreTrainedModel) -> dict[str, Layout]:
             parts = list(
                 shared_hidden(model, token_ids, predicting, layout([prompt]), lambda _, ids: {"input_ids": ids})
             )
-        except (RuntimeError, TypeError, ValueError):  # it needs another form of mask
+        except (RuntimeError, TypeError, ValueError):  # the model needs another kind of mask
             continue
         if all(_is_close(model, hidden, whole[rows, columns]) for rows, columns, hidden in parts):
             exact[name] = layout
@@ -91,14 +91,14 @@ def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
         shares_prompt: test two completions of one prompt that the row contains once.
     """
     if getattr(model.config.get_text_config(), "index_topk", None):
-        return False  # attention to some of the keys; has no effect on so few tokens as this probe's
+        return False  # sparse attention, which has no effect on as few tokens as the probe has
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
     if not takes_positions or rope_depends_on_length(model) or not make_packable(model):
         return False
     with_states = keeps_states(model.config)
     if shares_prompt and (with_states or is_flash(model)):  # transformers' flash attention cannot repeat keys
         return False
-    # Longer than convolutions; the second crosses the boundary of a scan's chunks, the third starts after it.
+    # Longer than convolution kernels; the second crosses a boundary between a scan's chunks, the third starts after it.
     lengths = [6, 262, 6] if with_states else [3, 1, 2]
     prompts = [-1, 0, 0] if shares_prompt else [-1, -1, -1]
     parts = torch.split(token_ids := _some_tokens(model, sum(lengths)), lengths, dim=1)
@@ -155,7 +155,7 @@ def _is_close(model: PreTrainedModel, left: Tensor, right: Tensor) -> bool:
 
 
 def compiles(model: torch.nn.Module, device: torch.device, compile_layers: bool | None) -> bool:
-    """Whether to compile the decoder layers: as set; None does so on NVIDIA GPUs if they have no experts or states."""
+    """Whether to compile the decoder layers; None compiles on NVIDIA GPUs if they have no experts and no states."""
     if compile_layers is not None:
         return compile_layers
     return can_compile(device.type) and may_be_compiled(model)

@@ -1,4 +1,4 @@
-"""Shared prefixes: trajectories of one prompt share its states, so that it goes through the model less often.
+"""Shared prefixes: trajectories of one prompt share its states, so the prompt goes through the model less often.
 
 In a causal model a prompt's states do not depend on what follows, so sharing is exact, including the gradient. A plan
 lists the forwards of a microbatch and their rows. Two layouts make plans, and the cheapest plan is used:
@@ -62,8 +62,8 @@ def find_shared_prompts(experience: Experience, image_token_id: int | None = Non
     """Returns each distinct prompt with all its trajectories, shortest prompt first.
 
     The prompt is everything before the first loss token; prompts are equal if group, tokens and images are. A
-    trajectory without loss tokens counts as a prompt without its last token, and so does one with image tokens after
-    its first loss token, which shares its prompt with no other.
+    trajectory without loss tokens counts as a prompt without its last token. So does one with image tokens after its
+    first loss token, and it shares its prompt with no other trajectory.
     """
     token_ids, loss_mask = on_host(experience.token_ids).numpy(), on_host(experience.loss_mask)
     images = token_ids[:, :0] if experience.image_rows is None else on_host(experience.image_rows).numpy()
@@ -159,11 +159,12 @@ def packed(prompts: Sequence[Row], shape: Sequence[int]) -> PackedTokens:
         parts.append((prompt.members[0], 0, num, -1))
         parts += [(member, num, size, shared) for member, size in zip(prompt.members, prompt.sizes, strict=True)]
     members, positions, sizes, shared_parts = torch.tensor(parts).unbind(1)
-    of_part = torch.arange(len(parts)).repeat_interleave(sizes)
-    first = sizes.cumsum(0) - sizes
-    rows, columns = members[of_part], torch.arange(len(of_part)) - (first - positions)[of_part]
+    part_of_token = torch.arange(len(parts)).repeat_interleave(sizes)
+    part_starts = sizes.cumsum(0) - sizes
+    offset = torch.arange(len(part_of_token)) - part_starts[part_of_token]
+    rows, columns = members[part_of_token], positions[part_of_token] + offset
     flat_indices = torch.full(tuple(shape), -1)
-    flat_indices[rows, columns] = torch.arange(len(of_part))
+    flat_indices[rows, columns] = torch.arange(len(part_of_token))
     for prompt in prompts:  # its last position predicts the first token of each completion
         last = prompt.num_prompt_tokens - 1
         flat_indices[prompt.members, last] = flat_indices[prompt.members[0], last].clone()
@@ -226,6 +227,7 @@ class _Tokens(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[Row], token_ids: Tensor) -> _Tokens:
+        """Lays out each row: its prompt, unless an earlier forward stored it, then its completions, then padding."""
         pieces = []  # row, first column, trajectory, first position, tokens, segment
         for number, row in enumerate(rows):
             end = row.num_tokens - sum(row.sizes)
@@ -235,11 +237,11 @@ class _Tokens(NamedTuple):
                 end += size
         table = torch.tensor(pieces)
         sizes = table[:, 4]
-        of_piece = torch.arange(len(table)).repeat_interleave(sizes)
-        within = torch.arange(len(of_piece)) - (sizes.cumsum(0) - sizes)[of_piece]
-        numbers, columns, sources, positions, _, segments = table[of_piece].unbind(1)
+        piece_of_token = torch.arange(len(table)).repeat_interleave(sizes)
+        offset = torch.arange(len(piece_of_token)) - (sizes.cumsum(0) - sizes)[piece_of_token]
+        numbers, columns, sources, positions, _, segments = table[piece_of_token].unbind(1)
         width = max(row.num_tokens for row in rows)
-        indices, positions = numbers * width + columns + within, positions + within
+        indices, positions = numbers * width + columns + offset, positions + offset
         filled = torch.zeros(3, len(rows) * width, dtype=torch.int64)
         filled[2] = -1
         filled[:, indices] = torch.stack([token_ids[sources, positions], positions, segments])
@@ -263,14 +265,14 @@ def mask_of(segments: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
-    """Makes an empty key-value cache of the model's kind."""
+    """Creates an empty key-value cache for the model."""
     from transformers import DynamicCache
 
     return DynamicCache(config=model.config)
 
 
 def repeated_cache(model: PreTrainedModel, cache: DynamicCache, stored: Tensor) -> DynamicCache:
-    """Copies the key-values of these rows to a new cache; gradients flow back to them."""
+    """Copies the key-values of the rows `stored` [R] to a new cache; gradients flow back to the originals."""
     repeated = new_cache(model)
     for index, layer in enumerate(cache.layers):
         repeated.update(layer.keys.index_select(0, stored), layer.values.index_select(0, stored), index)

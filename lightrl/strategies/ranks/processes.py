@@ -30,7 +30,7 @@ from lightrl.strategies.ranks.watch import RankWatch
 from lightrl.trace import span
 from lightrl.weights.broadcast import listen
 
-START_TIMEOUT = timedelta(minutes=30)  # for all ranks to join a group
+START_TIMEOUT = timedelta(minutes=30)  # time for all ranks to join a group
 # Longer than any rollout or save: RankWatch, which needs a group to start, detects ranks that wait too long.
 _WATCHED_TIMEOUT = timedelta(days=7)
 _SENDS_AT_ONCE = 2  # copies of rows in memory while they are sent
@@ -67,8 +67,8 @@ class Ranks:
     dp_size = 1
     first_rank = 0  # world rank of rank 0
     dp_members: Sequence[Sequence[int]] = ((0,),)  # world ranks of each dp rank
-    is_here = True  # whether this process is one of them
-    watch: RankWatch | None = None  # of this process, if there are several
+    is_here = True  # whether this process is one of these ranks
+    watch: RankWatch | None = None  # this process's watch; None for a single process
 
     @property
     def is_main(self) -> bool:
@@ -84,13 +84,13 @@ class Ranks:
         return tensor
 
     def total(self, values: Tensor, operation: Reduction = "sum") -> Tensor:
-        """Returns the sum or maximum over all ranks of tensors on the host."""
+        """Returns the elementwise sum or maximum of host tensors over all ranks."""
         return values
 
     def exchange(
         self, sends: Sequence[Send], pack: Callable[[Send], Tensor], num_bytes: Callable[[Send], int]
     ) -> list[tuple[Send, Tensor]]:
-        """Executes a plan's round; returns what this rank received, uint8. Sources `pack` bytes just before sending."""
+        """Executes one round of a plan; returns what this rank received, uint8. `pack` runs just before each send."""
         return []
 
     def max_each(self, values: list[int]) -> list[int]:
@@ -109,10 +109,10 @@ class Ranks:
         """Averages the gradients of the shared parameters over the dp ranks; collective if there are any."""
 
     def send(self, message: Message, source: int = 0) -> None:
-        """Sends from rank `source` to all others, which must call `receive`."""
+        """Sends a message from rank `source` to all others, which must call `receive`."""
 
     def receive(self, source: int = 0) -> Message:
-        """Waits, on the other ranks, for the next message from rank `source`."""
+        """On the other ranks, waits for the next message from rank `source`."""
         raise AssertionError("One process receives nothing.")
 
     def broadcast_json(self, value: Any) -> Any:
@@ -129,7 +129,7 @@ class Ranks:
         return [value]
 
     def broadcast_tensors(self, tensors: Mapping[str, Tensor], *, source: int = 0) -> dict[str, Tensor]:
-        """Returns the tensors of rank `source` on every rank; on the others in host memory."""
+        """Returns the tensors of rank `source` on every rank; the other ranks get them in host memory."""
         return dict(tensors)
 
     @contextlib.contextmanager
@@ -143,12 +143,12 @@ class Ranks:
 
     @contextlib.contextmanager
     def own_deadline(self, is_on: bool = True) -> Iterator[None]:
-        """Inside, the phase's work has its own timeout, so that the watch's does not apply; if not `is_on`, it does."""
+        """Inside, the watch's timeout does not apply, because the work has its own; with `is_on=False`, it applies."""
         with contextlib.nullcontext() if self.watch is None else self.watch.own_deadline(is_on):
             yield
 
     def begin(self) -> None:
-        """Marks the end of startup, including that of engines."""
+        """Marks the end of startup, including the engines' startup."""
         if self.watch is not None:
             self.watch.begin()
 
@@ -168,7 +168,7 @@ class Ranks:
             self.watch.fail(error)
 
     def close(self) -> None:
-        """Reports that this rank is about to end."""
+        """Reports that this rank is about to exit."""
         if self.watch is not None:
             self.watch.close()
 
@@ -190,7 +190,7 @@ class ProcessRanks(Ranks):
         control_group: all these ranks, on the CPU (gloo), with a deadline longer than any rollout.
         device: device of `dp_group`'s tensors.
         watch: this process's watch, made by `watch_all`.
-        dp_members: see Ranks; None to ask the ranks.
+        dp_members: see Ranks; None gathers them from the ranks.
     """
 
     def __init__(
@@ -214,9 +214,9 @@ class ProcessRanks(Ranks):
         self._dp_group = dp_group
         self.control_group = control_group
         self._device = device
-        self.dp_members = self._ask_members() if dp_members is None else dp_members
+        self.dp_members = self._gather_members() if dp_members is None else dp_members
 
-    def _ask_members(self) -> list[list[int]]:
+    def _gather_members(self) -> list[list[int]]:
         dp_ranks = torch.zeros(self.size, dtype=torch.int64)
         dp_ranks[self.rank] = self.dp_rank
         dist.all_reduce(dp_ranks, group=self.control_group)
@@ -251,10 +251,10 @@ class ProcessRanks(Ranks):
         self.copies += [] if self.is_main else self.shared
 
     def average_gradients(self) -> None:
-        # Of the ranks with the same rows only one counts: a pipeline's last stage, which computes the loss.
-        counts = self.dp_members[self.dp_rank][-1] == self.rank
+        # Of the ranks with the same rows, only one is counted: a pipeline's last stage, which computes the loss.
+        is_counted = self.dp_members[self.dp_rank][-1] == self.rank
         for parameter in self.shared:
-            gradient = parameter.grad if counts else None
+            gradient = parameter.grad if is_counted else None
             values = torch.zeros_like(parameter) if gradient is None else gradient
             has_gradient = torch.tensor([gradient is not None]).double()
             total = self.total(torch.cat([has_gradient, values.detach().cpu().double().flatten()]))
@@ -321,7 +321,7 @@ class ProcessRanks(Ranks):
 
 
 class OtherRanks(Ranks):
-    """Ranks that hold a role's model, seen from a process outside; `first_rank` is a world rank."""
+    """The ranks of a role's model, in a process that is not one of them; `first_rank` is a world rank."""
 
     is_here = False
 
@@ -331,7 +331,7 @@ class OtherRanks(Ranks):
 
 
 def watch_all(control_group: dist.ProcessGroup, *, main_address: str, hang_timeout_s: float) -> RankWatch:
-    """Starts watching this rank, through a store on rank 0's machine, `main_address`; collective."""
+    """Starts the watch of this rank, with a store on rank 0's machine, `main_address`; collective."""
     rank, size = dist.get_rank(control_group), dist.get_world_size(control_group)
     store = _watch_store(main_address) if rank == 0 else None
     # Keys have a secret prefix, because other users may connect to the port.

@@ -1,4 +1,4 @@
-"""Places: the ranks of a role's model (all ranks of the run, or its own mesh), and a stand-in for other ranks.
+"""Places: the ranks of a role's model (all ranks of the run, or its own mesh), and a stand-in on the other ranks.
 
     world 6    policy     RoleMesh(0, 4, tp=2)   ranks 0 1 2 3, dp 2
                critic     RoleMesh(4, 2)         ranks 4 5, dp 2: updated at the same time as the policy

@@ -15,9 +15,9 @@ from pathlib import Path
 from lightrl.checks.files import nearest_folder
 from lightrl.strategies.ranks.processes import Ranks, mark_as_on_all_ranks
 
-VISIBLE_WITHIN_S = 10.0  # until another host sees a new file on a network file system
+VISIBLE_WITHIN_S = 10.0  # time for another host to see a new file on a network file system
 _LOOK_S = 0.1
-_ARRIVE_WITHIN_S = 300.0  # for all ranks to answer rank 0
+_ARRIVE_WITHIN_S = 300.0  # time for all ranks to answer rank 0
 
 
 def ranks_without(folder: Path, ranks: Ranks) -> list[tuple[int, str]]:
@@ -46,7 +46,7 @@ def check_all_see(folders: Iterable[Path], ranks: Ranks) -> None:
             names = ", ".join(f"rank {rank} on {host}" for rank, host in missing)
             raise mark_as_on_all_ranks(
                 ValueError(
-                    f"Checkpoints go to {folder}, but {names} cannot see the files of rank 0 there or cannot write: a "
+                    f"Checkpoints go to {folder}, but {names} cannot see rank 0's files there, or cannot write: a "
                     "checkpoint would lack the weights of those ranks. Set trainer.default_root_dir, or the dirpath of "
                     "ModelCheckpoint, to a folder that all hosts share under the same path."
                 )

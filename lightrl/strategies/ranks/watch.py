@@ -6,9 +6,9 @@ so far, time without a step) in a store on rank 0, and checks the store for fail
 ranks, and all watch rank 0.
 
     rank 1 raises ──► its traceback into the store ──► the others print it ──► they exit, or are killed after a while
-    rank 1 is killed ──► connections break ──► which publishes no state? ──► the same way, naming rank 1
-    a rank waits for longer than the deadline ──► which is behind? ──► the same way, with every rank's stack
-    rank 1 publishes nothing for that long (SIGSTOP) ──► the same way, whatever its last phase allows
+    rank 1 is killed ──► connections break ──► which rank publishes no state? ──► as above, naming rank 1
+    a rank waits for longer than the deadline ──► which rank is behind? ──► as above, with every rank's stack
+    rank 1 publishes nothing for that long (SIGSTOP) ──► as above, even in a phase with its own deadline
     rank 0 is stopped, and its store with it ──► a second thread measures how long the store has not answered
 """
 
@@ -33,8 +33,8 @@ from lightrl.concurrency.owner import kill_owner, own_mark
 
 POLL_S = 0.5  # between two checks of the store
 GRACE_S = 10.0  # time for a main thread to exit after another rank failed
-START_S = 1500.0  # without a step at the start, while models are read or downloaded; collectives there end after 1800 s
-ROLL_CALL_POLLS = 10  # a rank that publishes nothing for this long after a connection broke has died
+START_S = 1500.0  # limit without a step while models are read or downloaded; collectives there time out after 1800 s
+ROLL_CALL_POLLS = 10  # after a connection breaks, a rank that publishes nothing for this many polls counts as dead
 
 START = "start"  # the phase before training
 _FAILURE = "failure"
@@ -68,10 +68,10 @@ class RankState:
     num_steps: int  # within the phase
     idle_s: float  # since the last step
     has_own_deadline: bool = False  # the phase has its own timeout
-    has_ended: bool = False  # as planned: it publishes nothing more
+    has_ended: bool = False  # has finished as planned, and publishes nothing more
     host: str = ""
     process: str = ""  # see owner.py
-    num_published: int = 0  # number of states so far, which makes each state different
+    num_published: int = 0  # number of states so far, so that no two states are equal
 
     def is_late(self, timeout_s: float) -> bool:
         limit_s = max(timeout_s, START_S) if self.phase == START else timeout_s
@@ -138,10 +138,10 @@ class RankWatch:
         self._answered_s = 0.0  # when the store last answered
         self._num_published = 0
         self._states: dict[int, tuple[RankState | None, float]] = {}  # rank → its last state, and when it changed
-        self._error: BaseException | None = None  # this rank's error, before the others know it
-        self._is_reported = threading.Event()  # the error is in the store, or the store has ended
-        self._is_known = threading.Event()  # all know this rank's error, or another's is printed
-        self._roll_call: dict[int, RankState | None] = {}  # silent rank → its state at the error
+        self._error: BaseException | None = None  # this rank's error
+        self._is_reported = threading.Event()  # an error is in the store, or the store is gone
+        self._is_known = threading.Event()  # all ranks have read this rank's error, or another rank's is printed
+        self._roll_call: dict[int, RankState | None] = {}  # silent rank → its state when the error occurred
         self._roll_call_s: float | None = None  # when the roll call started
         self._changed = threading.Event()
         self._is_published = threading.Event()  # the current phase is published
@@ -166,14 +166,14 @@ class RankWatch:
 
     @contextlib.contextmanager
     def own_deadline(self, is_on: bool) -> Iterator[None]:
-        """Inside, the current phase has its own timeout, or not; this counts neither as a step nor as a new phase."""
-        phase, before = self._phases[-1]
+        """Inside, the current phase has its own timeout if `is_on`; this is neither a step nor a new phase."""
+        phase, had_own_deadline = self._phases[-1]
         self._phases[-1] = (phase, is_on)
         self._stepped_s = self._now_s
         try:
             yield
         finally:
-            self._phases[-1] = (phase, before)
+            self._phases[-1] = (phase, had_own_deadline)
             self._stepped_s = self._now_s
 
     def step(self) -> None:
@@ -186,9 +186,9 @@ class RankWatch:
         self._restart_clock()
 
     def fail(self, error: BaseException, timeout_s: float = 3.0) -> None:
-        """Reports that this rank failed, and waits briefly until the others know, since the store may end with it.
+        """Reports that this rank failed, and waits briefly until the others know: its exit may close the store.
 
-        If another rank failed first, that caused this error, so this only waits until the other's is printed.
+        If another rank failed first, it caused this error, so this only waits until that rank's error is printed.
         """
         if self._closed.is_set():
             return
@@ -237,13 +237,14 @@ class RankWatch:
             self._now_s += min(now_s - ticked_s, 2 * POLL_S)
             ticked_s = now_s
             if self._now_s - self._answered_s > self._hang_timeout_s:
-                self._end(self._silence_of(0), [0])
+                self._end(self._silence_message(0), [0])
                 return
 
     def _run(self) -> None:
+        """Publishes this rank's state and checks for failures until `close`; only this thread uses the store."""
         checked_s = -POLL_S
         try:
-            for rank in range(self._size):  # so that multi_get finds all
+            for rank in range(self._size):  # multi_get needs every key
                 self._store.compare_set(f"state/{rank}", "", "null")
             while not self._closed.is_set():
                 self._changed.clear()
@@ -278,17 +279,17 @@ class RankWatch:
         error = None if self._is_reported.is_set() else self._error
         self._read_states(all_ranks=error is not None or self._rank == 0)
         if self._store.check([_FAILURE]):
-            first = self._store.get(_FAILURE)
+            stored = self._store.get(_FAILURE)
         else:
             failure = self._find_hang() if error is None else self._report(error)
             if failure is None:
                 return None
-            first = self._store.compare_set(_FAILURE, "", json.dumps(failure))  # another rank may be faster
-        rank, text, short, dead_ranks = json.loads(first)
+            stored = self._store.compare_set(_FAILURE, "", json.dumps(failure))  # another rank may be faster
+        rank, text, last_line, dead_ranks = json.loads(stored)
         if rank != self._rank:
-            self.failed_before = short or None
+            self.failed_before = last_line or None
         self._is_reported.set()
-        with contextlib.suppress(*_STORE_ERRORS):  # rank 0 has read it and ended
+        with contextlib.suppress(*_STORE_ERRORS):  # rank 0 has read it and exited
             self._store.set(f"knows/{self._rank}", "yes")
             if rank == self._rank and self._store.check([f"knows/{other}" for other in range(self._size)]):
                 self._is_known.set()
@@ -309,10 +310,10 @@ class RankWatch:
                 self._roll_call.pop(rank, None)
 
     def _find_hang(self) -> Failure | None:
-        """Finds a stopped rank, or on rank 0 one that others wait for; the other ranks only watch rank 0."""
+        """Finds a stopped rank or, on rank 0, a rank that others wait for; the other ranks only watch rank 0."""
         for rank in self._running():
             if self._now_s - self._states[rank][1] > self._hang_timeout_s:
-                return -1, self._silence_of(rank), "", [rank]
+                return -1, self._silence_message(rank), "", [rank]
         states = {rank: state for rank, state in self._running().items() if state is not None}
         late = [rank for rank, state in states.items() if state.is_late(self._hang_timeout_s)]
         if self._rank != 0 or not late:
@@ -328,17 +329,17 @@ class RankWatch:
         states = {rank: state for rank, (state, _) in self._states.items()}
         return {rank: state for rank, state in states.items() if state is None or not state.has_ended}
 
-    def _silence_of(self, rank: int) -> str:
+    def _silence_message(self, rank: int) -> str:
         """Builds the error about a rank whose process publishes nothing."""
         state, _ = self._states.get(rank, (None, 0.0))
         place = "since the start" if state is None else f"since it was {state.place} on {state.host}"
         return (
-            f"Rank {rank} has not been heard of for hang_timeout_s={self._hang_timeout_s:g}, {place}. Its process is "
+            f"Rank {rank} has not reported for hang_timeout_s={self._hang_timeout_s:g}, {place}. Its process is "
             f"stopped or blocked, or it {_DIED}."
         )
 
     def _report(self, error: BaseException) -> Failure | None:
-        """Builds this rank's report. A broken connection is due to another rank: None until it is known which."""
+        """Builds this rank's report; None while it is unknown which other rank broke a connection."""
         failed = f"Rank {self._rank} failed in {self._phases[-1][0]!r}"
         problem = "".join(traceback.format_exception_only(error)).strip()
         if match := _TIMED_OUT.search(problem):
@@ -350,7 +351,7 @@ class RankWatch:
         if _may_be_a_broken_connection(error):
             if self._roll_call_s is None:
                 self._roll_call_s = self._now_s
-                self._roll_call = self._running()
+                self._roll_call = self._running()  # those that stay silent from now on have died
                 self._roll_call.pop(self._rank, None)
             if self._roll_call and self._now_s - self._roll_call_s < ROLL_CALL_POLLS * POLL_S:
                 return None
@@ -387,7 +388,7 @@ class RankWatch:
             self._end_process()
 
     def _wait_until_known(self, dead_ranks: list[int], timeout_s: float = 3.0) -> None:
-        """Waits until the others have read the failure, since the store ends with rank 0."""
+        """Waits until the others have read the failure, because the store disappears with rank 0."""
         keys = [f"knows/{rank}" for rank in range(1, self._size) if rank not in dead_ranks]
         deadline = time.monotonic() + timeout_s
         while keys and not self._store.check(keys) and time.monotonic() < deadline:

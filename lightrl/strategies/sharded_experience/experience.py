@@ -16,10 +16,20 @@ import torch
 from torch import Tensor
 
 from lightrl.columns import TOKENS, column_of, registered
-from lightrl.experience import FIELDS, Experience, LossUnit, Reduction, check_shape, is_on_host, is_table, units_of
+from lightrl.experience import (
+    FIELDS,
+    Experience,
+    LossUnit,
+    Reduction,
+    fields_of,
+    is_on_host,
+    is_table,
+    reward_fields,
+    row_tensors,
+    units_of,
+)
 from lightrl.functional import row_lengths, to_device
 from lightrl.functional.device_copy import remember
-from lightrl.functional.rows import check_trajectories, reward_fields, row_fields, row_tensors, token_rows
 from lightrl.models.images import ImageTable
 from lightrl.strategies.ranks.processes import Ranks
 from lightrl.trajectory import Trajectory
@@ -73,9 +83,6 @@ class TokenRows:
         sizes = lengths if rows is None else lengths[list(rows)]
         flat = values.detach().cpu()[torch.arange(values.shape[1]) < sizes[:, None]]
         return cls.of_flat(flat.to(dtype or flat.dtype).numpy(), lengths, rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     @property
     def here(self) -> list[int]:
@@ -152,12 +159,17 @@ class ShardedExperience:
     @classmethod
     def of(cls, experience: Experience) -> ShardedExperience:
         """Converts an Experience, with all rows on this rank, on the host."""
-        tensors: dict[str, Tensor | TokenRows] = {
-            name: value for name, value in experience.tensors().items() if not is_on_host(name)
-        }
-        for name in filter(is_table, experience.columns):
-            tensors[name] = TokenRows.of_rows([codes.numpy() for codes in experience.row_codes(name)])
-        return cls({"lengths": experience.lengths.cpu()}, {}).with_tensors(tensors)
+        rows: dict[str, Tensor] = {}
+        tokens: dict[str, TokenRows] = {}
+        for name, value in experience.tensors().items():
+            if is_on_host(name):
+                if is_table(name):
+                    tokens[name] = TokenRows.of_rows([codes.numpy() for codes in experience.row_codes(name)])
+            elif value.dim() >= 2 and name not in _OF_IMAGES:
+                tokens[name] = TokenRows.of_padded(value, experience.lengths.cpu(), dtype=_kept_dtype(name))
+            else:
+                rows[name] = value
+        return cls(_counts(tokens), {}).with_tensors({**rows, **tokens})
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory], *, has_rewards: bool = True) -> ShardedExperience:
@@ -167,11 +179,9 @@ class ShardedExperience:
             trajectories: the rows, in order.
             has_rewards: False if rewards may still be pending; all are NaN until `with_rewards` sets them.
         """
-        check_trajectories(trajectories, has_rewards=has_rewards)
-        rows = {name: TokenRows.of_rows(values) for name, values in token_rows(trajectories).items()}
-        tokens = {name: rows.pop(name) for name in TOKENS}
-        sharded = cls({**row_fields(trajectories), **_counts(tokens)}, tokens).with_tensors(rows)
-        return sharded.with_rewards(trajectories) if has_rewards else sharded
+        fields, rows = fields_of(trajectories, has_rewards=has_rewards)
+        tokens = {name: TokenRows.of_rows(values) for name, values in rows.items()}
+        return cls({**fields, **_counts(tokens)}, {}).with_tensors(tokens)
 
     @classmethod
     def elsewhere(cls, table: Mapping[str, Tensor], dtypes: Mapping[str, str]) -> ShardedExperience:
@@ -181,11 +191,8 @@ class ShardedExperience:
 
     def with_rewards(self, trajectories: Sequence[Trajectory]) -> ShardedExperience:
         """Returns a copy with the rewards of these trajectories, which must be its rows."""
-        values, per_token = reward_fields(trajectories)
-        tensors: dict[str, Tensor | TokenRows] = {"rewards": values}
-        if per_token is not None:
-            tensors["token_rewards"] = TokenRows.of_rows(per_token)
-        return self.with_tensors(tensors)
+        rewards, rows = reward_fields(trajectories)
+        return self.with_tensors({"rewards": rewards, **{name: TokenRows.of_rows(rows[name]) for name in rows}})
 
     def __len__(self) -> int:
         return len(self.rows["lengths"])
@@ -207,12 +214,11 @@ class ShardedExperience:
 
     def read(self, name: str) -> Tensor | None:
         """Returns a field or an extra of all rows, padded; None if it is not set. All rows must be here."""
-        if is_on_host(name):
-            return self._code_tensors().get(name)
-        if name not in self.tokens:
+        column = column_of(name)
+        field = name if column is None else column.fields[0]
+        if field not in self.tokens:
             return self.rows.get(name)
-        self._check_here([name])
-        return self._padded([name], _CPU)[name]
+        return self._padded([field], _CPU)[name]
 
     @property
     def extras(self) -> dict[str, Tensor]:
@@ -273,26 +279,15 @@ class ShardedExperience:
         return self.ranks.total(values, operation)
 
     def with_tensors(self, tensors: Mapping[str, Tensor | TokenRows | OnLossTokens]) -> ShardedExperience:
-        """Returns a copy with these fields set: [B], [B, T, ...] of all rows, TokenRows or OnLossTokens."""
-        rows = {name: value for name, value in self.rows.items() if name not in tensors}
-        tokens = {name: value for name, value in self.tokens.items() if name not in tensors}
+        """Returns a copy with these fields set; a Tensor has a value for each row, [B, ...]."""
+        rows, tokens = dict(self.rows), dict(self.tokens)
         for name, value in tensors.items():
-            if isinstance(value, OnLossTokens):
-                value = self.tokens["loss_mask"].times(value.values)
-            if isinstance(value, TokenRows):
-                tokens[name] = value
-                if is_on_host(name) and value.is_whole:
-                    rows[sizes_name(name)] = torch.tensor([len(codes) for codes in value.rows])
-                continue
-            is_field = not name.startswith("_")
-            if is_field:
-                check_shape(name, value, len(self), self.width)
-            if is_field and value.dim() >= 2 and name not in _OF_IMAGES:
-                tokens[name] = TokenRows.of_padded(value, self.lengths, dtype=_kept_dtype(name))
-            else:
+            if isinstance(value, Tensor):
                 rows[name] = value.detach().cpu()
-        if any(isinstance(tensors.get(name), Tensor) for name in ("loss_mask", "weight_versions")):
-            rows.update(_counts(tokens))
+                continue
+            tokens[name] = self.tokens["loss_mask"].times(value.values) if isinstance(value, OnLossTokens) else value
+            if is_on_host(name) and tokens[name].is_whole:
+                rows[sizes_name(name)] = torch.tensor([len(codes) for codes in tokens[name].rows])
         if "gaps" in tensors and tokens["gaps"].is_whole:
             repeated = [sum(row_lengths(gaps)) - len(gaps) for gaps in tokens["gaps"].rows]
             rows[_REPEATED] = torch.tensor(repeated)
@@ -334,9 +329,7 @@ class ShardedExperience:
         that the host needs without another copy.
         """
         part = self if rows is None else self.select(rows)
-        part._check_here(part.tokens)
-        names = [name for name in part.tokens if not is_on_host(name)]
-        tensors = {**part._padded(names, device), **part._code_tensors()}
+        tensors = part._padded(part.tokens, device)
         if device != _CPU:
             read_on_host = [name for name in ("token_ids", "loss_mask", "gaps") if name in tensors]
             for name, value in part._padded(read_on_host, _CPU).items():
@@ -345,7 +338,7 @@ class ShardedExperience:
         if "pixel_values" in of_rows:
             of_rows |= ImageTable(*(of_rows[name] for name in _OF_IMAGES)).shown()._asdict()
         for name, value in of_rows.items():
-            if name not in tensors and not name.startswith("_"):
+            if not name.startswith("_"):
                 tensors[name] = to_device(value, device)
         return Experience.of_tensors(tensors)
 
@@ -361,36 +354,31 @@ class ShardedExperience:
         }
         return replace(self, rows=rows, tokens=tokens).dense(device=device)
 
-    def _padded(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
-        """Returns fields as tensors [B, T, ...] on the device."""
+    def _padded(self, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
+        """Returns fields as tensors [B, T, ...] on the device, and those of coded columns on the host.
+
+        Raises:
+            ValueError: if tokens of a row are on another rank.
+        """
         is_token = torch.arange(max(1, self.width), device=device) < to_device(self.lengths, device)[:, None]
         padded: dict[str, Tensor] = {}
         for name in names:
-            flat = to_device(torch.from_numpy(self.tokens[name].flat()), device)
+            tokens = self.tokens[name]
+            if not tokens.is_whole:
+                raise ValueError(
+                    f"{name!r} is per token, and this rank has the tokens of {len(tokens.here)} of these {len(self)} "
+                    f"trajectories. Read experience.local[{name!r}], of the trajectories assigned to this rank, and "
+                    f"sum with experience.total. Or let it be gathered: for `advantages` add {name!r} to the module's "
+                    "advantage_inputs, for a model call to its inputs."
+                )
+            if is_on_host(name):
+                padded |= row_tensors(name, tokens.rows)
+                continue
+            flat = to_device(torch.from_numpy(tokens.flat()), device)
             flat = flat.long() if _kept_dtype(name) == torch.int32 else flat
             fill = flat.new_full((*is_token.shape, *flat.shape[1:]), _fill(name))
             padded[name] = fill.masked_scatter_(is_token[(...,) + (None,) * (flat.dim() - 1)], flat)
         return padded
-
-    def _code_tensors(self) -> dict[str, Tensor]:
-        """Returns the fields of coded columns."""
-        tensors: dict[str, Tensor] = {}
-        for name in filter(is_on_host, self.tokens):
-            self._check_here([name])
-            tensors |= row_tensors(name, self.tokens[name].rows)
-        return tensors
-
-    def _check_here(self, names: Collection[str]) -> None:
-        for name in names:
-            tokens = self.tokens[name]
-            if tokens.is_whole:
-                continue
-            raise ValueError(
-                f"{name!r} is per token, and this rank has the tokens of {len(tokens.here)} of these {len(self)} "
-                f"trajectories. Read experience.local[{name!r}], of the trajectories assigned to this rank, and sum "
-                f"with experience.total. Or let it be gathered: for `advantages` add {name!r} to the module's "
-                "advantage_inputs, for a model call to its inputs."
-            )
 
     @property
     def table(self) -> dict[str, Tensor]:
@@ -432,7 +420,7 @@ def _counts(tokens: Mapping[str, TokenRows]) -> dict[str, Tensor]:
     highest = np.iinfo(version.dtype).max
 
     def of_rows(reduce: np.ufunc, values: Values, default: int) -> Tensor:
-        result = torch.full((len(mask),), default)
+        result = torch.full((len(mask.rows),), default)
         if filled:
             result[filled] = torch.from_numpy(reduce.reduceat(values, np.append(0, ends[:-1]), dtype=np.int64))
         return result

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import overload
 
 import torch
 from torch import Tensor
 
-from lightrl.experience import Experience, LossUnit, cut_minibatches, minibatch_order
+from lightrl.experience import Experience, LossUnit
 from lightrl.functional import row_lengths
 from lightrl.functional.packing import microbatch_bins
 from lightrl.strategies.ranks.processes import Ranks
@@ -94,15 +95,15 @@ def place_rows(
             for dp_rank, share in enumerate(balanced_shares(sizes, dp_size) if dp_size > 1 else ()):
                 dp_rank_of[[row for item in share for row in units[item]]] = dp_rank
     columns = {"_minibatch": minibatch, **{f"_dp_rank_{dp_size}": value for dp_size, value in dp_ranks.items()}}
-    placed = experience.with_tensors(columns)
-    work = functools.reduce(torch.logical_or, [rows_by_rank(placed, role, ranks.size) for role in roles])
+    placed = replace(experience.with_tensors(columns), ranks=ranks)
+    work = functools.reduce(torch.logical_or, [rows_by_rank(placed, role) for role in roles])
     first = torch.tensor([members[0] for members in roles[0].dp_members])
     return placed.with_tensors({"_work": work.T, "_owner": first[dp_ranks[roles[0].dp_size]]})
 
 
-def rows_by_rank(experience: ShardedExperience, role: Ranks, num_ranks: int) -> Tensor:
+def rows_by_rank(experience: ShardedExperience, role: Ranks) -> Tensor:
     """Returns which rows each rank works on for a role, bool [W, B]."""
-    has = torch.zeros(num_ranks, len(experience), dtype=torch.bool)
+    has = torch.zeros(experience.ranks.size, len(experience), dtype=torch.bool)
     dp_rank_of = experience.rows[f"_dp_rank_{role.dp_size}"]
     for dp_rank, members in enumerate(role.dp_members):
         has[list(members)] = dp_rank_of == dp_rank
@@ -118,11 +119,16 @@ def shares(experience: ShardedExperience, ranks: Ranks) -> list[list[int]]:
 
 
 def minibatches(experience: ShardedExperience, *, epochs: int, seed: int) -> list[list[int]]:
-    """Returns the rows of each minibatch in each epoch, without minibatches whose rows were all dropped."""
+    """Returns the rows of each minibatch in each epoch, without minibatches whose rows were all dropped.
+
+    The minibatches train in ascending order in the first epoch, then permuted.
+    """
     rows: dict[int, list[int]] = {}
     for row, index in enumerate(experience.rows["_minibatch"].tolist()):
         rows.setdefault(index, []).append(row)
-    return [rows[index] for index in minibatch_order(max(rows) + 1, epochs, seed) if index in rows]
+    num, generator = max(rows) + 1, torch.Generator().manual_seed(seed)
+    later = [torch.randperm(num, generator=generator).tolist() for _ in range(epochs - 1)]
+    return [rows[index] for index in chain(range(num), *later) if index in rows]
 
 
 def microbatch_rows(
@@ -146,6 +152,15 @@ def microbatch_rows(
         parts.append(microbatch_bins(num_tokens, local, max_tokens) if local else [])
     own, num = parts[ranks.dp_rank], max(map(len, parts))
     return [*own, *([] for _ in range(num - len(own)))]
+
+
+def cut_minibatches(units: Sequence[list[int]], num: int, seed: int) -> list[list[list[int]]]:
+    """Cuts shuffled units evenly into at most `num` minibatches; within each, units are ordered by their first rows."""
+    num = min(num, len(units))
+    if num == 1:
+        return [list(units)]
+    order = torch.randperm(len(units), generator=torch.Generator().manual_seed(seed))
+    return [sorted(units[index] for index in part.tolist()) for part in order.tensor_split(num)]
 
 
 class Microbatches(Sequence[Experience]):

@@ -1,12 +1,12 @@
-"""AgentWorkflow: an agent that uses this process as its OpenAI or Anthropic, and becomes trajectories.
+"""AgentWorkflow: serves the policy to an agent as OpenAI's or Anthropic's API, and records trajectories.
 
 Reading order:
     workflow.py           AgentWorkflow: runs a function, or a program (command.py)
     endpoint.py           the HTTP server that agents call
-    session.py            the requests of one trajectory as turns of tokens
-    completion_parser.py  a completion as thinking, text and tool calls
-    protocol.py           a request and its answer; chat_protocol.py, messages_protocol.py, responses_protocol.py: the
-                          routes of OpenAI and Anthropic
+    session.py            records the requests of one trajectory as turns of tokens
+    completion_parser.py  splits a completion into thinking, text and tool calls
+    protocol.py           requests and answers; chat_protocol.py, messages_protocol.py and responses_protocol.py
+                          implement the routes of OpenAI and Anthropic
 
 May import: what workflows/ may.
 """

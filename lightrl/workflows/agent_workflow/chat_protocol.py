@@ -59,7 +59,7 @@ class ChatExchange(Exchange):
             has_parallel_calls=self.has_parallel_calls(),
         )
 
-    def whole(self, answer: Answer) -> JsonObject:
+    def body(self, answer: Answer) -> JsonObject:
         calls = {"content": answer.content or None, "tool_calls": _calls(answer)} if answer.calls else {}
         choice = {
             "index": 0,
@@ -99,8 +99,8 @@ class ChatExchange(Exchange):
             return None
         sampled = zip(answer.token_bytes, answer.completion.logprobs, strict=True)
         content = [
-            {"token": part.decode(errors="replace"), "logprob": logprob, "bytes": list(part), "top_logprobs": []}
-            for part, logprob in sampled
+            {"token": token.decode(errors="replace"), "logprob": logprob, "bytes": list(token), "top_logprobs": []}
+            for token, logprob in sampled
         ]
         return {"content": content, "refusal": None}
 
@@ -109,17 +109,17 @@ def _read_message(message: object) -> JsonObject:
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(message, Mapping) or not isinstance(role, str) or role not in _ROLES:
         raise RequestRefused(f"The role of a message must be one of {', '.join(_ROLES)}, got {message!r:.120}.")
-    read: JsonObject = {"role": _ROLES[role], "content": text_of(message.get("content"))}
+    parsed: JsonObject = {"role": _ROLES[role], "content": text_of(message.get("content"))}
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
-            read[name] = message[name]
+            parsed[name] = message[name]
     details = [part for part in message.get("reasoning_details") or () if isinstance(part, Mapping) and "text" in part]
     if thinking := message.get("reasoning_content") or message.get("reasoning") or details:
-        read["reasoning_content"] = text_of(thinking)
+        parsed["reasoning_content"] = text_of(thinking)
     calls = message.get("tool_calls") or []
     if calls:
-        read["tool_calls"] = [_read_call(call) for call in calls]
-    return read
+        parsed["tool_calls"] = [_read_call(call) for call in calls]
+    return parsed
 
 
 def _read_call(call: object) -> JsonObject:
@@ -138,8 +138,8 @@ def _read_tool(tool: JsonMapping) -> JsonObject:
 
 def _calls(answer: Answer) -> list[JsonObject]:
     """Returns the calls with their arguments as JSON text."""
-    calls = [(call, call["function"]) for call in answer.calls]
-    return [{**call, "function": {**each, "arguments": json.dumps(each["arguments"])}} for call, each in calls]
+    calls = ((call, call["function"]) for call in answer.calls)
+    return [{**call, "function": {**inner, "arguments": json.dumps(inner["arguments"])}} for call, inner in calls]
 
 
 def _finish_reason(answer: Answer) -> str:

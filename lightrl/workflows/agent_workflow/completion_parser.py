@@ -1,11 +1,11 @@
 """CompletionParser: splits a completion into thinking, text and calls. One of three parsers does it:
 
-    a `tool_parser`      the user's, on the text without its thinking; `parse_hermes` if nothing else applies
-    a `renderer`         of the package `renderers`, by its name, or `auto` by the tokenizer's name
-    a response template  the tokenizer's, applied by `tokenizer.parse_response` of transformers
+    a `tool_parser`      the user's function, which gets the text without its thinking; `parse_hermes` by default
+    a `renderer`         from the package `renderers`, chosen by name, or by the tokenizer's name for `auto`
+    a response template  the tokenizer's, applied by transformers' `tokenizer.parse_response`
 
-With each of them, a malformed call is a `ToolCall` with an error. A library that searches for tags may mistake a quoted
-tag for a real one; if the text itself is clear about its thinking and calls, the text decides.
+Each of them turns a malformed call into a `ToolCall` with an error. A library that searches for tags may mistake a
+quoted tag for a real one, so its result is compared with the calls and the thinking that we find in the text.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class ParsedCompletion:
     calls: Sequence[ToolCall] = ()
 
 
-# Arguments: the prompt's tokens, the completion's, its text with the thinking that the prompt opened, and the tools.
+# Arguments: prompt token ids, completion token ids, the completion's text with the thinking the prompt opened, tools.
 CompletionParser = Callable[[Sequence[int], Sequence[int], str, Sequence[JsonMapping]], ParsedCompletion]
 
 
 def completion_parser(
     tokenizer: PreTrainedTokenizerBase, tool_parser: ToolParser | None, renderer: str | None
 ) -> CompletionParser:
-    """Returns the parser that these settings select; raises ValueError for an unknown renderer, or if both are set."""
+    """Returns the parser that these settings select; raises ValueError if both are set, or for an unknown renderer."""
     if tool_parser is not None and renderer is not None:
-        raise ValueError(f"renderer={renderer!r} finds the calls itself. Leave tool_parser out, or renderer.")
+        raise ValueError(f"renderer={renderer!r} already finds the calls. Set renderer or tool_parser, not both.")
     if renderer is not None:
         return functools.partial(_parse_with_renderer, _renderer(tokenizer, renderer))
     if tool_parser is None and getattr(tokenizer, "response_template", None) is not None:
@@ -69,7 +69,7 @@ def _parse_with_template(
         return _without_misread_tags(failed, text)
     reasoning = message.get("reasoning_content") or message.get("thinking") or ""
     functions = [call.get("function", call) for call in message.get("tool_calls") or []]
-    calls = [_call_of(each.get("name"), each.get("arguments", {})) for each in functions]
+    calls = [_call_of(function.get("name"), function.get("arguments", {})) for function in functions]
     return _without_misread_tags(ParsedCompletion(message.get("content") or "", reasoning, calls), text)
 
 
@@ -87,10 +87,10 @@ def _parse_with_renderer(
 
 
 def _without_misread_tags(parsed: ParsedCompletion, text: str) -> ParsedCompletion:
-    """Returns what a library parsed, corrected by the text where the library mistook a quoted tag for a real one."""
+    """Returns a library's result, corrected where the library mistook a quoted tag for a real one."""
     by_text = parse_text(text, parse_hermes)
     errors, text_errors = ([call.error for call in each.calls if call.error] for each in (parsed, by_text))
-    if parsed.calls and not errors and "</tool_call>" in parsed.content:  # the rest of a call
+    if parsed.calls and not errors and "</tool_call>" in parsed.content:  # the rest of a call cut at a quoted tag
         errors = ["the call's arguments quote </tool_call>, which ends a call in this format; write it differently"]
         parsed = replace(parsed, calls=[ToolCall(error=errors[0])])
     if errors and by_text.calls and not text_errors:
@@ -107,7 +107,7 @@ def _renderer(tokenizer: PreTrainedTokenizerBase, name: str) -> Any:
         raise ValueError(f"renderer={name!r} needs the package renderers. Run `pip install renderers`.") from error
     try:
         renderer = renderers.create_renderer(tokenizer, renderers.config_from_name(name))
-    except Exception as error:  # raised for anything that the tokenizer lacks
+    except Exception as error:  # its type depends on what the tokenizer lacks
         raise ValueError(f"renderer={name!r} does not fit the tokenizer: {error}") from error
     if isinstance(renderer, renderers.DefaultRenderer):
         raise ValueError(
@@ -120,4 +120,4 @@ def _renderer(tokenizer: PreTrainedTokenizerBase, name: str) -> Any:
 def _call_of(name: object, arguments: object) -> ToolCall:
     if isinstance(name, str) and isinstance(arguments, Mapping):
         return ToolCall(name, arguments)
-    return ToolCall(error=f"the call needs a name and an object of arguments, got {name!r:.80}, {arguments!r:.80}")
+    return ToolCall(error=f"the call needs a name and an arguments object, got {name!r:.80}, {arguments!r:.80}")

@@ -45,7 +45,7 @@ _PROTOCOLS: dict[str, type[Exchange]] = {
 MAX_BODY_BYTES = 100 * 10**6
 WAITING_S = 15.0  # between keep-alive events in a stream that has no answer yet
 _SHUTDOWN_TIMEOUT_S = 1.0
-_KEEPALIVE_TIMEOUT_S = 3600.0  # longer than any client's; otherwise one could use a connection that is closing
+_KEEPALIVE_TIMEOUT_S = 3600.0  # longer than any client's, so that no client reuses a connection that is closing
 _BODY_S = 60.0
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -57,7 +57,7 @@ class OpenAIEndpoint:
     the controller's `close`, which cancel all tasks of their loops.
 
     Args:
-        max_sessions: sessions at the same time; further sessions wait.
+        max_sessions: how many sessions may be open at the same time; further sessions wait.
     """
 
     def __init__(self, *, max_sessions: int = 64) -> None:
@@ -72,7 +72,7 @@ class OpenAIEndpoint:
         self._listener = Listener()
 
     async def start(self) -> None:
-        """Opens the port and waits for it; does nothing if it is open already.
+        """Opens the port and waits for it; does nothing if it is already open.
 
         Raises:
             RolloutError: if no port can be opened.
@@ -90,7 +90,7 @@ class OpenAIEndpoint:
             raise RolloutError(f"The agents' endpoint could not open a port on {_HOST}: {error}.") from error
 
     async def close(self) -> None:
-        """Closes the port, connections and sessions. May be called twice."""
+        """Closes the port, connections and sessions. Safe to call twice."""
         if self._serving is not None and self._loop is asyncio.get_running_loop():
             self._serving.cancel()
             await asyncio.wait({self._serving})
@@ -179,20 +179,20 @@ class OpenAIEndpoint:
         try:
             body = await asyncio.wait_for(request.read(), _BODY_S)
         except TimeoutError as error:
-            text = f"The request's body has not arrived within {_BODY_S:g} s."
+            text = f"The request's body did not arrive within {_BODY_S:g} s."
             raise RequestRefused(text, status=408, code="request_timeout") from error
         exchange = _PROTOCOLS[path].of_json(body)
         for name in [name for name in dict.fromkeys(exchange.ignored) if name not in self._has_warned]:
             self._has_warned.add(name)
-            log.warning("Ignoring %s of an agent's request: the run's sampling and the agent's own tools apply.", name)
-        prepared = await session.prepare(exchange.request)
+            log.warning("Ignoring %s in an agent's request: the run's sampling and the agent's own tools apply.", name)
+        encoded = await session.prepare(exchange.request)
         if path.endswith("count_tokens"):
-            return web.json_response({"input_tokens": prepared.num_prompt_tokens})
-        answering = asyncio.ensure_future(session.answer(prepared))
+            return web.json_response({"input_tokens": encoded.num_prompt_tokens})
+        answering = asyncio.ensure_future(session.answer(encoded))
         try:
             if exchange.is_streamed:
-                return await _stream(request, exchange, prepared.num_prompt_tokens, answering)
-            return web.json_response(exchange.whole(await answering))
+                return await _stream(request, exchange, encoded.num_prompt_tokens, answering)
+            return web.json_response(exchange.body(await answering))
         finally:
             abandon([answering])
 
@@ -213,7 +213,7 @@ class OpenAIEndpoint:
 
 
 def _warn_of_proxy() -> None:
-    """Warns that the clients would use the environment's proxy, to which 127.0.0.1 is the proxy's machine."""
+    """Warns if clients would use the environment's proxy, for which 127.0.0.1 is the proxy's machine."""
     proxies = urllib.request.getproxies()
     proxy = proxies.get("http") or proxies.get("all")
     if proxy and not urllib.request.proxy_bypass(_HOST):
@@ -229,10 +229,10 @@ def _warn_of_proxy() -> None:
 async def _stream(
     request: web.Request, exchange: Exchange, num_prompt_tokens: int, answering: asyncio.Future[Answer]
 ) -> web.StreamResponse:
-    """Streams the answer; an error within WAITING_S is an HTTP error, a later error is an event."""
+    """Streams the answer; an error within WAITING_S becomes an HTTP error, a later one an event."""
     await asyncio.wait({answering}, timeout=WAITING_S)
     if answering.done():
-        answering.result()
+        answering.result()  # raises its error, if any
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
 

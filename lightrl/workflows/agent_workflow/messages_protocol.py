@@ -45,28 +45,28 @@ class MessagesExchange(Exchange):
         may_call = self.may_call()
         if isinstance(self.fields.get("output_config"), Mapping) and self.fields["output_config"].get("format"):
             raise RequestRefused("output_config.format is not supported. Let the reward check the format.")
-        messages, listed = objects_of(self.fields.get("messages"), "messages"), self.fields.get("tools", [])
+        messages, sent_tools = objects_of(self.fields.get("messages"), "messages"), self.fields.get("tools", [])
         if not messages:
             raise RequestRefused("messages must be a list with at least one message, got [].")
         tools = {
             str(tool.get("name")): tool_of(tool.get("name"), tool.get("description"), tool.get("input_schema"))
-            for tool in objects_of(listed, "tools")
+            for tool in objects_of(sent_tools, "tools")
             if tool.get("type", "custom") == "custom"
         }
-        read = [{"role": "system", "content": text_of(self.fields["system"])}] if "system" in self.fields else []
+        parsed = [{"role": "system", "content": text_of(self.fields["system"])}] if "system" in self.fields else []
         for message in messages:
-            read += _read_message(message, tools)
-        self.ignored += [f"the tool {tool['type']}" for tool in listed if tool.get("type", "custom") != "custom"]
-        deferred = {tool.get("name") for tool in listed if tool.get("defer_loading")}
+            parsed += _read_message(message, tools)
+        self.ignored += [f"the tool {tool['type']}" for tool in sent_tools if tool.get("type", "custom") != "custom"]
+        deferred = {tool.get("name") for tool in sent_tools if tool.get("defer_loading")}
         shown = [tool for name, tool in tools.items() if name not in deferred]
         return AgentRequest(
-            with_one_system_message(read),
+            with_one_system_message(parsed),
             shown if may_call else [],
             self.limit_of("max_tokens"),
             has_parallel_calls=self.has_parallel_calls(),
         )
 
-    def whole(self, answer: Answer) -> JsonObject:
+    def body(self, answer: Answer) -> JsonObject:
         usage = {"input_tokens": answer.num_prompt_tokens, "output_tokens": len(answer.completion.token_ids)}
         message = self._message(answer.num_prompt_tokens)
         return {**message, "content": self._blocks(answer), "stop_reason": _stop_reason(answer), "usage": usage}
@@ -110,7 +110,7 @@ class MessagesExchange(Exchange):
         }
 
     def _blocks(self, answer: Answer) -> list[JsonObject]:
-        """Returns the answer's content. Thinking needs the request's consent; `display: omitted` hides its text."""
+        """Returns the answer's content: thinking only if the request enables it, without text if `display: omitted`."""
         thinking = self.fields.get("thinking")
         options = thinking if isinstance(thinking, Mapping) else {"type": "disabled"}
         blocks: list[JsonObject] = []
@@ -132,20 +132,20 @@ def _read_message(message: JsonMapping, tools: Mapping[str, JsonMapping]) -> lis
         raise RequestRefused(f"The role of a message must be user, assistant or system, got {message!r:.120}.")
     blocks = content if isinstance(content, list) else [{"type": "text", "text": text_of(content)}]
     results: list[JsonObject] = []
-    read: JsonObject = {"role": role, "content": ""}
+    turn: JsonObject = {"role": role, "content": ""}
     for block in blocks:
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind == "tool_result" and role == "user":
             result = _result_text(block.get("content"), tools)
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
         elif kind == "tool_use" and role == "assistant" and isinstance(block.get("name"), str):
-            read.setdefault("tool_calls", []).append(tool_call(block.get("id"), block["name"], block.get("input", {})))
+            turn.setdefault("tool_calls", []).append(tool_call(block.get("id"), block["name"], block.get("input", {})))
         elif kind in ("thinking", "redacted_thinking") and role == "assistant":
             thought = block.get("thinking") or unsealed(block.get("signature") or block.get("data"))
-            read["reasoning_content"] = read.get("reasoning_content", "") + text_of(thought)
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + text_of(thought)
         else:
-            read["content"] += text_of([block])
-    return [*results, *([] if results and not read["content"] else [read])]
+            turn["content"] += text_of([block])
+    return [*results, *([] if results and not turn["content"] else [turn])]
 
 
 def _result_text(content: object, tools: Mapping[str, JsonMapping]) -> str:

@@ -1,6 +1,6 @@
 """An agent's request and its answer: what the three protocols have in common.
 
-    body ─► Exchange.read ─► AgentRequest: messages, tools ─► AgentSession ─► Answer ─► Exchange.whole, or .events
+    body ─► Exchange.read ─► AgentRequest: messages, tools ─► AgentSession ─► Answer ─► Exchange.body, or .events
 
 chat_protocol.py, messages_protocol.py and responses_protocol.py each subclass `Exchange`. Everything here is a pure
 function of the request and the answer; session.py has the state, endpoint.py the HTTP server.
@@ -36,7 +36,7 @@ MessageKey = tuple[str, str, tuple[tuple[str, str], ...]]
 
 
 class RequestRefused(Exception):
-    """A request that gets an error as its answer; the agent's client raises it.
+    """A request that is answered with an error, which the agent's client raises.
 
     Args:
         message: what is wrong and how to fix it.
@@ -76,7 +76,7 @@ class Answer:
     calls: list[JsonObject]  # each with a unique id
     num_prompt_tokens: int
     num_reasoning_tokens: int = 0
-    token_bytes: Sequence[bytes] = ()  # of each token; empty unless logprobs are requested
+    token_bytes: Sequence[bytes] = ()  # one per token; empty unless logprobs are requested
 
     @property
     def message(self) -> JsonObject:
@@ -133,10 +133,10 @@ class Exchange(ABC):
 
     @abstractmethod
     def read(self) -> AgentRequest:
-        """Returns the request to the policy that `fields` describe."""
+        """Converts `fields` to a request to the policy."""
 
     @abstractmethod
-    def whole(self, answer: Answer) -> JsonObject:
+    def body(self, answer: Answer) -> JsonObject:
         """Returns the body of an answer that is not streamed."""
 
     @abstractmethod
@@ -152,7 +152,7 @@ class Exchange(ABC):
         return None
 
     def error_event(self, error: RequestRefused) -> JsonObject:
-        """Returns the event that ends a stream that has no answer."""
+        """Returns the event that ends a stream if there is no answer."""
         return error.to_json()
 
     def limit_of(self, *names: str) -> int | None:
@@ -208,7 +208,7 @@ def _is_deep(value: object) -> bool:
 
 
 def tool_of(name: object, description: object, schema: object) -> JsonObject:
-    """Returns a tool as chat templates read it; refuses one without a name, or with a wrong JSON schema."""
+    """Returns a tool in the form that chat templates read; refuses one without a name or a valid JSON schema."""
     if not isinstance(name, str) or not name:
         raise RequestRefused(f"A tool must have a name, got {name!r:.80}.")
     problem = _schema_problem(json.dumps(schema)) if schema is not None else None
@@ -229,11 +229,11 @@ def _schema_problem(text: str) -> str | None:
     return None
 
 
-def objects_of(value: object, name: str, what: str = "objects") -> list[Any]:
+def objects_of(value: object, name: str, item_kind: str = "objects") -> list[Any]:
     """Returns the value if it is a list of objects; refuses anything else."""
     if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
         return value
-    raise RequestRefused(f"{name} must be a list of {what}, got {value!r:.80}.")
+    raise RequestRefused(f"{name} must be a list of {item_kind}, got {value!r:.80}.")
 
 
 def text_of(content: object) -> str:
@@ -260,7 +260,7 @@ def sealed(reasoning: str) -> str:
 
 
 def unsealed(text: object) -> str:
-    """Decodes the result of `sealed`; returns an empty text if another model made it."""
+    """Decodes the result of `sealed`; returns an empty text for any other text."""
     try:
         return base64.b64decode(str(text), validate=True).decode()
     except ValueError:

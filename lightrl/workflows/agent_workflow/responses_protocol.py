@@ -29,7 +29,7 @@ from lightrl.workflows.agent_workflow.protocol import (
 )
 
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
-_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # of a custom tool
+_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # custom tools
 
 
 class ResponsesExchange(Exchange):
@@ -50,9 +50,9 @@ class ResponsesExchange(Exchange):
     def read(self) -> AgentRequest:
         may_call = self.may_call()
         text = self.fields.get("text")
-        form = text.get("format") if isinstance(text, Mapping) else None
-        if form is not None and form != {"type": "text"}:
-            raise RequestRefused(f"text.format={form!r:.80} is not supported. Let the reward check the format.")
+        text_format = text.get("format") if isinstance(text, Mapping) else None
+        if text_format is not None and text_format != {"type": "text"}:
+            raise RequestRefused(f"text.format={text_format!r:.80} is not supported. Let the reward check the format.")
         self.num_events = 0
         self.wire_names: dict[str, tuple[str, str, str]] = {}  # the policy's name for a tool → kind, namespace, name
         tools = [each for tool in objects_of(self.fields.get("tools", []), "tools") for each in self._read_tools(tool)]
@@ -71,7 +71,7 @@ class ResponsesExchange(Exchange):
             has_parallel_calls=self.has_parallel_calls(),
         )
 
-    def whole(self, answer: Answer) -> JsonObject:
+    def body(self, answer: Answer) -> JsonObject:
         num_generated = len(answer.completion.token_ids)
         usage = {
             "input_tokens": answer.num_prompt_tokens,
@@ -80,16 +80,16 @@ class ResponsesExchange(Exchange):
             "output_tokens_details": {"reasoning_tokens": answer.num_reasoning_tokens},
             "total_tokens": answer.num_prompt_tokens + num_generated,
         }
-        end: JsonObject = {"status": "completed"}
+        status: JsonObject = {"status": "completed"}
         if answer.completion.finish_reason == "length":
-            end = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-        return {**self._response(), **end, "output": self._items(answer), "usage": usage}
+            status = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        return {**self._response(), **status, "output": self._items(answer), "usage": usage}
 
     def start_events(self, num_prompt_tokens: int) -> list[JsonObject]:
         return [self._event("created", response=self._response()), self.waiting_event()]
 
     def events(self, answer: Answer) -> Iterator[JsonObject]:
-        response = self.whole(answer)
+        response = self.body(answer)
         for index, item in enumerate(response["output"]):
             yield from self._item_events(index, item)
         yield self._event(response["status"], response=response)
@@ -103,7 +103,7 @@ class ResponsesExchange(Exchange):
 
     def _item_events(self, index: int, item: JsonObject) -> Iterator[JsonObject]:
         """Yields events for an item without its text, then for the text, then for the complete item."""
-        place = {"item_id": item["id"], "output_index": index}
+        position = {"item_id": item["id"], "output_index": index}
         name, event, text = {
             "reasoning": ("content", "reasoning_text", ""),
             "message": ("content", "output_text", ""),
@@ -114,14 +114,14 @@ class ResponsesExchange(Exchange):
         empty = {**item, "status": "in_progress", name: [] if parts else ""}
         yield self._event("output_item.added", output_index=index, item=empty)
         if not parts:
-            yield self._event(f"{event}.delta", **place, delta=text)
-            yield self._event(f"{event}.done", **place, **{name: text}, name=item["name"])
+            yield self._event(f"{event}.delta", **position, delta=text)
+            yield self._event(f"{event}.done", **position, **{name: text}, name=item["name"])
         for part in parts:
-            place["content_index"] = 0
-            yield self._event("content_part.added", **place, part={**part, "text": ""})
-            yield self._event(f"{event}.delta", **place, delta=part["text"], logprobs=[])
-            yield self._event(f"{event}.done", **place, text=part["text"], logprobs=[])
-            yield self._event("content_part.done", **place, part=part)
+            position["content_index"] = 0
+            yield self._event("content_part.added", **position, part={**part, "text": ""})
+            yield self._event(f"{event}.delta", **position, delta=part["text"], logprobs=[])
+            yield self._event(f"{event}.done", **position, text=part["text"], logprobs=[])
+            yield self._event("content_part.done", **position, part=part)
         yield self._event("output_item.done", output_index=index, item=item)
 
     def _event(self, kind: str, **fields: Any) -> JsonObject:
@@ -165,7 +165,7 @@ class ResponsesExchange(Exchange):
         return [{**item, "status": "completed"} for item in items]
 
     def _read_tools(self, tool: JsonMapping, namespace: str = "") -> Iterator[JsonObject]:
-        """Yields a tool's functions: the tool itself, those of a namespace, or none."""
+        """Yields the functions of a tool: the tool itself, the tools of a namespace, or none."""
         kind, name = tool.get("type"), tool.get("name")
         if kind == "namespace" and not namespace:
             for inner in objects_of(tool.get("tools", []), "The tools of a namespace"):

@@ -8,8 +8,8 @@ has rewritten history, runs two conversations, or sent the same request twice.
                          └─► request C (A + answer + another question) ─► answer     a row of 2 turns
     request D (A, shortened) ─► answer                                               a row of 1 turn
 
-All rows train, as one trajectory that contains the tokens of a shared prefix once (`Trajectory.rows`). Every answer is
-a new sample: the same request sent twice gets two completions.
+All rows are trained on, as one trajectory that has the tokens of a shared prefix once (`Trajectory.rows`). Every answer
+is a new sample: the same request sent twice gets two completions.
 
 A malformed call never reaches the agent: the policy reads what is wrong and tries again, in turns that the agent does
 not see. After three such turns in a row the agent gets the text as it is.
@@ -51,23 +51,23 @@ _Ids = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass
-class _Answered:
+class _Snapshot:
     """The conversation after one answer; requests that continue it work on copies."""
 
     conversation: Conversation
-    keys: list[MessageKey]  # of all messages; the answer's key is the last
+    keys: list[MessageKey]  # one per message; the answer's key is the last
     tools: list[JsonObject]
     identity: tuple[object, ...]  # the answer's text and the ids of its calls
-    num_prompt_tokens: int  # the request's tokens; the answer's follow
+    num_prompt_tokens: int  # the request's tokens; the answer's tokens follow them
 
 
 @dataclass(frozen=True)
-class Prepared:
+class EncodedRequest:
     """A request as tokens."""
 
     request: AgentRequest
     conversation: Conversation  # ends with the request's last message
-    keys: list[MessageKey]  # of the messages
+    keys: list[MessageKey]  # one per message
     num_prompt_tokens: int
 
 
@@ -83,22 +83,22 @@ class AgentSession:
     exceeds_max_tokens: bool = False  # whether a request was too long for max_tokens
 
     def __post_init__(self) -> None:
-        # Fails the trajectory, whatever the agent does; set once.
+        # The error that fails the trajectory, whatever the agent does; set once.
         self.failure: asyncio.Future[LightRLError] = asyncio.get_running_loop().create_future()
-        self._answered: list[_Answered] = []
+        self._snapshots: list[_Snapshot] = []
         # Text and call ids of an answer → its key, needed because an agent may add default arguments to a call.
         self._keys: dict[tuple[object, ...], MessageKey] = {}
         self._pending: set[asyncio.Task[Completion]] = set()
         self._is_closed = False
 
-    async def prepare(self, request: AgentRequest) -> Prepared:
+    async def prepare(self, request: AgentRequest) -> EncodedRequest:
         """Encodes a request.
 
         Raises:
             RequestRefused: if the session is over or the chat template fails on the request. If the template rewrites
                 history, `failure` is set too.
         """
-        with self._failing(), user_code(_template_failed, RequestRefused, LightRLError):
+        with self._recording_failure(), user_code(_template_failed, RequestRefused, LightRLError):
             keys = [self._keys.get(_identity(message), message_key(message)) for message in request.messages]
             parent = self._find_parent(keys, request)
             if parent is None:
@@ -108,19 +108,19 @@ class AgentSession:
                 conversation = parent.conversation.copy()
                 new = request.messages[len(parent.keys) :]
                 conversation.add_observation(await self._encoded(request, conversation.encode_observation, new))
-            return Prepared(request, conversation, keys, len(conversation.token_ids))
+            return EncodedRequest(request, conversation, keys, len(conversation.token_ids))
 
-    async def answer(self, prepared: Prepared) -> Answer:
+    async def answer(self, encoded: EncodedRequest) -> Answer:
         """Waits for the engine and returns the policy's answer. On cancellation the engine drops the completion.
 
         Raises:
             RequestRefused: if the request is too long, the session is over, or generation fails, which sets `failure`.
         """
-        with self._failing():
-            return await self._answer(prepared)
+        with self._recording_failure():
+            return await self._answer(encoded)
 
     def close(self) -> None:
-        """Cancels pending completions; later requests are refused. May be called twice."""
+        """Cancels pending completions; later requests are refused. Safe to call twice."""
         self._is_closed = True
         for task in self._pending:
             task.cancel()
@@ -134,12 +134,12 @@ class AgentSession:
         Raises:
             RolloutError: if the agent sent no request.
         """
-        if not self._answered:
+        if not self._snapshots:
             raise RolloutError(
                 f"The agent finished prompt {self.prompt.id!r} without an answer from the policy. It must use the "
                 "base_url and api_key that it gets."
             )
-        joined, num_rows = _join(self._answered)
+        joined, num_rows = _join(self._snapshots)
         num_turns = len(joined.turns)
         trajectory = joined.trajectory(
             [0.0] * (num_turns - 1) + [reward or 0.0],
@@ -152,12 +152,13 @@ class AgentSession:
         return trajectory
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Refuses the request if the session is over or the block fails, which fails the trajectory too."""
+    def _recording_failure(self) -> Iterator[None]:
+        """If the block fails, records the failure, which fails the trajectory, and refuses the request."""
 
         def failed(error: BaseException) -> RolloutError:
             return RolloutError(
-                f"A request of prompt {self.prompt.id!r} raised {type(error).__name__}: {error}. Fix the tool parser."
+                f"Parsing a completion of prompt {self.prompt.id!r} raised {type(error).__name__}: {error}. Fix the "
+                "tool parser."
             )
 
         if self._is_closed:
@@ -170,8 +171,9 @@ class AgentSession:
                 self.failure.set_result(error)
             raise RequestRefused(str(error), status=500, code="rollout_failed") from error
 
-    async def _answer(self, prepared: Prepared) -> Answer:
-        request, conversation = prepared.request, prepared.conversation
+    async def _answer(self, encoded: EncodedRequest) -> Answer:
+        """Generates until a completion has no malformed call, or `_MAX_CORRECTIONS` are used up; records the last."""
+        request, conversation = encoded.request, encoded.conversation
         for num_corrections in range(_MAX_CORRECTIONS + 1):
             prompt_ids = conversation.token_ids
             completion = await self._request_completion(prompt_ids, request.max_new_tokens)
@@ -199,13 +201,13 @@ class AgentSession:
         num_reasoning = min(len(self.renderer.encode(parsed.reasoning)), len(completion.token_ids))
         calls = [tool_call(f"call_{uuid.uuid4().hex[:24]}", call.name, dict(call.arguments)) for call in parsed.calls]
         answer = Answer(
-            completion, parsed.content, parsed.reasoning, calls, prepared.num_prompt_tokens, num_reasoning, token_bytes
+            completion, parsed.content, parsed.reasoning, calls, encoded.num_prompt_tokens, num_reasoning, token_bytes
         )
         key, identity = message_key(answer.message), _identity(answer.message)
         if calls:
             self._keys[identity] = key
-        keys, num_prompt_tokens = [*prepared.keys, key], prepared.num_prompt_tokens
-        self._answered.append(_Answered(conversation, keys, request.tools, identity, num_prompt_tokens))
+        keys, num_prompt_tokens = [*encoded.keys, key], encoded.num_prompt_tokens
+        self._snapshots.append(_Snapshot(conversation, keys, request.tools, identity, num_prompt_tokens))
         return answer
 
     async def _encoded(self, request: AgentRequest, encode: Callable[..., _T], *args: object) -> _T:
@@ -217,21 +219,21 @@ class AgentSession:
             raise _session_over()
         return encoded
 
-    def _find_parent(self, keys: list[MessageKey], request: AgentRequest) -> _Answered | None:
+    def _find_parent(self, keys: list[MessageKey], request: AgentRequest) -> _Snapshot | None:
         """Returns the longest conversation that a request continues; prefers equal call ids, then the latest."""
         ids = [_identity(message) for message in request.messages]
-        earlier = [
-            answered
-            for answered in reversed(self._answered)
-            if answered.tools == request.tools
-            and len(answered.keys) < len(keys)
-            and answered.keys == keys[: len(answered.keys)]
+        parents = [
+            snapshot
+            for snapshot in reversed(self._snapshots)
+            if snapshot.tools == request.tools
+            and len(snapshot.keys) < len(keys)
+            and snapshot.keys == keys[: len(snapshot.keys)]
         ]
-        return max(earlier, key=lambda each: (len(each.keys), each.identity == ids[len(each.keys) - 1]), default=None)
+        return max(parents, key=lambda each: (len(each.keys), each.identity == ids[len(each.keys) - 1]), default=None)
 
     async def _request_completion(self, token_ids: Sequence[int], max_new_tokens: int | None) -> Completion:
-        longest = self.max_tokens - len(token_ids)
-        if longest < 1:
+        max_new = self.max_tokens - len(token_ids)
+        if max_new < 1:
             self.exceeds_max_tokens = True
             raise RequestRefused(
                 f"prompt is too long: {len(token_ids)} tokens > {self.max_tokens - 1} maximum. "  # Anthropic's words
@@ -239,8 +241,8 @@ class AgentSession:
                 f"max_tokens={self.max_tokens}.",
                 code="context_length_exceeded",
             )
-        longest = longest if max_new_tokens is None else min(longest, max_new_tokens)
-        task = asyncio.ensure_future(self.generate(list(token_ids), max_new_tokens=longest))
+        max_new = max_new if max_new_tokens is None else min(max_new, max_new_tokens)
+        task = asyncio.ensure_future(self.generate(list(token_ids), max_new_tokens=max_new))
         self._pending.add(task)
         try:
             await wait_or_abandon(task)
@@ -261,8 +263,8 @@ def _identity(message: JsonMapping) -> tuple[object, ...]:
     return str(message["content"]).strip(), *(call.get("id") for call in message.get("tool_calls", []))
 
 
-def _join(requests: Sequence[_Answered]) -> tuple[Conversation, int]:
-    """Joins the conversations, each after the longest prefix that it shares; also returns the number of rows."""
+def _join(requests: Sequence[_Snapshot]) -> tuple[Conversation, int]:
+    """Joins the conversations, each as a branch after the longest prefix that it shares; also counts the rows."""
     joined = requests[0].conversation.copy()
     ids = np.asarray(joined.token_ids)
     rows = [(ids, np.arange(len(ids)))]  # token ids of each row, and their positions in `joined`
@@ -271,11 +273,11 @@ def _join(requests: Sequence[_Answered]) -> tuple[Conversation, int]:
         ids = np.asarray(conversation.token_ids)
         shared = [_num_equal(ids[:num], row_ids) for row_ids, _ in rows]
         start = max(shared)
-        row = len(rows) - 1 - shared[::-1].index(start)  # the last row with this length
+        row = len(rows) - 1 - shared[::-1].index(start)  # the last row that shares this many tokens
         old_ids, positions = rows[row]
-        added = np.arange(len(ids) - start) + len(joined.token_ids)
+        new_positions = np.arange(len(ids) - start) + len(joined.token_ids)
         joined.add_branch(conversation, start, int(positions[start - 1]) if start else -1)
-        longer = ids, np.concatenate([positions[:start], added])
+        longer = ids, np.concatenate([positions[:start], new_positions])
         rows[row : row + 1] = [longer] if start == len(old_ids) else [rows[row], longer]
     return joined, len(rows)
 
@@ -295,7 +297,7 @@ def _template_failed(error: BaseException) -> RequestRefused:
 
 def _session_over() -> RequestRefused:
     return RequestRefused(
-        "The session is over: the agent's function has returned. Await all requests there.",
+        "The session is over: the agent's function has returned. Await all requests before it returns.",
         status=404,
         code="session_not_found",
     )

@@ -1,6 +1,6 @@
 """AgentWorkflow: trains any agent that calls its model through OpenAI's or Anthropic's API at a given base_url.
 
-client = AsyncOpenAI(api_key="set by run")  # for all trajectories
+client = AsyncOpenAI(api_key="set by run")  # shared by all trajectories
 
 async def run(prompt, base_url, api_key):
     policy = client.with_options(base_url=base_url, api_key=api_key)
@@ -38,9 +38,9 @@ Agent = Callable[[Prompt, str, str], Any]  # a float, None, an AgentResult, or a
 
 
 class AgentWorkflow(Workflow):
-    """Runs an agent once per trajectory, each with a separate base_url, and records the policy's tokens there.
+    """Runs an agent once per trajectory, each at a separate base_url, which records the policy's tokens.
 
-    The function's chat completions become one trajectory, a tree if they are several conversations (session.py).
+    The function's chat completions become one trajectory, or a tree if they form several conversations (session.py).
     The loss mask is True only on the policy's tokens. The function's return value is stored in `Trajectory.rewards`, on
     the last token: with `reward: lightrl.rewards.environment_reward` it is the reward; any other reward function
     replaces it. None leaves `Trajectory.rewards` unset.
@@ -49,23 +49,23 @@ class AgentWorkflow(Workflow):
     the program fails. `Trajectory.workspace` is the folder that a program leaves for the reward.
 
     Args:
-        tokenizer: the policy's.
+        tokenizer: the policy's tokenizer.
         agent: `run(prompt, base_url, api_key) -> float | None`, or its dotted path. An async function shares the event
-            loop with the engine and must not block it; a sync one runs in a thread. At its deadline it is cancelled; a
-            thread cannot be, and is abandoned without a session.
+            loop with the engine and must not block it; a sync one runs in a thread. At the deadline, an async function
+            is cancelled; a thread cannot be cancelled, so it is abandoned and its session is closed.
         command: a program and its arguments, instead of `agent`; docs/train-an-agent.md describes its environment. At
-            the deadline the program and its children are killed. It can reach only the endpoint if the kernel allows.
+            the deadline the program and its children are killed. If the kernel allows, it can reach only the endpoint.
         workspace_template: a folder; each program runs in a copy of it.
         environment: more variables for the program, which inherits only PATH from this process.
         agent_timeout_s: deadline of one call of the function, or of one run of the program.
-        max_agents: calls at the same time; further trajectories wait. Each uses two open files, and a thread if sync.
+        max_agents: agents that run at once; further trajectories wait. Each uses two open files, and a thread if sync.
         max_tokens: limit of one conversation, at most the model's context, which is the default. A longer request is
             refused (`context_length_exceeded`), and the trajectory is truncated.
         truncated_reward: the reward if the agent raises because of such a refusal.
         tool_parser: finds the calls in a completion's text; a function or its dotted path. None uses the tokenizer's
             response template or, if there is none, Hermes' format (Qwen 2.5 and 3).
-        renderer: parses completions instead: a model's format in the package `renderers`, such as `qwen3.5`, or `auto`
-            to choose it by the tokenizer's name. Needs `pip install renderers`.
+        renderer: parses completions instead of `tool_parser`: the name of a format in the package `renderers`, such as
+            `qwen3.5`; `auto` chooses it by the tokenizer's name. Needs `pip install renderers`.
 
     Raises:
         ValueError: if a limit is out of range, a dotted path or the renderer does not exist, or the chat template does
@@ -89,9 +89,9 @@ class AgentWorkflow(Workflow):
         tool_parser: str | ToolParser | None = None,
         renderer: str | None = None,
     ) -> None:
-        of_command = {"command": command, "workspace_template": workspace_template, "environment": environment}
+        command_settings = {"command": command, "workspace_template": workspace_template, "environment": environment}
         limits = {"agent_timeout_s": agent_timeout_s, "max_agents": max_agents, "max_tokens": max_tokens}
-        self.check_settings(agent=agent, **of_command, **limits)
+        self.check_settings(agent=agent, **command_settings, **limits)
         self.agent_name = agent if isinstance(agent, str) else getattr(agent, "__qualname__", type(agent).__qualname__)
         if command is not None:
             self.agent_name = command[0]
@@ -115,14 +115,14 @@ class AgentWorkflow(Workflow):
     def check_settings(cls, **settings: Any) -> None:
         command = settings.get("command")
         if (settings.get("agent") is None) == (command is None):
-            raise ValueError("Set either agent, a function, or command, a program with its arguments.")
+            raise ValueError("Set either agent (a function) or command (a program with its arguments).")
         if command is None:
             names = ("workspace_template", "environment")
             check_effect("without command", **{name: (settings.get(name), None) for name in names})
         check_command(command, settings.get("workspace_template"))
         check_positive(agent_timeout_s=settings.get("agent_timeout_s"))
         check_bounds(1, max_agents=settings.get("max_agents"))
-        check_bounds(2, max_tokens=settings.get("max_tokens"))  # one for the prompt
+        check_bounds(2, max_tokens=settings.get("max_tokens"))  # the prompt has at least one
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         """Runs one trajectory; waits for the agent until its deadline, and fails immediately if the engine fails.
@@ -130,7 +130,7 @@ class AgentWorkflow(Workflow):
         On cancellation the agent is cancelled (a thread is abandoned), and so are its pending completions.
         """
         await self.endpoint.start()
-        max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens  # None: the model states no context
+        max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens  # None: context unknown
         session = AgentSession(prompt, generate, self.template, self.parser, max_tokens)
         async with self.endpoint.serving(session) as (base_url, api_key):
             result = await self._run_agent(session, base_url, api_key)

@@ -40,7 +40,7 @@ from lightrl.trajectory import CLOSED_THOUGHT, LEADING_THOUGHTS, JsonMapping, Js
 from lightrl.workflows.environment import CheckedStep, Environment, Observation, Step, call_environment
 
 _T = TypeVar("_T")
-# A tag in quotes is only mentioned, so it starts no call.
+# A quoted tag is only mentioned; it starts no call.
 CALL_START = re.compile("(?<![\"'`])<tool_call>|<tool_call>(?![\"'`])")
 _CALL_OR_THOUGHT = re.compile(rf"(?:{CALL_START.pattern})\s*|{CLOSED_THOUGHT}", re.DOTALL)
 _CALL_END = re.compile(r"\s*(?:</tool_call>|\Z)")
@@ -58,7 +58,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call of the policy; if its form is wrong, `error` says why and the rest is ignored."""
+    """One call by the policy; if it is malformed, `error` says why and the other fields are ignored."""
 
     name: str = ""
     arguments: JsonMapping = field(default_factory=dict)
@@ -81,7 +81,7 @@ def parse_hermes(completion: str) -> list[ToolCall]:
 
     A call ends where its JSON ends, so its arguments may contain any tag. A call inside `<think>` does not count.
 
-    Source: https://github.com/NousResearch/Hermes-Function-Calling, the format of Qwen 2.5 and 3 too.
+    Source: https://github.com/NousResearch/Hermes-Function-Calling, also the format of Qwen 2.5 and 3.
     """
     return _read_calls(completion)[1]
 
@@ -153,7 +153,7 @@ class Tool:
         return cls(schema["function"]["name"], function, schema)
 
     def fitted(self, arguments: JsonMapping) -> JsonObject:
-        """Returns a call's arguments as the schema describes them, without optional arguments that are null.
+        """Converts a call's arguments to the types of the schema, without optional arguments that are null.
 
         Raises:
             ValueError: if they do not fit; the policy reads the message.
@@ -176,7 +176,7 @@ def _types_of(schema: Any) -> set[str]:
 
 
 def _fitted_fields(values: JsonMapping, schema: JsonMapping) -> JsonObject:
-    """Returns the values in the types of this object schema, without optional values that must not be null but are."""
+    """Converts values to the types of this object schema; leaves out optional values that are null but must not be."""
     schemas, required = schema.get("properties", {}), schema.get("required", ())
     return {
         name: _fitted(value, schemas.get(name), name)
@@ -221,13 +221,13 @@ class ToolServer(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Ends the session; called once, even if no tool was called."""
+        """Closes the session; called once, even if no tool was called."""
 
 
 def read_parts(content: Sequence[JsonMapping], *, is_error: bool, structured: object = None) -> str | list[JsonObject]:
     """Converts a tool's result from MCP's form to a message's content; raises ValueError if the result is an error.
 
-    Audio and binary files are only mentioned to the policy.
+    The policy reads only the names of audio and binary files.
 
     Args:
         structured: the result as JSON, shown if there is no text.
@@ -249,7 +249,7 @@ def read_parts(content: Sequence[JsonMapping], *, is_error: bool, structured: ob
 
 
 def _part_text(part: JsonMapping) -> str:
-    """Returns the text of a part, an embedded resource or a link to one; describes any other part."""
+    """Returns the text of a text part, an embedded resource or a resource link; describes any other part."""
     inner = part.get("resource", part)
     if isinstance(inner.get("text"), str):
         return str(inner["text"])
@@ -338,8 +338,8 @@ class ToolEnvironment(Environment):
             self.environment.load_state_dict(prompt, state["environment"])
 
     async def metrics(self) -> dict[str, float]:
-        own = {"tool_calls": float(self.num_calls), "tool_errors": float(self.num_errors)}
-        return own if self.environment is None else own | dict(await self._ask("metrics"))
+        counts = {"tool_calls": float(self.num_calls), "tool_errors": float(self.num_errors)}
+        return counts if self.environment is None else counts | dict(await self._ask("metrics"))
 
     async def close(self) -> None:
         for server in self.servers:
@@ -404,7 +404,7 @@ class ToolEnvironment(Environment):
 
 _MAX_EXPRESSION_CHARS = 200
 _MAX_ABS = 1e100
-_MAX_POWER_BITS = 400  # of an integer power; checked before it is computed
+_MAX_POWER_BITS = 400  # size of an integer power; checked before computing it
 _OPERATORS: dict[type, Callable[..., complex]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -36,15 +36,15 @@ class MCPServer(ToolServer):
     ) -> None:
         if bool(command) == (url is not None):
             raise ValueError(f"MCPServer takes either a command or a url, got command={command!r} and url={url!r}.")
-        self.where = (tuple(command), url, tuple((environment or {}).items()))
+        self._parameters = (tuple(command), url, tuple((environment or {}).items()))
         self.name = url or " ".join(command)
-        self._owner: asyncio.Task[None] | None = None
+        self._client_task: asyncio.Task[None] | None = None
         self._opened: asyncio.Future[Any]
         self._client: Any = None
 
     def schemas(self) -> list[JsonObject]:
         try:
-            return _tools_of(*self.where)
+            return _tools_of(*self._parameters)
         except Exception as error:  # the package raises exception groups of any kind
             raise ValueError(
                 f"The MCP server {self.name!r} cannot list its tools: {_first(error)}. Start it, or fix command or url."
@@ -66,24 +66,24 @@ class MCPServer(ToolServer):
         return read_parts(parts, is_error=bool(result.is_error), structured=result.structured_content)
 
     async def close(self) -> None:
-        if self._owner is not None:
-            self._ends.set()
+        if self._client_task is not None:
+            self._should_close.set()
             if not self._opened.done():
-                self._owner.cancel()  # it is still opening and would not see `_ends`
-            await asyncio.gather(self._owner, return_exceptions=True)
+                self._client_task.cancel()  # it is still opening and would not see `_should_close`
+            await asyncio.gather(self._client_task, return_exceptions=True)
 
     async def _connect(self) -> None:
         """Starts the task that opens the client and later closes it, as the same task must do both."""
-        if self._owner is None:
-            self._ends, self._opened = asyncio.Event(), asyncio.get_running_loop().create_future()
-            self._owner = asyncio.create_task(self._own())
-        await asyncio.wait({self._opened, self._owner}, return_when=asyncio.FIRST_COMPLETED)
-        self._client = self._opened.result() if self._opened.done() else self._owner.result()
+        if self._client_task is None:
+            self._should_close, self._opened = asyncio.Event(), asyncio.get_running_loop().create_future()
+            self._client_task = asyncio.create_task(self._hold_client())
+        await asyncio.wait({self._opened, self._client_task}, return_when=asyncio.FIRST_COMPLETED)
+        self._client = self._opened.result() if self._opened.done() else self._client_task.result()
 
-    async def _own(self) -> None:
-        async with _client(*self.where) as client:
+    async def _hold_client(self) -> None:
+        async with _client(*self._parameters) as client:
             self._opened.set_result(client)
-            await self._ends.wait()
+            await self._should_close.wait()
 
 
 def _client(command: tuple[str, ...], url: str | None, environment: tuple[tuple[str, str], ...]) -> Any:
@@ -98,9 +98,9 @@ def _client(command: tuple[str, ...], url: str | None, environment: tuple[tuple[
 
 
 @functools.lru_cache(maxsize=64)
-def _tools_of(*where: Any) -> list[JsonObject]:
+def _tools_of(*parameters: Any) -> list[JsonObject]:
     async def ask() -> list[JsonObject]:
-        async with _client(*where) as client:
+        async with _client(*parameters) as client:
             tools = (await client.list_tools()).tools
         return [
             {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}

@@ -74,8 +74,8 @@ def test_thinking_that_the_prompt_opens_is_thinking_for_the_response_template() 
     ("call", "says"),
     [
         pytest.param("{oh", "the call cannot be read: json parser could not parse", id="not JSON"),
-        pytest.param('{"arguments": {}}', "needs a name and an object of arguments, got None", id="no name"),
-        pytest.param('{"name": "add", "arguments": 3}', "an object of arguments, got 'add', 3", id="a number"),
+        pytest.param('{"arguments": {}}', "needs a name and an arguments object, got None", id="no name"),
+        pytest.param('{"name": "add", "arguments": 3}', "an arguments object, got 'add', 3", id="a number"),
     ],
 )
 def test_what_the_response_template_cannot_read_is_a_call_with_an_error(call: str, says: str) -> None:
@@ -115,7 +115,7 @@ def test_a_parser_of_the_users_own_goes_before_the_template() -> None:
 
 
 def test_a_renderer_that_is_not_there_or_comes_with_a_parser_is_refused() -> None:
-    with pytest.raises(ValueError, match="Leave tool_parser out, or renderer"):
+    with pytest.raises(ValueError, match="Set renderer or tool_parser, not both"):
         parse("x", tool_parser=parse_hermes, renderer="auto")
     with pytest.raises(ValueError, match=r"renderer='nobody'.*(lightrl\[renderers\]|No renderer config)"):
         parse("x", renderer="nobody")

@@ -208,7 +208,7 @@ def test_the_sampling_of_a_request_is_ignored_with_one_warning(caplog: pytest.Lo
     play(with_client(talk), engine)
     assert {request.sampling.temperature for request in engine.requests} == {1.0}
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [text.split(" of ")[0] for text in warned] == ["Ignoring temperature", "Ignoring top_p"]
+    assert [text.split(" in ")[0] for text in warned] == ["Ignoring temperature", "Ignoring top_p"]
 
 
 def test_an_engine_error_reaches_the_run_at_once_and_is_not_asked_again() -> None:

@@ -4,7 +4,6 @@ Reading order:
     delivery.py           the transport that sends weights to the servers, and its settings
     loader.py             loads a version into all servers, or into one that returns
     server_sync.py        pauses, loads and resumes servers; report.py  the outcome for each server
-    bucket_feed.py        passes buckets from the thread that gathers them to the event loop
       transports/         how the bytes reach the servers
       receiver.py         the delta transport's process on a server host; receivers.py  finds or starts it
     served_adapters.py    loads adapters next to their base; adapter_versions.py  the versions that servers have

@@ -12,6 +12,7 @@ import torch
 
 from lightrl.checks.bounds import check_choice
 from lightrl.checks.files import check_local
+from lightrl.concurrency.owner import hold
 from lightrl.engines.servers.addresses import remote_servers, trainer_address
 from lightrl.engines.servers.connection import Connection
 from lightrl.engines.servers.fleet import ServerFleet
@@ -149,4 +150,6 @@ class WeightDelivery:
             connect = functools.partial(Connection, token=source.token, timeouts=timeouts)
             receiver_of, wait_s = source.receivers.of, timeouts.request_s
             return DeltaTransport(form, config, connect=connect, receiver_of=receiver_of, wait_s=wait_s)
+        if self.weight_folder is not None:
+            hold(Path(self.weight_folder), "weight_folder")
         return DiskTransport(WeightFolder(Path(self.weight_folder or source.folder / "weights"), config, form=form))

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lightrl.engines.engine import Verification
+from lightrl.engines.servers.client import other_model
 from lightrl.engines.servers.connection import NO_ANSWER
 from lightrl.engines.servers.fleet import ServerFleet
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.members import Members
 from lightrl.engines.servers.request_loop import RequestLoop
 from lightrl.engines.servers.server import ACTIVE, Server
-from lightrl.engines.servers.server_info import other_model
 from lightrl.engines.servers.sync.report import SyncFailed, SyncReport, SyncServers
 from lightrl.engines.servers.sync.server_sync import ServerSync
 from lightrl.engines.servers.sync.verification import ParameterCheck

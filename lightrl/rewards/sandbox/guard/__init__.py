@@ -1,12 +1,12 @@
 """The guard of LocalSandbox: a process that runs one program after another and leaves nothing of them behind.
 
 It uses only the standard library, so that it starts without lightrl's dependencies. It reads one JSON request per line
-from stdin and writes one JSON reply per line to stdout. When its stdin closes, because the requesting process has ended
-in any way, it kills the program and exits.
+from stdin and writes one JSON reply per line to stdout. When its stdin closes, because the requesting process has
+ended, it kills the program and exits.
 
     guard ──fork──► starter: makes the namespaces, forks, exits
                        └──fork──► keeper: first process of the pid namespace, watches number and memory of processes
-                                     └──fork──► program: gives up its rights one by one, then becomes Python
+                                     └──fork──► program: drops its privileges one by one, then executes Python
 
 When the keeper dies, Linux kills its whole namespace; without namespaces the guard, which inherits all orphans
 (PR_SET_CHILD_SUBREAPER), kills them until none is left. Each layer of protection is tried and reported; local.py
@@ -15,6 +15,6 @@ explains them.
 Reading order:
     guard.py    requests and replies; collects output, enforces limits, kills
     program.py  starter, keeper and program: the three processes below the guard; the port of an agent's endpoint
-    layers.py   the rights that a program gives up: namespaces, user, files, system calls, resources
+    layers.py   how a program drops privileges: namespaces, user, files, system calls, resources
     memory.py   the memory of all of a program's processes together
 """

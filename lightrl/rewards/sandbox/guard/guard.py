@@ -38,7 +38,7 @@ def main() -> None:
 
 
 class _Execution:
-    """One program, from its start until everything that it started has ended."""
+    """One program, from its start until every process that it started has exited."""
 
     def __init__(self, request: Json) -> None:
         self.stdin = request["stdin"]

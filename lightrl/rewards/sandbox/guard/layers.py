@@ -1,4 +1,4 @@
-"""The layers of protection, through system calls of Linux: each removes rights of this process permanently."""
+"""The layers of protection, made of Linux system calls: each permanently removes privileges of this process."""
 
 from __future__ import annotations
 
@@ -182,8 +182,8 @@ def is_public(path: str) -> bool:
     return all(folder.stat().st_mode & 0o001 for folder in folders)
 
 
-def give_up_privileges(private_uid: int | None, needs_read_right: bool) -> None:
-    """Becomes the private user, or drops root's rights; no setuid program can give them back.
+def drop_privileges(private_uid: int | None, needs_read_right: bool) -> None:
+    """Switches to the private user, or drops root's privileges; no setuid program can restore them.
 
     Args:
         private_uid: None keeps the user.
@@ -209,7 +209,7 @@ def _change_user(uid: int, needs_read_right: bool) -> None:
 
 
 def hide_memory() -> None:
-    """Prevents other processes from reading this one's memory."""
+    """Prevents other processes from reading this process's memory."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
@@ -236,7 +236,7 @@ def _prctl(*arguments: int) -> None:
 
 
 def restrict_files(folder: str, readable: list[str], port: int | None, has_own_network: bool) -> int:
-    """Allows only reads below `readable` and writes below `folder`; Landlock 4 also bans TCP, 6 signals outward.
+    """Allows only reads below `readable` and writes below `folder`; Landlock 4 also bans TCP, and 6 outside signals.
 
     Returns:
         Landlock's version, 0 if it is not in force.
@@ -262,7 +262,7 @@ def restrict_files(folder: str, readable: list[str], port: int | None, has_own_n
         rules += [(path, terminal) for path in ("/dev/tty", "/dev/ptmx", "/dev/pts")]
         rules += [("/dev/shm", all_files)] if has_own_network else []
         _libc.syscall(445, ruleset, 2, struct.pack("=QQ", _CONNECT_TCP, port), 0)  # fails where TCP is not bounded
-    for path, rights in rules:  # paths that this user cannot reach stay closed
+    for path, rights in rules:  # paths that this user cannot reach stay inaccessible
         try:
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:

@@ -15,8 +15,8 @@ _RMDIR_S = 2.0
 
 def parent_of_groups(process: str = "/proc/self") -> Path | None:
     """Returns the nearest cgroup folder, v1 or v2, in which this process may make groups that bound memory."""
-    own = [line.split(":", 2) for line in _text(Path(process, "cgroup")).splitlines()]
-    path_of = {controller: path for _, controllers, path in own for controller in controllers.split(",")}
+    groups = [line.split(":", 2) for line in _text(Path(process, "cgroup")).splitlines()]
+    path_of = {controller: path for _, controllers, path in groups for controller in controllers.split(",")}
     for line in _text(Path(process, "mountinfo")).splitlines():
         _, _, _, root, mount, *_, kind, _, options = line.split(" ")
         is_v1 = kind == "cgroup" and "memory" in options.split(",")
@@ -72,7 +72,7 @@ def remove_group(group: Path) -> None:
 
 
 def overuse(limits: Json, group: Path | None) -> str | None:
-    """Returns the limit that all processes below the keeper exceed together, or None; the keeper asks every 50 ms.
+    """Returns the limit that all processes below the keeper exceed together, or None; called every 50 ms.
 
     With a group, Linux enforces the memory limit; without one, a page counts once for each process that shares it.
     """
@@ -93,7 +93,7 @@ def overuse(limits: Json, group: Path | None) -> str | None:
 
 
 def _threads_and_kib(process: str) -> tuple[int, int]:
-    """Returns a process's number of threads and its KiB, which another thread tells if the main one has ended."""
+    """Returns a process's thread count and KiB of memory; if its main thread has ended, reads another thread's."""
     status = Path(process, "status").read_bytes()
     if b"\nState:\tZ" in status:
         for thread in os.listdir(f"{process}/task"):  # noqa: PTH208

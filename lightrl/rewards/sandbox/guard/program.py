@@ -1,4 +1,4 @@
-"""Starter, keeper and program: each forks the next, and the last gives up its rights and becomes Python."""
+"""Starter, keeper and program: each forks the next; the last drops its privileges and executes Python."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Program:
 
 
 class _LastBlock:
-    """Runs a forked process to its end: writes an error as a record and exits, so that no second guard returns."""
+    """Exits a forked process at the end of the block, after writing any error as a record: it must never return."""
 
     def __init__(self, records: int) -> None:
         self.records = records
@@ -93,11 +93,11 @@ def _keep(program: Program, folder: str, streams: tuple[int, int, int], report: 
         for descriptor in (report, life, started):
             os.close(descriptor)
         with _LastBlock(started_end):
-            _become(program, folder, streams, started_end)
+            _execute(program, folder, streams, started_end)
     for descriptor in {*streams, started_end}:
         os.close(descriptor)
     records = b""
-    while data := os.read(started, READ_BYTES):  # until the program is executed, or fails to be
+    while data := os.read(started, READ_BYTES):  # until the program executes or fails to start
         records += data
     record = read_records(records)
     _write_record(report, record)
@@ -143,8 +143,8 @@ def _prepare(program: Program, folder: str) -> None:
     os.chown(folder, owner, -1)
 
 
-def _become(program: Program, folder: str, streams: tuple[int, int, int], started: int) -> None:
-    """Runs as the program: sets limits, gives up rights one by one, then executes Python."""
+def _execute(program: Program, folder: str, streams: tuple[int, int, int], started: int) -> None:
+    """Runs as the program: sets limits, drops privileges one by one, then executes Python."""
     os.setsid()
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
@@ -159,7 +159,7 @@ def _become(program: Program, folder: str, streams: tuple[int, int, int], starte
     if program.group is None or not memory.enter_group(program.group):
         remaining.discard("cgroup")
     layers.set_limits(program.limits, counts_all_of_user=not remaining & {"private_user", "namespaces"})
-    layers.give_up_privileges(program.uid if "private_user" in remaining else None, program.needs_read_right)
+    layers.drop_privileges(program.uid if "private_user" in remaining else None, program.needs_read_right)
     if "landlock" in remaining:
         readable = program.request["readable"] + (["/proc"] if program.port and "proc" in remaining else [])
         version = layers.restrict_files(folder, readable, program.port, "namespaces" in remaining)
@@ -185,10 +185,10 @@ def _become(program: Program, folder: str, streams: tuple[int, int, int], starte
 
 
 def open_relay(port: int) -> int:
-    """Opens the only way out of an agent's network namespace: to its endpoint's port, by the same number.
+    """Opens the only way out of an agent's network namespace: to its endpoint's port, under the same number.
 
     A socket belongs to the namespace that created it. So a relay, forked outside, accepts the connections from inside;
-    the guard kills it with all others. Returns the descriptor to which `send_port` sends the socket.
+    the guard kills it with all other processes. Returns the descriptor to which `send_port` sends the socket.
     """
     inner, outer = socket.socketpair()
     if os.fork() == 0:

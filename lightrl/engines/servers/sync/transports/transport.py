@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from lightrl.concurrency.in_thread import in_thread
+from lightrl.concurrency.owner import let_go
 from lightrl.engines.servers.server import Server
 from lightrl.engines.servers.sync.report import SyncServers
 from lightrl.errors import WeightSyncError
@@ -196,6 +197,9 @@ class DiskTransport(WeightTransport):
 
     def holds(self, weight_version: int) -> bool:
         return is_whole(self.folder.path_of(weight_version))
+
+    async def close(self) -> None:
+        let_go(self.folder.root)
 
     def shared_folder(self) -> WeightFolder:
         return self.folder

@@ -1,5 +1,0 @@
-"""Packaging entry; the metadata lives in pyproject.toml."""
-
-from setuptools import setup
-
-setup()
