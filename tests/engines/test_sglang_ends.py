@@ -146,7 +146,7 @@ def test_a_missing_and_a_wrong_token_name_the_variable_and_requests_have_the_rig
 ) -> None:
     server = start(api_key="right")
     monkeypatch.delenv("LIGHTRL_SERVER_TOKEN", raising=False)
-    assert "requires a token, and this run has none. Set LIGHTRL_SERVER_TOKEN" in start_error(server.url)
+    assert "requires a token, but this run has none. Set LIGHTRL_SERVER_TOKEN" in start_error(server.url)
     monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", "wrong")
     assert "does not accept this token. Set LIGHTRL_SERVER_TOKEN" in start_error(server.url)
     monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", "right")

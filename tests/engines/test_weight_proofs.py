@@ -91,7 +91,7 @@ def test_one_server_that_acknowledges_and_ignores_the_smallest_update_is_noticed
     first = parameters_of(config_of())
     load(engine, first, 0)
     server.fault("ignore_update", UPDATE)
-    with pytest.raises(WeightSyncError, match=r"1 of its 19 parameters .* of version 1: model\.norm\.weight, on"):
+    with pytest.raises(WeightSyncError, match=r"1 of its 19 parameters .* version 1: model\.norm\.weight, on"):
         load(engine, ignored(first), 1)
 
 
@@ -168,7 +168,7 @@ def test_a_server_whose_cache_cannot_be_emptied_is_lost(model_servers, verifying
     doomed.fault("keep_cache", UPDATE)
     doomed.fault("keep_cache", "/flush_cache")
     load(engine, parameters_of(config_of(), 1), 1)
-    said = f"{doomed.url} is lost: its prefix cache still has key-values of weight version 0, after a load and a"
+    said = f"{doomed.url} is lost: its prefix cache still has key-values of weight version 0 after a load and a"
     assert comes_true(lambda: any(said in message for message in caplog.messages))
 
 
