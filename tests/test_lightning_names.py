@@ -36,6 +36,7 @@ PRIVATE_NAMES: dict[tuple[str, str], set[str]] = {
     ("lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector", "_first_loop_iter"): {
         "loops/step_log.py"
     },
+    ("lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop", "_batches_that_stepped"): {"loops/step_log.py"},
     ("lightning.pytorch.trainer.connectors.accelerator_connector", "_AcceleratorConnector"): {"trainer.py"},
     ("lightning.pytorch.trainer.trainer:Trainer", "_logger_connector"): {"trainer.py"},
     ("lightning.pytorch.trainer.trainer:Trainer", "_run"): {"trainer.py"},

@@ -44,6 +44,19 @@ def test_the_pages_of_settings_have_each_constructors_defaults(settings_page):
     assert not re.search(r" at 0x|<factory>", "".join(pages.values()))
 
 
+@pytest.fixture
+def metrics_page(site_path):
+    import metrics_page
+
+    return metrics_page
+
+
+def test_the_page_of_metrics_is_the_scripts(metrics_page):
+    assert metrics_page.PAGE.read_text() == metrics_page.page()
+    names = {"rollout/reward", "val/turns", "lr-AdamW", "dpo/new", "rollout/own"}
+    assert metrics_page.undescribed(names) == {"dpo/new", "rollout/own"}
+
+
 def test_every_drawing_is_the_scripts_and_stands_on_a_page(drawings):
     made = {f"{drawing.name}.svg": drawing.svg() for drawing in (make() for make in drawings.DRAWINGS)}
     assert {path.name: path.read_text() for path in (DOCS / "drawings").iterdir()} == made

@@ -89,8 +89,8 @@ class LearningCurve(RLCallback):
     draws the whole curve. After 1,000 iterations it draws means over 2, 4, 8, … iterations, so that checkpoints stop
     growing.
 
-    Values at iteration i were sampled by the weights after i iterations. `num_sanity_val_steps=-1` adds the held-out
-    accuracy at iteration 0. A run without the metrics of `RolloutMetrics` and validation has no image.
+    A held-out value at iteration i is of the weights after i iterations; `num_sanity_val_steps=-1` adds the one before
+    training, at 0. A run without the metrics of `RolloutMetrics` and validation has no image.
 
     Args:
         constant_baseline: accuracy of the best constant answer, drawn as a dashed line; None for no line.
@@ -113,7 +113,7 @@ class LearningCurve(RLCallback):
         metrics = trainer.callback_metrics
         for name in (REWARD, SAMPLED_ACCURACY):
             if name in metrics:
-                self._curves[name].add(trainer.global_step - 1, float(metrics[name]))
+                self._curves[name].add(trainer.global_step, float(metrics[name]))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         is_complete = not trainer.sanity_checking or trainer.num_sanity_val_steps == float("inf")
@@ -233,7 +233,7 @@ def draw_learning_curve(
         panel.set_axisbelow(True)
         panel.legend(frameon=False, fontsize=9, loc="best")
         panel.margins(x=0.02)
-    panels[-1].set_xlabel("iteration (= weight version)")
+    panels[-1].set_xlabel("iteration")
     unfinished = path.with_suffix(".png.tmp")
     figure.savefig(unfinished, format="png")
     unfinished.replace(path)

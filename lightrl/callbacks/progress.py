@@ -182,9 +182,10 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.val_progress_bar.close()
         self.reset_dataloader_idx_tracker()
-        if trainer.state.fn != "fit" or trainer.sanity_checking:
+        done = _num_batches_done(trainer)
+        if trainer.state.fn != "fit" or (trainer.sanity_checking and trainer.num_sanity_val_steps != float("inf")):
             return
-        if self.has_bars:
+        if self.has_bars and self._is_training:
             self._show_metrics(trainer, pl_module)
             self._repaint()
         values = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
@@ -192,7 +193,8 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             first = ("val/accuracy_fraction", "val/reward")
             names = sorted(values, key=lambda name: (name not in first, name))
             metrics = {name.removeprefix("val/"): values[name] for name in names}
-            self._print_line(f"validation after iteration {_num_batches_done(trainer)}", _drop_redundant(metrics))
+            when = f"after iteration {done}" if done else "before iteration 1"
+            self._print_line(f"validation {when}", _drop_redundant(metrics))
 
     def get_metrics(
         self, trainer: L.Trainer, pl_module: L.LightningModule

@@ -167,7 +167,7 @@ class RolloutMetrics(RLCallback):
         if trainer.is_global_zero:
             log.warning(
                 "Dropped trajectories of iteration %d: %s (%d failed so far). The last failure: %s",
-                trainer.global_step,
+                trainer.weight_version + 1,
                 ", ".join(f"{num} {reason}" for reason, num in self._num_dropped.items() if num),
                 self._num_failed,
                 self._last_failure,

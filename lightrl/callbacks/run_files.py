@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -194,7 +194,8 @@ class StatusFile(RLCallback):
         self._written_at = time.monotonic()
         engine: RolloutEngine | None = getattr(trainer, "engine", None)
         servers = [] if engine is None else engine.server_states()
-        now = {"at": time.time(), "iteration": trainer.global_step, "max_steps": trainer.max_steps, "servers": servers}
+        now = {"at": time.time(), "iteration": cast("RLTrainer", trainer).iteration, "servers": servers}
+        now |= {"max_steps": trainer.max_steps}
         now["weight_version"] = None if engine is None else engine.weight_version
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -255,11 +256,11 @@ class ProblemLog(RLCallback):
 
     def add(self, source: str, kind: str, message: str) -> None:
         """Appends a line; may be called from any thread."""
-        trainer, path = self._trainer, self._path
+        trainer, path = cast("RLTrainer | None", self._trainer), self._path
         if path is None or trainer is None or self._num_lines >= MAX_LINES:
             return
         self._num_lines += 1
-        stamp = {"at": round(time.time(), 3), "iteration": trainer.global_step, "rank": trainer.global_rank}
+        stamp = {"at": round(time.time(), 3), "iteration": trainer.iteration, "rank": trainer.global_rank}
         line = json.dumps({**stamp, "source": source, "kind": kind, "message": message[:_MAX_CHARS]})
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -92,7 +92,7 @@ class Trace(RLCallback):
         now_ns = time.perf_counter_ns()
         events = self._tape.take()
         if self._tape.is_recording:
-            self._add(trainer.global_step - 1, events, now_ns)
+            self._add(trainer.global_step, events, now_ns)
         now_s = time.perf_counter()
         self._cost_s += len(events) * _EVENT_S + now_s - now_ns / 1e9
         self._tape.is_recording = self._cost_s <= self.max_cost * (now_s - self._start_s)
@@ -126,7 +126,8 @@ class Trace(RLCallback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Keeps the events of the iteration that failed."""
         if self._tape is not None:
-            self._add(trainer.global_step, self._tape.take(), time.perf_counter_ns(), is_whole=False)
+            rl_trainer: Any = trainer
+            self._add(rl_trainer.iteration, self._tape.take(), time.perf_counter_ns(), is_whole=False)
         self.teardown()
 
     def teardown(self, *_: object, **__: object) -> None:

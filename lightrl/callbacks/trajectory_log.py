@@ -47,12 +47,12 @@ class _Tokenizer(Protocol):
 
 
 class TrajectoryLog(RLCallback):
-    """Writes the trajectories of every n-th iteration to `<run folder>/trajectories/iteration-000012.jsonl`.
+    """Writes the trajectories of the 1st, (n + 1)th, … iteration to `<run folder>/trajectories/iteration-000012.jsonl`.
 
     Each line is one complete trajectory, so an iteration can be read, filtered with `jq`, replayed and trained on
     (`lightrl.trajectory.read_trajectories`):
 
-        {"iteration": 12, "weight_version": 12, "advantage": 0.87, "reward": 1.0, ..., "trajectory": {"prompt": ...}}
+        {"iteration": 12, "weight_version": 11, "advantage": 0.87, "reward": 1.0, ..., "trajectory": {"prompt": ...}}
 
     `advantage` is the mean over the trajectory's loss tokens. If the tokens' advantages differ, `advantages` has one
     per token. `trainer_logprobs` are the trainer's logprobs before the update. `tokens.jsonl` maps each token id that
@@ -102,9 +102,9 @@ class TrajectoryLog(RLCallback):
 
     def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> None:
         trajectories, self._trajectories = self._trajectories, []
-        iteration = trainer.global_step
-        should_write = iteration % self.every_n_iterations == 0
-        should_print = self.table_every_n_iterations is not None and iteration % self.table_every_n_iterations == 0
+        version, iteration = trainer.weight_version, trainer.weight_version + 1
+        should_write = version % self.every_n_iterations == 0
+        should_print = self.table_every_n_iterations is not None and version % self.table_every_n_iterations == 0
         if not should_print and not should_write:
             return
         # The following calls are collectives, so all ranks make them.
@@ -121,15 +121,14 @@ class TrajectoryLog(RLCallback):
             return
         tokenizer = getattr(module, "tokenizer", None)
         if should_write and self._folder is not None:
-            stamp = {"iteration": iteration, "weight_version": trainer.weight_version}
-            version = trainer.weight_version
+            stamp = {"iteration": iteration, "weight_version": version}
             records = _records(trajectories[:num], advantages[:num], token_advantages, logprobs, version, tokenizer)
             self._write(iteration, [{**stamp, **record} for record in records], tokenizer)
         if should_print:
             rows = pick_rows(trajectories, advantages, self.table_rows)
             width = shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 0)).columns
             module.print(printable_on_stdout(f"iteration {iteration}\n{format_table(rows, tokenizer, width)}"))
-            samples = [_sample(*row, tokenizer, trainer.weight_version) for row in rows]
+            samples = [_sample(*row, tokenizer, version) for row in rows]
             log_table(trainer.loggers, "samples", samples, iteration)
 
     def _trainer_logprobs(

@@ -168,7 +168,7 @@ class RolloutLoop(_AutomaticOptimization):
         if self.ranks.size == 1:  # several ranks stop together, in rank 0's next rollout
             self.gate.check()
         trainer, resume = self.trainer, self.resume
-        trainer.phase_seconds = {}
+        trainer.phase_seconds, trainer.is_in_iteration = {}, True
         with trainer.profiler.profile("run_training_step"):  # PyTorchProfiler's schedule counts these
             trainer.call_rl_hook("on_rollout_start")
             with self._phase("rollout"):
@@ -184,6 +184,7 @@ class RolloutLoop(_AutomaticOptimization):
                     self._update(module, experience, batch_idx)
                 self.optim_progress.optimizer.step.increment_ready()
                 self.optim_progress.optimizer.step.increment_completed()
+                trainer.is_in_iteration = False
                 trainer.rollout.commit()
                 resume.why_no_checkpoint = "an iteration is in progress or failed"  # Lightning has not counted it yet
                 with self._phase("sync"):

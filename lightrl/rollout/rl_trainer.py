@@ -34,6 +34,7 @@ class RLTrainer(L.Trainer):
     memory_estimate: str  # the estimated use of a rank's memory, in words
     # Logs a number of the training batch, by name, value and `log`'s other arguments; False if Lightning must log it.
     log_number: Callable[[str, float, Mapping[str, object]], bool]
+    is_in_iteration: bool = False  # until its updates are made
     phase_seconds: dict[str, float]  # phase of the current iteration (rollout, score, rewards, update, sync) → seconds
 
     @property
@@ -47,6 +48,11 @@ class RLTrainer(L.Trainer):
     def weight_version(self) -> int:
         """Version of the weights being trained: the number of finished iterations, `global_step`."""
         return self.global_step
+
+    @property
+    def iteration(self) -> int:
+        """The number, from 1, of the iteration in progress or, between two, of the last one; 0 before the first."""
+        return self.global_step + self.is_in_iteration
 
     @property
     def run_seed(self) -> int:

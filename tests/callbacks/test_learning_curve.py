@@ -37,11 +37,10 @@ def test_the_end_of_fit_leaves_an_image_and_its_numbers(tmp_path: Path) -> None:
     rows = list(csv.reader((tmp_path / "learning_curve.csv").read_text().splitlines()))
     assert rows == [
         ["iteration", "rollout/reward", "val/accuracy_fraction"],  # the reward gives no accuracy
-        ["0", "0.0", ""],
-        ["1", "0.5", ""],
-        ["2", "0.0", "0.375"],  # measured after two iterations: 0.25 + 2 / 16
-        ["3", "0.5", ""],
-        ["4", "", "0.5"],
+        ["1", "0.0", ""],
+        ["2", "0.5", "0.375"],  # measured after two iterations: 0.25 + 2 / 16
+        ["3", "0.0", ""],
+        ["4", "0.5", "0.5"],
     ]
 
 

@@ -23,7 +23,7 @@ def test_a_traced_run_has_every_phase_generation_reward_and_microbatch(
     trainer.fit(TinyGRPO(num_minibatches=2), datamodule=Digits())
     events = json.loads((tmp_path / "trace" / "trace.json").read_text())
     names = [event["name"] for event in events]
-    assert [name for name in names if name.startswith("iteration")] == [f"iteration {index}" for index in range(3)]
+    assert [name for name in names if name.startswith("iteration")] == [f"iteration {num}" for num in (1, 2, 3)]
     for phase in ("rollout", "score", "update", "sync"):
         found = [event for event in events if event.get("cat") == "phase" and event["name"] == phase]
         assert len(found) == 3, phase

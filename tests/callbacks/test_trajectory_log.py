@@ -18,7 +18,7 @@ class LetterTokenizer:
         return "".join(chr(64 + token_id) for token_id in token_ids)
 
 
-def log_of(folder: Path, iteration: int = 0) -> Path:
+def log_of(folder: Path, iteration: int = 1) -> Path:
     return folder / "trajectories" / f"iteration-{iteration:06d}.jsonl"
 
 
@@ -39,7 +39,7 @@ def test_what_is_read_back_equals_what_was_trained_on(tmp_path: Path) -> None:
 def test_each_line_has_iteration_weight_version_and_advantage(tmp_path: Path) -> None:
     run(lambda _: make_groups([[1.0, 0.0]]), TrajectoryLog(), default_root_dir=tmp_path)
     first, second = map(json.loads, log_of(tmp_path).read_text().splitlines())
-    assert (first["iteration"], first["weight_version"], first["advantage"]) == (0, 0, 0.5)
+    assert (first["iteration"], first["weight_version"], first["advantage"]) == (1, 0, 0.5)
     assert second["advantage"] == -0.5
 
 
@@ -59,7 +59,7 @@ def test_only_every_nth_iteration_and_so_many_trajectories_are_written(tmp_path:
     log = TrajectoryLog(every_n_iterations=2, max_per_iteration=3, table_every_n_iterations=None)
     run(lambda _: make_groups([[1.0, 0.0], [0.0, 1.0]]), log, num_iterations=4, default_root_dir=tmp_path)
     files = sorted(path.name for path in (tmp_path / "trajectories").iterdir())
-    assert files == ["iteration-000000.jsonl", "iteration-000002.jsonl"]
+    assert files == ["iteration-000001.jsonl", "iteration-000003.jsonl"]
     assert len(list(read_trajectories(log_of(tmp_path)))) == 3
 
 
@@ -71,10 +71,10 @@ def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
 def test_a_full_disk_is_said_in_words_and_half_a_file_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "trajectories"
     folder.mkdir()
-    (folder / "iteration-000000.jsonl.tmp").symlink_to("/dev/full")  # which accepts nothing
+    (folder / "iteration-000001.jsonl.tmp").symlink_to("/dev/full")  # which accepts nothing
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         run(lambda _: make_groups([[1.0, 0.0]]), TrajectoryLog(), default_root_dir=tmp_path)
-    said = rf"iteration-000000\.jsonl: the disk of '{folder}' is full \(.* free, \d KiB to write\)\. The log stops"
+    said = rf"iteration-000001\.jsonl: the disk of '{folder}' is full \(.* free, \d KiB to write\)\. The log stops"
     assert re.search(said, caplog.messages[0])
     assert list(folder.iterdir()) == []
 
@@ -91,9 +91,7 @@ def test_a_table_is_printed_now_and_then(tmp_path: Path, capsys: pytest.CaptureF
     log = TrajectoryLog(every_n_iterations=100, table_every_n_iterations=2, table_rows=2)
     run(lambda _: make_groups([[1.0, 0.0]]), log, num_iterations=3, default_root_dir=tmp_path)
     output = capsys.readouterr().out
-    assert "iteration 0\n" in output
-    assert "iteration 1\n" not in output
-    assert "iteration 2\n" in output
+    assert re.findall(r"iteration \d+$", output, re.M) == ["iteration 1", "iteration 3"]
     assert "advantage" in output
 
 

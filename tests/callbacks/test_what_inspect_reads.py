@@ -2,19 +2,21 @@
 
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
 
 from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, make_trainer, tokenizer
 
-from lightrl import StalenessControl, TrajectoryLog
+from lightrl import Experience, LearningCurve, RolloutProgressBar, StalenessControl, Trace, TrajectoryLog
 from lightrl.callbacks import run_files
 from lightrl.callbacks.run_files import ProblemLog
 from lightrl.commands.inspect.answers import Answers
@@ -22,7 +24,7 @@ from lightrl.commands.inspect.run_folder import find_runs
 from lightrl.trajectory import Trajectory
 
 
-def records(folder: Path, iteration: int = 0) -> list[dict[str, Any]]:
+def records(folder: Path, iteration: int = 1) -> list[dict[str, Any]]:
     lines = (folder / "trajectories" / f"iteration-{iteration:06d}.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
@@ -76,8 +78,41 @@ def test_the_page_shows_what_a_run_wrote(tmp_path: Path) -> None:
     texts = [shown["texts"][id_] for id_ in trajectory.token_ids]
     assert texts == [tokenizer().decode([id_]) for id_ in trajectory.token_ids]
     assert len(shown["group_rows"]) == GROUP_SIZE
-    curve = answers.answer("curves", {})["rollout/reward"]
-    assert curve["x"] == [0, 1, 2]
+
+
+class Warned(TinyGRPO):
+    def on_experience_ready(self, experience: Experience) -> None:
+        logging.getLogger("lightrl.own").warning("of the trainer, at version %d", self.weight_version)
+
+
+def test_a_run_counts_iterations_from_1_everywhere_and_validates_before_training_at_0(tmp_path: Path, capsys) -> None:
+    """In the lines that it prints, in metrics, curve, trajectories, trace and problems, and on the page."""
+    callbacks = [TrajectoryLog(1, table_every_n_iterations=1), LearningRateMonitor("step"), LearningCurve()]
+    callbacks += [ProblemLog(), Trace(max_cost=1.0), RolloutProgressBar(print_every_n_iterations=1)]
+    settings = {"limit_val_batches": 1.0, "num_sanity_val_steps": -1, "val_check_interval": 2, "max_steps": 4}
+    settings |= {"logger": CSVLogger(tmp_path, name="", version=""), "check_val_every_n_epoch": None}
+    trainer = make_trainer(tmp_path, callbacks=callbacks, enable_progress_bar=True, **settings)
+    trainer.fit(Warned(), datamodule=Digits())
+    trained, validated = [1, 2, 3, 4], [0, 2, 4]
+    lines = [line.split("  ")[0].split(",")[0] for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if re.fullmatch(r"iteration \d", line)] == [f"iteration {num}" for num in trained]
+    assert [line for line in lines if re.match(r"iteration \d/", line)] == [f"iteration {num}/4" for num in trained]
+    whens = ["before iteration 1", "after iteration 2", "after iteration 4"]
+    assert [line for line in lines if line.startswith("validation")] == [f"validation {when}" for when in whens]
+    answers = Answers(find_runs([tmp_path]), tmp_path / "cache")
+    answers.runs[0].index.update()
+    curves = answers.answer("curves", {})
+    assert {"val/reward", "rollout/reward", "lr-AdamW"} <= curves.keys()
+    for name, curve in curves.items():
+        assert curve["x"] == (validated if name.startswith("val/") else trained), name
+    assert {row["iteration"] for row in answers.answer("table", {})["rows"]} == {*trained}
+    assert {row["iteration"] - row["weight_version"] for num in trained for row in records(tmp_path, num)} == {1}
+    assert answers.answer("runs", {})[0]["traced"] == trained
+    problems = map(json.loads, (tmp_path / "problems" / "rank-00000.jsonl").read_text().splitlines())
+    assert [(one["iteration"], one["message"][-1]) for one in problems] == [(n, str(n - 1)) for n in trained]
+    curve = callbacks[2].state_dict()["curves"]
+    assert curve["val/reward"]["sums"][:, 0].tolist() == validated
+    assert curve["rollout/reward"]["sums"][:, 0].tolist() == trained
 
 
 class Failing(TinyGRPO):
@@ -105,7 +140,7 @@ def test_drops_warnings_and_the_final_error_are_problems(tmp_path: Path, monkeyp
     lines = (tmp_path / "problems" / "rank-00000.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
     dropped = [one for one in found if one["kind"] == "dropped: reward_raised"]
-    assert [(one["iteration"], one["source"]) for one in dropped] == [(0, "reward"), (1, "reward")]
+    assert [(one["iteration"], one["source"]) for one in dropped] == [(1, "reward"), (2, "reward")]
     assert "no answer in <b>it</b>" in dropped[0]["message"]
     (rest,) = [one for one in found if one["kind"] == "dropped"]  # of the iteration that ended
     assert rest["message"] == f"{BATCH_SIZE} trajectories in total: {BATCH_SIZE} reward_raised"

@@ -89,9 +89,9 @@ def test_tensorboard_has_scalars_tables_and_the_image(run: Any) -> None:
 
     run("TensorBoardLogger", save_dir="runs")
     events = EventAccumulator("runs/lightning_logs/version_0").Reload()
-    assert [event.step for event in events.Scalars("rollout/reward")] == [0, 1]
+    assert [event.step for event in events.Scalars("rollout/reward")] == [1, 2]
     tables = events.Tensors("samples/text_summary")
-    assert [event.step for event in tables] == [0, 1]
+    assert [event.step for event in tables] == [1, 2]
     shown = markdown_to_safe_html(tables[0].tensor_proto.string_val[0])
     assert [name for name in COLUMNS if f"<pre>{name}</pre>" not in shown] == []
     (image,) = events.Images("learning_curve")
@@ -184,14 +184,14 @@ def test_weights_and_biases_has_everything(run: Any, wandb: Any) -> None:
     (offline,) = Path("runs/wandb").glob("offline-run-*-first")
     records = finished_records_of(offline)
     history = history_of(records)
-    assert [row["trainer/global_step"] for row in history if "rollout/reward" in row] == [0, 1]
+    assert [row["trainer/global_step"] for row in history if "rollout/reward" in row] == [1, 2]
 
     config = config_of(records)
     assert config["model"]["init_args"]["group_size"] == 2
     assert config["trainer"]["callbacks"][1]["init_args"]["every_n_iterations"] == 1
 
     tables = [row["samples"] for row in history if "samples" in row]
-    assert [row["trainer/global_step"] for row in history if "samples" in row] == [0, 1]
+    assert [row["trainer/global_step"] for row in history if "samples" in row] == [1, 2]
     first = json.loads((offline / "files" / tables[0]["path"]).read_text())
     assert first["columns"] == COLUMNS
     assert len(first["data"]) == 4
@@ -234,7 +234,7 @@ def test_mlflow_has_everything(store: str, run: Any, tmp_path: Path) -> None:
     (experiment,) = [one for one in client.search_experiments() if one.name == "lightning_logs"]
     (found,) = client.search_runs([experiment.experiment_id])
     run_id = found.info.run_id
-    assert [value.step for value in client.get_metric_history(run_id, "rollout/reward")] == [0, 1]
+    assert [value.step for value in client.get_metric_history(run_id, "rollout/reward")] == [1, 2]
 
     parameters = found.data.params
     assert parameters["model/init_args/group_size"] == "2"
@@ -249,7 +249,7 @@ def test_mlflow_has_everything(store: str, run: Any, tmp_path: Path) -> None:
     folder = tmp_path / ("mlruns" if store.startswith("file") else ".") / experiment.experiment_id / run_id
     assert image == (folder / "learning_curve.png").read_bytes()
     assert (folder / "config.yaml").exists()
-    assert (folder / "trajectories" / "iteration-000000.jsonl").exists()
+    assert (folder / "trajectories" / "iteration-000001.jsonl").exists()
     assert not (tmp_path / "config.yaml").exists()
 
     assert sorted(item.path for item in client.list_artifacts(run_id, "policy")) == [
@@ -317,7 +317,7 @@ def test_two_runs_do_not_mix_where_a_logger_has_one_folder_for_all(save_dir: Any
     assert len(folders) == 2
     for folder in folders:
         assert (folder / "config.yaml").exists()
-        assert (folder / "trajectories" / "iteration-000000.jsonl").exists()
+        assert (folder / "trajectories" / "iteration-000001.jsonl").exists()
     assert not Path(save_dir or ".", "trajectories").exists()
 
 
@@ -335,4 +335,4 @@ def test_a_run_with_csv_as_second_logger_has_one_folder_and_goes_on_from_it(sett
     assert main(["fit", "--config", config(settings), "--ckpt_path", "last"]) == 0
     rows = Path("runs/lightning_logs/version_1/metrics.csv").read_text().splitlines()
     step = rows[0].split(",").index("step")
-    assert {row.split(",")[step] for row in rows[1:]} == {"2"}
+    assert {row.split(",")[step] for row in rows[1:]} == {"3"}

@@ -85,7 +85,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
 def test_ctrl_c_is_an_interruption_and_no_failure(tmp_path: Path) -> None:
     callback = StatusFile()
     trainer = SimpleNamespace(
-        engine=None, global_step=1, max_steps=2, log_dir=tmp_path, loggers=["one"], is_global_zero=True
+        engine=None, iteration=1, max_steps=2, log_dir=tmp_path, loggers=["one"], is_global_zero=True
     )
     callback.setup(trainer, None, "fit")  # type: ignore[arg-type]
     callback.on_exception(trainer, None, KeyboardInterrupt())  # type: ignore[arg-type]

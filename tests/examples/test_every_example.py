@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from examples.gsm8k import make_model
 from lightrl.commands.cli import LightRLCLI, run
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "scripts/docs_site"))
+import metrics_page  # noqa: E402
+
 CONFIGS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.yaml"))
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 TWO = ["--trainer.max_steps=2", "--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"]
@@ -83,7 +87,9 @@ def has_run(folder: Path) -> None:
     (metrics,) = folder.rglob("metrics.csv")
     header, *rows = metrics.read_text().splitlines()
     iterations = {dict(zip(header.split(","), row.split(","), strict=True))["step"] for row in rows}
-    assert iterations >= {"0", "1"}
+    assert iterations >= {"1", "2"}
+    names = {name for name in header.split(",") if "/" in name}
+    assert metrics_page.undescribed(names) == set()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,9 @@ from lightrl.commands.cli import run
 from lightrl.engines.servers.processes.process import HeldPort
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.append(str(EXAMPLES.parent / "scripts/docs_site"))
+import metrics_page  # noqa: E402
+
 SHORT = ["--trainer.max_steps=2", "--trainer.val_check_interval=2"]
 QUIET = "--trainer.callbacks=[]"
 
@@ -48,7 +51,9 @@ def small_policy(tmp_path: Path) -> list[str]:
 
 def test_the_agent_example_trains(tmp_path: Path) -> None:
     fit("agent/grpo.yaml", tmp_path, QUIET, "--data.batch_size=2", "--data.num_validation=2")
-    assert metrics(tmp_path)["rollout/turns"] == 2
+    logged = metrics(tmp_path)
+    assert logged["rollout/turns"] == 2
+    assert metrics_page.undescribed({name for name in logged if "/" in name}) == set()
 
 
 @pytest.mark.extra

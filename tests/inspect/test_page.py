@@ -75,6 +75,7 @@ def test_curves_of_all_runs_lie_over_each_other_and_can_be_filtered(browser: Bro
     assert browser.count(".chart") == 3
     assert ink(browser, ".chart canvas") > 500
     assert browser.text(".chart output").count("·") == 1  # the last values of two runs
+    assert "\nHealthy: " in browser.run("return document.querySelector('.chart b').title")
     browser.type("#filter", "kl")
     browser.wait("document.querySelectorAll('.chart').length === 1")
     assert browser.text("#runs").startswith("runs:")

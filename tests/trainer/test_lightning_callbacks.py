@@ -106,10 +106,10 @@ def test_callbacks_loggers_and_a_profiler_run_along(tmp_path: Path) -> None:
         assert len(profiler.recorded_durations[f"rl/{phase}"]) == 3
     rows = list(csv.DictReader((Path(loggers[0].log_dir) / "metrics.csv").read_text().splitlines()))
     assert [float(row["lr-AdamW"]) for row in rows if row["lr-AdamW"]] == [0.5] * 3
-    assert [row["step"] for row in rows if row["rollout/reward"]] == ["0", "1", "2"]
+    assert [row["step"] for row in rows if row["rollout/reward"]] == ["1", "2", "3"]
     assert "DeviceStatsMonitor.on_train_batch_end/cpu_percent" in rows[0]
     events = EventAccumulator(loggers[1].log_dir).Reload()
-    assert [event.step for event in events.Scalars("policy/loss")] == [0, 1, 2]
+    assert [event.step for event in events.Scalars("policy/loss")] == [1, 2, 3]
 
 
 @habit(

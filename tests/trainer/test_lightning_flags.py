@@ -251,7 +251,7 @@ def test_test_and_predict_may_be_shortened(tmp_path: Path) -> None:
 def test_the_default_logger_writes_into_the_root_folder(tmp_path: Path) -> None:
     train(tmp_path, logger=True, log_every_n_steps=2, max_steps=4)
     events = EventAccumulator(str(tmp_path / "lightning_logs" / "version_0")).Reload()
-    assert [event.step for event in events.Scalars("policy/loss")] == [1, 3]
+    assert [event.step for event in events.Scalars("policy/loss")] == [2, 4]
 
 
 @habit("Trainer(logger=False)")

@@ -91,7 +91,7 @@ def test_one_iteration_is_repeated_from_the_checkpoint_before_it(tmp_path: Path)
 
     module = record(tmp_path, callbacks=(SaveAtTwo(),))
     again = NoReward()
-    last = tmp_path / "trajectories" / "iteration-000002.jsonl"
+    last = tmp_path / "trajectories" / "iteration-000003.jsonl"
     make_trainer(tmp_path / "again", max_steps=3).fit(
         again, TrajectoryDataModule(str(last)), ckpt_path=tmp_path / "two.ckpt", weights_only=True
     )

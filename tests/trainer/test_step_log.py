@@ -50,7 +50,7 @@ def logger(tmp_path: Path) -> Rows:
 
 def test_a_step_is_one_row_with_numbers_and_tensors_together(logger: Rows) -> None:
     steps = [(step, row) for step, row in logger.rows if "own/number" in row]
-    assert [(step, row["own/number"], row["own/tensor"]) for step, row in steps] == [(0, 0, 0), (1, 1, 1), (2, 2, 2)]
+    assert [(step, row["own/number"], row["own/tensor"]) for step, row in steps] == [(1, 0, 0), (2, 1, 1), (3, 2, 2)]
     for _, row in steps:
         assert {"policy/loss", "rollout/reward", "time/update_s", "staleness/max_versions"} <= set(row)
         assert "own/hidden" not in row
@@ -89,7 +89,7 @@ def test_a_resumed_run_continues_the_csv_file_of_its_fixed_folder(tmp_path: Path
     fit(3, ckpt_path=tmp_path / "two.ckpt")
     with (tmp_path / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["step"] for row in rows if row["own/\\ud800"]] == ["0", "1", "2"]
+    assert [row["step"] for row in rows if row["own/\\ud800"]] == ["1", "2", "3"]
     assert not list(tmp_path.glob("*.kept"))
     with pytest.warns(UserWarning, match="Previous log files in this directory will be deleted"):
         fit(1)

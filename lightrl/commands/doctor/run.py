@@ -171,7 +171,7 @@ class _RunCheck(LightRLCLI):
         if trial.trajectories or trial.dropped:
             self._report(_trial_findings(trial, module))
         if trial.iterations_s:
-            logged = sum(file.stat().st_size for file in self.folder.rglob("iteration-000000.jsonl"))
+            logged = sum(file.stat().st_size for file in self.folder.rglob("iteration-000001.jsonl"))
             interval = next((c.every_n_iterations for c in self.user_callbacks if isinstance(c, TrajectoryLog)), 1)
             batches = _num_batches(datamodule, self.user_trainer.get("limit_val_batches"))
             self._report(forecast(trial, self.root, logged_bytes=logged / interval, validation_batches=batches))

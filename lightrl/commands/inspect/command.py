@@ -66,7 +66,9 @@ MAX_BYTES = 64 * 2**20  # total size of a run's exported trajectories
 
 def export(answers: Answers, path: Path) -> tuple[int, int]:
     """Writes the page with all answers; returns the number of trajectories in it and in the runs."""
-    script, style = ((PAGE / name).read_text(encoding="utf-8") for name in ("inspect.js", "inspect.css"))
+    names = ("metrics.js", "inspect.js", "inspect.css")
+    metrics, script, style = ((PAGE / name).read_text(encoding="utf-8") for name in names)
+    script = metrics + script
     saved = dict(_answers(answers))
     data = json.dumps(saved).replace("<", "\\u003c")  # a `</script>` in a completion would end the element early
     policy = (
@@ -78,7 +80,7 @@ def export(answers: Answers, path: Path) -> tuple[int, int]:
         '<meta charset="utf-8">': f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
         f'content="{policy}">',
         '<link rel="stylesheet" href="inspect.css">': f"<style>{style}</style>",
-        '<script src="inspect.js" defer></script>': "",
+        '<script src="metrics.js" defer></script>\n<script src="inspect.js" defer></script>': "",
         "</body>": f'<script type="application/json" id="answers">{data}</script><script>{script}</script></body>',
     }.items():
         assert page.count(old) == 1, old

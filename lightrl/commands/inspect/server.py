@@ -22,6 +22,7 @@ _MAX_THREADS = 200
 PAGE = Path(__file__).parent / "page"
 _FILES = {
     "": ("inspect.html", "text/html; charset=utf-8"),
+    "metrics.js": ("metrics.js", "text/javascript; charset=utf-8"),
     "inspect.js": ("inspect.js", "text/javascript; charset=utf-8"),
     "inspect.css": ("inspect.css", "text/css; charset=utf-8"),
 }

@@ -206,6 +206,14 @@ function runningMean(values) {
   });
 }
 
+// Returns what a metric is, for the curve's name.
+function about(name) {
+  const row = Object.keys(METRICS).find((key) => new RegExp(`^${key.replace(/<.*?>/g, "[^/]+")}$`).test(name));
+  const [unit, meaning, healthy, otherwise] = METRICS[row] ?? [];
+  const lines = [unit && `${name}, in ${unit}`, meaning, healthy && `Healthy: ${healthy}.`, otherwise && `Otherwise: ${otherwise}.`];
+  return lines.filter(Boolean).join("\n").replace(/ \(\[[^\]]*\]\([^)]*\)\)/g, "") || name;
+}
+
 function chart(name, lines, resize) {
   const isLarge = state.large === name;
   const isLog = state.log && lines.some((line) => line.y.some((value) => value > 0));
@@ -213,7 +221,7 @@ function chart(name, lines, resize) {
   const canvas = h("canvas", { role: "img", "aria-label": `${name} over iterations${isLog ? ", log scale" : ""}`, onclick: resize });
   const [output, legend] = [h("output", {}), h("div", { class: "legend" })];
   const button = h("button", { type: "button", "aria-label": `${isLarge ? "Shrink" : "Enlarge"} ${name}`, "aria-expanded": String(isLarge), "data-key": isLarge && "Escape", onclick: resize }, isLarge ? "×" : "⤢");
-  const element = h("figure", { class: isLarge ? "chart large" : "chart" }, h("div", {}, h("b", { title: name }, name.split("/").at(-1)), output, button), canvas, legend);
+  const element = h("figure", { class: isLarge ? "chart large" : "chart" }, h("div", {}, h("b", { title: about(name) }, name.split("/").at(-1)), output, button), canvas, legend);
   const xs = lines.flatMap((line) => [line.x[0], line.x.at(-1)]);
   const [left, right] = [Math.min(...xs), Math.max(...xs)];
   const smoothed = lines.map((line) => (state.smooth ? runningMean(line.y) : line.y));
