@@ -66,7 +66,9 @@ def notes(folder: Path) -> list[dict]:
 
 def test_the_job_asks_for_its_hosts_and_its_end(tmp_path):
     options = {"partition": "gpu", "account": "lab"}
-    plan = plan_in(tmp_path, time_limit="1-00:00:00", options=options, setup=["module load cuda"], recover=Recover(3))
+    more = {"srun_options": {"container-image": "lab/lightrl v1.sqsh"}, "environment": {"NCCL_SOCKET_IFNAME": "ib0"}}
+    more |= {"setup": ["module load cuda"], "recover": Recover(3)}
+    plan = plan_in(tmp_path, time_limit="1-00:00:00", options=options, **more)
     files = SlurmLauncher(plan).files()
     job = files["job.sh"].splitlines()
     for line in (
@@ -78,7 +80,9 @@ def test_the_job_asks_for_its_hosts_and_its_end(tmp_path):
         "--partition=gpu",
     ):
         assert f"#SBATCH {line}" in job
-    (trainer,) = [line for line in job if line.startswith("$step --job-name=trainer")]
+    (trainer,) = [line for line in job if line.startswith('"${step[@]}" --job-name=trainer')]
+    assert "--open-mode=append '--container-image=lab/lightrl v1.sqsh')" in files["job.sh"]
+    assert all("export NCCL_SOCKET_IFNAME=ib0" in files[step] for step in ("trainer.sh", "servers.sh"))
     assert "--nodes=2 --ntasks=2 --ntasks-per-node=1" in trainer
     assert '--nodelist="${hosts[0]},${hosts[1]}"' in trainer
     assert "module load cuda" in files["trainer.sh"]
@@ -95,11 +99,17 @@ def test_a_job_without_retries_is_not_requeued_and_one_without_servers_has_one_s
 
 
 @pytest.mark.parametrize(
-    ("option", "message"), [("array", "cannot be a job array"), ("nodes", "which the launch sets")]
+    ("section", "option", "message"),
+    [
+        ("options", "array", "launch.options has array; a run cannot be a job array"),
+        ("options", "nodes", "launch.options has nodes, which the launch sets"),
+        ("srun_options", "ntasks", "launch.srun_options has ntasks, which the launch sets"),
+        ("environment", "LIGHTRL_SERVER_ADDRS", "launch.environment has LIGHTRL_SERVER_ADDRS, which the launch sets"),
+    ],
 )
-def test_options_that_contradict_the_plan_are_refused(tmp_path, option, message):
+def test_options_that_contradict_the_plan_are_refused(tmp_path, section, option, message):
     with pytest.raises(ValueError, match=message):
-        SlurmLauncher(plan_in(tmp_path, options={option: "1-4"}))
+        SlurmLauncher(plan_in(tmp_path, **{section: {option: "1-4"}}))
 
 
 def test_servers_on_hosts_of_another_kind_make_a_heterogeneous_job(tmp_path):

@@ -191,7 +191,12 @@ def make_plan(
     trainer = settings["trainer"]
     trainer["default_root_dir"] = str(PurePath(folder).parent)  # a process may start in another folder
     trainer["num_nodes"], trainer["devices"] = len(ranks_of), len(ranks_of[0])
-    everything = (*processes, *servers)
+    for one in (*processes, *servers):
+        if taken := sorted(launch.environment.keys() & {**one.environment, **one.rank_environment}.keys()):
+            raise ValueError(f"launch.environment has {taken[0]}, which the launch sets. Remove it.")
+    everything = tuple(
+        replace(one, environment={**launch.environment, **one.environment}) for one in (*processes, *servers)
+    )
     return Plan(launch, layout, folder, names, port, gpus, facts.on_cpu, everything, settings, facts, tuple(notes))
 
 
@@ -285,7 +290,7 @@ def _settings(layout: Layout, facts: RunFacts) -> tuple[JsonObject, list[str]]:
         if facts.engine == "VLLMEngine" and layout.placement == "colocated":
             raise ValueError("launch.placement=colocated needs SGLangEngine: vLLM never frees memory. Use separate.")
         # the launch starts the servers; the engine finds them in its registry
-        arguments = {"servers": None, "tp": 1, "placement": layout.placement}
+        arguments = {"servers": None, "tp": layout.tp, "placement": layout.placement}
         trainer["engine"] = {"class_path": facts.engine or "SGLangEngine", "init_args": arguments}
     return {"trainer": trainer}, notes
 

@@ -166,7 +166,7 @@ class KubernetesLauncher(Launcher):
         settings |= {} if plan.on_cpu else {"devices": ",".join(map(str, range(plan.layout.tp)))}
         command = inside(plan, command_of("serve", plan.folder, **settings))
         before = _log_lines(f"{shlex.quote(plan.folder)}/$HOSTNAME", "servers")
-        return "\n".join([*script_head(plan, {}, before=before), f"exec {command}"]) + "\n"
+        return "\n".join([*script_head(plan, plan.launch.environment, before=before), f"exec {command}"]) + "\n"
 
     def _object(self, version: str, kind: str, name: str, spec: JsonMapping) -> JsonObject:
         metadata = {"name": name}

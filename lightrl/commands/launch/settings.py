@@ -66,10 +66,12 @@ class Launch:
         time_limit: a job's limit, in Slurm's format: minutes, `hours:minutes:seconds` or `days-hours:minutes:seconds`.
         warning_s: seconds before the time limit at which the run is asked to save its checkpoint and end.
         setup: shell lines to run before each process, such as `module load cuda`.
+        environment: variables of every process, such as `{NCCL_SOCKET_IFNAME: ib0, GLOO_SOCKET_IFNAME: ib0}`.
         container: for Kubernetes the image; for other launchers a command to put before each process's command, such
             as `apptainer exec --nv run.sif`.
         options: other options of the launcher: sbatch's by name, such as `{partition: gpu}`, Kubernetes' `namespace`
             and `runtime`, or Ray's `address`.
+        srun_options: with Slurm, options of every `srun` by name, such as `{container-image: lab/lightrl.sqsh}`.
         server_options: with Slurm, sbatch options that differ for hosts with only servers; the job is then
             heterogeneous.
         recover: how often to restart after a process fails.
@@ -89,8 +91,10 @@ class Launch:
     time_limit: str | None = None
     warning_s: int = 300
     setup: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
     container: str | None = None
     options: dict[str, str] = field(default_factory=dict)
+    srun_options: dict[str, str] = field(default_factory=dict)
     server_options: dict[str, str] = field(default_factory=dict)
     recover: Recover = Recover()
 
@@ -110,8 +114,9 @@ class Launch:
                 f"launch.nodes={self.nodes} needs a launcher that reaches other hosts: slurm, ray, torchrun or "
                 "kubernetes. local only starts processes on this machine."
             )
-        if self.server_options and self.launcher != "slurm":
-            raise ValueError(f"launch.server_options needs launcher: slurm, but launch.launcher is {self.launcher}.")
+        for name in ("server_options", "srun_options"):
+            if getattr(self, name) and self.launcher != "slurm":
+                raise ValueError(f"launch.{name} needs launcher: slurm, but launch.launcher is {self.launcher}.")
         if self.hosts and len(self.hosts) != self.nodes:
             raise ValueError(f"launch.hosts must name all {self.nodes} nodes, got {len(self.hosts)}.")
         if self.launcher == "kubernetes" and self.container is None:

@@ -29,6 +29,7 @@ _TICK_S = 1.0
 _CALL_TIMEOUT_S = 60.0
 _SERVERS_GRACE_S = 20
 _FORBIDDEN = ("array", "nodes", "time", "signal", "requeue", "no-requeue", "output", "open-mode", "ntasks-per-node")
+_STEP_OPTIONS = ("job-name", "nodes", "ntasks", "ntasks-per-node", "nodelist", "output", "het-group", "overlap")
 _NOT_ENDED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED")
 
 _JOB = """\
@@ -52,7 +53,7 @@ trap 'is_canceled=yes; signal_step TERM trainer' TERM
 finish() {{ while kill -0 "$1" 2>/dev/null; do wait "$1"; done; wait "$1"; }}  # wait also returns for a trapped signal
 
 rm -f "$folder"/*.step
-step="srun --overlap --cpu-bind=none --kill-on-bad-exit=1 --open-mode=append"
+step=(srun --overlap --cpu-bind=none --kill-on-bad-exit=1 --open-mode=append{srun_options})
 {steps}
 finish $trainer; code=$?
 {servers_end}
@@ -70,10 +71,14 @@ class SlurmLauncher(Launcher):
     """Submits a plan with sbatch; `wait` copies the output of rank 0 to stderr."""
 
     def __init__(self, plan: Plan) -> None:
-        for name in [*plan.launch.options, *plan.launch.server_options]:
-            if name in _FORBIDDEN:
-                why = "; a run cannot be a job array" if name == "array" else ", which the launch sets"
-                raise ValueError(f"launch.options has {name}{why}. Remove it.")
+        launch = plan.launch
+        for section, options, forbidden in (
+            ("options", [*launch.options, *launch.server_options], _FORBIDDEN),
+            ("srun_options", [*launch.srun_options], _STEP_OPTIONS),
+        ):
+            if taken := [name for name in options if name in forbidden]:
+                why = "; a run cannot be a job array" if taken[0] == "array" else ", which the launch sets"
+                raise ValueError(f"launch.{section} has {taken[0]}{why}. Remove it.")
         self._is_apart = bool(plan.launch.server_options)  # servers are a separate component of the job
         if self._is_apart and {one.host for one in plan.of("servers")} != {*range(plan.trainer_hosts, len(plan.hosts))}:
             raise ValueError(
@@ -155,6 +160,7 @@ class SlurmLauncher(Launcher):
             hosts=";".join(f'scontrol show hostnames "$SLURM_JOB_NODELIST{part}"' for part in parts),
             folder=shlex.quote(plan.folder),
             resume="--ckpt_path last",
+            srun_options="".join(f" {shlex.quote(option)}" for option in _words(launch.srun_options)),
             steps="\n".join(steps),
             servers_end="\n".join(ends) if servers else ":",
             retries=launch.recover.retries,
@@ -179,15 +185,19 @@ class SlurmLauncher(Launcher):
         return script_head(self.plan, process.environment, before=[note, "hosts=($LIGHTRL_HOSTS)"])
 
 
+def _words(options: Mapping[str, str | None]) -> list[str]:
+    return [f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items()]
+
+
 def _directives(options: Mapping[str, str | None]) -> str:
-    return "\n".join(f"#SBATCH --{name}{'' if value is None else f'={value}'}" for name, value in options.items())
+    return "\n".join(f"#SBATCH {option}" for option in _words(options))
 
 
 def _step(name: str, processes: list[Process], tasks: int, plan: Plan, group: str) -> str:
     hosts = sorted({one.host for one in processes})
     number = "%t" if name == "trainer" else "%n"
     words = [
-        f"$step {group}--job-name={name}", f"--nodes={len(hosts)}", f"--ntasks={tasks}",
+        f'"${{step[@]}}" {group}--job-name={name}', f"--nodes={len(hosts)}", f"--ntasks={tasks}",
         f"--ntasks-per-node={tasks // len(hosts)}", *([] if plan.on_cpu else [f"--gpus-per-node={plan.gpus_per_host}"]),
         f'--nodelist="{",".join(f"${{hosts[{host}]}}" for host in hosts)}"',
         f'--output="$folder/%N/{name}-{number}.log"', f'bash "$folder/{name}.sh" &',
