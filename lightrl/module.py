@@ -413,11 +413,7 @@ class RLModule(TrainedModule):
         return parameter_groups(self, {name: roles[name] for name in self.trained_roles()}, lr=self.lr)
 
     def validation_step(self, batch: list[Group], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Logs mean reward, accuracy, pass@k and the reward's further numbers over the validation groups.
-
-        If there are several labeled sources, each is also logged separately: `val/reward/<label>`. With several loaders
-        Lightning adds `/dataloader_idx_<n>` to the names.
-        """
+        """Logs `val/…`, see docs/reference/metrics.md; with several loaders Lightning adds `/dataloader_idx_<n>`."""
         self._log_evaluation("val", batch, dataloader_idx)
 
     def test_step(self, batch: list[Group], batch_idx: int, dataloader_idx: int = 0) -> None:

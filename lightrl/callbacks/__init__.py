@@ -10,6 +10,7 @@ Reading order:
     dynamic_sampling.py drops and replaces groups by their rewards; chooses prompts by past success
     rollout_metrics.py  the numbers logged in each iteration; monitors.py finds monitors of unknown metrics
     progress.py         the two-line progress bar, the permanent lines, and the list of models
+    bottleneck.py       names the part that takes most of the first iterations, and its setting
     trace.py            records what each process did when, and where the time went
     trajectory_log.py   trajectories as JSONL, and periodically as a table
     learning_curve.py   the run's curve as a plot

@@ -35,10 +35,6 @@ class DynamicSampling(RLCallback):
     the run is not reproducible bit for bit. With `max_staleness` > 0, only groups that would delay a batch are dropped;
     their prompts come again in the next epoch.
 
-    It logs `rollout/dropped_groups` and `rollout/dropped_groups_<reason>`, counted since the last iteration, and
-    `rollout/given_up_fraction`, the share of sampled groups that over-sampling dropped. `rollout/dropped_length_tokens`
-    and `rollout/dropped_accuracy_fraction` of RolloutMetrics show what the rules prefer.
-
     Source: DAPO, https://arxiv.org/abs/2503.14476.
 
     Args:
@@ -126,9 +122,7 @@ class PromptCurriculum(RLCallback):
     stream, and an epoch lasts fewer iterations than the loader reports. The curriculum's state is part of the
     checkpoint, so a resumed run chooses the same prompts.
 
-    RolloutMetrics logs the number of skipped prompts as `rollout/skipped_prompts`. If the curriculum has a method
-    `success_rate`, as SuccessRateCurriculum has, the mean past success of prompts that ran again is logged as
-    `rollout/played_success_fraction`, and that of skipped prompts as `rollout/skipped_success_fraction`.
+    The past success of prompts that ran again or were skipped is logged if the curriculum has a method `success_rate`.
 
     Args:
         curriculum: any object with the methods of `lightrl.rollout.Curriculum`; None uses SuccessRateCurriculum().

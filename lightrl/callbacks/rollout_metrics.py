@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_ALMOST_ALL = 0.9
 THROWN_AWAY = {
     "thrown_away_tokens": "rollout/dropped_length_tokens",
     "thrown_away_correct": "rollout/dropped_accuracy_fraction",
@@ -46,35 +47,8 @@ class RolloutMetrics(RLCallback):
     rollout and update. `rollout/zero_variance_fraction` is the share of such groups. When it is 1 for several
     iterations in a row, a warning explains why, once until the share falls. Groups of one trajectory are not counted.
 
-    | name | meaning |
-    |---|---|
-    | rollout/reward, rollout/reward_std | mean and standard deviation over the iteration's trajectories, without a
-      reward model's scores, which are added in training |
-    | rollout/reward_model | mean of the reward model's scores, before `reward_model_coef` |
-    | rollout/accuracy_fraction | mean of the metric `accuracy`, if the reward or workflow reports it |
-    | rollout/<name> | mean of each other number that a reward or workflow put in `Trajectory.metrics` |
-    | rollout/zero_variance_fraction | share of the groups of two or more; absent if there are none, as in PPO |
-    | rollout/length_tokens | mean number of tokens that the policy generated |
-    | rollout/truncated_fraction | trajectories that a length limit ended |
-    | rollout/mixed_version_fraction | trajectories that two or more weight versions generated |
-    | rollout/dropped_trajectories | number since the last iteration |
-    | rollout/dropped_trajectories_<reason> | the same by reason; logged once the reason has occurred. A warning quotes
-      the last failure when the first one occurs, and each time the number of failures has doubled |
-    | rollout/dropped_length_tokens, rollout/dropped_accuracy_fraction | means over the finished trajectories of dropped
-      groups, if any; compared with those trained on, they show what a filter or over-sampling prefers |
-    | rollout/skipped_prompts | prompts that a curriculum, row filter or length limit skipped; logged after the first |
-    | rollout/expert_load_entropy_nats | entropy of the experts' load in sampling, mean over the mixture-of-experts
-      layers: log E if all E experts get the same number of tokens; only if the engine returns routes |
-    | rollout/tokens_per_s | tokens generated per second of generation time (below) |
-    | time/straggler_wait_s | with `max_staleness` above 0: the part of `time/rollout_s` in which enough groups were
-      finished, but not the next ones in order |
-    | staleness/mean_versions, staleness/max_versions | weight version at use minus oldest version in a trajectory |
-    | update/tokens_per_s | loss tokens per second of `time/update_s` |
-    | time/<phase>_s | rollout (waiting for groups), score, update, sync; on-policy possibly rewards (waiting for
-      rewards that were missing after the model calls) |
-
-    The generation time is `time/rollout_s` on-policy, and the whole iteration when rollouts overlap the update. The
-    loop logs the loss and its metrics as `policy/<name>`.
+    docs/reference/metrics.md says what each metric means, what is healthy, and what to do otherwise. A warning quotes
+    the last failure when the first trajectory fails, and each time the number of failures has doubled.
 
     Args:
         zero_variance_patience: iterations in a row without any reward variance before the warning.
@@ -286,12 +260,16 @@ def explain_zero_variance(groups: Iterable[Group], num_iterations: int) -> str:
     rewards = [_reward(group.trajectories[0]) for group in groups]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     correct_fraction = statistics.fmean(trajectory.accuracy for trajectory in trajectories)
+    cut_fraction = statistics.fmean(trajectory.finish_reason == "length" for trajectory in trajectories)
     problem = (
         f"No group has had any reward variance for {count_text(num_iterations, 'iteration')} ({len(groups)} groups of "
         "two or more): within a group every trajectory got the same reward"
     )
     effect = "All advantages are 0, so without a KL term the gradient is 0 and the policy learns nothing. "
-    if all(len({tuple(item.completion_ids) for item in group.trajectories}) == 1 for group in groups):
+    if cut_fraction >= _ALMOST_ALL and correct_fraction < 0.5:
+        problem += f"; {cut_fraction:.0%} were cut at the length limit, before a reward or environment saw their end"
+        advice = "Increase model.sampling.max_new_tokens, or check the stop tokens that the run prints at its start."
+    elif all(len({tuple(item.completion_ids) for item in group.trajectories}) == 1 for group in groups):
         problem += " because all completions are the same"
         advice = (
             "Sampling does not explore: increase the temperature, check policy/entropy_nats, or lower the learning "
@@ -301,15 +279,13 @@ def explain_zero_variance(groups: Iterable[Group], num_iterations: int) -> str:
         problem += f" (between {min(rewards):g} and {max(rewards):g})"
         advice = "Each prompt is always or never solved: use prompts of medium difficulty, or increase group_size."
     elif correct_fraction < 0.5:
-        problem += f" ({rewards[0]:g} everywhere)"
         advice = (
-            "All fail: the task is too hard for this policy, or the reward or the answer's format is broken. Read some "
-            "completions in the trajectory log, try the reward function on a correct answer, start with easier "
-            "prompts, give partial reward, or train with SFT first."
+            f"All fail, with {rewards[0]:g}: the task is too hard for this policy, or reward or answer format is "
+            "broken. Read completions in the trajectory log, try the reward function on a correct answer, start with "
+            "easier prompts, give partial reward, or train with SFT first."
         )
     else:
-        problem += f" ({rewards[0]:g} everywhere)"
-        advice = "All succeed: the task is too easy or already learned. Stop here, or use harder prompts."
+        advice = f"All succeed, with {rewards[0]:g}: the task is too easy or already learned. Use harder prompts."
     return f"{problem}. {effect}{advice}"
 
 

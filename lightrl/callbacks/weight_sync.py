@@ -91,11 +91,8 @@ class WeightSync(RLCallback):
     it, they are dropped and get the weights again; otherwise the run stops. `sync/verified_fraction` is the share of
     replicas whose digests equal the trainer's. A failed sync is retried once if the old version still serves.
 
-    `policy/kl_behavior_nats` combines the engine's numerical error and the policy's lag. `sync/mismatch_*` measures the
-    first alone: in an iteration's first minibatch it compares the trainer's logprobs with the engine's, for tokens that
-    the current version sampled. Bounds on `sync/mismatch_present_abs_dlogp_nats` and on the largest difference detect
-    stale caches and restarts between syncs. `policy/lag_*` measures the lag alone, from the trainer's logprobs; see
-    lag_probe.py.
+    Bounds on `sync/mismatch_present_abs_dlogp_nats` and on the largest difference detect stale caches and restarts
+    between syncs. `policy/lag_*` measures the policy's lag alone; see lag_probe.py and docs/reference/metrics.md.
 
     An engine with `placement: colocated` releases its memory before each update, and the optimizer's state is in host
     memory while the engine generates.

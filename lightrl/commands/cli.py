@@ -107,10 +107,11 @@ class LightRLCLI(LightningCLI):
             }
             for name in self.subcommands()
         }
+        bottleneck = entry_point("bottleneck")()
         super().__init__(
             trainer_class=Trainer,
             parser_class=ConfigParser,
-            trainer_defaults={"callbacks": [*callbacks, RunFiles(), StatusFile(), ProblemLog()]},
+            trainer_defaults={"callbacks": [*callbacks, RunFiles(), StatusFile(), ProblemLog(), bottleneck]},
             save_config_callback=SaveRunConfig,
             seed_everything_default=0,
             auto_configure_optimizers=False,

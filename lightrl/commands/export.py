@@ -9,12 +9,14 @@ import logging
 import platform
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightrl.checks.bounds import check_bounds
+from lightrl.checks.printable import count_text
 from lightrl.checks.user_code import user_code
 from lightrl.commands.console import reported
 from lightrl.commands.inspect import Run
@@ -32,6 +34,8 @@ from lightrl.strategies import load_plain, read_rest, read_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
+    State = Callable[[str], dict[str, Tensor]]  # prefix of names → tensors, without it
+
     from lightrl.trajectory import JsonObject
 
 log = logging.getLogger(__name__)
@@ -47,6 +51,8 @@ def export_checkpoint(
     checkpoint: Path,
     to: Path,
     *,
+    earlier: Sequence[Path] = (),
+    decay: float | None = None,
     role: str = "policy",
     tokenizer: str | None = None,
     merged: bool = False,
@@ -61,6 +67,9 @@ def export_checkpoint(
     Args:
         checkpoint: a file, or the folder of a sharded checkpoint, saved by any number of processes.
         to: the folder; an earlier export there is replaced, other content is refused.
+        earlier: checkpoints of the same model, oldest first, with which the weights are averaged, in float32.
+        decay: the average becomes decay · average + (1 - decay) · weights with each next checkpoint, from 0 to 1; None
+            gives all the same weight.
         role: the model to export.
         tokenizer: a hub name, a folder, or the dotted path of a function; None uses the checkpoint's.
         merged: load the base model and merge the LoRA adapters into it.
@@ -69,9 +78,10 @@ def export_checkpoint(
         push: a hub repository to upload the folder to, with a model card of the run.
 
     Raises:
-        ValueError: if lightrl did not write the checkpoint; if it lacks the role or names code to run; if `to` has
-            other files; or if the hub refuses the upload.
+        ValueError: if lightrl did not write the checkpoint; if it lacks the role or names code to run; if checkpoints
+            to average are of different models; if `to` has other files; or if the hub refuses the upload.
     """
+    check_bounds(0, 1, decay=decay)
     check_model_folder(to, asked_by="lightrl export")
     meta, state = _read(checkpoint)
     descriptions = parse_descriptions(meta.get("models"), checkpoint)
@@ -93,9 +103,11 @@ def export_checkpoint(
             f"Checkpoint {str(checkpoint)!r} names code that an export would run: {', '.join(code)}. If it is your own "
             "code, pass --run_code_of_checkpoint; a tokenizer can also be named with --tokenizer."
         )
-    tensors = state(f"{description.body or role}.")
+    states = [*(_state_of(other, role, descriptions[role], checkpoint) for other in earlier), state]
+    tensors = averaged((read(f"{description.body or role}.") for read in states), decay)
     if description.body is not None:
-        tensors = description.with_head(tensors, state("value_head.")["weight"])
+        heads = averaged((read("value_head.") for read in states), decay)
+        tensors = description.with_head(tensors, heads["weight"])
     source = tokenizer or description.tokenizer
     hub = None if push is None else Hub(push)
     with replaced_folder(to) as folder:
@@ -105,14 +117,49 @@ def export_checkpoint(
         if hub is not None:
             base = json.loads(description.config).get("_name_or_path")
             write_card(folder, repo=hub.repo, checkpoint=checkpoint, role=role, base=base)
-    log.info("Exported the %s of %s to %s.", role, checkpoint, to)
+    average = f", averaged over {count_text(len(states), 'checkpoint')}" if earlier else ""
+    log.info("Exported the %s of %s%s to %s.", role, checkpoint, average, to)
     if any(other.body == role for other in descriptions.values()):
         log.info(HEAD_STAYS_BEHIND)
     if hub is not None:
         hub.upload(to, f"The {role} of {checkpoint.name}, exported by lightrl")
 
 
-def _read(checkpoint: Path) -> tuple[JsonObject, Callable[[str], dict[str, Tensor]]]:
+def averaged(states: Iterable[dict[str, Tensor]], decay: float | None) -> dict[str, Tensor]:
+    """Averages models' tensors by name, one model in memory at a time beside the float32 average.
+
+    Raises:
+        ValueError: if the models differ in names or shapes.
+    """
+    average: dict[str, Tensor] = {}
+    latest: dict[str, Tensor] = {}
+    for number, latest in enumerate(states, 1):
+        if number == 1:
+            average = {name: value.float() for name, value in latest.items()}
+            continue
+        if _shapes(latest) != _shapes(average):
+            raise ValueError("The checkpoints to average differ in the names or shapes of their weights.")
+        for name, value in latest.items():
+            average[name] = average[name].lerp(value.float(), 1 / number if decay is None else 1 - decay)
+    return {name: average[name].to(value.dtype) for name, value in latest.items()}
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in tensors.items()}
+
+
+def _state_of(other: Path, role: str, description: ModelDescription, checkpoint: Path) -> State:
+    """Returns the reader of an earlier checkpoint of the same model."""
+    meta, state = _read(other)
+    if parse_descriptions(meta.get("models"), other).get(role) != description:
+        raise ValueError(
+            f"{str(other)!r} and {str(checkpoint)!r} cannot be averaged: they do not have the same {role}. Name "
+            "checkpoints of one run, or of runs with the same model."
+        )
+    return state
+
+
+def _read(checkpoint: Path) -> tuple[JsonObject, State]:
     """Returns the checkpoint's metadata, and a function that returns the weights with a prefix, which it removes."""
     if not checkpoint.exists():
         raise ValueError(f"Checkpoint {str(checkpoint)!r} does not exist.")
@@ -225,8 +272,11 @@ def run(args: Sequence[str]) -> int:
         description="Turns a checkpoint into a Hugging Face folder, for serving, evaluation or the next stage.",
         allow_abbrev=False,
     )
-    parser.add_argument("checkpoint", type=Path, help="a .ckpt file, or the folder of a sharded checkpoint")
+    checkpoint = "a .ckpt file, or the folder of a sharded checkpoint; several, oldest first, are averaged"
+    parser.add_argument("checkpoints", type=Path, nargs="+", metavar="CHECKPOINT", help=checkpoint)
     parser.add_argument("--to", type=Path, required=True, help="the folder; an earlier export there is replaced")
+    decay = "average = DECAY · average + (1 - DECAY) · next checkpoint; default: all count the same"
+    parser.add_argument("--decay", type=float, help=decay)
     parser.add_argument("--role", default="policy", help="policy (default), critic, reward_model, ...")
     parser.add_argument("--push", metavar="REPO", help="also upload it to the hub, with a model card; needs a token")
     parser.add_argument("--merged", action="store_true", help="merge LoRA adapters into their base model")
@@ -238,7 +288,9 @@ def run(args: Sequence[str]) -> int:
     )
 
     def export(callbacks: Sequence[object]) -> int:
-        export_checkpoint(**vars(parser.parse_args(list(args))))
+        options = vars(parser.parse_args(list(args)))
+        *earlier, checkpoint = options.pop("checkpoints")
+        export_checkpoint(checkpoint, earlier=earlier, **options)
         return 0
 
     return reported(export)

@@ -48,7 +48,7 @@ from lightrl.strategies.precision import LeavesBatches, subclassed
 
 _AVERAGES = (
     "it puts averaged weights into the policy when training ends, after the last sync with the engine and the last "
-    "validation. Average exported checkpoints instead."
+    "validation. Average checkpoints instead: lightrl export 1.ckpt 2.ckpt --to FOLDER."
 )
 
 _INSTEAD: dict[type[Callback], str] = {

@@ -25,9 +25,9 @@ SummaryJson = dict[str, Any]  # see `summary_of`
 Intervals = list[tuple[int, int]]  # disjoint, in order
 
 _ADVICE = {
-    "reward": "Give the reward more processes (reward_workers) or make it faster; an LLM judge may need replicas.",
-    "score": "Increase microbatch_tokens as far as memory allows, or remove a model that nothing needs.",
-    "update": "Increase microbatch_tokens as far as memory allows, use more devices, or set update_epochs=1.",
+    "reward": "Increase model.reward_workers or make the reward faster; an LLM judge may need replicas.",
+    "score": "Increase model.microbatch_tokens as far as memory allows, or remove a model that nothing needs.",
+    "update": "Increase model.microbatch_tokens as far as memory allows, use more devices, or set update_epochs=1.",
     "sync": "Sync less often: make iterations larger, or set WeightSync.every_n_iterations.",
     "data": "Prompts are prepared too slowly: prepare them once, or read them from local files.",
 }
@@ -164,7 +164,7 @@ def summary_text(summary: SummaryJson) -> str:
         gain = f"  at most {summary['gain'][name]:.2f}x" if name in summary["gain"] else ""
         lines.append(f"  {name:<8} {_seconds(seconds):>8} {seconds / total:>5.0%}{gain}")
     lines.append(f"Look first at {first}: without it an iteration would be {summary['gain'][first]:.2f}x as fast.")
-    lines.append("  " + (_rollout_advice(summary) if first == "rollout" else _ADVICE[first]))
+    lines.append(f"  {advice_of(summary)}")
     if summary["collectives_s"] > 0.05 * total:
         lines.append(
             f"  Collectives and waiting for other ranks took {summary['collectives_s'] / total:.0%} of rank 0's time."
@@ -172,8 +172,11 @@ def summary_text(summary: SummaryJson) -> str:
     return "\n".join(lines)
 
 
-def _rollout_advice(summary: SummaryJson) -> str:
+def advice_of(summary: SummaryJson) -> str:
+    """Returns the settings that shorten the area to look at first."""
     rollout = summary["areas_s"]["rollout"]
+    if summary["look_first_at"] != "rollout":
+        return _ADVICE[summary["look_first_at"]]
     advice = []
     if summary["overlap_gain"] is not None:
         gain = summary["overlap_gain"]
@@ -181,7 +184,7 @@ def _rollout_advice(summary: SummaryJson) -> str:
     share = summary["rollout_tail_s"] / rollout if rollout else 0.0
     if share > 0.2:
         advice.append(f"In {share:.0%} of it fewer than half of the generations ran: it waited for a few long ones.")
-    return " ".join(advice) or "Add engines, or shorten the completions."
+    return " ".join(advice) or "Add servers (trainer.engine), or shorten completions (model.sampling.max_new_tokens)."
 
 
 def _seconds(seconds: float) -> str:

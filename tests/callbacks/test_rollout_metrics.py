@@ -186,6 +186,15 @@ def test_the_warning_says_when_sampling_gives_one_completion_only() -> None:
     assert "all completions are the same" in explain_zero_variance([Group(0, same[0].prompt, same)], 3)
 
 
+def test_the_warning_says_first_that_completions_were_cut() -> None:
+    """A reward or an environment that needs the end of an answer has not seen it."""
+    cut = [make_trajectory(reward=0.0, sample=sample, finish_reason="length") for sample in range(4)]
+    text = explain_zero_variance([Group(0, cut[0].prompt, cut)], 3)
+    assert "100% were cut at the length limit" in text
+    assert "max_new_tokens" in text
+    assert "reward function" not in text
+
+
 def test_patience_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="zero_variance_patience must be >= 1"):
         RolloutMetrics(zero_variance_patience=0)

@@ -14,7 +14,15 @@ from tiny import tiny_spec
 from examples.quickstart.task import LargestDigit
 from lightrl import GRPO, ModelSpec, Sampling, Trainer
 from lightrl.checks.printable import duration_text
-from lightrl.commands.doctor.run import Finding, Trial, disk_finding, forecast, memory_on_paper, run_length
+from lightrl.commands.doctor.run import (
+    Finding,
+    Trial,
+    bottleneck_findings,
+    disk_finding,
+    forecast,
+    memory_on_paper,
+    run_length,
+)
 from lightrl.commands.main import main
 from lightrl.plan.memory import bytes_text, rank_memories
 from lightrl.plan.planned_run import planned_run
@@ -161,6 +169,22 @@ def test_a_forecast_adds_iterations_validations_checkpoints_and_trajectories(tmp
 def test_a_run_without_an_end_is_warned_of(tmp_path):
     measured = Trial(length=(math.inf, 0, 0), iterations_s=[9.0, 2.0])
     assert [item.status for item in forecast(measured, "", logged_bytes=1, validation_batches=1)] == ["ok", "warning"]
+
+
+def test_a_slow_reward_is_a_warning_and_a_slow_update_is_none():
+    (finding,) = bottleneck_findings("reward", "94% was the wait. Increase reward_workers.")
+    assert (finding.status, finding.text, finding.fix) == ("warning", "94% was the wait.", "Increase reward_workers.")
+    assert [one.status for one in bottleneck_findings("update", "60% was the update. Use more.")] == ["ok"]
+    assert list(bottleneck_findings("", "")) == []
+
+
+def test_completions_that_are_all_cut_are_the_first_cause(settings, config, capsys):
+    settings["model"]["init_args"] |= {"reward": "tiny_rewards.never", "sampling": {"max_new_tokens": 1, "min_new_tokens": 1}}
+    main(["doctor", "run", "--config", config(settings)])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "100% were cut at max_new_tokens=1" in text
+    assert "fix: The completions are cut before a reward or environment sees their end" in text
+    assert "stronger model" not in text
 
 
 def test_a_finding_has_its_fix_below_and_fits_the_terminal(monkeypatch):

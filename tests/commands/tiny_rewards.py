@@ -9,6 +9,10 @@ def exact(trajectory: Trajectory) -> float:
     return float(trajectory.completion_ids[0] == ANSWER)
 
 
+def never(trajectory: Trajectory) -> float:
+    return 0.0
+
+
 def broken(trajectory: Trajectory) -> float:
     raise RuntimeError("this reward is broken")
 

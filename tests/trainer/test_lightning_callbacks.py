@@ -159,7 +159,7 @@ MEMORY = (
 )
 AVERAGES = (
     "it puts averaged weights into the policy when training ends, after the last sync with the engine and the last "
-    "validation. Average exported checkpoints instead."
+    "validation. Average checkpoints instead: lightrl export 1.ckpt 2.ckpt --to FOLDER."
 )
 FREEZES = (
     "it freezes layers before the models are loaded. Override configure_model: call super's, then "

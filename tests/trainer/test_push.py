@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
-from tiny_run import train
+from tiny_run import CONFIG, POLICY, TinyGRPO, train, weights
+from transformers import AutoModelForCausalLM
 
+from lightrl import ModelSpec
 from lightrl.commands.export import Hub, write_card
+from lightrl.commands.main import main
 
 TOKEN = "hf_of_this_test"
 
@@ -188,6 +192,44 @@ def test_a_hub_out_of_reach_and_a_wrong_name_are_one_message(
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(ValueError, match=says):
         Hub(repo)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, dict[str, torch.Tensor]]]:
+    """Checkpoints of one run after one, two and three iterations, each with the weights in it."""
+    folder, made = tmp_path_factory.mktemp("three"), []
+
+    class Saving(TinyGRPO):
+        def on_train_batch_end(self, *_: Any) -> None:
+            path = folder / f"{self.trainer.global_step}.ckpt"
+            self.trainer.save_checkpoint(path)
+            made.append((path, weights(self)))
+
+    train(folder, Saving())
+    return made
+
+
+@pytest.mark.parametrize(
+    ("options", "shares"),
+    [([], (1 / 3, 1 / 3, 1 / 3)), (["--decay", "0.75"], (0.5625, 0.1875, 0.25)), (["--decay", "0"], (0, 0, 1))],
+)
+def test_several_checkpoints_are_exported_as_their_average(three, options, shares, tmp_path: Path) -> None:
+    command = ["export", *(str(path) for path, _ in three), "--to", str(tmp_path / "average")]
+    assert main([*command, "--tokenizer", "tiny_run.tokenizer", *options]) == 0
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "average").state_dict()
+    assert not torch.equal(three[0][1]["lm_head.weight"], three[2][1]["lm_head.weight"])
+    for name, value in exported.items():
+        expected = sum(share * tensors[name].double() for share, (_, tensors) in zip(shares, three, strict=True))
+        torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_checkpoints_of_two_models_are_not_averaged(three, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = ModelSpec(config=CONFIG | {"intermediate_size": 24}, tokenizer=POLICY.tokenizer)
+    train(tmp_path, TinyGRPO(other), max_steps=1).save_checkpoint(tmp_path / "other.ckpt")
+    command = ["export", str(tmp_path / "other.ckpt"), str(three[0][0]), "--to", str(tmp_path / "average")]
+    assert main([*command, "--tokenizer", "tiny_run.tokenizer"]) == 2
+    assert "cannot be averaged: they do not have the same policy" in capsys.readouterr().err
+    assert not (tmp_path / "average").exists()
 
 
 @pytest.mark.extra

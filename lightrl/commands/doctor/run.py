@@ -36,6 +36,7 @@ from lightrl.callbacks import (
     WeightSync,
 )
 from lightrl.callbacks.probe import Rounding, mismatch_bound_nats, rounding
+from lightrl.checks.entry_points import entry_point
 from lightrl.checks.files import nearest_folder
 from lightrl.checks.printable import count_text, duration_text, escape_unprintable, one_period
 from lightrl.commands.cli import LightRLCLI
@@ -174,6 +175,9 @@ class _RunCheck(LightRLCLI):
             logged = sum(file.stat().st_size for file in self.folder.rglob("iteration-000001.jsonl"))
             interval = next((c.every_n_iterations for c in self.user_callbacks if isinstance(c, TrajectoryLog)), 1)
             batches = _num_batches(datamodule, self.user_trainer.get("limit_val_batches"))
+            bottleneck = entry_point("bottleneck")
+            (measured,) = [item for item in self.trainer.callbacks if isinstance(item, bottleneck)]
+            self._report(bottleneck_findings(*measured.finding(module)))
             self._report(forecast(trial, self.root, logged_bytes=logged / interval, validation_batches=batches))
         warnings, took_s = count_text(self.num_by_status["warning"], "warning"), time.monotonic() - self.start_s
         totals = f"{self.num_by_status['ok']} ok, {warnings}, {self.num_by_status['fails']} failed"
@@ -300,7 +304,7 @@ def _completions(trial: Trial, module: RLModule) -> Iterator[Finding]:
     if not trajectories:
         yield Finding("completions", "No trajectory finished.", "fails", "See the drops below and the log above.")
         return
-    cut = sum(trajectory.finish_reason == "length" for trajectory in trajectories) / len(trajectories)
+    cut = _cut_fraction(trajectories)
     lengths = [sum(trajectory.loss_mask) for trajectory in trajectories]
     text = (
         f"{len(trajectories)} completions of {min(lengths)} to {max(lengths)} tokens (median "
@@ -309,6 +313,10 @@ def _completions(trial: Trial, module: RLModule) -> Iterator[Finding]:
     )
     fix = "Check the stop tokens and the chat template, or increase sampling.max_new_tokens."
     yield check("completions", text, "warning", fix, is_wrong=cut > _ALMOST_ALL)
+
+
+def _cut_fraction(trajectories: Sequence[Trajectory]) -> float:
+    return statistics.fmean(trajectory.finish_reason == "length" for trajectory in trajectories)
 
 
 def _rewards(trial: Trial, module: RLModule) -> Iterator[Finding]:
@@ -323,6 +331,8 @@ def _rewards(trial: Trial, module: RLModule) -> Iterator[Finding]:
     text = f"{len(rewards)} rewards from {min(rewards):.3g} to {max(rewards):.3g}, mean {statistics.fmean(rewards):.3g}"
     text += f"; {flat:.0%} of the last iteration's groups have equal rewards and teach nothing" if flat else ""
     fix = "Use a stronger model (SFT first), easier prompts, a larger group_size, or a reward with more levels."
+    if _cut_fraction(trial.trajectories) > _ALMOST_ALL:
+        fix = "The completions are cut before a reward or environment sees their end: fix that first, see above."
     yield check("reward", text, "warning", fix, is_wrong=flat == 1)
     rows = recompute_rewards(trial.trajectories[:_NUM_REPLAYED], module, 2)
     num_differing = sum(not row.is_deterministic for row in rows)
@@ -365,6 +375,15 @@ def forecast(trial: Trial, root: str, *, logged_bytes: float, validation_batches
     )
     yield Finding("run", text)
     yield disk_finding(root, checkpoints + logs)
+
+
+def bottleneck_findings(area: str, text: str) -> Iterator[Finding]:
+    """Reports the part that takes most of an iteration, if any; a slow reward or data are a warning."""
+    problem, _, fix = text.partition(". ")
+    if area in ("reward", "data"):
+        yield Finding("time", f"{problem}.", "warning", fix)
+    elif area:
+        yield Finding("time", text)
 
 
 @dataclass(frozen=True)
