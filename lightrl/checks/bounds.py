@@ -61,10 +61,10 @@ def check_effect(reason: str, /, **settings: tuple[object, object]) -> None:
 
 
 def check_same_shape(**tensors: Tensor) -> None:
-    """Raises ValueError if a tensor's shape differs from the first one's, so that nothing broadcasts.
+    """Raises ValueError if a tensor does not have the shape of the first one; otherwise, it might be broadcast.
 
     Args:
-        tensors: named like the caller's arguments.
+        tensors: each named like the caller's argument.
     """
     (first, expected), *others = tensors.items()
     for name, tensor in others:
@@ -105,10 +105,10 @@ def names_of(template: str, setting: str) -> list[str]:
 
 
 def _names(template: str) -> Iterator[str]:
-    """Yields the names in braces, including those in another field's format, as in `{prompt:{width}}`."""
-    for _, name, form, conversion in string.Formatter().parse(template):
+    """Yields the names in braces, including those inside the format of a different field, as in `{prompt:{width}}`."""
+    for _, name, field_format, conversion in string.Formatter().parse(template):
         if name is not None:
             yield name
-            yield from _names(form or "")
+            yield from _names(field_format or "")
         if conversion not in (None, "r", "s", "a"):
             raise ValueError(f"there is no conversion {conversion!r}")

@@ -83,7 +83,7 @@ def _of_system(error: BaseException) -> Iterator[OSError]:
 
 
 def _links(error: BaseException) -> Iterator[BaseException]:
-    """Yields the error and its causes; if several processes failed, only the first one's."""
+    """Yields the error and its causes; if several processes failed, only those of the first."""
     link: BaseException | None = error
     while link is not None:
         yield link
@@ -116,7 +116,7 @@ def restore(place: Path) -> None:
 
 
 def sync_files(folder: Path) -> None:
-    """Waits until the contents of all files in a folder are on the disk."""
+    """Waits until the contents of all files in a folder have been written to the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Text for a terminal: without the control codes that programs and models write; counts and durations in words."""
+"""Text for a terminal: removes control codes that programs and models write; puts counts and durations into words."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def count_text(number: int, name: str) -> str:
 
 
 def did_you_mean(word: str, names: Iterable[str], *, num: int = 3, cutoff: float = 0.6, form: str = "{}") -> str:
-    """Returns ` Did you mean GRPO or PPO?`, with the names most similar to `word` in `form`; or empty text."""
+    """Returns ` Did you mean GRPO or PPO?` with the names most similar to `word`, each formatted with `form`; or ""."""
     similar = difflib.get_close_matches(word, list(names), num, cutoff)
     return f" Did you mean {' or '.join(map(form.format, similar))}?" if similar else ""
 
 
 def one_period(text: str) -> str:
-    """Replaces two periods with one, where a sentence ends with an error message that ends with a period."""
+    """Replaces two periods with one: a sentence may end with an error message that already ends with a period."""
     return re.sub(r"(?<!\.)\.\.(?=\s|$)", ".", text)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from lightrl.checks.printable import did_you_mean
 from lightrl.errors import LightRLError, RolloutError
 
-_MAX_TRACEBACK_CHARS = 8_000  # from the end, which says most; keeps logs small
+_MAX_TRACEBACK_CHARS = 8_000  # the last characters are the most useful ones; a limit keeps logs small
 _OWN_FILES = ("lightrl/checks/user_code.py", *(f"lightrl/rewards/{name}.py" for name in ("reward_result", "parts")))
 
 
@@ -102,7 +102,7 @@ def _nearest(name: str, owner: object) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Returns the traceback from the first frame of user code on."""
+    """Returns the traceback, starting with the first frame of user code."""
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None:
         file = frames.tb_frame.f_code.co_filename

@@ -6,7 +6,7 @@ Reading order:
     config_layers.py  settings and their origins; config_errors.py: reads flags, and explains a wrong setting
     console.py        log lines and errors on stderr, exit codes
     setting_help.py   help of a command or a setting; unused_settings.py: names settings without effect
-    plan.py           shows the calls of an iteration, batch sizes and memory, and what to change if it does not fit
+    plan.py           shows the calls of an iteration, batch sizes and memory, and what to change if memory is too small
     doctor/           checks a run before it starts, its data and its reward
     serve.py          starts SGLang or vLLM servers in the foreground
     launch/           starts ranks and servers on one machine or many

@@ -1,7 +1,7 @@
 """lightrl fit | validate | test | predict: LightningCLI with lightrl's Trainer, short class names and short errors.
 
-`model` and `data` accept any LightningModule and LightningDataModule as a `class_path`: a short name for the classes of
-lightrl and Lightning, a dotted path for a user's classes, which may be in the working folder.
+`model` and `data` accept any LightningModule or LightningDataModule. Its `class_path` is a short name for classes of
+lightrl and Lightning, and a dotted path for a user's classes, which may be in the working folder.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from lightrl.trajectory import Group, encode_json
 log = logging.getLogger(__name__)
 
 _Level = Literal["debug", "info", "warning", "error"]
-# Settings that identify an experiment: a run must not continue from a run that differs in one of them.
+# Settings that identify an experiment. A run must not continue from a checkpoint of a run with other values.
 _IDENTITY = ("seed_everything", "model.class_path", "model.policy", "data.class_path", "data.train")
 FROM_START = "The run starts from the beginning."
 
 
 class ConfigParser(TextParser, LightningArgumentParser):
-    """Takes config files from `files`, by their name on the command line, and never parses a string twice.
+    """Takes the text of config files from `files` instead of reading them again, and never parses a string twice.
 
-    jsonargparse would parse the strings of settings of type Any again when it builds or saves the settings.
+    When jsonargparse builds or saves settings, it would parse strings again if their setting has the type Any.
     """
 
-    files: Mapping[str, ConfigText] = {}
+    files: Mapping[str, ConfigText] = {}  # keys are names on the command line
 
     def instantiate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> Namespace:
         namespace = keep_texts(namespace, in_classes=False)
@@ -78,12 +78,12 @@ class ConfigParser(TextParser, LightningArgumentParser):
 
 
 class LightRLCLI(LightningCLI):
-    """LightningCLI for lightrl; the constructor parses, builds and runs, as LightningCLI's does.
+    """LightningCLI for lightrl. Like LightningCLI, its constructor parses the settings, builds the run and runs it.
 
     Args:
         args: the command line, starting with the command; `sys.argv[1:]` if None.
-        callbacks: added to the config's callbacks.
-        descriptions: one line per command, for its help.
+        callbacks: added to the callbacks in the config.
+        descriptions: one line for the help of each command.
     """
 
     trainer: Trainer
@@ -96,7 +96,7 @@ class LightRLCLI(LightningCLI):
         callbacks: Sequence[L.Callback] = (),
         descriptions: Mapping[str, str] | None = None,
     ) -> None:
-        for name in lightrl.__all__:  # only imported classes have short names in a config
+        for name in lightrl.__all__:  # import all classes: only imported ones have short names in a config
             getattr(lightrl, name)
         strict: dict[str, object] = {"exit_on_error": False, "allow_abbrev": False}
         commands = {
@@ -125,7 +125,7 @@ class LightRLCLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         commands = LightningCLI.subcommands()
-        commands["predict"].add("return_predictions")  # predictions go to a file
+        commands["predict"].add("return_predictions")  # not a setting: predictions always go to a file
         return commands
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -150,10 +150,8 @@ class LightRLCLI(LightningCLI):
         if is_run:
             self._subcommand_parsers[command].files = self._user_settings.files
             if any(re.fullmatch(r"-h|--help|--[\w.]+\.help(=.*)?", word) for word in rest):
-                text = entry_point("setting help")(
-                    self._subcommand_parsers[command], command, rest, self._user_settings
-                )
-                sys.stdout.write(text)
+                help_text = entry_point("setting help")
+                sys.stdout.write(help_text(self._subcommand_parsers[command], command, rest, self._user_settings))
                 raise SystemExit(0)
         try:
             self.config: Namespace = to_plain(parser.parse_args([command, *rest]))
@@ -175,7 +173,7 @@ class LightRLCLI(LightningCLI):
             logging.getLogger(name).setLevel(level.upper())
 
     def instantiate_classes(self) -> None:
-        """Builds trainer, model and data; a setting that one refuses raises UsageError with its path, file and line."""
+        """Builds trainer, model and data. If one refuses a setting, raises UsageError with its path, file and line."""
         try:
             super().instantiate_classes()
         except FIXABLE as error:
@@ -200,14 +198,14 @@ class LightRLCLI(LightningCLI):
                 "a file."
             )
         logger = self.config[self.config.subcommand].trainer.logger
-        # with fast_dev_run and barebones the logger is not Lightning's default
+        # in a fast_dev_run or barebones run, the logger is not Lightning's default
         if logger in (None, True) and [type(logger) for logger in trainer.loggers] == [TensorBoardLogger]:
-            root = trainer.default_root_dir  # both write to lightning_logs/version_<n>
+            root = trainer.default_root_dir  # both loggers write to lightning_logs/version_<n>
             trainer.loggers = [CSVLogger(root), TensorBoardLogger(root)]
         return trainer
 
     def after_instantiate_classes(self) -> None:
-        """Defers building `optimizer` and `lr_scheduler` until the model has parameters; RLModule creates them late."""
+        """Defers building `optimizer` and `lr_scheduler`, since an RLModule creates its parameters late."""
         parsed = self.config[self.config.subcommand]
         entry_point("unused settings")(self._user_settings, parsed, self.model, self.datamodule)
         settings = self.config_init[self.config.subcommand]
@@ -221,10 +219,9 @@ class LightRLCLI(LightningCLI):
         self.model.configure_optimizers = partial(_configured_optimizers, self.model, optimizer, scheduler)
 
     def before_fit(self) -> None:
-        """Resolves `ckpt_path: last` to this experiment's newest checkpoint, since each run has its own folder."""
+        """Replaces `ckpt_path: last` with this experiment's newest checkpoint, which another run has saved."""
         settings = self.config_init[self.config.subcommand]
-        ckpt_path = settings.get("ckpt_path")
-        if ckpt_path is None:
+        if (ckpt_path := settings.get("ckpt_path")) is None:
             return
         if ckpt_path == "last":
             for callback in self.trainer.callbacks:
@@ -234,7 +231,7 @@ class LightRLCLI(LightningCLI):
                     if not last_files and self.config.subcommand == "fit":
                         log.warning("ckpt_path=last: %s has no last*.ckpt. %s", callback.dirpath, FROM_START)
                         settings["ckpt_path"] = None
-                    return  # all runs share this folder, and Lightning looks there
+                    return  # Lightning finds it, since all runs share this folder
             folder, run_settings = run_folder(self.trainer), _plain(self.config[self.config.subcommand].as_dict())
             newest = last_checkpoint(folder, run_settings, is_fit=self.config.subcommand == "fit")
             if newest is not None:
@@ -255,7 +252,7 @@ class LightRLCLI(LightningCLI):
     before_validate = before_test = before_predict = before_fit
 
     def fit(self, **kwargs: Any) -> None:
-        """Trains. On a GPU, first chooses the settings that depend on the GPU's memory."""
+        """Trains; on a GPU, first chooses the settings that depend on GPU memory."""
         if (device := self.trainer.strategy.root_device).type == "cuda":
             memory = torch.cuda.get_device_properties(device).total_memory
             use_estimate = entry_point("memory estimate")
@@ -263,15 +260,14 @@ class LightRLCLI(LightningCLI):
         self.trainer.fit(**kwargs)
 
     def after_fit(self) -> None:
-        folder = run_folder(self.trainer)
-        if folder is None:
+        if (folder := run_folder(self.trainer)) is None:
             return
         is_listed = any(isinstance(item, lightrl.LearningCurve) for item in self.trainer.callbacks)
         lines = [] if is_listed else [f"Run folder: {folder}", *contents(folder)]
         self.trainer.print("\n".join([*lines, f"lightrl inspect {folder}"]))
 
     def predict(self, **kwargs: Any) -> None:
-        """Writes the trajectories of an RLModule to the run's folder, one per line."""
+        """Writes the trajectories of an RLModule to a file in the run's folder, one per line."""
         writer = _PredictionFile()
         self.trainer.callbacks.append(writer)
         self.trainer.predict(**kwargs, return_predictions=False)
@@ -282,7 +278,7 @@ class LightRLCLI(LightningCLI):
 class SaveRunConfig(SaveConfigCallback):
     """Saves the configuration as config.yaml in the run's folder, but never overwrites a file that the command read.
 
-    Each logger also records it as hyperparameters; CSVLogger writes hparams.yaml.
+    Each logger also records the configuration as hyperparameters, CSVLogger in hparams.yaml.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -293,7 +289,7 @@ class SaveRunConfig(SaveConfigCallback):
         cast(Trainer, trainer).settings = settings = _plain(public.as_dict())
         if not trainer.loggers or (folder := trainer.log_dir) is None or not trainer.is_global_zero:
             return
-        text = self.parser.dump(self.config, skip_none=False)  # with secrets: the parser refuses settings without them
+        text = self.parser.dump(self.config, skip_none=False)  # still has secrets, which the parser may require
         header = "".join(re.findall(r"^#.*\n", text, re.MULTILINE))
         text = header + yaml_of(without_secrets(yaml.safe_load(text)))
         target = (Path(folder) / self.config_filename).absolute()
@@ -314,7 +310,7 @@ def _plain(value: Any) -> Any:
 
 
 class _PredictionFile(L.Callback):
-    """Writes the trajectories of each batch with their rewards to a file, one per line."""
+    """Writes the trajectories of each batch, with their rewards, to a file, one per line."""
 
     def __init__(self) -> None:
         self.has_written = False
@@ -336,7 +332,7 @@ class _PredictionFile(L.Callback):
 
 
 def _configured_optimizers(module: L.LightningModule, optimizer: Any, scheduler: Any) -> Any:
-    """Builds the result of `configure_optimizers` from the sections `optimizer:` and `lr_scheduler:`."""
+    """Builds what `configure_optimizers` returns from the sections `optimizer:` and `lr_scheduler:`."""
     trained: list[Any] = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if isinstance(module, RLModule):
         roles = module.models()
@@ -350,7 +346,7 @@ def _configured_optimizers(module: L.LightningModule, optimizer: Any, scheduler:
         name = scheduler["class_path"]
         raise ValueError(f"lr_scheduler {name} sets one learning rate, but the roles have {rates}. Use another one.")
     if isinstance(module, RLModule) and not hasattr(built_scheduler, "monitor"):
-        # an RL run's schedule is per iteration; Lightning's default is per epoch
+        # the schedule of an RL run advances every iteration; Lightning's default is every epoch
         return {"optimizer": built, "lr_scheduler": {"scheduler": built_scheduler, "interval": "step"}}
     return LightningCLI.configure_optimizers(module, built, built_scheduler)
 
@@ -361,11 +357,11 @@ def run(args: Sequence[str], descriptions: Mapping[str, str] | None = None) -> i
 
 
 def last_checkpoint(folder: Path | None, settings: Mapping[str, object], *, is_fit: bool = True) -> Path | None:
-    """Returns the newest last.ckpt of the same experiment, in this run's folder or a sibling; logs why there is none.
+    """Returns the newest last.ckpt of the same experiment, in `folder` or a sibling; if there is none, logs why.
 
     Args:
-        settings: this run's settings, as in a config.yaml.
-        is_fit: whether seed and data must match too; validation may use another split or file.
+        settings: the settings of this run, as in a config.yaml.
+        is_fit: whether seed and data must match too; validation may use a different split or file.
     """
     if folder is None:
         return None
@@ -373,12 +369,12 @@ def last_checkpoint(folder: Path | None, settings: Mapping[str, object], *, is_f
     others, broken_links = [], []
     for checkpoint in sorted(saved, key=lambda path: path.stat().st_mtime if path.exists() else 0, reverse=True):
         difference = _difference(checkpoint.parent.parent / "config.yaml", settings, is_fit=is_fit)
-        if difference is None and checkpoint.exists():
-            return checkpoint
-        if difference is None:
-            broken_links.append(checkpoint)
-        else:
+        if difference is not None:
             others.append(f"{checkpoint} ({difference})")
+        elif checkpoint.exists():
+            return checkpoint
+        else:
+            broken_links.append(checkpoint)
     check_links(broken_links)
     reason = f"{folder.parent} has no checkpoint of an earlier run."
     if others:
@@ -391,7 +387,7 @@ def last_checkpoint(folder: Path | None, settings: Mapping[str, object], *, is_f
 
 
 def check_links(checkpoints: Sequence[Path]) -> None:
-    """Raises UsageError if there are last checkpoints and all of them are links to missing files."""
+    """Raises UsageError if there are checkpoints and all of them are links to missing files."""
     if checkpoints and not any(path.exists() for path in checkpoints):
         raise UsageError(
             f"ckpt_path=last: {checkpoints[0]} is a link to {checkpoints[0].readlink()}, which does not exist. Pass "
@@ -400,7 +396,7 @@ def check_links(checkpoints: Sequence[Path]) -> None:
 
 
 def _difference(config: Path, settings: Mapping[str, object], *, is_fit: bool) -> str | None:
-    """Describes the first setting that makes a saved run another experiment; None if it is the same, or unknown."""
+    """Describes the first setting in which a saved run's experiment differs; None if none differs or it is unknown."""
     try:
         saved = yaml.safe_load(config.read_text())
     except (OSError, ValueError, yaml.YAMLError):

@@ -1,8 +1,8 @@
-"""Explains settings that the parser refused: one message with path, value, file, line and the allowed values.
+"""Explains why the parser refused a setting, in one message with its path, value, file, line and allowed values.
 
-jsonargparse stops at the first invalid layer and quotes whole subtrees. `explain` instead walks the merged layers along
-the classes that they configure until it finds the invalid setting. It runs only after the parser has refused the
-settings, or for empty sections; if it finds nothing, the parser's message is shown.
+jsonargparse stops at the first invalid layer and quotes whole subtrees. `explain` instead follows the merged layers
+through the classes that they configure until it finds the invalid setting. It runs only after the parser has refused
+the settings. If it finds nothing, the parser's message is shown.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from lightrl.checks.printable import did_you_mean
 from lightrl.checks.user_code import user_code
 from lightrl.commands.config_layers import (
     CLASS_KEYS,
+    ON_COMMAND_LINE,
     ClassOrText,
     Flag,
     SettingText,
@@ -49,29 +50,27 @@ _TYPE_WORDS: dict[object, str] = {
 def explain(error: ArgumentError, parser: ArgumentParser, user_settings: UserSettings) -> str:
     """Turns an error of the subcommand's parser into a message for the user."""
     try:
-        _Walk(user_settings).group(user_settings.settings, Keys.of_parser(parser), "", "lightrl")
+        _SettingCheck(user_settings).check_group(user_settings.settings, Keys.of_parser(parser), "", "lightrl")
     except UsageError as usage_error:
         return str(usage_error)
     stray = re.fullmatch(r"unrecognized arguments: (\S+).*", error.message, re.DOTALL)
     if stray and Path(stray[1]).is_file():
         return f"Unexpected argument {stray[1]}. Did you mean --config {stray[1]}?"
-    required = re.fullmatch(r"the following arguments are required: (.+)", error.message)
-    if required:
+    if required := re.fullmatch(r"the following arguments are required: (.+)", error.message):
         names = [name.split(".", 1)[-1] for name in required[1].split(", ")]
         return f"{' and '.join(names)} must be set, in a --config file or as --{names[0]}."
     file = re.search("Unable to load config '(.+)'", error.message)
     message = error.message.replace("<unicode string>", file[1] if file else "--config")
-    # leave out the subtrees that the parser quotes
+    # omit the subtrees that the parser quotes
     return "\n".join(line for line in message.splitlines() if not (len(line) > 200 and "Given value" in line))
 
 
 def check_empty_sections(user_settings: UserSettings, parser: ArgumentParser) -> None:
     """Raises UsageError for an empty section with an unknown name, like `trianer: {}`, which the parser ignores."""
-    empty = user_settings.empty_sections()
-    if not empty:
+    if not (empty := user_settings.empty_sections()):
         return
     try:
-        _Walk(user_settings).group(user_settings.settings, Keys.of_parser(parser), "", "lightrl")
+        _SettingCheck(user_settings).check_group(user_settings.settings, Keys.of_parser(parser), "", "lightrl")
     except UsageError as error:
         if any(str(error).startswith(f"{path} is not a setting of") for path in empty):
             raise
@@ -79,7 +78,7 @@ def check_empty_sections(user_settings: UserSettings, parser: ArgumentParser) ->
 
 @dataclasses.dataclass
 class Keys:
-    """The settings that one section allows, by name: the types of single settings, and groups of settings."""
+    """The settings that a section allows: the type of each single setting, and the groups of settings, by name."""
 
     types: dict[str, object]
     groups: dict[str, Keys]
@@ -121,7 +120,7 @@ _DEFAULT_CLASSES = {"model": "GRPO", "data": "PromptDataModule"}  # assumed if n
 
 
 def type_of_setting(path: str, keys: Keys, settings: object, above: str = "") -> object:
-    """Returns a setting's type, given the classes that the config names above it; raises UsageError if unknown."""
+    """Returns the type of a setting, which may depend on classes named in `settings`; raises UsageError if unknown."""
     first, _, below = path.partition(".")
     place = f"{above}{first}"
     if first not in keys:
@@ -136,7 +135,7 @@ def type_of_setting(path: str, keys: Keys, settings: object, above: str = "") ->
     if not kinds and takes_mapping(hint):  # `below` is a key of the mapping
         return value_type(hint)
     named = here.get("class_path") if isinstance(here, dict) else here
-    is_shorthand = all(map(dataclasses.is_dataclass, kinds))  # the string is the data class's first field
+    is_shorthand = all(map(dataclasses.is_dataclass, kinds))  # a string is then the first field of the data class
     named = named if isinstance(named, str) and not is_shorthand else _DEFAULT_CLASSES.get(place)
     candidates = [*kinds, *importable_classes(kinds).values()]
     candidates = candidates if named is None else [resolve(named, kinds, place, "")]
@@ -148,10 +147,10 @@ def type_of_setting(path: str, keys: Keys, settings: object, above: str = "") ->
 
 
 class TextParser(ArgumentParser):  # type: ignore[misc]
-    """Parses each flag by the type of its setting, and keeps a string when a later layer adds settings to it.
+    """Parses each flag according to the type of its setting, and keeps a string when a later layer adds settings to it.
 
-    The value of a string setting stays as typed: YAML would turn `[a]` into a list. The parser of a class passes
-    `--workflow.prompt=...` on to the parser of the workflow's class, and so on; only the last one parses the value.
+    The value of a string setting stays as typed, because YAML would turn `[a]` into a list. The parser of a class
+    passes `--workflow.prompt=...` on to the parser of the workflow's class. Only the last parser parses the value.
     """
 
     def parse_args(self, args: Any = None, namespace: Any = None, *rest: Any, **options: Any) -> Any:
@@ -166,7 +165,7 @@ class TextParser(ArgumentParser):  # type: ignore[misc]
         return super().parse_object(obj, namespace, *rest, **options)
 
     def _kept(self, name: str, value: Any, earlier: Any) -> Any:
-        """Returns the value; strings to which it adds, earlier ones too, become the first field of their data class."""
+        """Returns the value; an earlier string to which it adds settings becomes the first field of a data class."""
         kinds, added = classes_in(self._type(name)), value
         if name.endswith("+") and kinds and dataclasses.is_dataclass(kinds[0]):
             first, items = dataclasses.fields(kinds[0])[0].name, value if isinstance(value, list) else [value]
@@ -210,22 +209,22 @@ class TextParser(ArgumentParser):  # type: ignore[misc]
 
 
 class _Word(str):
-    """A word `--name=value` whose value stays a SettingText when argparse splits the word."""
+    """A command-line word `--name=value` whose value is still a SettingText after argparse has split the word."""
 
     value: str
 
     def partition(self, separator: str, /) -> tuple[str, str, str]:
         return (*super().partition(separator)[:2], self.value)
 
-    def split(self, *_: Any) -> list[str]:  # argparse of Python 3.11 calls this
+    def split(self, *_: Any) -> list[str]:  # called by argparse of Python 3.11
         return [super().partition("=")[0], self.value]
 
 
 def value_of_text(typed: str, hint: object, *, is_item: bool) -> object:
-    """Returns `typed` as a string, or as a list or mapping of strings; None if the type accepts anything else."""
+    """Returns `typed` as a string, or a list or mapping of strings; None if the type `hint` accepts other values."""
     with contextlib.suppress(yaml.YAMLError, RecursionError):
         if isinstance(get_loader("yaml")(typed), str | int | float | None):
-            return None  # a single string or number, which the parser keeps as typed if the setting is a string
+            return None  # a plain string or number; the parser keeps it as typed if the setting is a string
     kinds = set(typing.get_args(hint) if _is_union(hint) else [hint]) - {type(None)}
     texts = {str, Path}
     lists = {kind for kind in kinds if typing.get_origin(kind) in (list, Sequence) and typing.get_args(kind)[0] is str}
@@ -240,98 +239,101 @@ def value_of_text(typed: str, hint: object, *, is_item: bool) -> object:
     return typed if kinds & texts or (lists and is_item) else None
 
 
-class _Walk:
-    """Walks down settings and the classes that they configure; raises UsageError for the first invalid setting."""
+class _SettingCheck:
+    """Checks settings and the classes that they configure; raises UsageError for the first invalid setting."""
 
     def __init__(self, user_settings: UserSettings) -> None:
-        self._from, self._origins = user_settings.origin, user_settings.origins
+        self._origin, self._origins = user_settings.origin, user_settings.origins
 
-    def group(
-        self, settings: Mapping[str, object], keys: Keys, prefix: str, owner: str, kind: type | None = None
-    ) -> None:
-        """Checks named settings of the class `kind`, or of the command itself."""
+    def check_group(self, settings: Mapping[str, object], keys: Keys, prefix: str, owner: str) -> None:
+        """Checks the settings of a class, a group or the command; `owner` names it in messages."""
         for name in settings:
             if str(name).removesuffix("+") not in keys:
-                raise UsageError(self._unknown(name, settings, keys, prefix, owner))
+                raise UsageError(self._unknown_text(name, settings, keys, prefix, owner))
         for name, value in settings.items():
             path, name = f"{prefix}{name}", name.removesuffix("+")  # --trainer.callbacks+ adds to the list
             if name in keys.groups:
                 inner = "lightrl.Trainer" if path == "trainer" else path
                 if isinstance(value, Mapping):
-                    self.group(value, keys.groups[name], f"{path}.", inner)
+                    self.check_group(value, keys.groups[name], f"{path}.", inner)
                 elif value is not None and not isinstance(value, Flag) and not str(value).endswith((".yaml", ".yml")):
-                    raise UsageError(self._wrong(path, value, "settings as `key: value`"))
+                    raise UsageError(self._wrong_text(path, value, "settings as `key: value`"))
             else:
-                self.value(value, keys.types[name], path)
+                self.check_value(value, keys.types[name], path)
 
-    def value(self, value: object, hint: object, path: str) -> None:
-        """Checks one setting: a plain value, a class with its arguments, or a list of these."""
+    def check_value(self, value: object, hint: object, path: str) -> None:
+        """Checks the value of one setting: a plain value, a class with its arguments, or a list of either."""
         kinds = classes_in(hint)
-        takes_typed = "command line" in self._from(path) and value_of_text("[", hint, is_item=False)
+        takes_typed = self._origin(path) == ON_COMMAND_LINE and value_of_text("[", hint, is_item=False)
         if isinstance(value, Mapping) and kinds and not takes_mapping(hint):
-            self._class(value, kinds, path, _num_given(hint))
+            self._check_class(value, kinds, path, _num_given(hint))
         elif isinstance(value, list) and value and kinds:
             lists = [inner for inner in typing.get_args(hint) if typing.get_origin(inner) in (list, Sequence)]
             for index, item in enumerate(value):
-                self.value(item, typing.get_args(lists[0])[0] if lists else hint, f"{path}[{index}]")
+                self.check_value(item, typing.get_args(lists[0])[0] if lists else hint, f"{path}[{index}]")
         elif kinds and not all(map(dataclasses.is_dataclass, kinds)):
             if isinstance(value, str) and not _accepts(value, hint):
-                resolve(value, kinds, path, self._from(path))
-                self._class({"class_path": value}, kinds, path, _num_given(hint))
+                resolve(value, kinds, path, self._origin(path))
+                self._check_class({"class_path": value}, kinds, path, _num_given(hint))
             elif not isinstance(value, Mapping) and not _accepts(value, hint):
-                raise UsageError(self._wrong(path, value, f"the name of a class: {_describe(hint)}"))
+                raise UsageError(self._wrong_text(path, value, f"the name of a class: {_describe(hint)}"))
         elif not (hint is Any or takes_typed or _accepts(value, hint)):
-            raise UsageError(self._wrong(path, value, _describe(hint)))
+            raise UsageError(self._wrong_text(path, value, _describe(hint)))
 
-    def _class(self, settings: Mapping[str, Any], kinds: Sequence[type], path: str, num_given: int) -> None:
+    def _check_class(self, settings: Mapping[str, Any], kinds: Sequence[type], path: str, num_given: int) -> None:
         """Checks a class with its arguments; lightrl's own code passes the first `num_given`."""
         if isinstance(settings.get("class_path"), ClassOrText):
             added = {key: value for key, value in settings.items() if key != "class_path"}
             kept = with_first_fields(settings["class_path"], kinds, added)
             if isinstance(kept, Namespace):
-                self._nearest(added, kinds, path)
+                self._best_data_class(added, kinds, path)
                 settings = {**settings, **kept.as_dict()}
-        if "class_path" in settings:
-            class_path = settings["class_path"]
-            if not isinstance(class_path, str):
-                raise UsageError(self._wrong(f"{path}.class_path", class_path, "the name of a class"))
-            kind = resolve(class_path, kinds, f"{path}.class_path", self._from(f"{path}.class_path"))
-        elif all(map(dataclasses.is_dataclass, kinds)):
-            kind = self._nearest(settings, kinds, path)
-        elif len(kinds) == 1 and "init_args" not in settings:
-            names = ", ".join(sorted(importable_classes(kinds))[:20])
-            raise UsageError(f"{path} needs a class_path{self._from(path)}: the name of a class, such as {names}.")
-        else:
+        kind = self._configured_class(settings, kinds, path)
+        if not inspect.isclass(kind):  # unknown, or a function that returns an instance
             return
-        if not inspect.isclass(kind):  # a function that returns one
-            return
-        keys = Keys.of_class(kind)
-        owner = _name(kind)
+        keys, owner = Keys.of_class(kind), _public_name(kind)
         arguments = settings.get("init_args") or {}
         if "init_args" in settings and isinstance(arguments, Mapping):
-            self.group(arguments, keys, f"{path}.init_args.", owner, kind)
+            self.check_group(arguments, keys, f"{path}.init_args.", owner)
         # Flags such as --model.lr 1e-3 put arguments next to class_path, not below init_args.
         direct = {key: value for key, value in settings.items() if key not in CLASS_KEYS}
         merged = {key: copy.deepcopy(arguments[key]) for key in direct if key in arguments}
         merge(merged, direct)
-        self.group(merged, keys, f"{path}.", owner, kind)
-        file = self._from(f"{path}.class_path").partition(":")[0]
-        for key in direct:
-            places = (at for place, at in self._origins.items() if f"{place}.".startswith(f"{path}.{key}."))
-            at = next(places, "").partition(":")[0]  # none within a flag's value
-            if "class_path" in settings and at in ("", file) and "command line" not in at:
-                raise UsageError(
-                    f"{path}.{key} must be in {path}.init_args{self._from(f'{path}.{key}')}. Write `init_args:` below "
-                    f"class_path, and indent the settings of {owner} under it."
-                )
+        self.check_group(merged, keys, f"{path}.", owner)
+        if "class_path" in settings:
+            self._check_placement(direct, path, owner)
         present = {**arguments, **direct, **(settings.get("dict_kwargs") or {})}
         inner = f"{path}.init_args." if "class_path" in settings else f"{path}."
-        missing = [f"{inner}{name}" for name in keys.required[num_given:] if name not in present]
-        if missing:
-            raise UsageError(f"{owner} needs {' and '.join(missing)}{self._from(path)}.")
+        if missing := [f"{inner}{name}" for name in keys.required[num_given:] if name not in present]:
+            raise UsageError(f"{owner} needs {' and '.join(missing)}{self._origin(path)}.")
 
-    def _nearest(self, settings: Mapping[str, object], kinds: Sequence[type], path: str) -> type:
-        """Returns the data class with most of these settings; raises UsageError if they mix Role and ModelSpec."""
+    def _configured_class(self, settings: Mapping[str, Any], kinds: Sequence[type], path: str) -> object:
+        """Returns the class that a section configures; None if the section does not determine it."""
+        if "class_path" in settings:
+            if not isinstance(class_path := settings["class_path"], str):
+                raise UsageError(self._wrong_text(f"{path}.class_path", class_path, "the name of a class"))
+            return resolve(class_path, kinds, f"{path}.class_path", self._origin(f"{path}.class_path"))
+        if all(map(dataclasses.is_dataclass, kinds)):
+            return self._best_data_class(settings, kinds, path)
+        if len(kinds) == 1 and "init_args" not in settings:
+            names = ", ".join(sorted(importable_classes(kinds))[:20])
+            raise UsageError(f"{path} needs a class_path{self._origin(path)}: the name of a class, such as {names}.")
+        return None
+
+    def _check_placement(self, arguments: Mapping[str, object], path: str, owner: str) -> None:
+        """Raises UsageError if the file that sets class_path has one of these arguments beside it."""
+        class_file = self._origin(f"{path}.class_path").partition(":")[0]
+        for name in arguments:
+            origins = (at for place, at in self._origins.items() if f"{place}.".startswith(f"{path}.{name}."))
+            file = next(origins, "").partition(":")[0]  # empty for settings inside a flag's value
+            if file in ("", class_file) and file != ON_COMMAND_LINE:
+                raise UsageError(
+                    f"{path}.{name} must be in {path}.init_args{self._origin(f'{path}.{name}')}. Write `init_args:` "
+                    f"below class_path, and indent the settings of {owner} under it."
+                )
+
+    def _best_data_class(self, settings: Mapping[str, object], kinds: Sequence[type], path: str) -> type:
+        """Returns the data class that has most of these settings; raises UsageError if they mix Role and ModelSpec."""
         names = {kind: [name for name in settings if name in Keys.of_class(kind)] for kind in kinds}
         if set(kinds) == {ModelSpec, Role} and all(names.values()):
             inner, outer = (", ".join(f"{name}: ..." for name in names[kind]) for kind in (ModelSpec, Role))
@@ -340,14 +342,14 @@ class _Walk:
                 fix = f"To replace the model with a role, write {{class_path: Role, init_args: {{{outer}}}}}."
             raise UsageError(
                 f"{path} mixes settings of the model ({', '.join(names[ModelSpec])}) with those of its role "
-                f"({', '.join(names[Role])}){self._from(path)}. {fix}"
+                f"({', '.join(names[Role])}){self._origin(path)}. {fix}"
             )
         return max(kinds, key=lambda kind: len(names[kind]))
 
-    def _unknown(self, name: str, settings: Mapping[str, object], keys: Keys, prefix: str, owner: str) -> str:
+    def _unknown_text(self, name: str, settings: Mapping[str, object], keys: Keys, prefix: str, owner: str) -> str:
         path = f"{prefix}{name}"
         if owner == "lightrl.ModelSpec" and name in Keys.of_class(Role):
-            return f"{path} is a setting of lightrl.Role{self._from(path)}. Put the ModelSpec in the Role's `model:`."
+            return f"{path} is a setting of lightrl.Role{self._origin(path)}. Put the ModelSpec in the Role's `model:`."
         names = keys.names()
         close = [f"{prefix}{match}" for match in difflib.get_close_matches(str(name), names, n=2, cutoff=0.6)]
         if not close:
@@ -360,15 +362,15 @@ class _Walk:
             close = ["--config"]
         meant = f" Did you mean {' or '.join(close)}?" if close else ""
         listed = textwrap.indent(textwrap.fill(", ".join(names), 78), "  ")
-        return f"{path} is not a setting of {owner}{self._from(path)}.{meant}\nIts settings are:\n{listed}"
+        return f"{path} is not a setting of {owner}{self._origin(path)}.{meant}\nIts settings are:\n{listed}"
 
-    def _wrong(self, path: str, value: object, expected: str) -> str:
+    def _wrong_text(self, path: str, value: object, expected: str) -> str:
         shown = str(value) if isinstance(value, Flag) else repr(value)
-        return f"{path} must be {expected}, got {shown}{self._from(path)}."
+        return f"{path} must be {expected}, got {shown}{self._origin(path)}."
 
 
 def classes_in(hint: object) -> list[type]:
-    """Returns the classes in a type hint that a `class_path` could name, and the data classes in it."""
+    """Returns the classes in a type hint that a `class_path` could name, and its data classes."""
     if inspect.isclass(hint) and typing.get_origin(hint) is None:
         plain = hint.__module__ in ("builtins", "types", "pathlib", "datetime", "enum") or issubclass(hint, Path)
         return [] if plain or hint in (Callable, typing.Any) else [hint]
@@ -380,7 +382,7 @@ def classes_in(hint: object) -> list[type]:
 
 
 def with_first_fields(value: Any, kinds: Sequence[type], added: Any) -> Any:
-    """Returns a setting in which each string to which `added` adds settings is the first field of its data class."""
+    """Returns `value`; a string in it to which `added` adds settings becomes the first field of its data class."""
     added = _items(_items(added).get("init_args", added))
     if not added or not kinds or "class_path" in added or not all(map(dataclasses.is_dataclass, kinds)):
         return value
@@ -401,7 +403,7 @@ def _items(value: object) -> dict[str, Any]:
 
 
 def _num_given(hint: object) -> int:
-    """Returns the number of arguments that lightrl passes to a setting's class, or to a function set in its place."""
+    """Returns how many arguments lightrl itself passes to the class of a setting, or to a function in its place."""
     inner = typing.get_args(hint)
     if typing.get_origin(hint) is Callable:
         return len(inner[0]) if isinstance(inner[0], list) else 0
@@ -409,14 +411,14 @@ def _num_given(hint: object) -> int:
 
 
 def value_type(hint: object) -> object:
-    """Returns the type of a mapping's values; Any if the hint does not state it."""
+    """Returns the type of the values in a mapping; Any if the hint does not state it."""
     options = typing.get_args(hint) if _is_union(hint) else [hint]
     pairs = [typing.get_args(option) for option in options if takes_mapping(option)]
     return next((pair[1] for pair in pairs if len(pair) == 2), Any)
 
 
 def takes_mapping(hint: object) -> bool:
-    """Whether the setting's value may be a plain mapping, as for a `dict`."""
+    """Whether a setting of this type may be a plain mapping, such as a `dict`."""
     if _is_union(hint):
         return any(takes_mapping(inner) for inner in typing.get_args(hint))
     kind = typing.get_origin(hint) or hint
@@ -441,7 +443,7 @@ def importable_classes(kinds: Sequence[type]) -> dict[str, type]:
 
 
 def resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> type:
-    """Returns the class for a short name or dotted path; raises UsageError if it is missing or not of `kinds`."""
+    """Returns the class with this short name or dotted path; raises UsageError if it does not exist or fit `kinds`."""
     classes = importable_classes(kinds)
     setting = f"{path}={class_path}{origin}"
     if "." not in class_path:
@@ -461,7 +463,7 @@ def resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> t
         if error.name and not f"{module_name}.".startswith(f"{error.name}."):
             raise UsageError(f"{setting}: {module_name} imports {error.name}, which is not installed.") from error
         here = [file.stem for file in Path.cwd().glob("*.py")]
-        known = f" Did you mean {_name(classes[name])}?" if name in classes else ""
+        known = f" Did you mean {_public_name(classes[name])}?" if name in classes else ""
         hint = known or did_you_mean(module_name, here, num=2, form=f"{{}}.{name}")
         raise UsageError(
             f"{setting}: there is no module {error.name}, neither installed nor in the working folder "
@@ -473,8 +475,7 @@ def resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> t
         raise UsageError(f"{setting}: module {module_name} has no {name}.{hint}")
     if inspect.isclass(target) and not any(_fits(target, kind) for kind in kinds):
         raise UsageError(f"{setting} must be {' or '.join(kind.__name__ for kind in kinds)} or a subclass.")
-    kind: type = target
-    return kind
+    return typing.cast(type, target)
 
 
 def _fits(kind: type, base: type) -> bool:
@@ -486,7 +487,7 @@ def _fits(kind: type, base: type) -> bool:
 
 
 def _accepts(value: object, hint: object) -> bool:
-    """Whether the parser takes this value for a setting of this type."""
+    """Whether the parser accepts this value for a setting of this type."""
     probe = ArgumentParser(exit_on_error=False)
     probe.add_argument("--value", type=hint)
     try:
@@ -512,8 +513,8 @@ def _describe(hint: object) -> str:
     return hint.__name__ if inspect.isclass(hint) and not inner else str(hint).replace("typing.", "")
 
 
-def _name(kind: type) -> str:
-    """Returns the public name, like `lightrl.GRPO`, or otherwise the dotted path."""
+def _public_name(kind: type) -> str:
+    """Returns the public name, such as `lightrl.GRPO`, or else the dotted path."""
     if kind.__name__ in lightrl.__all__ and kind.__module__.startswith("lightrl."):
         return f"lightrl.{kind.__name__}"
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,8 +1,8 @@
-"""Merges the settings of config files and flags in order, and records the file and line of each.
+"""Merges the settings of config files and flags in order, and records the file and line of each setting.
 
 jsonargparse keeps no line numbers, and ignores duplicate keys and empty sections. So every command reads its files
-here, once, and passes the settings to jsonargparse. A config file can then be a pipe; duplicate keys, misspelled empty
-sections and endless YAML aliases are refused; and a constructor's error names the setting's file and line.
+here, once, and passes the settings to jsonargparse. A config file can then be a pipe, and a constructor's error can
+name the file and line of its setting. Duplicate keys, misspelled empty sections and endless YAML aliases are refused.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from jsonargparse.typing import register_type
 from lightrl.checks.files import nearest_files
 from lightrl.trajectory import JsonMapping, JsonObject
 
-_MAX_NODES = 20_000  # with aliases expanded: ten lines of YAML can make a billion nodes, one line infinite depth
+_MAX_NODES = 20_000  # after expanding aliases: ten lines of YAML can make a billion nodes, and one line infinitely many
 _MAX_DEPTH = 50
 CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
+ON_COMMAND_LINE = " (on the command line)"  # the origin of a flag; that of a setting in a file is ` (run.yaml:22)`
 
 
 class UsageError(Exception):
-    """An error that the user can fix on the command line or in a config file; shown without traceback, exit code 2."""
+    """An error that the user can fix on the command line or in a config file. No traceback is shown; exit code 2."""
 
 
 class Flag(str):
@@ -50,7 +51,7 @@ class SettingText(str):
 
 
 class _Unread(str):
-    """A stripped string that jsonargparse reads neither as YAML, since it equals `-`, nor as null."""
+    """A stripped string that claims to equal `-` and not to equal `null`, so that jsonargparse reads it as neither."""
 
     __hash__ = str.__hash__
 
@@ -67,7 +68,7 @@ class ConfigText(str):
 
 @dataclasses.dataclass
 class UserSettings:
-    """The user's settings, all layers merged."""
+    """The user's settings, merged from all layers."""
 
     settings: JsonObject = dataclasses.field(default_factory=dict)
     origins: dict[str, str] = dataclasses.field(default_factory=dict)  # path → ` (run.yaml:22)`
@@ -84,7 +85,7 @@ class UserSettings:
         return user_settings
 
     def _layers(self, args: Sequence[str]) -> Iterator[tuple[JsonObject, dict[str, str]]]:
-        """Yields the settings of each config file and flag in order, and each path's origin, like ` (run.yaml:22)`."""
+        """Yields the settings of each config file and flag in order, with the origin of each setting by its path."""
         for word in args:
             name, equals, value = word.partition("=")
             if not equals:
@@ -94,7 +95,7 @@ class UserSettings:
                     file = self.files[value] = self.files.get(value) or _read_config(value)
                     yield file.settings, file.origins
             elif name.startswith("--") and name != "--print_config" and not name.endswith(".help"):
-                origins = dict.fromkeys((name[2:], f"{name[2:]}.class_path"), " (on the command line)")
+                origins = dict.fromkeys((name[2:], f"{name[2:]}.class_path"), ON_COMMAND_LINE)
                 loaded = None
                 with contextlib.suppress(yaml.YAMLError):
                     loaded = get_loader("yaml")(value) if value.lstrip().startswith(("{", "[")) else None
@@ -102,19 +103,19 @@ class UserSettings:
                 yield nested(name[2:], [read] if name.endswith("+") and not isinstance(read, list) else read), origins
 
     def origin(self, path: str) -> str:
-        """Returns where this path, or its nearest parent with a known origin, comes from: ` (run.yaml:22)`."""
+        """Returns the origin of this path or of its nearest parent with a known one, such as ` (run.yaml:22)`."""
         while path and path not in self.origins:
             path = re.sub(r"(\[\d+\]|\.?[^.\[]+)$", "", path)
         return self.origins.get(path, "")
 
     def empty_sections(self) -> list[str]:
-        """Returns the paths of empty sections, which the parser ignores even if their name is wrong."""
+        """Returns the paths of empty sections, which the parser ignores even if their names are wrong."""
         return [path for path, value in walk(self.settings) if value == {} and path]
 
     def place_of(self, error: BaseException) -> str:
-        """Returns the setting that a constructor refused, `model.init_args.lr (run.yaml:7)`; empty if it is unknown.
+        """Returns the setting that a constructor refused, such as `model.init_args.lr (run.yaml:7)`; "" if unknown.
 
-        It is the first word in the message that names a setting of a class whose constructor was running.
+        The first word of the error message that is a setting of a class under construction names this setting.
         """
         words = re.findall(r"[A-Za-z_]\w*", str(error))
         for owner in _constructed(error):
@@ -125,7 +126,7 @@ class UserSettings:
                 for path in self.origins
                 if (section and path.startswith(f"{section}.")) or path.rpartition(".")[2] in fields
             ]
-            candidates.sort(key=lambda path: "command line" not in self.origins[path])  # flags win
+            candidates.sort(key=lambda path: self.origins[path] != ON_COMMAND_LINE)  # flags win
             name_to_path = {path.rpartition(".")[2]: path for path in reversed(candidates)}
             path = next((name_to_path[word] for word in words if word in name_to_path), section)
             if path:
@@ -143,7 +144,7 @@ class UserSettings:
 
 
 def walk(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """Yields the path and value of the settings and of everything nested in them."""
+    """Yields the path and value of `value` itself and of everything nested in it."""
     yield path, value
     items: list[tuple[str, object]] = []
     if isinstance(value, Mapping):
@@ -158,7 +159,7 @@ _NO_VALUE = ("--", "--help", "--print_config")
 
 
 def joined(args: Sequence[str]) -> list[str]:
-    """Joins each `--name value` to `--name=value`."""
+    """Joins each pair `--name value` into one word `--name=value`."""
     words: list[str] = []
     is_open = False
     for word in args:
@@ -172,7 +173,7 @@ def joined(args: Sequence[str]) -> list[str]:
 
 
 def _constructed(error: BaseException) -> list[type]:
-    """Returns the classes whose constructors raised the error or its causes, innermost first."""
+    """Returns the classes whose constructors were running when the error or its causes were raised, innermost first."""
     classes: list[type] = []
     link: BaseException | None = error
     while link is not None:
@@ -187,7 +188,7 @@ def _constructed(error: BaseException) -> list[type]:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Reads 1e-3 as a number and a date as a string, as the parser does."""
+    """Like jsonargparse's loader, reads 1e-3 as a number and a date as a string."""
 
     yaml_implicit_resolvers: ClassVar = {
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
@@ -202,7 +203,7 @@ _NULLS = ("", "~", "null", "Null", "NULL")
 
 
 def _load_yaml(text: str) -> object:
-    """Loads YAML for jsonargparse, with a SettingText for each string that must stay one if it is parsed again."""
+    """Loads YAML for jsonargparse. Each string that must still be a string when parsed again becomes a SettingText."""
     if isinstance(text, ConfigText):
         return keep_texts(text.settings)
     try:
@@ -215,7 +216,7 @@ def _load_yaml(text: str) -> object:
 
 
 def keep_texts(settings: Any, *, in_classes: bool = True) -> Any:
-    """Copies settings, with a SettingText for each string that YAML would read as another type.
+    """Copies settings, and makes a SettingText of each string that YAML would read as another type.
 
     Args:
         in_classes: also convert the arguments of classes; False where the parser of each class converts them.
@@ -224,7 +225,7 @@ def keep_texts(settings: Any, *, in_classes: bool = True) -> Any:
 
 
 def to_plain(settings: Any) -> Any:
-    """Copies settings, with a plain string for each SettingText."""
+    """Copies settings, and makes a plain string of each SettingText."""
     return _map_strings(settings, str)
 
 
@@ -239,7 +240,7 @@ _MAPPINGS, _SEQUENCES = (dict, OrderedDict, MappingProxyType), (list, tuple, set
 
 
 def _map_strings(value: Any, convert: Callable[[str], str], in_classes: bool = True) -> Any:
-    """Copies settings with each string converted, at any depth; `in_classes` as in `keep_texts`."""
+    """Copies settings and converts each string, at any depth; for `in_classes`, see `keep_texts`."""
     copied = partial(_map_strings, convert=convert, in_classes=in_classes)
     keys = vars(value) if isinstance(value, Namespace) else value if isinstance(value, dict) else {}
     if not in_classes and "class_path" in keys and (keys is not value or keys.keys() <= set(CLASS_KEYS)):
@@ -256,7 +257,7 @@ def _map_strings(value: Any, convert: Callable[[str], str], in_classes: bool = T
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Quotes strings such as 1e5, which would be read as numbers."""
+    """Quotes strings such as `1e5`, which would otherwise be read as numbers."""
 
 
 _Dumper.add_representer(SettingText, yaml.SafeDumper.represent_str)
@@ -274,7 +275,7 @@ set_dumper("yaml", yaml_of)  # the parser dumps a class's settings and reads the
 
 
 def _read_config(path: str) -> ConfigText:
-    """Reads and parses one file, which may be a pipe; raises UsageError if it is missing or no YAML mapping."""
+    """Reads and parses one file, which may be a pipe; raises UsageError if it is missing or not a YAML mapping."""
     file = Path(path).expanduser()
     if file.is_dir() or not file.exists():
         problem = "is a folder; it must be a file" if file.is_dir() else "does not exist"
@@ -284,7 +285,7 @@ def _read_config(path: str) -> ConfigText:
         loader = _Loader(text)
         loader.name = path
         tree = loader.get_single_node()
-        lines = _lines(tree, path)  # before `<<:` is merged
+        lines = _lines(tree, path)  # must come before `construct_document`, which merges `<<:`
         settings = None if tree is None else loader.construct_document(tree)
     except OSError as error:
         raise UsageError(f"--config {path} could not be read: {error.strerror}.") from error
@@ -300,7 +301,7 @@ def _read_config(path: str) -> ConfigText:
 
 
 def _lines(tree: yaml.Node, path: str) -> dict[str, int]:
-    """Returns the line of each key and list item of a file; raises UsageError for duplicate keys or too many nodes."""
+    """Returns the line of each key and list item in a file; raises UsageError for duplicate keys or too many nodes."""
     lines: dict[str, int] = {}
     for place, line in _line_numbers(tree, ""):
         if place in lines:
@@ -315,7 +316,7 @@ def _lines(tree: yaml.Node, path: str) -> dict[str, int]:
 
 
 def _line_numbers(node: yaml.Node, path: str) -> Iterator[tuple[str, int]]:
-    """Yields path and line of each key and list item below a YAML node."""
+    """Yields the path and line of each key and list item below a YAML node."""
     below: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         below = [(f"{path}.{key.value}" if path else str(key.value), key, value) for key, value in node.value]
@@ -327,19 +328,21 @@ def _line_numbers(node: yaml.Node, path: str) -> Iterator[tuple[str, int]]:
 
 
 def nested(path: str, value: object) -> JsonObject:
+    """Returns `{"a": {"b": value}}` for the path `a.b`."""
     for key in reversed(path.split(".")):
         value = {key: value}
     return cast(JsonObject, value)
 
 
 def merge(settings: JsonObject, layer: JsonMapping) -> None:
+    """Updates the settings in place with a later layer, whose values win."""
     for key, value in layer.items():
         old = settings.get(key)
         if isinstance(old, str) and isinstance(value, Mapping) and "class_path" not in value:
             old = settings[key] = {"class_path": ClassOrText(old)}  # --model GRPO --model.lr 1e-3
         if isinstance(value, Mapping):
             if isinstance(old, list) and "class_path" not in value:
-                continue  # the parser applies --trainer.callbacks.max_staleness 1 to the list's last item
+                continue  # the parser applies --trainer.callbacks.max_staleness 1 to the last item of the list
             if not isinstance(old, dict):
                 settings[key] = {}
             merge(settings[key], value)

@@ -27,12 +27,12 @@ from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
 from lightrl.errors import EngineUnreachable, LightRLError, OtherRankFailed
 from lightrl.strategies import is_on_all_ranks
 
-# Errors that a user can fix; once the run has started, only those that lightrl itself raises.
+# Errors that a user can fix. Once the run has started, only those raised by lightrl itself count.
 FIXABLE = (ValueError, TypeError, OSError, ImportError, MisconfigurationException)
 
 
 class _RunWatch(L.Callback):
-    """Records whether the run has started, and its folder, for the error message."""
+    """Records the run's folder and whether the run has started, for the error message."""
 
     def __init__(self) -> None:
         self.has_started = False
@@ -48,14 +48,14 @@ class _RunWatch(L.Callback):
 
 
 def run_folder(trainer: L.Trainer) -> Path | None:
-    """Returns the loggers' folder; None without a logger or with `fast_dev_run`."""
+    """Returns the folder of the loggers; None if there is no logger, or in a `fast_dev_run`."""
     if not trainer.loggers or getattr(trainer, "fast_dev_run", False) or trainer.log_dir is None:
         return None
     return Path(trainer.log_dir)
 
 
 def reported(command: Callable[[Sequence[L.Callback]], int]) -> int:
-    """Runs a command with the callbacks that its trainer needs; prints an error in brief; returns the exit code."""
+    """Runs a command with callbacks for its trainer; prints an error as a short message; returns the exit code."""
     folder = str(Path.cwd())
     if folder not in sys.path[:1]:  # it holds users' modules, and a console script's import path lacks it
         sys.path.insert(0, folder)
@@ -93,7 +93,7 @@ def _fail(message: str, *, code: int) -> int:
 
 
 def chain(error: BaseException) -> str:
-    """Joins the messages of an error and its causes without repeats; errors of other packages get a type and line."""
+    """Joins the messages of an error and its causes, without repeats; adds type and line to other packages' errors."""
     lines: list[str] = []
     link: BaseException | None = error
     while link is not None:
@@ -183,11 +183,12 @@ def configure_logging() -> None:
                 lightning_handler.setStream(_AboveProgressBar())
 
 
-# Lightning 2.6.6 advertises its cloud at every start, and lists devices, which lightrl prints together with the engine.
+# Lightning 2.6.6 advertises its cloud at every start, and lists devices, which lightrl lists together with the engine.
 _NOTICES = ("Tip: For seamless cloud", "GPU available: ", "TPU available: ", "HPU available: ")
 
 
 def _is_of_interest(record: logging.LogRecord) -> bool:
+    """Whether a log line of Lightning is shown; rewords the line about a checkpoint saved after Ctrl-C or an error."""
     text = record.getMessage()
     if " was raised with message: " in text:  # Lightning's "An KeyboardInterrupt …"
         path = text.partition("saved checkpoint to ")[2]
@@ -204,7 +205,7 @@ def silence_irrelevant() -> None:
     libraries = r"(lightning|torch|transformers|datasets|huggingface_hub|jsonargparse|peft)(\.|$)"
     for kind in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=kind, module=libraries)
-    # every run, resumed or not, has a new folder and its own best checkpoints
+    # always true: each run, even a resumed one, saves its best checkpoints in a new folder
     warnings.filterwarnings("ignore", r"The dirpath has changed from", UserWarning)
     # Lightning 2.6.6 uses names that jsonargparse 4.49 renamed
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
@@ -212,7 +213,7 @@ def silence_irrelevant() -> None:
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     # huggingface_hub logs each retry if the hub is unreachable; the final error says so in one line
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
-    # transformers shows a progress bar for each load of weights, even if it takes milliseconds
+    # transformers shows a progress bar whenever it loads weights, even if that takes only milliseconds
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""lightrl export: turns a checkpoint into a Hugging Face folder without the run's data or a GPU, and can upload it."""
+"""lightrl export: turns a checkpoint into a Hugging Face folder, and can upload it. It needs no GPU and no data."""
 
 from __future__ import annotations
 
@@ -61,21 +61,21 @@ def export_checkpoint(
 ) -> None:
     """Writes a role's model as a Hugging Face folder that `from_pretrained` loads bit for bit.
 
-    A LoRA model becomes a folder with only the adapters, in peft's format, or with `merged` the whole model. A critic
-    that is a head on the policy's body is written with the body, as a separate model.
+    The folder of a LoRA model has only the adapters, in peft's format, or the whole model if `merged` is true. A critic
+    that is a head on the policy's body becomes a separate model, which includes the body.
 
     Args:
         checkpoint: a file, or the folder of a sharded checkpoint, saved by any number of processes.
-        to: the folder; an earlier export there is replaced, other content is refused.
-        earlier: checkpoints of the same model, oldest first, with which the weights are averaged, in float32.
-        decay: the average becomes decay · average + (1 - decay) · weights with each next checkpoint, from 0 to 1; None
-            gives all the same weight.
+        to: the folder to write. An earlier export there is replaced; any other content is refused.
+        earlier: checkpoints of the same model, oldest first, whose weights are averaged in with this one's, in float32.
+        decay: from 0 to 1. With each next checkpoint, average = decay · average + (1 - decay) · weights. None weighs
+            all checkpoints equally.
         role: the model to export.
-        tokenizer: a hub name, a folder, or the dotted path of a function; None uses the checkpoint's.
+        tokenizer: a hub name, a folder, or the dotted path of a function; None uses the one that the checkpoint names.
         merged: load the base model and merge the LoRA adapters into it.
-        run_code_of_checkpoint: import and run code that the checkpoint names, other than transformers' own classes: a
-            model class, a tokenizer function, a base model's remote code.
-        push: a hub repository to upload the folder to, with a model card of the run.
+        run_code_of_checkpoint: import and run code that the checkpoint names: a model class outside transformers, a
+            tokenizer function, or the remote code of a base model.
+        push: a hub repository to which the folder is uploaded, with a model card about the run.
 
     Raises:
         ValueError: if lightrl did not write the checkpoint; if it lacks the role or names code to run; if checkpoints
@@ -212,7 +212,7 @@ class Hub:
 
 
 def run_of(checkpoint: Path) -> Run | None:
-    """Returns the run that wrote a checkpoint: the nearest folder above it with a config.yaml; None if it was moved."""
+    """Returns the run that wrote a checkpoint: the nearest folder above it with a config.yaml, or None."""
     for folder in list(checkpoint.absolute().parents)[:3]:
         if (folder / "config.yaml").is_file():
             return Run(folder, folder.name)
@@ -278,7 +278,7 @@ def run(args: Sequence[str]) -> int:
     decay = "average = DECAY · average + (1 - DECAY) · next checkpoint; default: all count the same"
     parser.add_argument("--decay", type=float, help=decay)
     parser.add_argument("--role", default="policy", help="policy (default), critic, reward_model, ...")
-    parser.add_argument("--push", metavar="REPO", help="also upload it to the hub, with a model card; needs a token")
+    parser.add_argument("--push", metavar="REPO", help="upload the folder to the hub, with a model card; needs a token")
     parser.add_argument("--merged", action="store_true", help="merge LoRA adapters into their base model")
     parser.add_argument("--tokenizer", help="a hub name, a folder, or package.function; default: the checkpoint's")
     parser.add_argument(

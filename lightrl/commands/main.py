@@ -1,4 +1,4 @@
-"""The `lightrl` command. It answers `--help` and `--version` without torch, and imports a command only to run it."""
+"""The `lightrl` command. It answers `--help` and `--version` without torch, and imports only the command to run."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _import_frozen(name: str) -> Any:
-    """Imports a module and exempts it from garbage collection, which would take a third of a command's startup."""
+    """Imports a module and exempts it from garbage collection, which would take a third of the startup time."""
     if name not in sys.modules:
         gc.disable()
         importlib.import_module(name)

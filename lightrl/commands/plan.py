@@ -40,9 +40,9 @@ _HELP = """\
 usage: lightrl plan --config run.yaml [--gpu_memory_gb N] [--setting value ...]
 
 Shows the calls of an iteration with their inputs and outputs, models and devices, as text and as a Mermaid drawing.
-Estimates all batch sizes and the memory of each rank and server by cause, and says what to change if it does not fit.
-If the config has a `launch:` section, the plan also says where ranks and servers run. N is a GPU's memory in 1e9
-bytes; the default is launch.gpu_memory_gb or the memory of the trainer's GPU. Accepts the settings of lightrl fit
+Estimates all batch sizes and the memory of each rank and server by cause, and says what to change if memory is too
+small. If the config has a `launch:` section, the plan also says where ranks and servers run. N is a GPU's memory in
+1e9 bytes; the default is launch.gpu_memory_gb or the memory of the trainer's GPU. Accepts the settings of lightrl fit
 (lightrl fit --help), but loads no weights and starts nothing.
 """
 
@@ -159,7 +159,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def costs_text(run: PlannedRun, device_bytes: float | None) -> str:
-    """Formats all tables, and says whether the run fits in the devices' memory."""
+    """Formats all tables, and says whether the run fits into the memory of each device."""
     batches = _titled("batch sizes", (batch_rows if run.batches_per_update is None else data_rows)(run), right=(1,))
     parts = [batches, _roles_text(run), _memory_text(run), _engine_text(run), _fit_text(run, device_bytes)]
     return "\n\n".join(part for part in parts if part)
@@ -222,7 +222,7 @@ def _fit_text(run: PlannedRun, device_bytes: float | None) -> str:
 
 
 def _titled(title: str, rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> str:
-    """Formats rows as aligned columns; the text in the last column is wrapped."""
+    """Formats a table with aligned columns, those in `right` to the right; wraps the text in the last column."""
     last = len(rows[0]) - 1
     widths = [max(len(row[column]) for row in rows) for column in range(last + 1)]
     lines = [title]
@@ -238,7 +238,7 @@ def _titled(title: str, rows: Sequence[Sequence[str]], *, right: Sequence[int]) 
 
 
 def data_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
-    """Returns the rows of `batch_rows` for a run that trains on data without rollouts."""
+    """Does the same as `batch_rows` for a run that trains on data, without rollouts."""
     rows, dp = run.trajectories, run.roles[0].dp
     name = "pairs" if run.group_size == 2 else "chats"
     numbers = [

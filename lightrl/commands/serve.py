@@ -89,25 +89,25 @@ def serve(
     """Starts servers and their weight receiver, prints their addresses, restarts failed ones and stops all on Ctrl-C.
 
     Args:
-        model: a model with a path is served with its weights; a config, or a model that the servers quantize, gets
-            random weights until a run loads its own.
+        model: a model with a path is served with the weights there. A model that is only a config, or that the servers
+            quantize, has random weights until a run loads others.
         engine: the kind of server, `sglang` or `vllm`.
         servers: number of servers.
-        tp: GPUs of each server.
+        tp: number of GPUs per server.
         devices: GPUs to use, such as `0,1,2,3`; each server gets the next `tp` of them.
         host: address to listen on; with the default only this machine can connect.
-        port: port of the first server; the others follow, the weight receiver last. Free ports if not set.
-        token: the token that requests must carry; if not set, LIGHTRL_SERVER_TOKEN, or a random one, which is printed.
-        sglang_python: the python of an environment with SGLang.
-        vllm_python: the python of an environment with vLLM.
-        server_args: the server program's own arguments by name, each as `--server_args.NAME VALUE`.
+        port: port of the first server; the next ones are for the other servers, then the receiver. By default any.
+        token: the token that requests must carry; by default LIGHTRL_SERVER_TOKEN or a random one, which is printed.
+        sglang_python: the Python interpreter of an environment with SGLang.
+        vllm_python: the Python interpreter of an environment with vLLM.
+        server_args: arguments of the server program by name; on the command line `--server_args.NAME VALUE`.
         seed: seed of the servers' random numbers.
         startup_timeout_s: seconds that a server may take to become ready.
-        log_folder: folder for the servers' logs; if not set, a temporary one, which is printed.
-        register: a folder where the servers register; a run finds them if its only server address is `file://FOLDER`.
-        leave_s: seconds that such runs have to move their requests elsewhere before the servers stop.
+        log_folder: folder for the servers' logs; by default a temporary one, whose path is printed.
+        register: folder in which the servers register; a run finds them if its only server address is `file://FOLDER`.
+        leave_s: seconds that these runs have to move their requests elsewhere before the servers stop.
         until: an event that stops the servers; if None, only Ctrl-C and SIGTERM do.
-        write: called with the printed text.
+        write: called with the text to print.
 
     Raises:
         ValueError: if the program or the model does not exist, or there are too few devices.
@@ -149,7 +149,7 @@ async def _keep_all(servers: Sequence[ServerProcess], receiver: ServerProcess, u
     keepers = [asyncio.ensure_future(keep(process)) for process in (*servers, receiver)]
     while not until.is_set():
         given_up, _ = await asyncio.wait(keepers[:-1], timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
-        if given_up:
+        if given_up:  # a server: the receiver may fail, since most runs do not need it
             raise EngineError(given_up.pop().result())
 
 
@@ -205,7 +205,7 @@ def served_folder(model: ModelSpec, config: PretrainedConfig, folder: Path) -> P
 
 
 def _section(user_settings: UserSettings, *names: str) -> JsonMapping:
-    """Returns the nested section with these names, {} if it is missing or a class name; raises UsageError otherwise."""
+    """Returns the section at these names, {} if it is missing or a class name; raises UsageError for other values."""
     section: JsonMapping = user_settings.settings
     for number, name in enumerate(names, 1):
         inner = section.get(name)
@@ -220,7 +220,7 @@ def _section(user_settings: UserSettings, *names: str) -> JsonMapping:
 
 
 def settings_of(configs: Sequence[str], engine_flag: str | None = None) -> tuple[Any, dict[str, Any]]:
-    """Returns policy and engine settings of run configs; later configs win, and `engine_flag` selects the engine."""
+    """Returns the policy and engine settings of run configs; later configs win, and `engine_flag` sets the engine."""
     policy: Any = None
     settings: dict[str, Any] = {}
     server_args: dict[str, dict[str, Any]] = {}  # engine's kind → its arguments
@@ -277,7 +277,7 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
     rest += [] if options.engine is None else [f"--engine={options.engine}"]
 
     parser = TextParser(prog="lightrl serve", exit_on_error=False, epilog=_EPILOG, formatter_class=_HelpFormatter)
-    parser.add_argument("--config", help="a run's YAML, which gives the policy and the engine; may be repeated")
+    parser.add_argument("--config", help="a run's YAML, which sets the policy and the engine; may be repeated")
     parser.add_argument("--model", help="a hub name or a folder with weights, instead of the config's policy")
     parser.add_argument(
         "--token_file", type=Path | None, help="file with the token; default: LIGHTRL_SERVER_TOKEN, or a random one"

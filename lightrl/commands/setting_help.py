@@ -45,7 +45,7 @@ def help_text(parser: ArgumentParser, command: str, args: Sequence[str], user_se
 
 
 def _classes(path: str, name: str | None, keys: Keys, settings: object) -> list[type]:
-    """Returns the classes that a setting accepts, or the one called `name`; `settings` names the classes above it."""
+    """Returns the classes that a setting accepts, or only the one with this name; `settings` may name outer classes."""
     kinds = classes_in(type_of_setting(path, keys, settings))
     if name is not None:
         return [resolve(name, kinds, path, "")]

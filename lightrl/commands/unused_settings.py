@@ -24,7 +24,7 @@ _OF_SCHEDULE = ("warmup_iterations", "warmup_steps", "lr_decay", "min_lr_ratio")
 def name_unused(
     user_settings: UserSettings, settings: Namespace, model: L.LightningModule, datamodule: L.LightningDataModule | None
 ) -> None:
-    """Warns of settings without effect; raises UsageError for a model setting that the `optimizer` section replaces.
+    """Warns about settings without effect; raises UsageError for a model setting that the `optimizer` section replaces.
 
     Args:
         settings: the command's parsed settings.
@@ -64,7 +64,7 @@ def name_unused(
 
 
 def _flat(settings: Any) -> Any:
-    """Moves the settings in each `init_args` up, beside their class_path."""
+    """Moves the settings in each `init_args` up one level, next to the class_path."""
     if not isinstance(settings, Mapping):
         return settings
     flat = {name: _flat(value) for name, value in settings.items()}
@@ -73,7 +73,7 @@ def _flat(settings: Any) -> Any:
 
 
 def _dropped(given: Mapping[str, Any], settings: Namespace, above: str = "") -> Iterator[tuple[str, str, list[str]]]:
-    """Yields the path and class of each section whose class lacks user settings, and these settings' names."""
+    """Yields each section with settings that its class does not have: path, class name, names of these settings."""
     for path, value in given.items():
         parsed = settings.get(path)
         if isinstance(value, Mapping) and isinstance(parsed, Namespace):
@@ -86,7 +86,7 @@ def _dropped(given: Mapping[str, Any], settings: Namespace, above: str = "") -> 
 
 
 def _defaults(kind: type) -> dict[str, Any]:
-    """Returns the defaults of the arguments of a class's constructors."""
+    """Returns the default of each argument of the constructors of a class and its bases."""
     inits = [vars(owner)["__init__"] for owner in reversed(kind.__mro__[:-1]) if "__init__" in vars(owner)]
     return {item.name: item.default for init in inits for item in inspect.signature(init).parameters.values()}
 

@@ -2,10 +2,10 @@
 
 Reading order:
     costs.py        a strategy's costs, from a model's config
-    memory.py       a run's ranks and servers, and the settings to change if they do not fit
-    planned_run.py  reads the facts of a run from its classes; sets what a GPU's memory decides in `fit`
+    memory.py       the memory of a run's ranks and servers, and the settings to change if it is too small
+    planned_run.py  makes a PlannedRun from a run's classes; in `fit`, chooses the settings that depend on GPU memory
 
-`lightrl plan`, `launch` and `doctor run` use it, and `lightrl fit` through its entry point (checks/entry_points.py).
+`lightrl plan`, `launch` and `doctor run` import it; `lightrl fit` uses its entry point (checks/entry_points.py).
 
 May import: everything up to trainer.
 """

@@ -19,7 +19,7 @@ from lightrl.strategies.tensor_plans import check_sizes, head_size, layer_parame
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-USABLE_FRACTION = 0.9  # of a GPU's memory; the rest is not for tensors
+USABLE_FRACTION = 0.9  # of a GPU's memory; the rest is not available for tensors
 SERVED_BYTES = 2  # servers keep parameters in bfloat16
 TRAJECTORY_BYTES = 8  # per token of a trajectory; rank 0 keeps them for the whole iteration
 
@@ -34,8 +34,8 @@ class Work:
     tokens: int  # of all ranks
     microbatch_tokens: int = 16384
     checkpoint_activations: bool = True
-    parameter_bytes: int = 4  # also for gradients, Adam's moments, and hidden states between layers
-    compute_bytes: int = 2  # of a number in a layer's matrix products, or in parameters that FSDP2 gathers
+    parameter_bytes: int = 4  # also of a gradient, a moment of Adam, or a number in hidden states between layers
+    compute_bytes: int = 2  # of a number in the matrix products of layers, or in parameters that FSDP2 gathers
     copies_weights: bool = False  # autocast copies them until the backward; FSDP2 gathers them in the compute dtype
     cp: int = 1  # ranks that share the tokens of a microbatch
     is_compiled: bool = False  # torch.compile compiles the decoder layers
@@ -93,7 +93,7 @@ def layer_bytes(config: PretrainedConfig, work: Work) -> int:
     query, key = heads * head_size(config), kv_heads * head_size(config)
     normalizes_keys = "layers.*.self_attn.q_norm" in (config.base_model_tp_plan or {})  # and queries
     # Attention: queries, keys and values (after rope, which keeps only its angles), log-sum-exp, and the output, which
-    # is the output projection's input. 1 / rms of each norm.
+    # is the input of the output projection. Also 1 / rms of each norm.
     saved = compute * (2 * query + 2 * key) + _FLOAT * (heads + num_norms + normalizes_keys * (heads + kv_heads))
     if work.cp > 1:  # also the output before its exchange, and the repeated heads of keys and values
         saved += compute * (query + 2 * head_size(config) * (math.lcm(kv_heads, work.cp) - kv_heads))
@@ -107,12 +107,12 @@ def layer_bytes(config: PretrainedConfig, work: Work) -> int:
     saved += normalizes_keys * (_FLOAT + (_FLOAT if is_gemma else compute)) * (query + key)
     # The input of q, k and v, and the input of gate and up; autocast makes a copy for each of the five.
     saved += compute * hidden * (2 if compute == parameter else 5)
-    # MLP: gate, its activation, up, and their product, the down projection's input.
+    # MLP: gate, its activation, up, and the product, which is the input of the down projection.
     return int(saved + compute * 4 * config.intermediate_size)
 
 
 def activation_bytes(config: PretrainedConfig, tokens: int, num_layers: float, work: Work) -> float:
-    """Returns the bytes that autograd keeps of a microbatch after the forward, from the embedding to the last norm.
+    """Returns the bytes that autograd keeps for a microbatch after its forward, from the embedding to the last norm.
 
     A checkpointed layer keeps only its input. In the backward, one layer at a time also needs `layer_bytes`, which
     `peak_bytes` adds.
@@ -125,10 +125,10 @@ def activation_bytes(config: PretrainedConfig, tokens: int, num_layers: float, w
 
 
 def logit_bytes(config: PretrainedConfig, tokens: int, work: Work) -> tuple[float, float]:
-    """Returns bytes of the output head: what autograd keeps, and what the backward allocates for a chunk."""
+    """Returns the bytes that autograd keeps for the output head, and those that its backward allocates for a chunk."""
     vocabulary, compute = config.vocab_size, work.compute_bytes
     weights = vocabulary * config.hidden_size
-    saved = compute * config.hidden_size * tokens  # the states that predict
+    saved = compute * config.hidden_size * tokens  # the hidden states that predict tokens
     saved += compute * weights if compute != work.parameter_bytes else 0  # the head's copy under autocast
     if are_few_logits(tokens, vocabulary):  # autograd keeps their probabilities
         logits = tokens * vocabulary
@@ -139,9 +139,9 @@ def logit_bytes(config: PretrainedConfig, tokens: int, work: Work) -> tuple[floa
 
 
 def peak_bytes(config: PretrainedConfig, tokens: int, num_layers: float, work: Work) -> tuple[float, float]:
-    """Returns the bytes of layers and logits at a microbatch's peak.
+    """Returns the bytes of layers and of logits when a microbatch uses most memory.
 
-    The peak is at the start of the backward or, if layers are checkpointed, of the last layer's backward.
+    This is at the start of the backward or, if layers are checkpointed, at the start of the last layer's backward.
     """
     saved, working = logit_bytes(config, tokens, work)
     layers = activation_bytes(config, tokens, num_layers, work)
@@ -150,14 +150,14 @@ def peak_bytes(config: PretrainedConfig, tokens: int, num_layers: float, work: W
 
 
 def fsdp2_cost(config: PretrainedConfig, gpus: int, work: Work, *, reduce_every_microbatch: bool = False) -> Cost:
-    """Estimates FSDP2Strategy, which gathers layers for each microbatch, forward and backward.
+    """Estimates the cost of FSDP2Strategy, which gathers layers in the forward and backward of each microbatch.
 
     It keeps whole gradients until the last microbatch, or reduces them after each with `reduce_every_microbatch`.
     """
     total = num_parameters(config)
     num = _num_microbatches(work, gpus / work.cp)
     ends = total - config.num_hidden_layers * layer_parameters(config)  # embedding and head
-    remote = (gpus - 1) / gpus  # fraction on other ranks
+    remote = (gpus - 1) / gpus  # the fraction of parameters on other ranks
     gathers = work.compute_bytes * 2 * total * num * remote  # two gathers per microbatch
     sent = gathers + work.parameter_bytes * total * remote * (num if reduce_every_microbatch else 1)
     tokens = math.ceil(min(work.microbatch_tokens, math.ceil(work.tokens * work.cp / gpus)) / work.cp)
@@ -173,7 +173,7 @@ def fsdp2_cost(config: PretrainedConfig, gpus: int, work: Work, *, reduce_every_
         tp=1,
         num_microbatches=num,
         state_bytes=4 * work.parameter_bytes * total / gpus,
-        # The root gathers embedding and head in their own dtype. Of the layers, one computes and one is in transit.
+        # The embedding and the head are gathered in their dtype. One layer is computed while the next one is gathered.
         gathered_bytes=work.compute_bytes * 2 * layer_parameters(config) + work.parameter_bytes * ends + waiting,
         activation_bytes=layers,
         logit_bytes=logits,
@@ -184,7 +184,7 @@ def fsdp2_cost(config: PretrainedConfig, gpus: int, work: Work, *, reduce_every_
 
 
 def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: Work) -> Cost:
-    """Estimates Parallel3DStrategy with 1F1B; tp communicates in every layer.
+    """Estimates the cost of Parallel3DStrategy with 1F1B; tp communicates in every layer.
 
     A pipeline keeps its parameters gathered over dp within an update. Without a pipeline, layers are freed after each
     forward, gathered again for the backward and kept for the next forward.

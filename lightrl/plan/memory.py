@@ -71,7 +71,7 @@ class PlannedRole:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The facts that memory and messages depend on."""
+    """The properties of a run that determine its memory, and those that messages about it name."""
 
     roles: tuple[PlannedRole, ...]  # the policy first
     world: int
@@ -86,14 +86,14 @@ class PlannedRun:
     longest: int  # tokens of the longest trajectory
     prompt_source: str = "data.max_prompt_tokens"
     max_staleness: int = 0
-    num_scores: int = 0  # float32 numbers per token, besides the rollout's
+    num_scores: int = 0  # float32 numbers per token, in addition to those of the rollout
     is_mixed: bool = False  # bfloat16 or float16 under autocast
     checkpoint_activations: bool = False
     reduce_every_microbatch: bool = False
-    keeps_gathered: bool = False  # parameters, between forward and backward
+    keeps_gathered: bool = False  # whether parameters stay gathered between forward and backward
     num_replicas: int = 1
     ep: int = 1  # ranks over which each layer's experts are divided
-    offloads: Sequence[Offloadable] = ()  # what is kept on the host
+    offloads: Sequence[Offloadable] = ()  # what is kept in host memory
     engine: PlannedEngine | None = None
     batches_per_update: int | None = None  # batches of data; None if trajectories are rolled out
 
@@ -138,7 +138,7 @@ class RoleCost:
 
     @property
     def working(self) -> float:
-        """The memory that is freed before another role works."""
+        """The memory that is freed when the role has finished its work."""
         return self.gathered + self.activations + self.logits
 
 
@@ -192,7 +192,7 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of each of these ranks, by cause; roles that share a rank work one after another, so the largest counts."""
+    """Bytes per rank, by cause. The roles on a rank work one after another, so only the largest role counts."""
 
     ranks: range
     device: dict[str, float]
@@ -230,7 +230,7 @@ def _memory(run: PlannedRun, ranks: range, costs: dict[str, RoleCost]) -> RankMe
             host["activations"] = max(cost.offloaded for cost in working)
         if "optimizer" in run.offloads and "moments" in device:
             host["moments"] = device["moments"]
-            device["moments"] = max(0.0, host["moments"] - most.activations - most.logits)  # free at the update
+            device["moments"] = max(0.0, host["moments"] - most.activations - most.logits)  # free during the update
     if ranks.start == 0 and run.engine is not None and run.engine.place == "rank 0":
         weights, key_values = engine_memory(run, run.engine)
         device |= {"engine weights": weights, "key-values": key_values}
@@ -250,7 +250,7 @@ def rows_of(run: PlannedRun, engine: PlannedEngine) -> int:
 
 
 def engine_memory(run: PlannedRun, engine: PlannedEngine, rows: int | None = None) -> tuple[float, float]:
-    """Returns bytes of weights and of key-values on each GPU of a server; `rows` defaults to all its trajectories."""
+    """Returns the bytes of weights and of key-values on each GPU of a server, by default for all its trajectories."""
     policy = run.roles[0]
     config = policy.config
     tokens = run.longest * (rows_of(run, engine) if rows is None else rows)
@@ -263,7 +263,7 @@ def engine_memory(run: PlannedRun, engine: PlannedEngine, rows: int | None = Non
 def suited(run: PlannedRun, device_bytes: float, *, may_checkpoint: bool, may_cut: bool) -> PlannedRun:
     """Adds activation checkpointing, then reduces microbatches, if the run's ranks do not fit otherwise.
 
-    Key-values on rank 0 count for at most a quarter of the usable memory: further rows wait.
+    Key-values on rank 0 count as at most a quarter of the usable memory, since further rows can wait.
     """
     usable = USABLE_FRACTION * device_bytes
 
@@ -287,13 +287,13 @@ def key_value_capacity(run: PlannedRun, device_bytes: float) -> float:
 
 
 def served_fraction(run: PlannedRun, device_bytes: float) -> float:
-    """Returns `mem_fraction_static` for SGLang on the ranks' GPUs, which keep weights and gradients in the rollout."""
+    """Returns `mem_fraction_static` for SGLang on the ranks' GPUs, which hold weights and gradients meanwhile."""
     state_bytes = max(sum(memory.device.get(name, 0.0) for name in _STATE[:2]) for memory in rank_memories(run))
     return max(0.1, math.floor(100 * (USABLE_FRACTION - _SERVER_FRACTION - state_bytes / device_bytes)) / 100)
 
 
 def memory_line(run: PlannedRun) -> str:
-    """Describes the memory of the rank that needs most, and of each GPU of a server."""
+    """Describes the memory of the rank that needs most memory, and of each GPU of a server."""
     line = f"Memory of a rank, on paper: {bytes_text(max(memory.total for memory in rank_memories(run)))}"
     if run.engine is None or run.engine.place != "servers":
         return f"{line}."
@@ -345,7 +345,7 @@ def misfits(run: PlannedRun, device_bytes: float) -> Iterator[Misfit]:
 
 
 def _fix(run: PlannedRun, index: int, usable: float) -> str:
-    """Returns the first change of settings with which the ranks of `rank_memories(run)[index]` fit."""
+    """Returns the first change of settings that makes the ranks of `rank_memories(run)[index]` fit."""
     rank = rank_memories(run)[index].ranks.start
 
     def fits(changed: PlannedRun) -> bool:
@@ -354,7 +354,7 @@ def _fix(run: PlannedRun, index: int, usable: float) -> str:
     for settings, changed in _changes(run):
         if fits(changed):
             return f"set {settings}"
-        for text, most, resized in _sizes(changed):
+        for text, most, resized in _numeric_settings(changed):
             number = _largest(most, resized, fits)
             if number:
                 return f"set {' and '.join(filter(None, (settings, text)))} to at most {number}"
@@ -384,8 +384,8 @@ def _changes(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
             yield f"activation_checkpointing of trainer.strategy to true and its cp to {cp}", shared
 
 
-def _sizes(run: PlannedRun) -> Iterator[tuple[str, int, Callable[[int], PlannedRun]]]:
-    """Yields numeric settings, the largest value that changes something, and a function that changes the run."""
+def _numeric_settings(run: PlannedRun) -> Iterator[tuple[str, int, Callable[[int], PlannedRun]]]:
+    """Yields the name of a setting, the largest value with an effect, and a function that returns the run with a value."""
     engine = run.engine
     if engine is not None and engine.place == "rank 0":
         rows = rows_of(run, engine)
@@ -419,7 +419,7 @@ def bytes_text(number: float) -> str:
 
 
 def num_devices(devices: object) -> int:
-    """Returns the ranks per host; `auto` is one, since the launch sets the number of ranks."""
+    """Returns the number of ranks per host; `auto` counts as 1, since the launch sets the number of ranks."""
     if devices in (None, "auto"):
         return 1
     text = str(devices).strip("[] ")

@@ -1,7 +1,7 @@
-"""Reads a PlannedRun from a run's classes, with or without a Trainer, for `plan`, `launch` and `doctor`.
+"""Makes a PlannedRun from a run's classes, with or without a Trainer, for `plan`, `launch` and `doctor`.
 
-`fit` uses it to choose the settings that depend on a GPU's memory. Models are built without memory to count their
-parameters, and no device is used.
+`fit` uses it to choose the settings that depend on a GPU's memory. To count the parameters of models, it builds them
+without memory; it uses no device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightrl.strategies.layouts.probes import may_be_compiled
 
 log = logging.getLogger(__name__)
 
-_ASSUMED_TOKENS = 1024  # if the data has no bound
+_ASSUMED_TOKENS = 1024  # used if the data sets no bound
 _SIZES = (  # fields of a config
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
@@ -53,7 +53,7 @@ class TrainerSettings:
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> TrainerSettings:
-        """Reads the section `trainer`, whose classes are already built."""
+        """Reads the section `trainer`, whose objects are already built."""
         accelerator = section.get("accelerator") or "auto"
         is_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
         count = section.get("devices")
@@ -179,7 +179,7 @@ def planned_training(module: SupervisedModule, trainer: Any, data: Any) -> Plann
 def _of_trainer(
     trainer: Any, models: Mapping[str, Role], trained: Collection[str], averages: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Returns a PlannedRun's fields for strategy and models; roles in `averages` hold averaged weights, in float32."""
+    """Returns the fields of a PlannedRun for strategy and models; roles in `averages` hold averaged float32 weights."""
     strategy, precision = trainer.strategy, str(trainer.precision)
     is_split, is_3d = isinstance(strategy, FSDP2Strategy), isinstance(strategy, Parallel3DStrategy)
     world = trainer.num_devices * trainer.num_nodes
@@ -204,13 +204,13 @@ def _of_trainer(
 
 
 def _planned_role(name: str, role: Role, world: int, strategy: Any, *, is_trained: bool, is_half: bool) -> PlannedRole:
+    """Reads a role from its config and from an empty model; raises UnknownMemory if the config is not readable here."""
     try:
         role.spec.check_reachable()
         config = role.spec.load_config()
     except (OSError, ValueError) as error:
         raise UnknownMemory(error) from error
-    missing = [size for size in _SIZES if getattr(config.get_text_config(), size, None) is None]
-    if missing:
+    if missing := [size for size in _SIZES if getattr(config.get_text_config(), size, None) is None]:
         raise UnknownMemory(f"the {name}'s config ({config.model_type}) has no {missing[0]}, which the formulas need.")
     model = empty_model(role)
     parameters = sum(value.numel() for value in model.parameters())
@@ -248,7 +248,7 @@ def _bound(data: Any, setting: str, module: RLModule | SupervisedModule) -> tupl
 
 
 def _num_scores(module: RLModule) -> int:
-    """Returns an upper bound on the numbers per token; an advantage per trajectory needs none."""
+    """Returns an upper bound on the numbers per token, since advantages may be per trajectory instead."""
     outputs = {key for call in module.model_calls() for key in call.outputs} - set(_PER_TRAJECTORY)
     topk = int(getattr(module, "teacher_topk", None) or 0)
     listed = {"teacher_topk_ids": 2 * topk, "teacher_topk_logprobs": topk}  # ids are int64

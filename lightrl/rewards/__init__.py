@@ -1,4 +1,4 @@
-"""Reward functions, and the code that runs them. A failed call is a RewardError with a reason, never a reward of 0.
+"""Reward functions, and the code that runs them. A failed call is a RewardError with a reason, not a reward of 0.
 
 Reading order:
     reward_result.py RewardResult, a checked result; Runner, which calls a function
@@ -9,7 +9,7 @@ Reading order:
     hook.py          RewardHook: a callable of this process, in a thread; RewardWorker: the protocol of pool and hook
     evaluation.py    reward, accuracy and pass@k of groups
     replay.py        FailureLog, which writes failed trajectories; replay, which recomputes their rewards
-    references.py    references with several accepted answers; a check of all references before the run
+    references.py    references with several accepted answers; checks all references before the run
 Reward functions:
     math_answer/     answers as numbers, expressions, sets or texts
     code_tests.py    programs against tests, in a sandbox (sandbox/)

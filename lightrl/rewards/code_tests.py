@@ -7,9 +7,9 @@ The prompt's field `tests`, a list or its JSON text, has three kinds of entries:
                                                                      value is compared outside the sandbox
     "assert add(1, 2) == 3"                                          statements to run after the program, as in MBPP
 
-The forms in which data sets are published also work: APPS and TACO (`input_output`), LiveCodeBench (`public_test_cases`
-and the compressed `private_test_cases`; the function's name is in the column `metadata`). Tests call a function
-of the program or a method of its class `Solution`; code under `if __name__ == "__main__":` runs only for `stdin`.
+Tests of published data sets also work as they are: APPS and TACO (`input_output`), LiveCodeBench (`public_test_cases`
+and the compressed `private_test_cases`; the function's name is in the column `metadata`). Tests call a function of the
+program or a method of its class `Solution`; code under `if __name__ == "__main__":` runs only for tests with `stdin`.
 
 Each test runs in a separate process, so no test sees what another left behind. A program never sees an expected output
 or value. Statements run in the program's process, where a program could deliberately fake their success, but the tricks
@@ -43,7 +43,7 @@ TestResult = Literal[
     "accepted", "wrong_answer", "runtime_error", "time_limit", "memory_limit", "output_limit", "no_program"
 ]
 _FAILURES: tuple[TestResult, ...] = get_args(TestResult)[1:]  # without accepted
-Test = JsonMapping | str  # a dict with stdin and stdout or function, arguments and accepted values; or code
+Test = JsonMapping | str  # code, or a dict with either stdin and stdout or function, arguments and accepted
 _FENCE = re.compile(r"^([ \t>]*(?:```|~~~).*)$", re.MULTILINE)
 _MAX_TEST_BYTES = 1 << 30  # of compressed tests
 _DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -90,12 +90,12 @@ def code_tests(
 ) -> dict[str, float | str]:
     """Checks whether the program in the completion passes the tests of its prompt.
 
-    The program is the completion's last fenced Python block, except blocks that only show how to use an earlier one. If
-    there is none, it is the last block without a language that is more than output; without a fence, all the text.
+    The program is the last fenced Python block that does not only show how to use an earlier one. If there is none, it
+    is the last block that names no language and is more than output; without a fence, it is the whole completion.
 
     Args:
-        trajectory: its prompt has the field `tests`, see above.
-        partial_credit: the reward is the fraction of tests passed; otherwise it is 1 if all pass, and 0 if not.
+        trajectory: its prompt must have the field `tests`, described at the top of this file.
+        partial_credit: whether the reward is the fraction of tests passed, instead of 1 if all pass and 0 otherwise.
         cpu_s, wall_s, memory_mib: limits of one test, see `Limits`.
         total_s: tests that would start later than this count as `time_limit`; keep it below the reward's timeout,
             which drops the trajectory.
@@ -170,7 +170,7 @@ def _tree(text: str) -> ast.Module | None:
 
 
 def _has_effect(tree: ast.Module | None) -> bool:
-    """Returns whether code does more than state a value, as a program's output or a word of a sentence would."""
+    """Returns whether code does more than state a value; the output of a program or a word of prose does not."""
     return any(
         isinstance(node, ast.Call) or (isinstance(node, ast.stmt) and not isinstance(node, ast.Expr | ast.AnnAssign))
         for node in (ast.walk(tree) if tree else ())
@@ -263,12 +263,12 @@ def _tests_of(trajectory: Trajectory) -> Sequence[Test]:
     except (ValueError, TypeError, LookupError, AttributeError, EOFError, pickle.PickleError, zlib.error) as error:
         raise ValueError(
             f"Prompt {trajectory.prompt.id!r} needs tests in its field 'tests', got {tests!r:.99}: {error}. Its fields "
-            f"are {sorted(fields)}. lightrl/rewards/code_tests.py lists the forms."
+            f"are {sorted(fields)}. lightrl/rewards/code_tests.py lists the accepted formats."
         ) from error
 
 
 def _read_tests(tests: Any, fields: JsonMapping) -> list[Test]:
-    """Converts tests to one form: text, `stdin` and `stdout`, or `function`, `arguments` and `accepted` values."""
+    """Converts tests of all kinds to the type Test."""
     if isinstance(tests, str):
         text = tests
         if not text.lstrip().startswith(("[", "{")):  # LiveCodeBench's private tests
@@ -306,7 +306,7 @@ def _read_test(test: Any, fields: JsonMapping) -> Test:
     stdout = given.get("stdout", output)
     if name is not None or stdout is None:
         raise ValueError(
-            f"a test of an unknown kind: {test!r:.200}. A test is a text of statements, a dict with stdin and stdout, "
+            f"a test of an unknown kind: {test!r:.200}. A test is text with statements, a dict with stdin and stdout, "
             "or a dict with function, arguments and expected"
         )
     return {"stdin": _lines(given.get("stdin", given.get("input", ""))), "stdout": _lines(stdout)}

@@ -26,7 +26,7 @@ class Evaluation:
 
         Args:
             groups: the batch, without failed trajectories.
-            custom: a user's metrics; `update` gets the groups, `compute` returns a number. Parts except "0" use copies.
+            custom: user metrics; `update` gets groups, `compute` returns a number. Parts other than "0" use copies.
             part: part of the data, such as one of several validation sets; each part has separate metrics.
         """
         updated = {"prompts": self._metrics.setdefault((part, "prompts"), SumMetric(sync_on_compute=False))}

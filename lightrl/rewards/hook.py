@@ -30,9 +30,9 @@ REWARD_THREAD = "reward-hook"
 
 
 class RewardHook(Supervisor[Trajectory]):
-    """Computes rewards with a callable of this process; sync calls run one after another, async calls together.
+    """Computes rewards with a callable of this process; sync calls run one after another, async calls concurrently.
 
-    The function gets a trajectory whose per-token fields are lists; everything else in it is the original.
+    The function gets a trajectory whose per-token fields are lists; its other fields are the original objects.
 
     Args:
         function: takes a Trajectory; returns what RewardPool's functions return; may be async.

@@ -39,7 +39,7 @@ class OverlongPenalty:
     def __call__(self, num_tokens: Tensor, max_tokens: int) -> Tensor: ...
 
     def __call__(self, num_tokens: Any, max_tokens: int) -> Any:
-        """Returns the penalty, from -factor to 0, of one trajectory or of each in an integer tensor [B].
+        """Returns the penalty, from -factor to 0, for one number of tokens or for each in an integer tensor [B].
 
         Args:
             num_tokens: tokens that the policy generated.

@@ -1,4 +1,4 @@
-"""LLMJudge: a reward from a language model with a rubric, behind any OpenAI-compatible endpoint.
+"""LLMJudge: a reward from a language model with a rubric, at any OpenAI-compatible endpoint.
 
 reward:
   path: lightrl.rewards.LLMJudge
@@ -61,18 +61,18 @@ class LLMJudge:
 
     Args:
         url: the endpoint's address without `/chat/completions`.
-        model: its name at the endpoint.
+        model: the model's name at the endpoint.
         rubric: the user message, in which {completion} (without its thinking), {thinking}, {prompt} (the last message)
-            and the prompt's fields are filled in. A completion that is only thinking is not sent; its score is lowest.
+            and the prompt's fields are filled in. A completion that is only thinking is not sent; it scores lowest.
         system: the system message, if any.
         score_pattern: a regular expression whose first group is the score; its last match counts.
         score_range: the scores that become the rewards 0 and 1; a score outside is an error.
         api_key_variable: the environment variable that contains the key; without it no key is sent.
         max_concurrent: maximum number of simultaneous requests per process.
-        deadline_s: for one trajectory, including all attempts; keep it below the reward's timeout.
-        temperature, max_tokens: of the LLM judge's answer; None leaves them out, for models that refuse them.
-        request: more arguments of the request, such as `{max_completion_tokens: 2048, reasoning_effort: low}`.
-        cache_size: scores to keep in memory.
+        deadline_s: time for one trajectory, including all attempts; keep it below the reward's timeout.
+        temperature, max_tokens: arguments of the request; None omits them, for models that refuse them.
+        request: additional arguments of the request, such as `{max_completion_tokens: 2048, reasoning_effort: low}`.
+        cache_size: number of scores to keep in memory.
         first_wait_s: pause before the second attempt; it doubles each time.
     """
 
@@ -131,7 +131,7 @@ class LLMJudge:
             if self._slots is None:
                 self._slots = asyncio.Semaphore(self._max_concurrent)
             async with self._slots:
-                self._cache[key] = self._read_score(await self._answer(question, trajectory), trajectory)
+                self._cache[key] = self._read_score(await self._ask(question, trajectory), trajectory)
         self._cache.move_to_end(key)
         score, answer = self._cache[key]
         while len(self._cache) > self._cache_size:
@@ -155,7 +155,7 @@ class LLMJudge:
                 "rubric, or write {{ and }} for literal braces."
             ) from error
 
-    async def _answer(self, question: str, trajectory: Trajectory) -> str:
+    async def _ask(self, question: str, trajectory: Trajectory) -> str:
         deadline = time.monotonic() + self._deadline_s
         wait_s, attempt, failure = self._first_wait_s, 0, "no answer"
         while (left_s := deadline - time.monotonic()) > 0:
@@ -172,7 +172,7 @@ class LLMJudge:
             if 400 <= status < 500 and status not in BUSY:
                 raise RewardError(
                     f"The LLM judge at {self._url} answered {label(trajectory)} with {failure}. Check url, model, key "
-                    "and rubric. If it refuses an argument, set max_tokens=None or temperature=None, and give others "
+                    "and rubric. If it refuses an argument, set max_tokens=None or temperature=None, and pass others "
                     "in request."
                 )
             pause_s = max(retry_s, wait_s * random.uniform(0.8, 1.2))
@@ -220,7 +220,7 @@ class LLMJudge:
         if match is None or _OR_ANOTHER.match(text, match.end()):
             raise RewardError(
                 f"The LLM judge's answer for {label(trajectory)} has no unambiguous score that matches "
-                f"{self._pattern.pattern!r}: {answer[-_MAX_SHOWN:]!r}. Request that form in the rubric, change "
+                f"{self._pattern.pattern!r}: {answer[-_MAX_SHOWN:]!r}. Ask for this format in the rubric, change "
                 "score_pattern, or increase max_tokens."
             )
         score = float(match[1].replace("−", "-"))

@@ -30,8 +30,8 @@ class RewardPart:
 
     Args:
         path: `package.module.function`, or a class, which is instantiated once per process and then called.
-        weight: factor of its reward in the sum.
-        name: for logs; the last part of the path if None.
+        weight: factor of this reward in the sum.
+        name: the name in logs; None means the last part of the path.
         arguments: keyword arguments in addition to the trajectory.
 
     Example:

@@ -38,7 +38,7 @@ _READ_BYTES = 1 << 16
 _MAX_REPLY_BYTES = 1 << 24
 _MAX_PROMPTS = 256  # cached as JSON: the trajectories of a group arrive at about the same time
 _STACK_WAIT_S = 0.5
-_CLOSED_WAIT_S = 3.0  # for a worker that closed its socket to exit: its descendants get a second
+_CLOSED_WAIT_S = 3.0  # time to exit after closing the socket; descendants get one second
 _MAX_LOG_LINES = 30  # the last lines that a worker printed, shown when it dies
 
 
@@ -59,8 +59,8 @@ class RewardPool(Supervisor[bytes]):
         search_paths: folders that come first on the workers' import path; the rest is as in this process.
         memory_limit_mib: limit on the data of each process and each of its children; a call that needs more fails
             with reason `killed` and its process is replaced. None for no limit. Not enforced on macOS.
-        recycle_after: calls after which a process is replaced by a new one, which starts before the old one ends; for
-            functions that leak memory. None for never.
+        recycle_after: number of calls after which a new process replaces the old one, which ends when the new one is
+            ready; for functions that leak memory. None for never.
 
     Example:
         pool = RewardPool("lightrl.rewards.math_answer", workers=2)
@@ -127,8 +127,8 @@ class WorkerProcess:
         self._printed = LineBuffer()
         self._log: deque[str] = deque(maxlen=_MAX_LOG_LINES)
         self._is_ready = False
-        self._is_ended = False  # whether it has closed the socket
-        self._first = self._next = 0  # index of the batch's first call, and of the next batch's, since the start
+        self._is_ended = False  # whether the child has closed the socket
+        self._first = self._next = 0  # number of calls before this batch, and before the next batch
 
     def is_ready(self, wait_s: float) -> bool:
         for line in [] if self._is_ready else self._receive_lines(wait_s):
@@ -235,12 +235,12 @@ class WorkerProcess:
         return bool(ready)
 
 
-def _reply(line: bytes, *forms: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
-    """Decodes a reply; raises WorkerDied if it has none of these forms, since then the worker did not write it."""
+def _reply(line: bytes, *schemas: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
+    """Decodes a reply; raises WorkerDied if it fits none of these schemas, since the worker did not write it then."""
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
-        form = next((form for form in forms if isinstance(record, dict) and record.keys() == form.keys()), {})
-        is_reply = form and all(type(record[name]) in types for name, types in form.items())
+        schema = next((one for one in schemas if isinstance(record, dict) and record.keys() == one.keys()), {})
+        is_reply = schema and all(type(record[name]) in types for name, types in schema.items())
         if is_reply and record.get("reason", "raised") in _REASONS:
             return record  # type: ignore[no-any-return]
     raise WorkerDied(

@@ -1,4 +1,4 @@
-"""Rows and reward of reasoning-gym's data sets, by name; needs `pip install reasoning-gym`.
+"""Rows of reasoning-gym's data sets, and the reward for them; needs `pip install reasoning-gym`.
 
     data:
       class_path: PromptDataModule
@@ -8,7 +8,7 @@
           arguments: {datasets: {leg_counting: {max_animals: 3}, spell_backward: {}}, size: 500}
     model: {init_args: {reward: lightrl.rewards.reasoning_gym.reward}}
 
-A row records where its entry comes from, and the reward generates the entry again, as some entries do not survive JSON.
+A row records where its entry comes from, and the reward generates the entry again, since JSON cannot store all entries.
 
 Source: https://github.com/open-thought/reasoning-gym, 0.1.25.
 """
@@ -32,14 +32,14 @@ _FIELD = "reasoning_gym"  # the column that says where an entry comes from
 def rows(
     split: str = "train", *, datasets: Sequence[str] | Mapping[str, JsonObject], size: int = 500, seed: int = 0
 ) -> Iterator[JsonObject]:
-    """Yields rows of the data sets in turn: `question`, `answer` (one of the correct ones), `dataset`.
+    """Yields a row of each data set in turn, with `question`, `answer` (one of the correct ones) and `dataset`.
 
     Entry i of a data set depends only on its seed + i, so each split and seed has a separate range of entries.
 
     Args:
         split: `train`, `validation` or `test`.
         datasets: names, or names with each data set's arguments, such as its difficulty.
-        size: rows of each data set.
+        size: number of rows per data set.
         seed: selects the entries.
 
     Raises:
@@ -59,7 +59,7 @@ def rows(
 
 
 def reward(trajectory: Trajectory) -> dict[str, float]:
-    """Returns the data set's score of the answer, 0 to 1, and `accuracy`, which is 1 for a full score.
+    """Returns the data set's score for the answer, from 0 to 1, and `accuracy`, which is 1 for a full score.
 
     The answer is the text in the last `<answer>…</answer>`, or everything after the thinking. It counts as wrong if the
     scorer raises ValueError or TypeError, as some do on text that is not a number. A completion that was cut off

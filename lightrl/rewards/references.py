@@ -1,4 +1,4 @@
-"""References with which rewards compare completions: several accepted answers; a check of all references at start."""
+"""The references that rewards compare completions with: lists of accepted answers, and a check before the run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Compared = dict[str, float | str | None]
 
 
 def any_answer(function: Callable[..., Compared]) -> Callable[..., Compared]:
-    """Lets the reference, the prompt's field `answer`, be a list of accepted answers; the best result counts.
+    """Allows the prompt's field `answer`, the reference, to be a list of accepted answers; the best result counts.
 
     Tuples, sets and NumPy arrays count as lists.
 
     Raises:
-        ValueError: if no completion can equal the reference: an empty list, or neither text nor a finite number.
+        ValueError: if no completion can equal the reference: it is an empty list, or neither text nor a finite number.
     """
 
     @functools.wraps(function)
@@ -58,9 +58,9 @@ def _is_comparable(answer: object) -> bool:
 
 
 class ReferenceCheck:
-    """Calls each of a reward's functions that comes from lightrl, on a completion without an answer, which is cheap.
+    """Calls those functions of a reward that are lightrl's on a completion without an answer, which is cheap.
 
-    So a prompt that lacks what they need is refused at the start, instead of being dropped in each iteration. Users'
+    A prompt that lacks what they need is thus refused at the start, instead of being dropped in each iteration. Users'
     functions are not called, since they may be slow or have side effects.
     """
 

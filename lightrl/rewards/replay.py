@@ -85,7 +85,7 @@ def replay(
     Args:
         source: a file of failed rewards or of the trajectory log, or trajectories.
         reward, timeout_s, memory_limit_mib, search_paths: as in `make_reward_worker`.
-        num: how many trajectories to use, from the start; None for all.
+        num: number of trajectories to use, from the start of the source; None for all.
         repeats: calls per trajectory, one after another so that latencies are accurate; a single call cannot show
             whether a reward is deterministic.
         decode: converts token ids to text with special tokens, for `raw` and for prompts without messages.
@@ -111,12 +111,12 @@ def replay(
 
 
 def _without_rewards(file: Path) -> Iterator[Trajectory]:
-    """Yields a file's trajectories without rewards; raises ValueError if a reward read a workspace, now deleted."""
+    """Yields a file's trajectories without rewards; raises ValueError if a reward read a workspace, now gone."""
     for where, _, trajectory in read_records(file):
         if trajectory.workspace is not None:
             raise ValueError(
-                f"{where} cannot be replayed: its reward read the workspace {trajectory.workspace}, now deleted. The "
-                "line's message says how it failed."
+                f"{where} cannot be replayed: its reward read the workspace {trajectory.workspace}, which has been "
+                "deleted. The line's message says how it failed."
             )
         trajectory.reward = None  # `rewards` stay: they came from an environment, not from the reward function
         yield trajectory

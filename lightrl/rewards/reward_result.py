@@ -138,7 +138,7 @@ class Runner:
                 yield task.result()
 
     def close(self) -> None:
-        """Cancels tasks that async calls left behind and closes the event loop; called on the thread of the calls."""
+        """Cancels tasks that async calls left behind and closes the event loop; call it in the thread of the calls."""
         if self._loop is None:
             return
         if hasattr(self.function, "aclose"):

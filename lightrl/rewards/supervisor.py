@@ -200,7 +200,7 @@ class SupervisedWorker(Generic[Request]):
         return is_usable
 
     def _ready_worker(self, worker: Worker[Request] | None) -> Worker[Request]:
-        """Returns a ready worker, the given one if possible; if the pool is closing, it may still be starting."""
+        """Returns a ready worker, if possible this one; if the pool is closing, the worker may not be ready yet."""
         for attempt in range(1 + _MAX_RESTARTS):
             try:
                 worker = worker or self._start_worker()
@@ -244,7 +244,7 @@ class SupervisedWorker(Generic[Request]):
                 )
 
     def _receive(self, worker: Worker[Request], batch: Sequence[_Call[Request]]) -> bool:
-        """Computes the rewards of a batch; returns False if the worker cannot be used again."""
+        """Sends a batch to the worker and settles its calls; returns False if the worker cannot be used again."""
         unfinished = dict(enumerate(batch))
         worker.send([call.request for call in batch])
         allowed_s = self.pool.timeout_s + (min(_ASYNC_GRACE_S, self.pool.timeout_s) if worker.runs_together else 0.0)
@@ -266,7 +266,7 @@ class SupervisedWorker(Generic[Request]):
                 death = WorkerDied(f"its reply pipe carried an invalid result: {error}")
             if outcomes:
                 settle_all((unfinished.pop(index).future, outcome) for index, outcome in outcomes.items())
-            if death is not None:  # outcomes received before the death count
+            if death is not None:  # outcomes that arrived before the death are kept
                 if unfinished:
                     self._blame(worker, unfinished, functools.partial(killed_error, self.pool.name, str(death)))
                 return False
@@ -293,7 +293,7 @@ class SupervisedWorker(Generic[Request]):
         unfinished: dict[int, _Call[Request]],
         error_of: Callable[[Trajectory], RewardError],
     ) -> None:
-        """Settles the call at fault with its error, and queues the others again."""
+        """Settles the call at fault and queues the others again; if the fault is unclear, queues each call alone."""
         calls = [unfinished[index] for index in sorted(unfinished)]
         if worker.runs_together and len(calls) > 1:
             for call in calls:

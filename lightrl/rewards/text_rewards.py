@@ -1,6 +1,6 @@
 """Rewards for the form of the text: pattern, tags, length, repetition, JSON. Add them to a reward for the content.
 
-Lengths count the tokens that the policy generated, over all turns.
+The length of a completion is the number of tokens that the policy generated in all turns.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def json_schema(trajectory: Trajectory, *, schema: Mapping[str, object] | None =
 
     Args:
         schema: a JSON Schema for all prompts, of draft 2020-12 unless its `$schema` names another; its `$ref`s must
-            stay inside it. None uses each prompt's field `schema`.
+            refer to parts of it. None uses each prompt's field `schema`.
 
     Returns:
         `reward`: 1 if it is valid against the schema, else 0; `is_json`: 1 if it is JSON; `extracted`, the parsed text.

@@ -9,7 +9,7 @@ Both directions carry one JSON value per line; a batch of trajectories follows t
                      {"index": 0, "reward": 1.0, "metrics": {...}, "rewards": null, "extracted": null}
                      or {"index": 0, "error": ..., "reason": ...}
 
-The function reads from /dev/null and prints into the pool's log. The process does not import torch.
+The function's standard input is /dev/null; the pool logs its output. The process does not import torch.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ QUIET: JsonObject = {
     "enable_model_summary": False,
 }  # fmt: skip
 
-# Weights of this size give peaked distributions, which reveal a wrong mask or shift.
+# Weights of this size produce peaked distributions, which reveal a wrong mask or shift.
 TINY_CONFIG: JsonObject = {
     "model_type": "qwen3", "vocab_size": len(LETTERS), "hidden_size": 16, "intermediate_size": 24,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
@@ -46,7 +46,7 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_policy(**options: Any) -> ModelSpec:
-    """Returns a Qwen3 policy with the same random weights each time; `options` are ModelSpec's."""
+    """Returns a Qwen3 policy with the same random weights each time; `options` are arguments of ModelSpec."""
     return ModelSpec(**{"config": TINY_CONFIG, "tokenizer": "lightrl.testing.char_tokenizer", "seed": 0, **options})
 
 
@@ -62,7 +62,7 @@ def make_trajectory(
     versions: Sequence[int] | None = None,
     **others: Any,
 ) -> Trajectory:
-    """Makes a trajectory of one turn; `fields` are the prompt's, `versions` the completion tokens' versions (or 0)."""
+    """Makes a trajectory of one turn; `fields` are the prompt's; `versions` lists one per completion token (or 0)."""
     num = len(completion_ids)
     return Trajectory(
         prompt=Prompt(id=f"prompt-{group_id}", token_ids=list(prompt_ids), fields=dict(fields or {})),
@@ -80,7 +80,7 @@ def make_trajectory(
 
 
 def make_groups(rewards: Sequence[Sequence[float]], **settings: Any) -> list[Group]:
-    """Makes one group per row of rewards; `settings` are those of `make_trajectory`."""
+    """Makes one group per row of rewards; `settings` are arguments of `make_trajectory`."""
     groups = []
     for group_id, row in enumerate(rewards):
         trajectories = [

@@ -1,7 +1,7 @@
-"""One row for each setting of AReaL: its counterpart in lightrl, or why it has none.
+"""A table with one row for each setting of AReaL: its counterpart in lightrl, or why it has none.
 
-The names are those of AReaL's `areal/api/cli_args.py` and of its example configurations since August 2025. A row
-with the exact name applies, otherwise the first whose `*` matches.
+The names are those in AReaL's `areal/api/cli_args.py` and in its example configurations since August 2025. The row
+with the exact name applies or, if there is none, the first row with a matching pattern (`*`).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from lightrl.trajectory import JsonMapping, JsonObject
 
 @dataclass(frozen=True)
 class Outcome:
-    """The conversion of one key: to lightrl settings, or none if their default fits; or why it is left out."""
+    """The result for one key: lightrl settings (none if their defaults do the same), or why it has no counterpart."""
 
     settings: JsonMapping = field(default_factory=dict)
     note: str = ""  # how the run still differs after conversion
     left: str = ""  # why it has no counterpart
 
 
-Leaves = JsonMapping  # AReaL's settings by dotted key
+Leaves = JsonMapping  # AReaL's settings by their dotted keys
 Rule = Callable[[Any, Leaves], Outcome]
 _GROUP_OR_BATCH = ("group", "batch")
 
 
 def to(name: str) -> Rule:
-    """Returns a rule that copies the value to the setting `name` of lightrl; null keeps the default."""
+    """Returns a rule that copies the value to lightrl's setting `name`; null keeps the default."""
     return lambda value, areal: Outcome() if value is None else Outcome({name: value})
 
 
@@ -44,7 +44,7 @@ def left(reason: str) -> Rule:
 
 
 def only(*values: object, else_: str) -> Rule:
-    """Returns a rule that accepts only these values, which match what lightrl always does."""
+    """Returns a rule that drops these values, which match what lightrl always does; others are refused with `else_`."""
     return lambda value, areal: Outcome() if value is None or value in values else Outcome(left=else_)
 
 
@@ -113,7 +113,7 @@ def activation_checkpointing(value: bool | None, areal: Leaves) -> Outcome:
     rules = {"allocation_mode": allocation, "rollout.backend": rollout_backend, "actor.backend": actor_backend}
     if any("strategy.class_path" in rule(areal[key], areal).settings for key, rule in rules.items() if key in areal):
         return Outcome({"strategy.activation_checkpointing": True})
-    return Outcome(left="one process does not recompute activations; set trainer.strategy to FSDP2Strategy with it")
+    return Outcome(left="one process does not recompute activations; set trainer.strategy to FSDP2Strategy, which can")
 
 
 def policy(path: str, areal: Leaves) -> Outcome:
@@ -291,7 +291,7 @@ def staleness(value: int, areal: Leaves) -> Outcome:
 
 def transport(value: str, areal: Leaves) -> Outcome:
     transport = {"disk": "disk", "xccl": "distributed", "nccl": "distributed"}.get(value)
-    return Outcome({"engine.transport": transport}) if transport else Outcome(left="see engine.transport for ours")
+    return Outcome({"engine.transport": transport}) if transport else Outcome(left="see engine.transport")
 
 
 def source(path: str) -> str | dict[str, str]:
@@ -405,7 +405,7 @@ ROWS: dict[str, Rule] = {
     "cluster.n_nodes": nodes,
     "cluster.n_gpus_per_node": to("launch.gpus_per_node"),
     "cluster.cluster_name": left(_PLACEMENT),
-    "cluster.name_resolve.*": left("lightrl keeps no key-value store; lightrl launch gives each process the addresses"),
+    "cluster.name_resolve.*": left("lightrl has no key-value store; lightrl launch passes addresses to each process"),
     "allocation_mode": allocation,
     "rollout.backend": rollout_backend,
     "actor.backend": actor_backend,
@@ -434,7 +434,7 @@ ROWS: dict[str, Rule] = {
     "gconfig.stop_token_ids": to("model.sampling.stop_token_ids"),
     "gconfig.greedy": only(False, else_="a group's completions would be equal"),
     "gconfig.max_tokens": left("a completion is bounded by max_new_tokens and the model's context"),
-    "gconfig.frequency_penalty": only(0, else_="tokens are sampled from the policy itself, so that training is exact"),
+    "gconfig.frequency_penalty": only(0, else_="training assumes that tokens are sampled from the policy itself"),
     "gconfig.*": left("completions end at stop tokens; see model.sampling"),
     "rollout.max_head_offpolicyness": staleness,
     "rollout.max_concurrent_rollouts": to("callbacks.StalenessControl.max_concurrent"),
@@ -458,7 +458,7 @@ ROWS: dict[str, Rule] = {
     "actor.attn_impl": left("transformers' default applies; see attn_implementation of ModelSpec"),
     "actor.is_critic": only(False, else_="the policy is a language model"),
     "actor.mb_spec.max_tokens_per_mb": to("model.microbatch_tokens"),
-    "actor.mb_spec.*": left("microbatches follow from model.microbatch_tokens"),
+    "actor.mb_spec.*": left("model.microbatch_tokens determines the microbatches"),
     "actor.pad_to_maximum": only(False, else_="microbatches are packed"),
     "actor.use_lora": used_by("actor.path"),
     "actor.lora_*": used_by("actor.path"),
@@ -515,9 +515,9 @@ ROWS: dict[str, Rule] = {
     "actor.megatron.*": left("see Parallel3DStrategy"),
     "actor.archon.*": left("see Parallel3DStrategy"),
     "ref.path": lambda value, areal: Outcome(),
-    "ref.scheduling_strategy.*": left("roles share the trainer's GPUs, or have a mesh: of their own"),
+    "ref.scheduling_strategy.*": left("roles share the trainer's GPUs, or have a separate mesh"),
     "critic.path": to("model.critic.model"),
-    "critic.is_critic": only(True, else_="a critic gives one number per position"),
+    "critic.is_critic": only(True, else_="a critic returns one number per position"),
     "critic.optimizer.lr": to("model.critic.lr"),
     "critic.optimizer.weight_decay": to("model.critic.weight_decay"),
     "critic.eps_clip": to("model.value_clip"),
@@ -563,7 +563,7 @@ ROWS: dict[str, Rule] = {
     "*.fileroot": repeats("cluster.fileroot"),
 }  # fmt: skip
 
-# AReaL's defaults that differ from lightrl's, by the section that must be present.
+# AReaL's defaults that differ from lightrl's, by section; they apply if the file has the section.
 DEFAULTS: dict[str, JsonObject] = {
     "gconfig.": {"gconfig.n_samples": 1, "gconfig.max_new_tokens": 16384},
     "actor.": {"actor.ppo_n_minibatches": 4},

@@ -26,9 +26,9 @@ from lightrl.commands.convert.areal_keys import (
 from lightrl.trajectory import JsonMapping, JsonObject
 
 _DESCRIPTION = """\
-Turns a configuration of AReaL (since August 2025) into a YAML for lightrl fit and launch, on stdout or in FILE. On
-stderr: every setting that has no counterpart, with the reason, and every one that lightrl does not know. Returns 0
-if everything was converted, 1 if some settings were not, 2 if the file cannot be read.
+Turns a configuration of AReaL (since August 2025) into a YAML for lightrl fit and launch, on stdout or in FILE. Lists
+on stderr the settings that have no counterpart, with reasons, and those that lightrl does not know. Returns 0 if
+everything was converted, 1 if some settings were not, 2 if the file cannot be read.
 """
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _SECTIONS = ("seed_everything", "trainer", "model", "data", "launch")  # in this order
@@ -42,7 +42,7 @@ class Conversion:
     converted: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)  # key → why
     unknown: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)  # lightrl settings that a run needs and the file does not give
+    missing: list[str] = field(default_factory=list)  # lightrl settings that a run needs but the file does not set
     notes: dict[str, str] = field(default_factory=dict)  # key → how the converted setting behaves differently
 
 
@@ -155,7 +155,7 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _resolved(value: object, given: JsonMapping, tree: JsonMapping, path: tuple[str, ...]) -> object:
-    """Returns the value with each `${other.key}` replaced, except missing keys and keys that refer to themselves."""
+    """Returns the value with each reference `${other.key}` resolved, except references to missing keys and cycles."""
     if not isinstance(value, str):
         return value
     if whole := _REFERENCE.fullmatch(value):

@@ -1,4 +1,4 @@
-"""Reads a run's first prompts, and reports on all train and validation rows, with every bad row."""
+"""Reads a run's first prompts, and reports on all train and validation rows, including every bad one."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lightrl.models.model_spec import global_seed
 from lightrl.module import RLModule
 from lightrl.trajectory import Prompt
 
-_MAX_PROBLEMS = 20  # shown per split
+_MAX_PROBLEMS = 20  # maximum number shown per split
 
 
 @dataclass
 class SplitReport:
-    """Counts and problems of a split's prompts, or rows of data."""
+    """Counts and problems of the prompts, or data rows, in a split."""
 
     name: str
     num_tokens: list[int] = field(default_factory=list)  # of each prompt, with its completion if the data has one
@@ -62,7 +62,7 @@ def repeats(train: SplitReport, validation: SplitReport) -> list[str]:
 
 
 def attach(module: L.LightningModule, datamodule: L.LightningDataModule | None) -> None:
-    """Prepares the data with the module's tokenizer; raises UsageError if the config has none."""
+    """Prepares the data with the module's tokenizer; raises UsageError if the config has no data."""
     if datamodule is None:
         raise UsageError("lightrl doctor needs prompts. Add a `data:` section to the config.")
     if hasattr(datamodule, "attach"):
@@ -87,7 +87,7 @@ def first_prompts(module: RLModule, datamodule: L.LightningDataModule, num: int)
 def read_split(
     datamodule: PromptDataModule, split: Literal["train", "validation"], max_rows: int | None = None
 ) -> SplitReport:
-    """Reads a split, up to about `max_rows` rows; if a subclass makes its own prompts, counts those."""
+    """Reads a split, or about `max_rows` of its rows; if a subclass makes prompts without rows, counts these."""
     report, num_read = SplitReport(split), 0
     if not datamodule.makes_prompts_of_rows:
         if split in datamodule.prompts:
@@ -109,7 +109,7 @@ def read_split(
 
 
 def check_data(module: L.LightningModule, datamodule: L.LightningDataModule) -> int:
-    """Prints counts of the train and validation rows, and the bad rows; returns 1 if there are any."""
+    """Prints counts of the train and validation rows, and all bad rows; returns 1 if there are bad rows."""
     attach(module, datamodule)
     if not isinstance(datamodule, PromptDataModule) or not datamodule.makes_prompts_of_rows:
         name = type(datamodule).__name__

@@ -15,7 +15,7 @@ from lightrl.checks.printable import count_text, escape_unprintable
 from lightrl.module import RLModule
 from lightrl.rewards import ReplayRow, replay
 
-_SHOWN_COLUMNS = 600  # at most, of each text
+_SHOWN_COLUMNS = 600  # maximum width of each text
 
 
 def recompute_rewards(source: Any, module: RLModule, repeats: int, **settings: Any) -> list[ReplayRow]:

@@ -58,7 +58,7 @@ from lightrl.trajectory import Group, Trajectory
 _MAX_ROWS = 20_000  # per split; reading them takes about a minute
 _LEAST_FREE = 0.1  # fraction of the host's memory; with less free, even starting the run may fail
 _LEAST_DISK_BYTES = 2**30
-_SHOWN_CHARS = 60  # from the end of a prompt
+_SHOWN_CHARS = 60  # the last characters of a prompt
 _SHOWN_PROBLEMS = 3
 Status = Literal["ok", "warning", "fails"]
 _NUM_ITERATIONS = 2
@@ -89,7 +89,7 @@ def check_run(args: Sequence[str], callbacks: Sequence[L.Callback]) -> int:
 
 
 class _RunCheck(LightRLCLI):
-    """Runs two iterations of `lightrl fit`, without its output, and checks before and after them."""
+    """Runs two iterations of `lightrl fit`, without its output, and makes checks before and after them."""
 
     def __init__(self, folder: Path, args: Sequence[str], callbacks: Sequence[L.Callback]) -> None:
         self.folder = folder
@@ -112,7 +112,7 @@ class _RunCheck(LightRLCLI):
         if engine_args.get("urls"):  # the servers are already running
             engine_args.timeouts.startup_s = min(engine_args.timeouts.startup_s, _ANSWER_S)
         folder = engine_args.get("weight_folder")
-        if folder is not None:  # servers on other hosts need it too; other runs may use it
+        if folder is not None:  # a shared folder: servers on other hosts read it, and other runs may use it
             Path(folder).mkdir(parents=True, exist_ok=True)
             prefix = own_prefix("lightrl-doctor-", Path(folder))
             self._weights = tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True)
@@ -208,7 +208,7 @@ def _num_batches(datamodule: Any, limit: Any) -> int:
 class Trial(RLCallback):
     """Ends the run after two iterations and measures them; it is the last callback, so it sees what the others log."""
 
-    checkpoints: Sequence[ModelCheckpoint] = ()  # the run's; the trial itself has none
+    checkpoints: Sequence[ModelCheckpoint] = ()  # those of the run; the trial itself saves none
     length: tuple[float, float, float] = (0, 0, 0)  # see `run_length`
     trajectories: list[Trajectory] = field(default_factory=list)  # of both iterations
     dropped: dict[str, list[str]] = field(default_factory=dict)  # reason → messages
@@ -254,7 +254,7 @@ class Trial(RLCallback):
 
 
 def _state_bytes(module: RLModule, optimizers: list[torch.optim.Optimizer]) -> int:
-    """Returns the bytes of a checkpoint over all ranks: weights of the saved roles, and state of the optimizers."""
+    """Returns the bytes of a checkpoint of all ranks: the weights of the saved roles and the optimizer states."""
     models = (getattr(module, name, None) for name in module.saved_roles())
     trained = [model for model in models if isinstance(model, torch.nn.Module)]
     tensors: list[torch.Tensor] = [parameter for model in trained for parameter in model.parameters()]
@@ -345,7 +345,7 @@ def _rewards(trial: Trial, module: RLModule) -> Iterator[Finding]:
 
 
 def run_length(trainer: L.Trainer, checkpoints: Sequence[ModelCheckpoint]) -> tuple[float, float, float]:
-    """Returns the numbers of iterations (infinite if nothing ends the run), validations, and checkpoints kept."""
+    """Returns how many iterations (infinite if nothing ends the run), validations and kept checkpoints a run has."""
     iterations, epoch = float(trainer.estimated_stepping_batches), trainer.num_training_batches
     interval = (trainer.val_check_batch or math.inf) * (trainer.check_val_every_n_epoch or 1)
     files = 0.0

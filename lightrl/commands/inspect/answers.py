@@ -1,6 +1,6 @@
-"""Answers the page's questions with plain JSON, the same from the server and in an exported file.
+"""Answers the page's questions with plain JSON, in the same way for the server and for an exported file.
 
-Curves, each token of a trajectory, images, the events of an iteration from the trace of all ranks, and problems.
+The questions are about curves, trajectories token by token, images, the traced events of an iteration, and problems.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_TOKENS = 100_000  # shown per trajectory, at most
 _MAX_IMAGE_BYTES = 32 * 2**20
 _KINDS = {b"\x89PNG\r\n": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
 
-_STEPS = ("step", "iteration")  # name of the horizontal axis's column, in CSVLogger and in LearningCurve
+_STEPS = ("step", "iteration")  # the column for the horizontal axis, as CSVLogger and LearningCurve name it
 _NOT_CURVES = ("epoch", "created_at")
 _FIRST_FILES = 8  # files to index before the table's first page
 _UPDATE_S = 2.0  # seconds between two updates of an index
@@ -117,7 +117,7 @@ def _reading_files(question: str) -> Iterator[None]:
 
 
 class Answers:
-    """Answers questions about runs, numbered by position, from any thread; `cache` is the folder for the indices."""
+    """Answers questions from any thread; a run's number is its position in `runs`; `cache` is a folder for indices."""
 
     def __init__(self, runs: Sequence[Run], cache: Path | None = None) -> None:
         self.runs = [_OpenRun(run, cache) for run in runs]
@@ -223,7 +223,7 @@ class TokenTexts:
 
 
 def as_shown(record: Json, texts: TokenTexts) -> Json:
-    """Returns a record of TrajectoryLog in the page's form: lists with one entry per token."""
+    """Converts a record of TrajectoryLog to what the page shows: lists with one entry per token."""
     trajectory = record["trajectory"]
     token_ids = trajectory["token_ids"][:MAX_TOKENS]
     num = len(token_ids)
@@ -297,7 +297,7 @@ _CHUNK = 2**22
 
 
 class Timeline:
-    """Finds where each iteration begins in the trace files; when a file has grown, reads only the new part."""
+    """Finds where each iteration begins in the trace files; if a file has grown, only its new part is read."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "trace"
@@ -306,7 +306,7 @@ class Timeline:
 
     def iterations(self) -> list[int]:
         for path in trace_files(self._folder):
-            self._scan(path)
+            self._find_iterations(path)
         return sorted({iteration for marks in self._marks.values() for iteration, _ in marks})
 
     def summary(self) -> Json | None:
@@ -318,7 +318,7 @@ class Timeline:
         return summary
 
     def events(self, iteration: int) -> Json:
-        """Returns rows by rank and track, and events as [row, name, category, start in ms, duration in ms, args]."""
+        """Returns a row per rank and track, and events as [row, name, category, start in ms, duration in ms, args]."""
         self.iterations()
         names: dict[tuple[int, int], str] = {}
         events: list[Json] = []
@@ -351,7 +351,7 @@ class Timeline:
             "memory": memory,
         }
 
-    def _scan(self, path: Path) -> None:
+    def _find_iterations(self, path: Path) -> None:
         stat = path.stat()
         inode, done = self._scanned.get(path, (stat.st_ino, 0))
         if inode != stat.st_ino or stat.st_size < done:

@@ -47,7 +47,7 @@ _COLUMNS = ", ".join(f'"{name}"' for name in COLUMNS)
 
 
 class TrajectoryIndex:
-    """The index of one run, kept in the user's cache, or in `cache`; `update` is called from one thread at a time."""
+    """The trajectory table of one run, in the user's cache or in `cache`; one thread at a time may call `update`."""
 
     def __init__(self, folder: Path, cache: Path | None = None) -> None:
         self._folder = folder
@@ -89,7 +89,7 @@ class TrajectoryIndex:
     def page(
         self, query: str = "", sort: str = "iteration", *, descending: bool = True, offset: int = 0, limit: int = 100
     ) -> Json:
-        """Returns one page of matching rows, and how many match in all.
+        """Returns one page of the rows that match, and the total number of matches.
 
         Args:
             query: words that the prompt or the completion must contain, and conditions: `reward<0.5`.
@@ -160,7 +160,7 @@ def _dicts(rows: Iterable[Sequence[object]]) -> list[Json]:
 
 
 def condition(query: str) -> tuple[str, list[object], list[str]]:
-    """Returns the query's SQL, its values, and notes on words that look like conditions but are searched as text."""
+    """Returns a query as SQL, its values, and notes on words that look like conditions but are searched as text."""
     clauses: list[str] = []
     values: list[object] = []
     notes: list[str] = []
@@ -179,7 +179,7 @@ def condition(query: str) -> tuple[str, list[object], list[str]]:
         elif name not in _NUMBERS or text:  # a number that is still being typed is not a word
             clauses.append(f"({' OR '.join(f'instr(lower({column}), ?)' for column in _TEXTS)})")
             values += [word.encode().lower().decode()] * len(_TEXTS)  # ASCII only, like SQLite's lower
-            notes += [_note(word, name, text)] if match else []
+            notes += [_why_searched_as_text(word, name, text)] if match else []
     return ("WHERE " + " AND ".join(clauses) if clauses else ""), values, notes
 
 
@@ -191,15 +191,16 @@ def finite_number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _note(word: str, name: str, text: str) -> str:
-    names = (*_NUMBERS, "finish")
-    if name == "finish":
+def _why_searched_as_text(word: str, column: str, value: str) -> str:
+    """Explains what is wrong with a word that looks like a condition, such as `reward>abc`."""
+    columns = (*_NUMBERS, "finish")
+    if column == "finish":
         reason = "finish takes = or !=."
-    elif name in names:
-        reason = f"{text} is not a number."
+    elif column in columns:
+        reason = f"{value} is not a number."
     else:
-        hint = did_you_mean(name.lower(), names, num=1) or f" Columns: {', '.join(names)}."
-        reason = f"There is no column {name}.{hint}"
+        hint = did_you_mean(column.lower(), columns, num=1) or f" Columns: {', '.join(columns)}."
+        reason = f"There is no column {column}.{hint}"
     return f"{word} is searched as text. {reason}"
 
 

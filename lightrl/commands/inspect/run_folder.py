@@ -15,9 +15,9 @@ import yaml
 from lightrl.checks.secret_settings import without_secrets
 
 _SIGNS = ("metrics.csv", "trajectories", "trace", "status.json", "learning_curve.csv", "problems")
-Json = dict[str, Any]  # a JSON object of a file or an answer
+Json = dict[str, Any]  # a JSON object from a file or in an answer
 MAX_BYTES = 2**26  # maximum to read from a file at a time
-_DEPTH = 3  # folders from a named one down to its runs: <root>/lightning_logs/version_0
+_DEPTH = 3  # levels of folders to search for runs, such as <root>/lightning_logs/version_0
 
 
 def open_file(path: Path, *, follows_link: bool = False) -> BinaryIO:
@@ -66,7 +66,7 @@ class Run:
             return {}
         settings: dict[str, str] = {}
         for name, text in _flat(without_secrets(config, "(not shown)"), ""):
-            settings[name] = f"{settings[name]}, {text}" if name in settings else text  # two callbacks of a class
+            settings[name] = f"{settings[name]}, {text}" if name in settings else text  # two callbacks of one class
         return settings
 
 
@@ -83,7 +83,7 @@ def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:
 
 
 def find_runs(paths: Iterable[Path]) -> list[Run]:
-    """Returns each folder that is a run, or otherwise the runs in it, newest last."""
+    """Returns the runs at these paths: a run folder itself, or else all runs in a folder, newest last."""
     folders: list[Path] = []
     for path in paths:
         runs = _runs_in(path.absolute(), _DEPTH)

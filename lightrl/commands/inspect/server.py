@@ -92,8 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, question: str, values: dict[str, str]) -> None:
         answers = self.server.page.answers
         if question == "image":
-            kind, content = answers.image(values)
-            self._send(HTTPStatus.OK, kind, content)
+            self._send(HTTPStatus.OK, *answers.image(values))
         else:
             self._send_json(HTTPStatus.OK, answers.answer(question, values))
 

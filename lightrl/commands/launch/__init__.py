@@ -2,7 +2,7 @@
 
 Reading order:
     settings.py     Launch: the section `launch:` of the YAML, and AReaL's allocation strings
-    plan.py         the run's facts; the plan: ranks and servers on hosts and GPUs, whether the model fits
+    plan.py         which ranks and servers run on which hosts and GPUs, and whether the model fits
     launcher.py     the protocol of launchers, the folder of a launch, its scripts and log files
     slurm.py        a job on a Slurm cluster; scripts.py: files for torchrun and Kubernetes
     local.py        processes on this machine; ray.py: the same on the hosts of a Ray cluster

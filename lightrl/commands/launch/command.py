@@ -71,7 +71,7 @@ class LaunchedCLI(UnstartedCLI):
     launched: Plan | None = None
 
     def before_instantiate_classes(self) -> None:
-        """Applies the settings of a preliminary plan, without the memory check, which needs the models built."""
+        """Applies the settings of a preliminary plan; memory is checked later, when the models have been built."""
         settings = self.config[self.config.subcommand]
         if settings.get("launch") is None:
             return
@@ -98,7 +98,7 @@ def plan_of(settings: JsonMapping, *, folder: str, is_shown: bool = False, memor
 
     Args:
         memory: the fields of RunFacts that the memory check needs; None skips the check.
-        is_shown: whether the plan is printed; if so, hosts that a job does not have yet are called `node1` and so on.
+        is_shown: whether the plan is shown, not started; hosts not known yet are then called `node1` and so on.
     """
     launch = Launch.of(settings["launch"])
     facts = replace(facts_of(settings), **(memory or {}))
@@ -135,7 +135,7 @@ def launch(args: Sequence[str]) -> int:
     make = functools.partial(plan_of, cli.given, memory=cli.memory_facts())
     root = cli.launched.facts.root
     is_dry = "--dry-run" in args
-    plan = make(folder=str(Path(root).absolute() / "launch-N"))  # raises before a folder is made
+    plan = make(folder=str(Path(root).absolute() / "launch-N"))  # raises any error before a folder is made
     if not is_dry:
         plan = make(folder=str(make_folder(root)))
     launcher = _LAUNCHERS[plan.launch.launcher](plan)

@@ -36,7 +36,7 @@ class Launcher(Protocol):
     """Starts a plan's processes on their hosts, watches them, and stops them in order: the trainer first."""
 
     def files(self) -> Mapping[str, str]:
-        """Returns the launcher's files: name in the launch's folder → text; `--dry-run` shows them. By default none."""
+        """Returns the files that the launcher writes: name in the launch's folder → text. By default there are none."""
         return {}
 
     def start(self) -> None:
@@ -79,10 +79,10 @@ def write_files(plan: Plan, config: str, files: Mapping[str, str]) -> None:
 
 
 class LaunchState:
-    """`launch.json`, from which `lightrl status` reads the state of a launch.
+    """The file `launch.json`, from which `lightrl status` reads the state of a launch.
 
     Args:
-        facts: about the launch as a whole, such as the job's number.
+        facts: properties of the whole launch, such as the job number.
     """
 
     def __init__(self, plan: Plan, **facts: object) -> None:
@@ -92,7 +92,7 @@ class LaunchState:
         self.set({}, state="starting")
 
     def set(self, of_processes: Mapping[str, str], **facts: object) -> None:
-        """Records the states of processes by name, and facts about the launch."""
+        """Records the state of each process by its name, and properties of the launch."""
         for name, state in of_processes.items():
             self._content["processes"][name]["state"] = state
         self._content |= facts | {"at": time.time()}

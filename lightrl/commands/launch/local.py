@@ -1,7 +1,7 @@
 """LocalLauncher: runs all ranks and servers on this machine, each with its share of the GPUs.
 
 Between the launcher and each process is a guard (concurrency/parent_guard.py), which ends the process and everything it
-started when the launcher ends, even by `kill -9`.
+started when the launcher ends, even if it is killed with `kill -9`.
 
     start ─► all run ── one fails ──► stop the others ─► retries left? restart all from the newest checkpoint
                    ├─── servers fail ──► retries left? restart only the servers; they get the run's weights
@@ -32,7 +32,7 @@ RESUME = ("--ckpt_path", "last")
 
 
 class GuardedProcesses:
-    """Starts and stops commands on this host, by name; when this process ends, they are killed.
+    """Starts and stops named commands on this host; they are killed when this process ends.
 
     No method waits, so a launcher on another host can call them too.
     """
@@ -82,7 +82,7 @@ class GuardedProcesses:
 
 
 class LocalLauncher(Launcher):
-    """Starts a plan's processes as children of this process; `write` gets messages and the output of rank 0."""
+    """Starts a plan's processes as children of this process; passes messages and the output of rank 0 to `write`."""
 
     def __init__(self, plan: Plan, *, write: Callable[[str], object] = sys.stderr.write) -> None:
         self.plan = plan
@@ -97,12 +97,12 @@ class LocalLauncher(Launcher):
         if self._state is None:
             self._state = LaunchState(self.plan, pid=os.getpid())
         self._place()
-        for process in sorted(self.plan.processes, key=lambda one: one.role):  # servers first: they need longer
+        for process in sorted(self.plan.processes, key=lambda one: one.role):  # servers first: they start slowly
             self._start(process)
         self._note(state="running", restarts=self._num_restarts)
 
     def wait(self) -> int:
-        """Returns the exit code of the first process that failed, or 0; restarts as often as `recover` allows."""
+        """Waits for the run and restarts it as often as `recover` allows; returns 0 or the exit code of a failure."""
         while True:
             failed = self._watch()
             if failed is None:
@@ -140,7 +140,7 @@ class LocalLauncher(Launcher):
         self._note(state="ended")
 
     def _place(self, *, while_ranks_run: bool = False) -> None:
-        """Sets `hosts` to hosts that can start the plan's processes; `while_ranks_run`: gives up if the ranks exit."""
+        """Finds hosts for the plan's processes (in subclasses); with `while_ranks_run`, gives up if the ranks exit."""
 
     def _watch(self) -> tuple[str, int] | None:
         """Waits until all ranks are done, or returns name and exit code of a process that failed."""

@@ -48,12 +48,12 @@ class RunFacts:
     weight_folder: str | None = None
     meshes: Mapping[str, RoleMesh] = field(default_factory=dict)  # role → mesh
     root: str = "."  # trainer.default_root_dir
-    planned: PlannedRun | None = None  # the models' sizes, to estimate memory; None if unknown
-    unknown: str = ""  # why the sizes are unknown
+    planned: PlannedRun | None = None  # the models and batch sizes, to estimate memory; None if unknown
+    unknown: str = ""  # why `planned` is unknown
 
 
 def facts_of(settings: JsonMapping) -> RunFacts:
-    """Collects a run's facts from the parsed settings of `lightrl fit`.
+    """Reads RunFacts from the parsed settings of `lightrl fit`.
 
     Raises:
         ValueError: if the number of the trainer's devices is not known before the run.
@@ -84,14 +84,14 @@ def facts_of(settings: JsonMapping) -> RunFacts:
 
 
 def _class(value: object) -> tuple[str | None, JsonMapping]:
-    """Returns class name and arguments of `{class_path: …, init_args: …}` or of a bare name."""
+    """Returns the class name and the arguments in `{class_path: …, init_args: …}`, or in a class name alone."""
     if not isinstance(value, Mapping):
         return (None if value is None else str(value).rpartition(".")[2]), {}
     return str(value.get("class_path", "")).rpartition(".")[2], value.get("init_args") or {}
 
 
 def _fields(value: object) -> JsonMapping:
-    """Returns the fields of a role or model, which may be given as a class with its arguments."""
+    """Returns the fields of a role or model, which may be written as a class with its arguments."""
     if not isinstance(value, Mapping):
         return {}
     return value.get("init_args") or {} if "class_path" in value else value
@@ -124,14 +124,14 @@ class Plan:
     on_cpu: bool
     processes: tuple[Process, ...]
     settings: JsonMapping  # override the run's settings
-    facts: RunFacts = field(default_factory=RunFacts)  # of the run, before the launch
+    facts: RunFacts = field(default_factory=RunFacts)  # the run's settings before the plan overrides them
     notes: tuple[str, ...] = ()
 
     def of(self, role: str) -> list[Process]:
         return [process for process in self.processes if process.role == role]
 
     def of_memory(self, run: PlannedRun) -> PlannedRun:
-        """Returns the run's sizes with the ranks and servers of this launch."""
+        """Returns the run on the ranks and servers of this launch, to estimate its memory."""
         return _launched(run, self.layout, _trainer_split(self.layout, self.facts))
 
     @property
@@ -171,7 +171,7 @@ def make_plan(
     needed = layout.ranks + (served and -layout.ranks % layout.tp) + served  # each server starts at a multiple of tp
     gpus = launch.gpus_per_node or gpus_per_host or -(-needed // launch.nodes)
     split = _trainer_split(layout, facts)
-    settings, notes = _settings(layout, facts)
+    settings, notes = _changed_settings(layout, facts)
     notes += [facts.assumed] if facts.assumed else []
     ranks_of, servers_of = place(layout, launch.nodes, gpus, split[1])
     check_model(layout, facts, split)
@@ -262,8 +262,8 @@ def _trainer_split(layout: Layout, facts: RunFacts) -> tuple[int, int]:
     return pp, facts.trainer_tp if layout.trainer_tp is None else layout.trainer_tp
 
 
-def _settings(layout: Layout, facts: RunFacts) -> tuple[JsonObject, list[str]]:
-    """Returns the settings that this layout changes, and notes about them."""
+def _changed_settings(layout: Layout, facts: RunFacts) -> tuple[JsonObject, list[str]]:
+    """Returns the settings that this layout changes, with notes; raises ValueError if it contradicts the run's."""
     trainer: JsonObject = {}
     notes: list[str] = []
     strategy_split = (facts.trainer_pp, facts.trainer_tp)
@@ -341,7 +341,7 @@ def _servers(
 
 
 def check_model(layout: Layout, facts: RunFacts, split: tuple[int, int]) -> None:
-    """Raises ValueError if ranks, meshes or the model's sizes do not allow the layout; `split` is (pp, tp)."""
+    """Raises ValueError if the ranks, a mesh or the model's dimensions do not allow the layout; `split` is (pp, tp)."""
     pp, tp = split
     if layout.ranks % (pp * tp):
         raise ValueError(
@@ -365,7 +365,7 @@ def check_model(layout: Layout, facts: RunFacts, split: tuple[int, int]) -> None
 
 
 def _launched(run: PlannedRun, layout: Layout, split: tuple[int, int]) -> PlannedRun:
-    """Returns the run's sizes with the ranks and servers of this layout."""
+    """Returns the run on the ranks and servers of this layout; `split` is (pp, tp)."""
     run = run if layout.ranks == run.world else run.over(layout.ranks, *split)
     if run.engine is None or not layout.servers:
         return run
@@ -373,7 +373,7 @@ def _launched(run: PlannedRun, layout: Layout, split: tuple[int, int]) -> Planne
 
 
 def check_memory(layout: Layout, facts: RunFacts, split: tuple[int, int], gpu_memory_gb: float | None) -> list[str]:
-    """Returns a line on the memory that ranks and servers need; raises ValueError if a GPU has less."""
+    """Returns a line about the memory that ranks and servers need; raises ValueError if a GPU has less."""
     if facts.planned is None:
         return [facts.unknown] if facts.unknown else []
     run = _launched(facts.planned, layout, split)

@@ -1,7 +1,7 @@
 """TorchrunLauncher and KubernetesLauncher: write files for another program; they start nothing.
 
-TorchrunLauncher writes scripts that a user or another program starts on each host: one whose torchrun starts the host's
-ranks, and a separate one for its servers.
+TorchrunLauncher writes scripts that a user or another program starts on each host: one starts the host's ranks with
+torchrun, and a separate one starts its servers.
 
 KubernetesLauncher writes manifests: a TrainJob (Kubeflow Trainer 2.2) for ranks, a LeaderWorkerSet for servers. The
 launch's folder is on a volume that all pods mount at the same path: the claim `options.claim`, mounted at the run's
@@ -75,7 +75,7 @@ def _log_lines(folder: str, name: str) -> list[str]:
 
 
 _OPTIONS = ("claim", "namespace", "name", "runtime")
-_TRAINER = "node"  # the replicated job, and its container, of Kubeflow's runtime torch-distributed
+_TRAINER = "node"  # name of the job and its container in Kubeflow's runtime torch-distributed
 
 
 class KubernetesLauncher(Launcher):

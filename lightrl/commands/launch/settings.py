@@ -37,7 +37,7 @@ class Recover:
     """Recovery from a failed process of the run.
 
     Args:
-        retries: how often the run is restarted, from the newest checkpoint.
+        retries: maximum number of restarts from the newest checkpoint.
     """
 
     retries: int = 0
@@ -53,13 +53,13 @@ class Launch:
     Args:
         launcher: the program that starts the processes.
         nodes: number of hosts.
-        gpus_per_node: GPUs of each host, or with `accelerator: cpu` how many ranks and servers it runs. None uses this
-            machine's GPUs, or as many as the run needs on one host.
-        allocation: AReaL's string instead of `ranks`, `servers` and `tp`, such as `sglang.d4t2+d2p2t1`.
-        ranks: ranks of the trainer; None is `trainer.devices` times `trainer.num_nodes`.
-        servers: servers of the run's engine, SGLangEngine or VLLMEngine; None is as many as the engine would start.
-        tp: GPUs of each server; None uses the engine's `tp`.
-        placement: servers `separate` from the trainer's GPUs, or `colocated` on them.
+        gpus_per_node: GPUs per host, or with `accelerator: cpu` the number of ranks and servers on it. None means the
+            GPUs of this machine or, for other launchers, the number that the run needs.
+        allocation: a string in AReaL's format, such as `sglang.d4t2+d2p2t1`, instead of `ranks`, `servers` and `tp`.
+        ranks: number of trainer ranks; None means `trainer.devices` times `trainer.num_nodes`.
+        servers: number of servers of SGLangEngine or VLLMEngine; None uses the engine's `servers`.
+        tp: GPUs per server; None uses the engine's `tp`.
+        placement: whether servers are `separate` from the trainer's GPUs or `colocated` on them.
         gpu_memory_gb: memory of each GPU, in 1e9 bytes; a model that cannot fit is refused. None skips this check.
         hosts: names or addresses of the hosts, for torchrun; other launchers find them.
         port: port of the trainer's store; servers and weight receivers use the 64 ports above it. None chooses one.
@@ -74,7 +74,7 @@ class Launch:
         srun_options: with Slurm, options of every `srun` by name, such as `{container-image: lab/lightrl.sqsh}`.
         server_options: with Slurm, sbatch options that differ for hosts with only servers; the job is then
             heterogeneous.
-        recover: how often to restart after a process fails.
+        recover: what to do after a process fails.
     """
 
     launcher: LauncherName = "local"
@@ -100,7 +100,7 @@ class Launch:
 
     @classmethod
     def of(cls, section: JsonMapping) -> Launch:
-        """Builds the settings from the section as the parser gives it."""
+        """Builds the settings from the parsed section."""
         return cls(**{**section, "recover": Recover(**(section.get("recover") or {}))})
 
     def __post_init__(self) -> None:
@@ -136,7 +136,7 @@ class Layout:
 
 
 def layout_of(launch: Launch, *, ranks: int, servers: int = 0, tp: int = 1) -> Layout:
-    """Returns the launch's layout; `ranks`, `servers` and `tp` are the run's, used if the launch does not set them.
+    """Returns the layout of a launch; `ranks`, `servers` and `tp` are used if the launch does not set them.
 
     Raises:
         ValueError: if the allocation string cannot be read, or has parts that lightrl cannot train or serve.

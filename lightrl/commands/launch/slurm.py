@@ -178,7 +178,7 @@ class SlurmLauncher(Launcher):
         return "\n".join([*lines, "esac"]) + "\n"
 
     def _head(self, step: str, process: Process) -> list[str]:
-        """Returns the first lines of a step's script; they record the step's id, which the job needs to signal it."""
+        """Returns the first lines of a step's script. They record the id of the step, with which the job signals it."""
         file = f"{shlex.quote(self.plan.folder)}/{step}.step"
         part = "_HET_GROUP_1" if self._is_apart and step == "servers" else ""  # scancel ignores 7+1.0
         note = f'[ "$SLURM_PROCID" != 0 ] || echo "$SLURM_JOB_ID{part}.$SLURM_STEP_ID" > {file}'

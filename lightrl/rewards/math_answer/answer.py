@@ -1,11 +1,11 @@
 r"""math_answer: checks a completion's marked answer, for GSM8K, MATH and multiple choice.
 
-The last marked answer counts: in `\boxed{}` or after `####`; without either, after "the answer is". The number
-`format` says whether it is marked correctly. Unicode variants are read as ASCII (`５`, `–5`, `½`, `（1，2）`).
+The last marked answer counts: in `\boxed{}` or after `####`; without either, after "the answer is". The result's
+number `format` says whether it is marked correctly. Unicode variants are read as ASCII (`５`, `–5`, `½`, `（1，2）`).
 
 If the reference is a literal number, the answer must be one too: integer, decimal, fraction, mixed number, percentage,
 scientific notation or power, compared exactly, as fractions. `19 + 4` does not count as 23. Choice letters and words
-are compared as they are, and other expressions in expressions.py.
+are compared literally; expressions.py compares other expressions.
 """
 
 from __future__ import annotations
@@ -160,11 +160,11 @@ def math_answer(
     r"""Checks whether the completion's last marked answer equals the reference.
 
     Args:
-        trajectory: its prompt has the field `answer`: a number, an expression, a letter or words, or a solution that
+        trajectory: its prompt needs the field `answer`: a number, an expression, a letter or words, or a solution that
             ends with one of these after `####` or in `\boxed{}`.
         format_reward: the reward of a wrong answer in the right format, so that a policy that is never right can still
             learn something.
-        require_format: treats answers that are not in the format as wrong.
+        require_format: whether an answer that is not in the right format counts as wrong.
 
     Returns:
         `accuracy`: 1 if the last marked answer equals the reference;
@@ -247,7 +247,7 @@ def reference_answer(trajectory: Trajectory) -> str:
 
 
 def equals(answer: str, reference: str, *, is_marked_by: str = _BOXED) -> bool:
-    """Returns whether two answers mean the same. `50%` equals both `50` and `0.5`.
+    """Returns whether two answers have the same meaning. `50%` equals both `50` and `0.5`.
 
     Missing units, the case of words, and text after a choice letter are ignored. If the reference is a literal number,
     the answer must be one too; in a box it may be the last side of an equation.

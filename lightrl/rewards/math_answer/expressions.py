@@ -4,7 +4,7 @@ r"""Decides whether two mathematical texts are equal, by their values or, if tho
 
 Spellings of one symbol (`\leq`, `\le`) are one token. A text that the reader cannot read to its end, such as
 `\triangle ABC` or `f'(x)`, equals only the same tokens. Expressions are equal if their values agree at four random
-points. Adjacent capital letters keep their order. Nothing is simplified or solved, and the sizes of texts and numbers
+points. Adjacent capital letters do not commute. Nothing is simplified or solved, and the sizes of texts and numbers
 are bounded, so that no comparison takes long.
 """
 
@@ -116,7 +116,7 @@ def _are_same_named(given: Tokens, expected: Tokens) -> bool:
 
 
 def _is_same(given: Tokens, expected: Tokens) -> bool:
-    """Whether the tokens are the same, or the values are and the given text leaves no more to calculate."""
+    """Whether the tokens are the same, or the values are and `given` leaves no more calculations undone."""
     if _letters(given) == _letters(expected):
         return True
     reading, expected_reading = _read(given), _read(expected)
@@ -184,7 +184,7 @@ def split(items: Sequence[str], *separators: str) -> list[Tokens]:
 
 
 def last_side(items: Tokens, *, are_names: bool = False) -> tuple[str, Tokens] | None:
-    """Returns the first side of a chain of `=` ("" without `=`) and the last; None if an earlier one contradicts it.
+    """Returns the first side of a chain of `=` ("" without `=`) and the last side; None if they contradict each other.
 
     An earlier side may be a name or, unless `are_names`, a value that equals the last or uses other variables.
     """
@@ -230,7 +230,7 @@ def _read(items: Tokens) -> tuple[Any, int] | None:
         return None  # a date or a score, not a difference
     reader = _Reader(items)
     try:
-        return reader.whole(), reader.num_calculations
+        return reader.read_all(), reader.num_calculations
     except _ERRORS:
         return None
 
@@ -244,13 +244,13 @@ class _Reader:
         self._degree: Any = 1  # the degree sign is only a unit, except in sin, cos and tan
         self.num_calculations = 0  # sums and products of plain numbers
 
-    def whole(self) -> Any:
-        """Reads all tokens: one value, or the set of several values between separators."""
+    def read_all(self) -> Any:
+        """Reads all tokens: one value, or the set of several values between separators; reads ± once for each sign."""
         values, separators = [], set()
         while True:
             start = self._at
-            for self._sign in (1, -1):
-                self._at, self._num_signs = start, 0
+            for sign in (1, -1):
+                self._at, self._sign, self._num_signs = start, sign, 0
                 values.append(self._relation())
                 if self._num_signs == 0:
                     break
@@ -359,7 +359,7 @@ class _Reader:
         return token not in _NO_FACTORS and not (token == "|" and self._bars)
 
     def _factors(self, *, of_function: bool = False) -> Any:
-        """Reads adjacent factors: a mixed number, or a product whose capital letters keep their order."""
+        """Reads adjacent factors: a mixed number, or a product, in which capital letters do not commute."""
         value = self._factor()
         capitals = [value] if _is_capital(value) else []
         while self._is_factor() and not (of_function and self._tokens[self._at][1:] in _FUNCTIONS):
@@ -547,7 +547,7 @@ def _as_set(value: Any) -> Any:
 
 
 class _Named(NamedTuple):
-    """A variable and the real numbers that it may be."""
+    """A variable and its possible values, a set of real numbers."""
 
     name: Any
     values: Any
@@ -561,7 +561,7 @@ class _Relation(NamedTuple):
 
 
 def _solution(relation: str, difference: Any) -> Any:
-    """Returns the real numbers for which a difference, linear in its only variable, has this relation to 0."""
+    """Solves `difference relation 0` over the real numbers; the difference must be linear in its only variable."""
     if difference.has(sympy.oo):
         return sympy.S.Reals
     (name,) = difference.free_symbols
@@ -630,7 +630,7 @@ def _is_equal(given: Any, expected: Any) -> bool:
 
 
 def _are_proportional(relation: str, difference: Any, other: Any) -> bool:
-    """Returns whether two differences are always zero, or have the same sign, at the same points."""
+    """Returns whether the ratio of two differences is constant and, for an inequality, positive."""
     if relation == "=":
         difference, other = (sympy.together(item).as_numer_denom()[0] for item in (difference, other))
     ratios = [_at_point(difference / other, index) for index in range(_NUM_POINTS)]

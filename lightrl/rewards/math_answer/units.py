@@ -37,7 +37,7 @@ _PART = re.compile(r"\s*(?:(?P<word>[^\W\d_]+|[$€£¥¢\u20a0-\u20cf])\.?|\*\*
 def unit_of(text: str, *, letters: bool = True) -> Unit | None:
     """Parses a unit: `m/s**2` is {("m", 1), ("s", -2)}; a noun that is not a known unit, such as `apples`, is empty.
 
-    Returns None if the text may be something else, for example a variable or a word of a number.
+    Returns None if the text may be something else, for example a variable or a number word.
 
     Args:
         text: unit names with `*`, `/` and `**`.

@@ -7,9 +7,9 @@ force in each run; missing layers are also logged when they change.
                    user who may create user namespaces
     disk, proc     parts of namespaces: a private, bounded memory disk; a /proc that shows only the program's processes.
                    Containers may refuse either
-    private_user   Linux as root: a separate user id that owns nothing, may write nowhere and has its own process count
+    private_user   Linux as root: a separate user id that owns nothing and may write nowhere; separate process count
     landlock       Linux 5.13: reads only Python and the system's libraries, writes only the program's folder
-    seccomp        Linux on x86-64 and ARM64: no sockets, no access to other processes, no memory that is not counted
+    seccomp        Linux on x86-64 and ARM64: no sockets, no access to other processes, no uncounted memory
     cgroup         a writable memory cgroup, v1 or v2: bounds the memory of all processes together
     limits         everywhere: CPU time, memory, size and number of files, output, wall clock; an empty environment
 
@@ -50,7 +50,7 @@ _logger = logging.getLogger(__name__)
 # The guard is a separate package that imports neither lightrl nor its dependencies, so that it starts fast.
 _START = "import sys; sys.path.append(sys.argv[1]); from guard.guard import main; main()"
 _PREFIX = "lightrl-sandbox-"  # of folders and cgroups
-GUARD_COMMAND = [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parent)]  # callers add a folder prefix
+GUARD_COMMAND = [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parent)]  # callers append a folder prefix
 _GRACE_S = 10.0
 _READ_BYTES = 1 << 16
 SYSTEM_PATHS = (
@@ -109,7 +109,7 @@ class LocalSandbox:
         environment: environment variables for the programs, which inherit none from this process.
         layers: the protections to use if the system supports them.
         unprotected: run programs even if no layer protects other processes, files or the network; they then have all
-            rights of this user. Never allowed for root.
+            permissions of this user. Never allowed for root.
     """
 
     def __init__(
@@ -196,11 +196,11 @@ class LocalSandbox:
                 reply = None if left else _line(self._guard.stdout.fileno(), deadline)
             except OSError as error:
                 self._end_guard()
-                raise RewardError(f"The guard of the sandbox died: {error!r}.") from error
+                raise RewardError(f"The sandbox guard died: {error!r}.") from error
             if reply is None:
                 self._end_guard()
                 raise RewardError(
-                    f"The guard of the sandbox died, or did not answer within {timeout_s:g} s. See its output above.",
+                    f"The sandbox guard died, or did not answer within {timeout_s:g} s. See its output above.",
                     reason="killed",
                 )
             record: Json = json.loads(reply)
@@ -221,7 +221,7 @@ class LocalSandbox:
         guard.stdout.close()
 
     def _missing(self, layers: frozenset[str]) -> frozenset[str]:
-        """Returns requested layers that are not in force; `private_user` counts only for a root with other users."""
+        """Returns the requested layers that are not in force, except `private_user` if this process is not root."""
         parts = {"disk", "proc"} if "namespaces" in self._layers else set()
         return (self._layers | parts) - layers - (set() if is_root() else {"private_user"})
 

@@ -166,7 +166,7 @@ def may_have_private_user(uid: int, needs_read_right: bool) -> bool:
 
 
 def is_root() -> bool:
-    """Returns whether this is a root with other users; the root of a rootless container is an ordinary user outside."""
+    """Returns whether this is root among other users; root of a rootless container is an ordinary user outside it."""
     return os.getuid() == 0 and (sys.platform != "linux" or _is_mapped(1))
 
 
@@ -192,7 +192,7 @@ def drop_privileges(private_uid: int | None, needs_read_right: bool) -> None:
     if private_uid is not None:
         _change_user(private_uid, needs_read_right)
     elif os.getuid() == 0:
-        _prctl(_PR_SET_SECUREBITS, 0b11)  # after the next exec, root has no special rights
+        _prctl(_PR_SET_SECUREBITS, 0b11)  # after the next exec, root has no special privileges
         _set_capabilities(0)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
@@ -236,7 +236,7 @@ def _prctl(*arguments: int) -> None:
 
 
 def restrict_files(folder: str, readable: list[str], port: int | None, has_own_network: bool) -> int:
-    """Allows only reads below `readable` and writes below `folder`; Landlock 4 also bans TCP, and 6 outside signals.
+    """Allows only reads below `readable` and writes below `folder`; Landlock 4 also bans TCP, 6 signals to others.
 
     Returns:
         Landlock's version, 0 if it is not in force.

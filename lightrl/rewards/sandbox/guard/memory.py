@@ -1,4 +1,4 @@
-"""Bounds the memory of all of a program's processes together, with a cgroup or by adding up what each of them uses."""
+"""Bounds the total memory of a program's processes, with a cgroup or by adding up what each of them uses."""
 
 from __future__ import annotations
 
