@@ -209,7 +209,7 @@ def tokenizer_of_another_family() -> Any:
 @pytest.mark.parametrize("name", OTHER_ROLES)
 def test_a_role_that_reads_other_tokens_is_refused(name: str) -> None:
     other = replace(tiny_spec(), tokenizer="test_module.tokenizer_of_another_family")
-    message = rf"tokenizer of the {name.split(' ')[0]} .* other tokens at 2 of .* '4' at \d+ instead of"
+    message = rf"tokenizer of the {name.split(' ')[0]} .* different tokens at 2 of .* '4' at \d+ instead of"
     with pytest.raises(ValueError, match=message):
         OTHER_ROLES[name](other).configure_model()
 

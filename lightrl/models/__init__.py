@@ -16,7 +16,7 @@ Reading order:
     chat_template.py  renders chats, reads what the policy generated, and lists stop tokens
 
 May import: errors, checks, trajectory, experience, functional, weights. Another model family
-needs no code here: transformers loads it. strategies/tensor_plans.py reads which families can be split.
+needs no code here: transformers loads it. strategies/tensor_plans.py decides which families can be split.
 """
 
 from lightrl.models.images import Attachments, auto_model, new_model, self_contained

@@ -1,5 +1,5 @@
-"""ChatTemplate: renders chats as text, for data, workflows, stop tokens and exports. The policy's tokenizer owns the
-template, and `set_chat_template` changes it there.
+"""ChatTemplate: renders chats as text, for data, workflows, stop tokens and exports. The template belongs
+to the policy's tokenizer, where `set_chat_template` changes it.
 
 If a chat ends with an assistant's message, the policy continues that message. If the prompt already opens the policy's
 turn, for example with `<think>`, that text belongs to the turn. A date in a template is the run's start date.
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
-Template = str | Mapping[str, str] | None  # Jinja text, or several by name
+Template = str | Mapping[str, str] | None  # Jinja text, or a mapping from names to Jinja texts
 
 _OPENED = re.compile(rf"(?:{THINKING_OPENS})\s*(?:(?:{THINKING_CLOSES})\s*)?\Z")
-_TAIL_TOKENS = 32  # how much of a prompt's end to decode: `<think>` and white space fit, even as byte tokens
+_TAIL_TOKENS = 32  # at a prompt's end, to be decoded: enough for `<think>` and whitespace, even as byte tokens
 _ANSWER = "lightrl"
 MARK = "\ufdd0\ufdd1"  # Unicode noncharacters; inserted into special tokens that were typed as text
 _CALL = {"type": "function", "id": "call_0", "function": {"name": "f", "arguments": {"x": _ANSWER}}}
@@ -98,7 +98,7 @@ def _check_arguments(arguments: Mapping[str, object], template: Template) -> Non
 
 
 def run_start(restored: str | None = None) -> datetime:
-    """Returns the run's start time, the same in its child processes. Prompts use it, so they do not change at midnight.
+    """Returns the run's start time, which child processes share. Prompts use it, so they do not change at midnight.
 
     Args:
         restored: ISO start time from the checkpoint of a resumed run; replaces the current one.
@@ -112,8 +112,8 @@ class ChatTemplate:
     """Renders chats with the policy's tokenizer, and decodes what the policy generated."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, image_reader: ImageReader | None = None) -> None:
-        self.tokenizer, self.image_reader = tokenizer, image_reader  # None if the policy accepts no images
-        self.end_token_ids: set[int] = set()  # more tokens that end a turn, besides the tokenizer's and the template's
+        self.tokenizer, self.image_reader = tokenizer, image_reader  # no reader if the policy accepts no images
+        self.end_token_ids: set[int] = set()  # end a turn, in addition to the tokenizer's and the template's end tokens
         # Each of these caches is valid for the template stored in it.
         self._ends: tuple[Template, set[int | None]] | None = None  # end-of-turn tokens
         # Whether the template reads content as plain text, and call arguments as objects.
@@ -133,7 +133,7 @@ class ChatTemplate:
         return "strftime_now" in str(self.chat_template)
 
     def row_arguments(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """Returns the template's arguments: a row's `chat_template_kwargs`, and `tools` or else the row's tools."""
+        """Returns the template's arguments: the row's `chat_template_kwargs`, and `tools`, or else the row's tools."""
         kwargs = prompt.fields.get("chat_template_kwargs") or {}
         row_tools = tools is None and prompt.fields.get("tools")
         if isinstance(row_tools, str):
@@ -155,7 +155,7 @@ class ChatTemplate:
         return {**arguments, "tools": list(tools)} if tools else arguments
 
     def render(self, messages: Messages, arguments: Mapping[str, object], *, is_whole: bool = False) -> str:
-        """Returns the messages as text, ending where the policy continues, or after the last message if `is_whole`.
+        """Returns the messages as text, which ends where the policy continues, or after the last message if `is_whole`.
 
         Pass the text only to `encode`: special tokens that were typed as text have a mark inside.
         """
@@ -190,7 +190,7 @@ class ChatTemplate:
         return str(text)
 
     def _typed_tokens(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        """Returns patterns of tokens that stay text when typed: all special tokens; for the assistant, turn markers."""
+        """Returns patterns of typed tokens that stay text: all special tokens, or the assistant's turn markers."""
         if self._typed[0] is not self.chat_template:
             self._typed = self.chat_template, _one_of([]), _one_of([])  # used in the probe
             added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
@@ -221,7 +221,7 @@ class ChatTemplate:
         return text.replace(self.decode([before]), f"\n\n{self.decode([before, reader.image_token_id, after])}\n\n")
 
     def _as_read(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the message with its content and tool calls in the form that the template reads.
+        """Returns the message with its content and tool calls in the format that the template reads.
 
         Most templates need content as a string, some as a list of parts; most need call arguments as objects, some as
         JSON text.
@@ -234,7 +234,7 @@ class ChatTemplate:
             for reads_objects in (True, False, True):
                 self._reads = self.chat_template, reads_text, reads_objects
                 rendered = self._probe(2, answer="", tool_calls=[_CALL])
-                if _ANSWER in rendered and f"'{_ANSWER}'" not in rendered:  # how Python prints an object
+                if _ANSWER in rendered and f"'{_ANSWER}'" not in rendered:  # Python prints objects with such quotes
                     break
         _, reads_text, reads_objects = self._reads
         if message.get("tool_calls"):
@@ -257,7 +257,7 @@ class ChatTemplate:
         return self._with_image_frames(plain_text(messages, image_text))
 
     def encode(self, text: str) -> list[int]:
-        """Encodes a text, for example one from `render`."""
+        """Encodes text, for example from `render`."""
         text, *remaining = text.split(MARK)
         token_ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
         for part in remaining:  # encoded after a line break, since SentencePiece adds a space at the start of a text
@@ -272,7 +272,7 @@ class ChatTemplate:
         return [self.encode(text) if MARK in text else list(ids) for text, ids in zip(texts, encoded, strict=True)]
 
     def encode_after(self, token_id: int, text: str) -> list[int]:
-        """Encodes a text that follows this token, because some tokenizers encode the start of a text differently."""
+        """Encodes text as if it followed this token; some tokenizers encode the start of a string differently."""
         token_ids = self.encode(self.decode([token_id]) + text)
         return token_ids[1:] if token_ids[:1] == [token_id] else self.encode(text)
 
@@ -280,7 +280,7 @@ class ChatTemplate:
         return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
 
     def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Returns each token's UTF-8 bytes; a token may end inside a character, but all bytes joined are the text."""
+        """Returns each token's UTF-8 bytes; a token may end inside a character, but the joined bytes are the text."""
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         # Byte-level tokenizers write each byte as one character.
@@ -343,7 +343,7 @@ class ChatTemplate:
     def _probe(
         self, num_messages: int, *, question: str = "?", answer: str = _ANSWER, is_whole: bool = True, **fields: Any
     ) -> str:
-        """Renders a question, and with 2 messages its answer; returns an empty string if the template fails."""
+        """Renders a question, and its answer if `num_messages` is 2; returns an empty string if the template fails."""
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **fields}]
         try:
             return self.render(messages[:num_messages], {}, is_whole=is_whole)
@@ -400,10 +400,10 @@ def opened(text: str) -> str:
 
 
 def with_turn(messages: Messages, opening: str, turn: Mapping[str, Any]) -> Iterator[list[Mapping[str, Any]]]:
-    """Yields the chat with the policy's turn, first with its thinking in the content, then as `reasoning_content`.
+    """Yields the chat with the policy's turn, first with the thinking in its content, then in `reasoning_content`.
 
     Args:
-        messages: the chat before the turn; if the last message is the assistant's, it begins the turn.
+        messages: the chat before the turn; if the last message is the assistant's, it is the start of the turn.
         opening: the text that opened the turn in the prompt.
         turn: the assistant's message with the generated text.
     """

@@ -70,7 +70,7 @@ def conversions(model: PreTrainedModel) -> list[Any]:
 
 
 def keep_first_axis(model: PreTrainedModel) -> bool:
-    """Whether every conversion keeps the first axis, so row i of a parameter needs only row i of a checkpoint."""
+    """Whether every conversion is known to keep the first axis, so row i of a parameter needs only row i of a file."""
     for rule in conversions(model):
         for operation in getattr(rule, "operations", ()):
             kind = type(operation).__name__
@@ -83,7 +83,7 @@ def keep_first_axis(model: PreTrainedModel) -> bool:
 
 
 def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Returns the checkpoint's tensors for one parameter, by name: views of `tensor` or of one converted copy.
+    """Returns the checkpoint's tensors for one parameter, keyed by name: views of `tensor` or of one converted copy.
 
     Args:
         name: the parameter's name in the base.
@@ -92,7 +92,7 @@ def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dic
     Raises:
         ValueError: if the model's checkpoint stores several parameters in one tensor.
     """
-    if getattr(model, "_weight_conversions", None) is None:  # no prefix to restore: the model was not loaded
+    if getattr(model, "_weight_conversions", None) is None:  # a model that was not loaded has no prefix to restore
         prefix = semi_private("PrefixChange")
         model._weight_conversions = [rule for rule in conversions(model) if not isinstance(rule, prefix)]
     for rule in model._weight_conversions or ():
@@ -136,11 +136,11 @@ def load_parts(
     renamed: Mapping[str, str] | None = None,
     is_whole: bool = True,
 ) -> None:
-    """Loads a checkpoint into a model, replacing its parameters; of sharded parameters, reads only this rank's shards.
+    """Loads a checkpoint into a model, replacing its parameters. Reads only this rank's shards of sharded parameters.
 
     Args:
         model: is on `device`; weights that its tuning has added stay unchanged.
-        spec: has files, see `checkpoint_files`.
+        spec: a model with files; see `checkpoint_files`.
         on_tensor: called once for each sharded tensor of the checkpoint, even if this rank reads no part of it.
         renamed: parameter name → ending of its tensor's name in the checkpoint.
         is_whole: False if the model is only a stage of the checkpoint's model.
@@ -220,7 +220,7 @@ def checkpoint_files(spec: ModelSpec) -> list[Path]:
 
 @contextlib.contextmanager
 def _local_shapes(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, `get_parameter` returns this rank's shard: some rules compare its shape with the tensor they read."""
+    """Makes `get_parameter` return this rank's shard: some rules compare its shape with the tensor they read."""
     get_whole = model.get_parameter
 
     def get_shard(name: str) -> Tensor:
@@ -237,7 +237,7 @@ def _local_shapes(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Inside, transformers reads each tensor when it needs it; its threads could otherwise hold the whole model."""
+    """Makes transformers read each tensor only when needed; its threads could otherwise hold the whole model."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"

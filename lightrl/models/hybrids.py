@@ -13,7 +13,7 @@ _NO_LIMITS = (0.0, inf)
 
 
 def keeps_states(config: PretrainedConfig) -> bool:
-    """Whether a layer keeps the state of a convolution or a recurrence, for example of linear attention."""
+    """Whether any layer keeps a convolution state or a recurrent state, as linear attention does."""
     from transformers import DynamicCache
     from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
@@ -22,7 +22,7 @@ def keeps_states(config: PretrainedConfig) -> bool:
 
 
 def set_time_step_limits(model: PreTrainedModel) -> None:
-    """Sets Mamba layers' step size limits to the config's, as servers and Nemotron-H's published code do.
+    """Sets Mamba layers' step size limits to those in the config, as servers and Nemotron-H's published code do.
 
     transformers 5.23 raises Nemotron-H's lower limit to `time_step_min` instead.
     """
@@ -33,6 +33,6 @@ def set_time_step_limits(model: PreTrainedModel) -> None:
 
 
 def time_step_limits(model: PreTrainedModel) -> tuple[float, float] | None:
-    """Returns Mamba layers' step size limits, None if unlimited; transformers ignores them in one-token forwards."""
+    """Returns Mamba layers' step size limits, or None; transformers ignores them in one-token forwards."""
     limits = (getattr(layer, _LIMITS, _NO_LIMITS) for layer in model.modules())
     return next((limit for limit in limits if tuple(limit) != _NO_LIMITS), None)

@@ -5,7 +5,7 @@
 
 An image takes K image tokens, which the token ids of its prompt or observation contain from the start: a fixed number
 for Llava and Gemma 3, one per square of patches for Qwen's models. Image tokens that the policy samples come after
-those of the row's images; they are text and have text positions.
+those of the row's images; they count as text and have text positions.
 
 Shapes: B trajectories, T tokens, M images, P entries of the table, I images per row at most, H hidden size.
 """
@@ -58,12 +58,12 @@ class ImageTable(NamedTuple):
     """
 
     pixel_values: Tensor  # float32 [P, ...]: patches [D] of a grid, or images [C, height, width]
-    image_grids: Tensor  # int64 [M, 3], whose product is the image's number of entries; read on the host
+    image_grids: Tensor  # int64 [M, 3]; an image's number of entries is the product of its grid; read on the host
     image_rows: Tensor  # int64 [B, I], indices of each row's images in order, padded with -1; read on the host
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[str]], image_reader: ImageReader | None) -> ImageTable | None:
-        """Reads each image of the rows once; None without images. Raises ValueError for a text-only policy."""
+        """Reads each image of the rows once; returns None without images. Raises ValueError for a text-only policy."""
         index_of = {image: index for index, image in enumerate(dict.fromkeys(itertools.chain(*rows)))}
         if not index_of:
             return None
@@ -93,7 +93,7 @@ def renumbered(image_rows: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Reads images in the form that one model needs, and counts their tokens.
+    """Reads images in the format that one model needs, and counts their tokens.
 
     Example:
         ImageReader(image_token_id=32000, tokens_each=576, processor=CLIPImageProcessorPil(...))
@@ -102,7 +102,7 @@ class ImageReader:
     image_token_id: int
     tokens_each: int | None  # K; None if it depends on the image's size
     processor: BaseImageProcessor  # its Pillow version
-    frame: tuple[int, int] | None = None  # Gemma 3's tokens before and after an image; its template writes the first
+    frame: tuple[int, int] | None = None  # Gemma 3's tokens around an image; its template writes only the first
     _cache: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -190,7 +190,7 @@ class ImageReader:
 
 @dataclass(frozen=True)
 class Attachments:
-    """A prompt with images in the form that servers accept."""
+    """A prompt with images, in the format that servers accept."""
 
     prompt: list[int]  # token ids with one image token per image; the server repeats it
     body: dict[str, list[str]]  # fields of the request: data: URLs, since servers may be on other machines
@@ -225,7 +225,7 @@ class Attachments:
 def image_kind(config: PretrainedConfig) -> Literal["plain", "grid", "bidirectional"] | None:
     """Returns how models with this config handle image tokens; None if lightrl cannot pass them images.
 
-    plain: image tokens have the positions and the mask of text. grid: they have positions in three dimensions.
+    plain: image tokens are positioned and masked like text. grid: they have positions in three dimensions.
     bidirectional: the tokens of an image attend to each other in both directions.
     """
     if config.model_type in _GRIDS:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ADAPTER = "default"  # peft's name of the only adapter
+_ADAPTER = "default"  # the name that peft gives a sole adapter
 _HEAD = "score"  # the head of critics and reward models is trained directly, without an adapter
 
 # peft settings that can change the model beyond adding B A → their harmless values, the default first.
@@ -58,8 +58,8 @@ class LoRA(Tuning):
         target_modules: names of the linear layers that get adapters; `all-linear` excludes the output head, the routers
             and experts of a mixture, layers whose weights Mamba's kernels read directly, and the image tower of models
             other than Llava.
-        target_parameters: names of other parameters that get adapters, for example fused experts,
-            `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`, with a pair A, B for each expert.
+        target_parameters: names of other parameters that get adapters, for example the fused experts
+            `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`, which get a pair A, B for each expert.
         adapter: a folder in peft's format with adapters to start from; its rank, alpha and layers replace the settings
             here. None makes new adapters, which leave the model unchanged until they are trained.
     """
@@ -202,7 +202,7 @@ class LoRA(Tuning):
         return ".lora_A." in name or ".lora_B." in name
 
     def added_values(self, seed: int) -> Callable[[str, torch.Size], Tensor]:
-        """Returns a function for the values in the folder `adapter`; without one, A of a new linear layer, and B = 0.
+        """Returns a function for the values in the folder `adapter`; without one, A is as in a new layer, and B is 0.
 
         New values depend only on the seed and the name, so any process can make any of them.
         """
@@ -333,7 +333,7 @@ class LoRA(Tuning):
 
 
 def _excluded_from_all_linear(model: PreTrainedModel) -> list[str]:
-    """Lists the modules that `all-linear` excludes, besides a language model's output head, which peft excludes."""
+    """Lists the modules that `all-linear` excludes; peft itself excludes a language model's output head."""
     names = [_HEAD] if hasattr(model, _HEAD) else []
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     for block_name, block in moe_blocks(model).items():
@@ -354,7 +354,7 @@ def _excluded_from_all_linear(model: PreTrainedModel) -> list[str]:
 
 @contextlib.contextmanager
 def _targets_as_given() -> Iterator[None]:
-    """Inside, peft uses the targets' names as given; otherwise it takes any `gate_proj` for one of fused experts."""
+    """Makes peft use the targets' names as given; otherwise it takes any `gate_proj` for one of fused experts."""
     try:
         from peft.utils import transformers_weight_conversion as conversion
     except ImportError:  # this release converts no names

@@ -49,7 +49,7 @@ HEAD_STAYS_BEHIND = (
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A model without its weights, as plain data in a checkpoint; makes the checkpoint exportable.
+    """A model without its weights, as plain data in a checkpoint, so that the checkpoint can be exported.
 
     Example:
         ModelDescription("transformers.Qwen3ForCausalLM", config='{"model_type": "qwen3", ...}',
@@ -66,7 +66,7 @@ class ModelDescription:
     tuning: str = ""  # a key of `TUNINGS`
     tuning_config: str | None = None  # JSON, see `Tuning.saved_config`; None if the checkpoint holds all weights
     base: str | None = None  # JSON, the ModelSpec of the base if the tuning keeps it
-    body: str | None = None  # the role whose body this role's head uses; None if it has its own
+    body: str | None = None  # the role whose body this role's head uses; None without a shared body
 
     @classmethod
     def of(cls, model: PreTrainedModel, role: Role) -> ModelDescription:
@@ -297,7 +297,7 @@ Models = Mapping[str, tuple["PreTrainedModel", Role]]  # a module's models by ro
 
 
 def keep_trained(checkpoint: dict[str, Any], models: Models, saved: Collection[str]) -> None:
-    """Removes from a checkpoint the weights that a resume can reload from their source, and adds descriptions.
+    """Removes from a checkpoint the weights that a resume can reload, and adds descriptions of the models.
 
     Args:
         checkpoint: has `state_dict`, where names begin with the role's name.
@@ -328,7 +328,7 @@ def fill_in(checkpoint: dict[str, Any], models: Models, saved: Collection[str]) 
 
 
 def parse_descriptions(saved: Any, checkpoint: Path) -> dict[str, ModelDescription]:
-    """Parses `checkpoint["models"]`, which maps roles to descriptions' fields; returns {} if there is none.
+    """Parses `checkpoint["models"]`, which maps roles to the fields of their descriptions; returns {} if there is none.
 
     Raises:
         ValueError: if the fields of a description, or of its base's ModelSpec, differ from those of this release.

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LONGROPE_LENGTH = "original_max_position_embeddings"
-# The limit of a row's length, as error messages name it.
+# What error messages call the limit of a row's length.
 CONTEXT = f"the model's context (with longrope, its {LONGROPE_LENGTH})"
 _HUB_ANSWER_S = 5.0
-_LONGEST_PROBLEM = 600  # characters of an exception; some of transformers list all model families
+_LONGEST_PROBLEM = 600  # characters of an exception's text, since some texts list all model families
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 # Families with bidirectional attention, unless their config says is_decoder.
 _ENCODERS = {
@@ -45,12 +45,12 @@ _ENCODERS = {
     "xlm-roberta-xl", "xmod",
 }  # fmt: skip
 
-# Arguments of `from_pretrained` about reading weights, which work in one process and on several ranks.
+# Arguments of `from_pretrained` for reading weights that work both in one process and on several ranks.
 _OPTIONS = ("key_mapping", "use_safetensors", "variant", "weights_only")
 
 
 def loading(source: str, fix: str) -> AbstractContextManager[None]:
-    """Inside, turns transformers' exceptions into an OSError or a ValueError that names the source.
+    """Context that turns transformers' exceptions into an OSError or a ValueError that names the source.
 
     Args:
         source: the setting and its value.
@@ -67,12 +67,12 @@ def loading(source: str, fix: str) -> AbstractContextManager[None]:
 
 
 def global_seed() -> int:
-    """Returns the seed given to `seed_everything`; 0 without one."""
+    """Returns the seed given to `seed_everything`, or 0 if it was not called."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 def check_given(values: Mapping[str, object], config: PretrainedConfig) -> None:
-    """Raises ValueError if a config's setting looks misspelled, or a size is below 1."""
+    """Raises ValueError if a setting in the config looks misspelled, or a size is below 1."""
     fields = {*config.to_dict(), *config.attribute_map}
     default = set(type(config)().to_dict()) | set(config.attribute_map)
     for name in values:
@@ -140,7 +140,7 @@ def check_loaded(source: str, model: PreTrainedModel, missing: Collection[str], 
         first = sorted(unexpected)[0]
         log.warning("%s has %d weights that its config does not use, like %r.", source, len(unexpected), first)
     for name, parameter in model.named_parameters():
-        shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # this rank's
+        shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # this rank's part
         if not shard.is_meta and not bool(torch.isfinite(shard).all()):
             raise ValueError(f"{source} has NaN or infinity in weight {name!r}. Use an intact checkpoint.")
 
@@ -155,13 +155,13 @@ class ModelSpec:
         url: the SGLang server that runs the model, instead of a `path`: for a teacher, a reference policy or a reward
             model with the policy's vocabulary. LIGHTRL_SERVER_TOKEN is the server's token.
         tokenizer: a hub name, a local folder, or the dotted path of a function that returns one; `path` if None. In
-            Python also a tokenizer or a function: the tokenizer is saved in ~/.cache/lightrl, and this becomes its
-            folder, which other processes, checkpoints and exports can load.
+            Python, also a tokenizer or a function: the tokenizer is saved in ~/.cache/lightrl, and this field becomes
+            its folder, which other processes, checkpoints and exports can load.
         dtype: type of the weights, for example `float32` or `bfloat16`; None is float32, which mixed precision expects.
         attn_implementation: as in transformers; None is its default.
         seed: the seed of random weights with `config`; None is the seed of `seed_everything`.
         trust_remote_code: run Python code from the model's hub repository. Enable it only if you trust the owner.
-        options: other arguments of `from_pretrained` about reading weights: key_mapping, use_safetensors, variant and
+        options: other arguments of `from_pretrained` for reading weights: key_mapping, use_safetensors, variant and
             weights_only. Everything else has a setting, or belongs in the model's folder.
         head: `vocabulary` for a language model; `scalar` for a critic or a reward model with one number per position,
             loaded with `AutoModelForSequenceClassification`. If the checkpoint has no such head, it starts at 0.
@@ -266,7 +266,7 @@ class ModelSpec:
 
     def load_model(self) -> PreTrainedModel:
         """Loads the model on the CPU, in `dtype` and evaluation mode (dropout would make engine and trainer differ)."""
-        with torch.device("cpu"):  # Lightning's default device would sample other weights
+        with torch.device("cpu"):  # Lightning's default device would sample different weights
             return self._load_model()
 
     def _load_model(self) -> PreTrainedModel:
@@ -376,7 +376,7 @@ def _saved_tokenizer(given: object) -> str:
 def context_tokens(config: PretrainedConfig) -> int | None:
     """Returns how many tokens a row may have, prompt and completion together; None if the config sets no limit.
 
-    If any row of a batch exceeds the original length, longrope uses another set of factors for all rows of the batch.
+    If any row of a batch exceeds the original length, longrope uses different factors for all rows of the batch.
     lightrl keeps all rows within that length, so that a row's logprobs do not depend on other rows.
     """
     text = config.get_text_config()

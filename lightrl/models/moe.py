@@ -14,7 +14,7 @@ from torch import nn
 
 
 def moe_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the MoE blocks by their names in `model`, first layer first; {} if it is dense.
+    """Returns the MoE blocks, keyed by their names in `model`, in layer order; {} for a dense model.
 
     A module with experts but no known router is skipped, so its model is handled as a dense one.
     """
@@ -39,7 +39,7 @@ def num_experts(block: nn.Module) -> int:
     """Returns E, the number of experts of a MoE block over all ranks.
 
     Raises:
-        ValueError: if its router has no matrix.
+        ValueError: if the block's router has no weight matrix.
     """
     for weight in router_of(block).parameters():
         if weight.dim() == 2:

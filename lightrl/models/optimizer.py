@@ -18,7 +18,7 @@ def model_children(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Returns the module's parameters outside its models by name, for example a learned coefficient."""
+    """Returns the parameters outside the module's models, keyed by name, for example a learned coefficient."""
     models = model_children(module)
     return {name: item for name, item in module.named_parameters() if name.partition(".")[0] not in models}
 
@@ -26,7 +26,7 @@ def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 def by_role(
     module: torch.nn.Module, roles: Iterable[str], parameters: Iterable[torch.nn.Parameter]
 ) -> dict[str, list[torch.nn.Parameter]]:
-    """Groups parameters by role, each an attribute of the module; parameters outside any role go to the policy."""
+    """Groups parameters by role. Each role is an attribute of the module; other parameters go to the policy."""
     role_of = {item: name for name in roles if name != "policy" for item in getattr(module, name).parameters()}
     items_of: dict[str, list[torch.nn.Parameter]] = {name: [] for name in ("policy", *roles)}
     for item in parameters:
@@ -42,7 +42,7 @@ def parameter_groups(
     Args:
         module: has each role's model as an attribute.
         roles: the trained roles, the policy first.
-        lr: learning rate of roles without their own; None is the optimizer's.
+        lr: learning rate of roles that do not set one; None means the optimizer's.
     """
     trained = [item for item in module.parameters() if item.requires_grad]
     groups: list[dict[str, Any]] = []
@@ -53,7 +53,7 @@ def parameter_groups(
 
 
 def adamw(module: torch.nn.Module, parameters: list[dict[str, Any]], **settings: Any) -> torch.optim.AdamW:
-    fused = not own_parameters(module)  # these are not sharded as the models are
+    fused = not own_parameters(module)  # unlike the models, these are not sharded
     optimizer = torch.optim.AdamW(parameters, fused=fused, **settings)
     optimizer._step_supports_amp_scaling = False  # otherwise Lightning refuses to clip in mixed precision
     return optimizer
@@ -70,9 +70,9 @@ def with_schedule(
     """Builds the return value of `configure_optimizers`: a linear warm-up and a decay, stepped once per iteration.
 
     Args:
-        num_iterations: length of the run; infinite if its end is not known.
+        num_iterations: number of iterations in the run; infinite if unknown.
         warmup: a number of iterations, or a fraction of the run if below 1.
-        min_lr_ratio: the fraction of the learning rate that the decay ends at.
+        min_lr_ratio: the fraction of the learning rate at which the decay ends.
         decay_start: the iteration at which the decay starts.
     """
     if num_iterations == math.inf and (lr_decay != "constant" or 0 < warmup < 1):

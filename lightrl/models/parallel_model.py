@@ -17,7 +17,7 @@ from lightrl.weights import Bucket
 
 @dataclass(frozen=True)
 class Outputs:
-    """A model's outputs for an Experience, aligned to its tokens; they carry the forward's gradient, if it has one.
+    """A model's outputs for an Experience, aligned to its tokens; they carry the forward's gradient if there is one.
 
     A separate critic has no distribution over tokens, so its logprobs and entropy are 0.
     """
@@ -73,7 +73,7 @@ class ParallelModel(Protocol):
 
         Args:
             part: the `whole` trained weights, the `base` weights, or the weights that training `added` to the base.
-            names: those of the model's modules, or of its checkpoint, which servers expect; see conversion.py.
+            names: as in the model's modules, or as in its checkpoint, which is what servers expect; see conversion.py.
         """
         ...
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NUM_SAMPLED = 2**20  # how many weights of a parameter are tested
-_MOST = 0.9  # the fraction of weights that an update must be able to change
+_NUM_SAMPLED = 2**20  # maximum number of weights of a parameter to test
+_MOST = 0.9  # fraction of the weights that an update must be able to change
 
 
 def keep_float32(module: torch.nn.Module) -> None:
-    """Makes a module float32 and keeps it float32 when the model around it is rounded, as `bf16-true` does.
+    """Converts a module to float32 and keeps it in float32 when its model is rounded, for example by `bf16-true`.
 
     Use it for weights whose updates are too small for bfloat16: adapters, heads and averages.
     """
@@ -34,7 +34,7 @@ def _apply_unrounded(module: torch.nn.Module, change: Callable[[Tensor], Tensor]
 def rounding_warning(
     optimizers: Iterable[torch.optim.Optimizer], total: Callable[[Tensor], Tensor] = lambda counts: counts
 ) -> str | None:
-    """Returns a warning if a step of size `lr` changes too few of the trained weights below float32, or None.
+    """Returns a warning if a step of size `lr` changes too few trained weights less precise than float32, else None.
 
     AdamW moves a weight by about `lr`; a step of less than half the distance to the next number is rounded away.
 

@@ -29,8 +29,8 @@ class RoleMesh:
     Args:
         first_rank: the first of the role's ranks.
         num_ranks: the number of consecutive ranks; None takes all from `first_rank` on.
-        pp: pipeline stages, as in Parallel3DStrategy; 1 under FSDP2Strategy.
-        tp: tensor parallel ranks, as in Parallel3DStrategy; 1 under FSDP2Strategy.
+        pp: number of pipeline stages, as in Parallel3DStrategy; 1 under FSDP2Strategy.
+        tp: number of tensor parallel ranks, as in Parallel3DStrategy; 1 under FSDP2Strategy.
 
     Example:
         Role("my/reward", mesh=RoleMesh(first_rank=4, num_ranks=2, tp=2))
@@ -67,12 +67,12 @@ class Role:
 
     Args:
         model: its source: a hub name, a local folder, or a ModelSpec.
-        lr: this role's learning rate, which may be 0; None is the module's.
-        weight_decay: this role's weight decay; None is the module's.
+        lr: this role's learning rate, which may be 0; None means the module's.
+        weight_decay: this role's weight decay; None means the module's.
         frozen: do not train this critic; the policy is always trained.
         lora: train small adapters instead of the weights; needs `pip install peft`.
         offload: keep the model in CPU memory between uses; only for roles that are not trained.
-        mesh: the ranks that run this role's model; None is all ranks, split by the strategy.
+        mesh: the ranks that run this role's model; None means all ranks, as the strategy divides them.
 
     Example:
         Role("my/model", lora=LoRA(rank=8), lr=1e-5)
@@ -132,13 +132,13 @@ class Role:
 
 TUNINGS: dict[str, type[Tuning]] = {tuning.kind: tuning for tuning in (Tuning, LoRA)}
 
-# Replaces `Role.load_model`.
+# Replaces `Role.load_model` inside `models_made_by`.
 _MAKE: ContextVar[Callable[[Role], PreTrainedModel] | None] = ContextVar("make_model", default=None)
 
 
 @contextlib.contextmanager
 def models_made_by(make: Callable[[Role], PreTrainedModel]) -> Iterator[None]:
-    """Inside, `Role.load_model` returns what `make` returns. Strategies use it to build sharded models."""
+    """Inside this context, `Role.load_model` returns `make(role)`. Strategies use it to build sharded models."""
     token = _MAKE.set(make)
     try:
         yield
@@ -160,7 +160,7 @@ def check_size(role: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 
 def check_tokens(role: str, spec: ModelSpec, policy: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError if the role's tokenizer and the policy's differ in more than MAX_OTHER_TOKENS of the ids."""
+    """Raises ValueError if the role's tokenizer and the policy's differ at more than MAX_OTHER_TOKENS of the ids."""
     from transformers.utils import cached_file
 
     source = spec.tokenizer or spec.path
@@ -178,11 +178,11 @@ def check_tokens(role: str, spec: ModelSpec, policy: ModelSpec, tokenizer: PreTr
     example = f"{role_tokens[index]!r} at {index} instead of {token!r}"
     difference = f"{len(differing)} of the policy's {len(policy_tokens)} ids, for example {example}"
     if len(differing) <= MAX_OTHER_TOKENS * len(policy_tokens):
-        log.warning("The tokenizer of the %s (%s) has other tokens at %s.", role, source, difference)
+        log.warning("The tokenizer of the %s (%s) has different tokens at %s.", role, source, difference)
         return
     raise ValueError(
-        f"The tokenizer of the {role} ({source}) has other tokens at {difference}, but all models read the same ids. "
-        f"Use a {role} of the policy's family. If its model does read the policy's ids, set its tokenizer to "
+        f"The tokenizer of the {role} ({source}) has different tokens at {difference}, but all models read the same "
+        f"ids. Use a {role} of the policy's family. If its model does read the policy's ids, set its tokenizer to "
         f"{policy.tokenizer or policy.path}."
     )
 

@@ -1,6 +1,6 @@
 """Routes: the experts that the engine chose for each token; the trainer replays them.
 
-Because its precision or kernels differ, the trainer's router may choose other experts than the engine's, and would then
+With different precision or kernels, the trainer's router may choose different experts from the engine's. It would then
 train weights that took no part in sampling the token. Routes therefore travel with the tokens, as supports do:
 
     engine ── routes ──► Completion ──► Trajectory ──► Experience ── replaying ──► top-k over the experts
@@ -103,7 +103,7 @@ def route_encoders(
 
     Args:
         record_routes: None records routes if every server returns them, and warns otherwise.
-        columns_of: the columns that each server sends, by its address.
+        columns_of: the columns that each server sends, keyed by its address.
 
     Raises:
         ValueError: if `record_routes` is true, but the model has no experts or a server does not send routes.
@@ -178,7 +178,7 @@ class _Forward:
     recorded: list[Tensor] = field(default_factory=list)  # int64 [N, k] of each block
 
 
-# The forward that is running in this thread; its blocks read here what to record or replay.
+# The forward that is running in this thread; it says what the blocks record or replay.
 _forward: ContextVar[_Forward | None] = ContextVar("routes of a forward", default=None)
 
 
@@ -211,7 +211,7 @@ class Routes:
             yield read
 
     def replaying(self, routes: Tensor | None) -> contextlib.AbstractContextManager[None]:
-        """Inside, one forward and its recomputation in a backward use routes uint8 [N, w]; with None, the router's."""
+        """Makes one forward and its recomputation use these routes, uint8 [N, w]; with None, the routers choose."""
         return contextlib.nullcontext() if routes is None or not len(routes) else _Within(_Forward(routes))
 
 
@@ -246,7 +246,7 @@ def _run_block(run: Callable[..., Any], position: tuple[int, int], num_experts: 
     if given is None:
         forward.recorded += topk.chosen
     elif not topk.chosen:
-        raise ValueError(f"The routes of {run.__qualname__} cannot be replayed: it uses no top-k. {_OFF}")
+        raise ValueError(f"The routes of {run.__qualname__} cannot be replayed: it does not use top-k. {_OFF}")
     return output
 
 
@@ -271,7 +271,7 @@ class _TopK(TorchFunctionMode):
     masked some groups of experts, the scores before masking are used.
 
     Args:
-        num_experts: E; a top-k over another number of scores is left alone.
+        num_experts: E; a top-k over a different number of scores is left unchanged.
         given: the experts to use instead, int64 [N, k]; -1 where the router chooses. None only records.
     """
 

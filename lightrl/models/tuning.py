@@ -1,4 +1,4 @@
-"""Tuning: which weights of a model training changes, all of them or weights added to a frozen base.
+"""Tuning: defines which weights training changes: all weights of a model, or weights added to a frozen base.
 
 Strategies, engines and weight sync call a model's tuning (`tuning_of`) without knowing its kind. To add a kind, write a
 subclass and add a setting to Role in role.py.
@@ -29,15 +29,15 @@ Part = Literal["whole", "base", "added"]
 class Tuning:
     """Trains all weights of a model and adds none."""
 
-    kind: ClassVar[str] = ""  # its name in checkpoints
+    kind: ClassVar[str] = ""  # the name used in checkpoints
     keeps_base: ClassVar[bool] = False  # whether the loaded weights are frozen and left out of checkpoints
     config_file: ClassVar[str] = "config.json"  # marks folders that `save` has written
 
     def add_to(self, model: PreTrainedModel, *, seed: int = 0) -> None:
-        """Freezes untrained weights and adds new ones that depend on the seed; on the meta device, without values."""
+        """Freezes untrained weights and adds new ones, which depend on the seed; on the meta device, without values."""
 
     def check_split(self, role: str, model: PreTrainedModel, modules: Collection[str] | None) -> None:
-        """Raises ValueError if weights are added outside the layers, or to modules of a layer not in `modules`."""
+        """Raises ValueError if weights are added outside the layers, or to modules of a layer that `modules` omits."""
 
     def split_styles(self, name: str, module: torch.nn.Module, style: str) -> dict[str, str]:
         """Maps a linear layer's modules to their tensor-parallel style: `colwise`, `rowwise` or `replicate`."""
@@ -56,11 +56,11 @@ class Tuning:
         return name
 
     def base_modules(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Inside, the model has only its base's modules, so parameters have the base's names."""
+        """Inside this context, the model has only its base's modules, so parameters have the base's names."""
         return contextlib.nullcontext()
 
     def base_only(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Inside, the model computes as its base does; needs no memory for a copy."""
+        """Inside this context, the model computes as its base does. This needs no memory for a copy."""
         raise ValueError("Training changes all weights of this model, so it cannot compute as it did at the start.")
 
     def sources(self, model: torch.nn.Module, part: Part = "whole") -> dict[str, list[str]]:
@@ -80,7 +80,7 @@ class Tuning:
         raise NotImplementedError
 
     def saved_config(self, model: PreTrainedModel, base: str | None) -> str | None:
-        """Returns the JSON, with the base's name, for `save` and `add_saved`; None if checkpoints hold all weights."""
+        """Returns the JSON for `save` and `add_saved`, with the base's name; None if checkpoints hold all weights."""
         return None
 
     def save(self, tensors: Mapping[str, Tensor], config: str, folder: Path) -> None:
@@ -119,7 +119,7 @@ def held_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def whole_parameters(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the parameters by their Hugging Face names, with the added weights merged."""
+    """Yields the parameters with their Hugging Face names; the added weights are merged."""
     tuning, held = tuning_of(model), held_tensors(model)
     for name, sources in tuning.sources(model).items():
         yield name, tuning.merge(model, name, [held[source] for source in sources])

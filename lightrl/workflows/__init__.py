@@ -3,9 +3,9 @@
 Reading order:
     workflow.py       Workflow, and SingleTurn: one completion for each prompt
     multi_turn.py     several turns: conversation.py keeps their tokens, environment.py answers the policy
-      tools/          an environment whose tools the policy calls: Python functions, or tools of an MCP server
-      openenv.py      environments of an OpenEnv server
-    agent_workflow/   an agent (a function or a program) that calls this process as OpenAI's or Anthropic's API
+      tools/          an environment with tools that the policy calls: Python functions, or tools on an MCP server
+      openenv.py      environments on an OpenEnv server
+    agent_workflow/   an agent (a function or a program) that calls the policy through OpenAI's or Anthropic's API
 
 May import: errors, checks, concurrency, trajectory, rewards, engines. To add one: subclass Workflow and write `run`.
 """

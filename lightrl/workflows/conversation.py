@@ -1,12 +1,12 @@
-"""Conversation: the tokens of one trajectory, turn by turn. Token in, token out.
+"""Conversation: the tokens of one trajectory, turn by turn. Tokens in, tokens out.
 
-The policy's tokens stay as sampled and are never encoded again. Between two turns there are only the tokens that the
+The policy's tokens stay as sampled and are never encoded again. Between two turns, there are only the tokens that the
 chat template adds for the new messages:
 
     prompt tokens | completion tokens, as sampled | encoded: template(all messages) minus the text so far | ...
 
-This requires that the template leaves earlier text unchanged. Before each addition the text so far is compared with
-the template's current rendering of the same messages (ignoring white space). A template that rewrites history, for
+This requires that the template leaves earlier text unchanged. Before each addition, the text so far is compared with
+the template's new rendering of the same messages (ignoring whitespace). A template that rewrites history, for
 example by removing earlier thinking, is refused: the policy would train on a conversation that never occurs. If the
 prompt already opens the policy's turn, for example with `<think>`, that text belongs to the turn's message.
 """
@@ -27,7 +27,7 @@ from lightrl.models.chat_template import KEEP_HISTORY, MARK, ChatTemplate, Messa
 from lightrl.models.images import data_url, read_image, refusal, take_images
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt, Trajectory, Turn
 
-# Arguments of known templates that keep earlier thinking, or turn thinking off.
+# Arguments that make known templates keep earlier thinking or turn thinking off.
 _KEEP_HISTORY: tuple[JsonObject, ...] = (
     {"preserve_thinking": True},
     {"truncate_history_thinking": False},
@@ -37,17 +37,17 @@ _KEEP_HISTORY: tuple[JsonObject, ...] = (
 
 
 class _RewritesHistory(Exception):
-    """The chat template renders earlier text differently; the message says where."""
+    """Raised if the chat template renders earlier text differently; the message shows where."""
 
 
 class TurnRenderer(ChatTemplate):
     """Encodes prompts and the text between two turns.
 
-    Without a chat template, or if the prompt is only token ids, the text of an observation is encoded as it is.
+    Without a chat template, or if the prompt has only token ids, an observation's text is encoded unchanged.
     """
 
     def check_template(self, role: str, tools: Sequence[JsonObject]) -> None:
-        """Renders a short conversation in which the policy thinks and a message with this role answers.
+        """Renders a short conversation in which the policy thinks and a message with this role replies.
 
         Raises:
             ValueError: if the template rewrites history or cannot render such a message.
@@ -87,12 +87,12 @@ class TurnRenderer(ChatTemplate):
     def after_turn(
         self, messages: Messages, before: str, content: str, answer: Messages, arguments: JsonMapping
     ) -> tuple[list[JsonMapping], str, str]:
-        """Returns all messages including a turn of the policy and an answer to it, their text, and the text's new part.
+        """Returns all messages up to `answer`, their rendered text, and the part of that text after the policy's turn.
 
         Args:
             messages: the messages before the turn.
-            before: their text.
-            content: what the policy generated.
+            before: those messages, rendered.
+            content: the turn's text, as the policy generated it.
         """
         turn = {"role": "assistant", "content": content}
         chats = [[*chat, *answer] for chat in with_turn(messages, opened(before), turn)]
@@ -104,7 +104,7 @@ class TurnRenderer(ChatTemplate):
         raise _RewritesHistory(_rewriting_message(self.render(chats[0], arguments), before + content))
 
     def take_images(self, messages: Sequence[JsonObject]) -> tuple[list[JsonObject], tuple[str, ...]]:
-        """Returns an environment's messages without the data of their images, and the images as data: URLs.
+        """Returns an environment's messages without their image data, and the images as data: URLs.
 
         Raises:
             RolloutError: if an image cannot be decoded, or this policy cannot read images.
@@ -129,11 +129,11 @@ class TurnRenderer(ChatTemplate):
 
 @dataclass(frozen=True)
 class Observed:
-    """An encoded observation: the additions to a conversation."""
+    """An encoded observation, to be added to a conversation."""
 
     token_ids: list[int]
     messages: list[JsonMapping] | None  # the whole conversation, including the observation
-    text: str  # all these messages, rendered
+    text: str  # these messages, rendered
     images: tuple[str, ...] = ()  # images of the observation
 
 
@@ -148,7 +148,7 @@ class Conversation:
 
     Raises:
         RolloutError: if the prompt has neither token ids nor messages, its token ids differ from those of its rendered
-            messages, or the policy cannot read an image of the opening.
+            messages, or the policy cannot read an image in `opening`.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Conversation:
             if not opening and not tools and token_ids and token_ids != rendered:
                 raise RolloutError(
                     f"Prompt {prompt.id!r} has {len(token_ids)} token ids, but its messages render to {len(rendered)} "
-                    "others. Leave the token ids out, or set data.chat_template to the template that made them."
+                    "different ones. Leave the token ids out, or set data.chat_template to the template that made them."
                 )
             token_ids = rendered
         elif opening:
@@ -182,14 +182,14 @@ class Conversation:
             token_ids += renderer.expanded(encoded, self.images, opening)
         if not token_ids:
             raise RolloutError(f"Prompt {prompt.id!r} has neither messages nor token ids.")
-        # Keeps the prompt itself if possible: its JSON is made once for all trajectories that share it.
+        # Keeps the prompt object if possible: its JSON is made only once for all trajectories that share it.
         self.prompt = prompt if token_ids == prompt.token_ids else replace(prompt, token_ids=token_ids)
         self.token_ids: TokenArray[int] = TokenArray((), "i")
         self.loss_mask: TokenArray[bool] = TokenArray((), "?")
         self.logprobs: TokenArray[float] = TokenArray((), "f")
         self.weight_versions: TokenArray[int] = TokenArray((), "i")
         self.columns: dict[str, TokenArray[Any]] = {}
-        self._num_shown = 0  # images before the last turn
+        self._num_shown = 0  # number of images before the last turn
         self._add_read(token_ids)
 
     def copy(self) -> Conversation:
@@ -216,7 +216,7 @@ class Conversation:
     def encode_observation(self, messages: Sequence[JsonObject]) -> Observed:
         """Returns what these messages would add after the last completion.
 
-        If the completion was cut off, the tokens start with the end of turn that the policy did not generate.
+        If the completion was cut off, the tokens start with the end-of-turn token that the policy did not generate.
 
         Raises:
             RolloutError: if the template rewrites earlier text or adds nothing, or the policy cannot read an image.
@@ -236,7 +236,7 @@ class Conversation:
             except _RewritesHistory as error:
                 raise RolloutError(f"{error} {KEEP_HISTORY}") from error
             end_text = self.renderer.decode([end_token])
-            if has_end and added.lstrip().startswith(end_text):  # the policy generated its end of turn itself
+            if has_end and added.lstrip().startswith(end_text):  # the policy has already generated the end of the turn
                 added = added.lstrip()[len(end_text) :]
             observed = Observed(self.renderer.encode_after(end_token, added), after_turn, rendered)
         if not observed.token_ids:
@@ -325,7 +325,7 @@ class Conversation:
 
 
 def _end_of_prefix(text: str, prefix: str) -> int | None:
-    """Returns where `prefix` ends in `text`, ignoring white space and MARK; None if `text` does not start with it."""
+    """Returns where `prefix` ends in `text`, ignoring whitespace and MARK; None if `text` does not start with it."""
     if text.startswith(prefix):
         return len(prefix)
     end = 0

@@ -26,22 +26,22 @@ from lightrl.errors import RolloutError
 from lightrl.rewards import RewardResult
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt, Trajectory
 
-# What the policy reads next: the text of a user's turn, one chat message, or several; None adds nothing. For a policy
+# What the policy reads next: the text of a user turn, one chat message, or several; None adds nothing. For a policy
 # that reads images, a message's content may be a list with `{"type": "image", "image": path or data: URL}` parts.
 Observation: TypeAlias = str | JsonMapping | Sequence[JsonMapping] | None
-# observation, reward of the turn, done
+# observation, the turn's reward, done
 Step: TypeAlias = tuple[Observation, float, bool]
-_MAX_CHARS = 4_000_000  # per observation; it is encoded on the event loop of the rollouts
+_MAX_CHARS = 4_000_000  # per observation, which is encoded on the rollout's event loop
 
 
 class Environment(ABC):
     """The other side of one conversation; each trajectory gets a new one, so it may keep state in `self`.
 
     Every method may be async; a sync method runs in a thread, so it may block. The workflow's `step_timeout_s` bounds
-    each call; a call that raises or hangs drops its trajectory, which is counted.
+    each call. A call that raises or hangs drops its trajectory, and the drop is counted.
 
     A resumed run restarts conversations that a checkpoint or the end of the process interrupted. With `state_dict` and
-    `load_state_dict`, they continue instead: a `reset` or `step` that has returned is not called again. After `kill -9`
+    `load_state_dict`, they continue instead: a `reset` or `step` that has returned is not repeated. After `kill -9`,
     they continue from the last checkpoint, so a `step` with external effects may run twice.
     """
 
@@ -55,8 +55,8 @@ class Environment(ABC):
         return None
 
     def load_state_dict(self, prompt: Prompt, state: JsonObject) -> None:
-        """Restores the state in a new object, instead of repeating the calls; `close` follows as usual."""
-        raise NotImplementedError(f"{type(self).__name__} has state_dict, but no load_state_dict.")
+        """Restores the state of a new environment instead of repeating the calls; `close` is called as usual."""
+        raise NotImplementedError(f"{type(self).__name__} overrides state_dict but not load_state_dict.")
 
     def reset(self, prompt: Prompt) -> Observation | Awaitable[Observation]:
         """Starts the environment; called once, before the first turn.
@@ -79,15 +79,15 @@ class Environment(ABC):
         """
 
     def metrics(self) -> Mapping[str, float] | Awaitable[Mapping[str, float]]:
-        """Returns numbers to log for this trajectory, by name; called once, at the end."""
+        """Returns this trajectory's metrics to log, keyed by name; called once, at the end."""
         return {}
 
     def close(self) -> Awaitable[None] | None:
-        """Releases what `reset` acquired; called once at the end of every trajectory that started, however it ended."""
+        """Releases what `reset` acquired; called once when a trajectory that started ends, even if it failed."""
         return None
 
     def tool_schemas(self) -> list[JsonObject]:
-        """Returns JSON schemas of the tools that the chat template shows in the prompt; must not change."""
+        """Returns JSON schemas of the tools that the chat template shows in the prompt; they must never change."""
         return []
 
 
@@ -123,12 +123,12 @@ class CheckedStep:
 
 
 def checked_metrics(value: object, name: str) -> dict[str, float]:
-    """Checks what `metrics` returned; raises RolloutError unless it is a dict of finite numbers by name."""
+    """Checks what `metrics` returned; raises RolloutError unless it is a dict with finite numbers as values."""
     numbers = {str(key): finite_number(item) for key, item in value.items()} if isinstance(value, Mapping) else None
     metrics = {key: item for key, item in (numbers or {}).items() if item is not None}
     if metrics != numbers or len(metrics) > 1000:
         raise RolloutError(
-            f"{name}.metrics must return a dict of at most 1,000 numbers up to 1e15 by name, got {value!r:.200}."
+            f"{name}.metrics must return a dict of at most 1,000 names and numbers up to 1e15, got {value!r:.200}."
         )
     return metrics
 
@@ -137,7 +137,7 @@ def as_messages(observation: object, name: str) -> list[JsonObject]:
     """Returns an observation as chat messages.
 
     Raises:
-        RolloutError: if it is not an Observation, or is too long.
+        RolloutError: if it is not an Observation, or if it is too long.
     """
     if observation is None:
         return []
@@ -159,7 +159,7 @@ def as_messages(observation: object, name: str) -> list[JsonObject]:
 
 
 async def call_environment(environment: Environment, method: str, *arguments: object, timeout_s: float | None) -> Any:
-    """Calls a method with a deadline and returns its result; Environment's default methods run without a thread."""
+    """Calls a method with a deadline and returns its result; methods that are not overridden run without a thread."""
     function = getattr(environment, method)
     if getattr(type(environment), method) is getattr(Environment, method):
         return function(*arguments)
@@ -168,7 +168,7 @@ async def call_environment(environment: Environment, method: str, *arguments: ob
 
 
 class _Values(dict[str, Any]):
-    """Values of a format string; a placeholder that has no value stays as it is."""
+    """Values for a format string; a placeholder without a value is left unchanged."""
 
     def __missing__(self, name: str) -> object:
         return _Literal(name)
@@ -183,13 +183,13 @@ class RetryWithFeedback(Environment):
     """Answers that the completion is wrong and lets the policy try again, until the reward is high enough.
 
     Each turn earns its improvement over the best reward so far. Without a discount the rewards of a trajectory
-    therefore sum to its best reward, and failing first never pays.
+    therefore sum to its best reward, so failing at first never pays off.
 
     Args:
         reward: computes each completion's reward: a sync function of a Trajectory, or its dotted path. It gets `prompt`
             and `completion` but no token ids, and runs in a thread of this process, with the deadline of a step.
         feedback: what the policy reads after a wrong completion; a format string that may use the reward function's
-            metrics, such as `{format}`. Other placeholders stay as they are, as in `End with {answer}`.
+            metrics, such as `{format}`. Other placeholders are left unchanged, as in `End with {answer}`.
         solved_reward: a completion with at least this reward ends the trajectory.
     """
 
@@ -205,7 +205,7 @@ class RetryWithFeedback(Environment):
             raise ValueError(f"reward={reward!r} must be a sync function. Write an Environment to await an async one.")
         if parts := [name for name in names_of(feedback, "feedback") if "." in name or "[" in name]:
             raise ValueError(
-                f"feedback must name metrics, such as {{format}}, got {{{parts[0]}}}, which names part of one."
+                f"feedback must name metrics, such as {{format}}, got {{{parts[0]}}}, which names part of one metric."
             )
         self.feedback = feedback
         self.solved_reward = solved_reward

@@ -33,28 +33,28 @@ class MultiTurn(Workflow):
 
     The loss mask is True only on the policy's tokens. `Trajectory.rewards` contains the reward of turn k (from 0),
     times `discount**k`, on the last token of that turn. The reward function `lightrl.rewards.environment_reward` uses
-    these rewards; any other replaces them, as it does for a single turn.
+    these rewards; any other reward function replaces them, as for a single turn.
 
-    A trajectory is truncated if a completion was cut off (`sampling.max_new_tokens`), `max_tokens` leaves no space for
-    another, or its time limit has passed. Reaching `max_turns` does not count as truncation.
+    A trajectory is truncated if a completion was cut off (`sampling.max_new_tokens`), `max_tokens` leaves no room
+    for another completion, or the time limit has expired. Reaching `max_turns` does not count as truncation.
 
     Args:
         tokenizer: the policy's tokenizer.
-        environment: makes an environment for each trajectory: a class, or a function without arguments.
+        environment: a class, or a function without arguments, that makes a new environment for each trajectory.
         max_turns: maximum number of policy turns in one trajectory.
-        max_tokens: limit of the whole trajectory, at most the model's context, which is the default.
-        discount: a reward is multiplied by this factor once for each turn before it.
-        truncated_reward: the reward of a completion that was cut off, which the environment does not see.
-        time_limit_s: limit of one trajectory; after it, an unfinished completion is discarded, and a trajectory
-            without a finished turn is dropped.
-        step_timeout_s: deadline of one call of the environment; missing it drops the trajectory.
+        max_tokens: maximum number of tokens in the trajectory; the model's context by default, which it cannot exceed.
+        discount: a reward is multiplied by this factor once for each earlier turn.
+        truncated_reward: the reward of a completion that was cut off; the environment does not see that completion.
+        time_limit_s: time limit of one trajectory. When it expires, an unfinished completion is discarded, and a
+            trajectory without a finished turn is dropped.
+        step_timeout_s: deadline of one call to the environment; a call that misses it drops the trajectory.
 
     Raises:
         ValueError: if a limit is out of range, or the chat template does not work for several turns.
-        TypeError: if `environment` does not make an Environment.
+        TypeError: if `environment` does not return an Environment.
     """
 
-    own_timeout_s = None  # each call of the environment has step_timeout_s
+    own_timeout_s = None  # step_timeout_s bounds each call to the environment
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class MultiTurn(Workflow):
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         """Runs one conversation; waits alternately for the environment and the policy, each with a deadline.
 
-        On cancellation the environment's call is cancelled (a thread is abandoned) and the environment is closed.
+        On cancellation, the call to the environment is cancelled (a thread is abandoned) and the environment is closed.
         """
         environment = self._make()
         try:
@@ -118,10 +118,10 @@ class MultiTurn(Workflow):
         opening = as_messages(await answer("reset", prompt), f"{name}.reset")
         conversation = Conversation(self.template, prompt, opening, self.tools or None)
         rewards: list[float] = []
-        is_truncated = True  # unless the environment or max_turns ends it
+        is_truncated = True  # unless the environment or max_turns ends the trajectory
         max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens  # None: context unknown
-        while (longest := max_tokens - len(conversation.token_ids)) > 0:
-            generating = generate(list(conversation.token_ids), max_new_tokens=longest, images=conversation.images)
+        while (max_new := max_tokens - len(conversation.token_ids)) > 0:
+            generating = generate(list(conversation.token_ids), max_new_tokens=max_new, images=conversation.images)
             completion = await _within(deadline, generating)
             if completion is None or not completion.token_ids:
                 break

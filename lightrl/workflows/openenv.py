@@ -23,7 +23,7 @@ from lightrl.workflows.environment import Environment, Step
 from lightrl.workflows.tools import ToolEnvironment, ToolParser, ToolServer, parse_hermes, read_parts, run_apart
 
 _MAX_BYTES = 2**26  # limit for one message from a server
-_START_TIMEOUT_S = 30.0  # for the request for the schemas
+_START_TIMEOUT_S = 30.0  # deadline for fetching the schemas
 
 
 class _Session(ToolServer):
@@ -31,17 +31,17 @@ class _Session(ToolServer):
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self.reward, self.is_done = 0.0, False  # summed since the last `take_reward`
+        self.reward, self.is_done = 0.0, False  # `reward` is the sum since the last `take_reward`
         self._http: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._is_late = False  # the server has not yet answered a call that timed out
 
     async def ask(self, kind: str, data: JsonMapping) -> JsonObject:
-        """Returns the data of the server's answer; its RolloutErrors have no cause, so the policy is not blamed."""
+        """Returns the data of the server's answer. Its RolloutErrors have no cause, so the policy is not blamed."""
         if self._is_late:
             raise RolloutError(
-                f"The OpenEnv server {self.url} missed the deadline of a call, and its late answer would be taken for "
-                "the answer to the next call. Increase tool_timeout_s."
+                f"The OpenEnv server {self.url} missed the deadline of a call, and its late answer would be mistaken "
+                "for the answer to the next call. Increase tool_timeout_s."
             )
         try:
             if self._socket is None:
@@ -71,12 +71,12 @@ class _Session(ToolServer):
             answer = json.loads(text)
             is_error, data = answer["type"] == "error", answer["data"]
             if is_error or isinstance(data["observation"], dict):
-                return self._refuse(kind, data) if is_error else dict(data)
+                return self._raise_refusal(kind, data) if is_error else dict(data)
         except (ValueError, KeyError, TypeError):
             pass
         raise RolloutError(f"{self.url} is not an OpenEnv server: it answered a {kind} with {text:.200}. Fix url.")
 
-    def _refuse(self, kind: str, data: JsonMapping) -> JsonObject:
+    def _raise_refusal(self, kind: str, data: JsonMapping) -> JsonObject:
         fields = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in data.get("errors", ())]
         full = "Increase its max_concurrent_envs. " if data.get("code") == "CAPACITY_REACHED" else ""
         raise RolloutError(
@@ -122,17 +122,17 @@ class _Session(ToolServer):
 class OpenEnv(Environment):
     """A text environment on an OpenEnv server: each completion is one action.
 
-    Every trajectory has a session, so the server's `max_concurrent_envs` must be at least the number of trajectories in
-    flight. `reset` gets a seed made from the prompt's id, which is the same for the whole group.
+    Every trajectory opens a session, so the server's `max_concurrent_envs` must be at least the number of trajectories
+    in flight. The seed that `reset` gets is derived from the prompt's id, so a whole group has the same seed.
 
     Args:
         url: the server's address, such as `http://127.0.0.1:8000`.
-        action: the action's field for the completion, which is sent without its thinking.
-        observation: the observation's field that the policy reads; None for all fields, as JSON.
+        action: the action field that receives the completion, which is sent without its thinking.
+        observation: the observation field that the policy reads; None means all fields, as JSON.
         reset_fields: columns of the prompt's row that `reset` gets as arguments.
 
     Raises:
-        ValueError: if no OpenEnv server answers, or its actions have no such field.
+        ValueError: if no OpenEnv server answers, or its actions do not have the field `action`.
     """
 
     def __init__(
@@ -161,12 +161,12 @@ class OpenEnv(Environment):
 class OpenEnvTools(ToolEnvironment):
     """An OpenEnv environment that consists of tools: the policy calls them, and the server returns the rewards.
 
-    The server's `list_tools` names the tools when the run starts; each call is a `call_tool`. The trajectory ends after
-    a turn without calls, or when the server reports done.
+    The run lists the tools with `list_tools` when it starts, and sends each call as a `call_tool`. The trajectory ends
+    after a turn without calls, or when the server reports that it is done.
 
     Args:
         url: the server's address.
-        observation: the field of the first observation that the policy reads; None for all fields, as JSON.
+        observation: the field of the first observation that the policy reads; None means all fields, as JSON.
         reset_fields: columns of the prompt's row that `reset` gets as arguments.
         parser, max_calls, max_result_chars, tool_timeout_s: as for ToolEnvironment.
 

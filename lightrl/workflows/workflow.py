@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class TurnLog:
-    """The answers of one conversation so far; answers from an earlier run are replayed first."""
+    """The environment's answers in one conversation so far. Answers from an earlier run are replayed first."""
 
-    answers: list[tuple[str, Any, Any]] = field(default_factory=list)  # method, answer, state after it
-    _num_given: int = 0
+    answers: list[tuple[str, Any, Any]] = field(default_factory=list)  # method, answer, state after the call
+    _num_given: int = 0  # answers that `ask` has returned in this run
 
     async def ask(
         self, environment: Environment, method: str, prompt: Prompt, *arguments: object, timeout_s: float
     ) -> Any:
-        """Returns the environment's answer, without a call if the earlier run recorded it.
+        """Returns the environment's answer; does not call the environment if the earlier run recorded the answer.
 
         Raises:
-            RolloutError: if the call fails, or its answer or the environment's state is not JSON.
+            RolloutError: if the call fails, or if its answer or the environment's state cannot be stored as JSON.
         """
         name = f"{type(environment).__name__}.{method}"
         if self._num_given < len(self.answers):
@@ -56,8 +56,8 @@ class TurnLog:
                 answer, state = json.loads(json.dumps([self_contained(returned), environment.state_dict()]))
             except (TypeError, ValueError) as error:
                 raise RolloutError(
-                    f"{name} returned {returned!r:.200}, but that or the environment's state is not JSON ({error}). An "
-                    "environment with state_dict must return only values that JSON can store."
+                    f"{name} returned {returned!r:.200}, but that or the environment's state is not JSON ({error}). "
+                    "An environment with state_dict must return only values that JSON can store."
                 ) from error
             self.answers.append((method, answer, state))
         self._num_given += 1
@@ -68,7 +68,7 @@ class TurnLog:
 
 
 RunResult = Trajectory | RolloutError | RewardError  # an error drops the trajectory
-GroupResult = tuple[int, RunResult]  # number of the sample, and its result
+GroupResult = tuple[int, RunResult]  # the sample's number and its result
 
 
 class Generate(Protocol):
@@ -77,53 +77,53 @@ class Generate(Protocol):
     async def __call__(
         self, token_ids: list[int], *, max_new_tokens: int | None = None, images: Sequence[str] = ()
     ) -> Completion:
-        """Returns the completion of these token ids, which include the tokens of the prompt's images and of `images`;
-        `max_new_tokens` can only lower the limit in `sampling`."""
+        """Returns the completion of these token ids, which already contain the image tokens of the prompt and `images`;
+        `max_new_tokens` can lower the limit in `sampling` but not raise it."""
         ...
 
 
 class GroupGenerate(Protocol):
-    """Calls the policy for the trajectories of one group; continues a checkpoint's unfinished completions."""
+    """Calls the policy for the trajectories of one group, and continues a checkpoint's unfinished completions."""
 
     @property
     def samples(self) -> Sequence[int]:
-        """The numbers of the trajectories to run; a resumed group may already contain the others."""
+        """The numbers of the trajectories to run. In a resumed group, other trajectories may already be finished."""
         ...
 
     def for_sample(self, sample: int) -> Generate:
-        """Returns the function that calls the policy in one trajectory."""
+        """Returns the function that calls the policy for one trajectory."""
         ...
 
     def for_all(self, token_ids: list[int]) -> AsyncGenerator[tuple[int, Completion | RolloutError], None]:
-        """Yields each sample's first completion of these token ids when it is done; the engine gets one request."""
+        """Sends one request for all samples to the engine; yields each sample's completion as soon as it is done."""
         ...
 
 
 class Workflow(ABC):
     """One interaction with the policy, from prompt to trajectory. Token ids in, token ids out: nothing is re-encoded.
 
-    `run_group` runs `group_size` interactions at the same time for each prompt; they share no state. The controller
+    `run_group` runs `group_size` interactions concurrently for each prompt; they share no state. The controller
     computes the rewards.
     """
 
-    # Maximum tokens of one interaction with several turns, prompt included; None is the model's context.
+    # Maximum number of tokens in a multi-turn interaction, including the prompt. None means the model's context.
     max_tokens: int | None = None
 
-    # Seconds that `run` may spend at a time outside of `generate`, for example on a tool, before the trajectory is
-    # dropped. None for workflows that set a deadline on everything they await.
+    # Seconds that `run` may spend outside of `generate` at a time, for example on a tool, before the trajectory is
+    # dropped. None is for workflows that set a deadline on everything they await.
     own_timeout_s: float | None = 600.0
 
-    # Whether an interaction that a checkpoint cut short can continue in a resumed run instead of starting over. `run`
+    # Whether an interaction that a checkpoint interrupted can continue in a resumed run instead of starting over. `run`
     # is called again, and `generate` returns the checkpoint's completions before it asks the engine, so the same
     # completions must lead to the same calls.
     continues: bool = False
 
-    # Decodes what the policy generated. The ids that end a turn are set in it before the first interaction.
+    # Decodes what the policy generated. Its end-of-turn ids are set before the first interaction.
     template: ChatTemplate | None = None
 
     @property
     def samples_apart(self) -> bool:
-        """Whether the trajectories of a group have no samples in common, which an own `run_group` may give them."""
+        """Whether no sampled token is shared by trajectories of a group; False if a subclass overrides `run_group`."""
         return type(self).run_group in (Workflow.run_group, SingleTurn.run_group)
 
     @classmethod  # noqa: B027 - not every workflow has settings
@@ -134,7 +134,7 @@ class Workflow(ABC):
         """Sets `max_tokens` to the model's context if it is None; called once, before the first interaction.
 
         Raises:
-            ValueError: if `max_tokens` is more than the context.
+            ValueError: if `max_tokens` exceeds the context.
         """
         if self.max_tokens is None:
             self.max_tokens = context_tokens
@@ -145,10 +145,10 @@ class Workflow(ABC):
             )
 
     async def run_group(self, prompt: Prompt, generate: GroupGenerate) -> AsyncGenerator[GroupResult, None]:
-        """Runs the trajectories of a group and yields each when it is done, so that its reward starts early.
+        """Runs the trajectories of a group and yields each as soon as it is done, so that its reward starts early.
 
-        This default calls `run` for all samples concurrently. An exception drops the samples that were not yielded
-        before; a RolloutError or RewardError that is yielded drops only its sample.
+        This default calls `run` for all samples concurrently. Raising an exception drops all samples that
+        have not been yielded; yielding a RolloutError or RewardError drops only that sample.
 
         Args:
             prompt: the task; `prompt.token_ids` is set.
@@ -166,7 +166,7 @@ class Workflow(ABC):
                 yield sample, run.result()
 
     def clean_up(self, trajectory: Trajectory) -> None:  # noqa: B027 - most workflows leave nothing
-        """Deletes what `run` left for the reward; called when the reward is known or will not be computed."""
+        """Deletes what `run` left for the reward function; called when the reward is known or will not be computed."""
 
     @abstractmethod
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
@@ -180,7 +180,7 @@ class Workflow(ABC):
             The trajectory without reward; the controller fills in `group_id` and `sample`.
 
         Raises:
-            RolloutError: if this interaction cannot be finished; it is dropped and counted by reason.
+            RolloutError: if this interaction cannot be finished. The interaction is dropped and counted by reason.
         """
 
 
@@ -191,7 +191,7 @@ class SingleTurn(Workflow):
         tokenizer: decodes the completion into `Trajectory.completion`, without end tokens.
     """
 
-    # Shared by a group's completions: the latest prompt, its token ids, one zero for each of them, its opened thinking.
+    # Shared by a group's completions: the latest prompt, its token ids, a zero for each id, and its opened thinking.
     _latest: tuple[Prompt, TokenArray[int], TokenArray[float], str] | None = None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -249,7 +249,7 @@ class SingleTurn(Workflow):
         )
 
 
-@functools.lru_cache(64)  # most calls in an iteration have one of a few arguments
+@functools.lru_cache(64)  # most calls in an iteration repeat a few arguments
 def _runs(code: str, *runs: tuple[int, int]) -> TokenArray[Any]:
     return TokenArray.of_runs(runs, code)
 
@@ -293,7 +293,7 @@ class _TimedGenerate:
         try:
             yield
         finally:
-            self._task = None  # generations that the workflow left behind start no timer
+            self._task = None  # generations that the workflow left running start no timer
             self._stop_timer()
 
     def _start_timer(self) -> None:
@@ -311,7 +311,7 @@ class _TimedGenerate:
 
 
 async def _run_sample(workflow: Workflow, prompt: Prompt, generate: Generate) -> RunResult:
-    """Runs a workflow once; returns its trajectory or the error that drops it, but raises an EngineError."""
+    """Runs a workflow once and returns its trajectory or the error that drops it. An EngineError is raised instead."""
     name = f"{type(workflow).__name__}.run"
     timed_generate = _TimedGenerate(workflow.own_timeout_s, generate)
     try:
@@ -336,7 +336,7 @@ def self_cancellation(name: str, prompt: Prompt) -> RolloutError:
 
 
 def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> Trajectory:
-    """Checks that a workflow returned a trajectory to train on, and returns it.
+    """Checks that training can use what a workflow returned, and returns that trajectory.
 
     Raises:
         RolloutError: if it is not a Trajectory, its lists differ in length, a logprob is not finite, or a token in the

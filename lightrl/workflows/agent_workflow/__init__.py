@@ -1,4 +1,4 @@
-"""AgentWorkflow: serves the policy to an agent as OpenAI's or Anthropic's API, and records trajectories.
+"""AgentWorkflow: serves the policy to an agent through OpenAI's or Anthropic's API, and records trajectories.
 
 Reading order:
     workflow.py           AgentWorkflow: runs a function, or a program (command.py)

@@ -55,7 +55,7 @@ _ARGUMENT_LIMITS = (
 
 @functools.cache
 def root_of(process: int) -> str:
-    """Makes a parent for this process's agent folders, removed at exit; removes the parents of dead processes."""
+    """Makes the parent of this process's agent folders, to be removed at exit; removes those of dead processes."""
     root = tempfile.mkdtemp(prefix=own_prefix(_PREFIX))
     Path(root).chmod(0o711)  # a program that runs as another user must reach its folder
     atexit.register(remove_folder, root)
@@ -147,7 +147,7 @@ class AgentCommand:
 
 
 def _program_folders(program: str, search_path: str) -> set[Path]:
-    """Returns the folders of a program and of PATH, and the parent of each `bin`, which contains its libraries."""
+    """Returns a program's folders, the folders in PATH, and the parent of each `bin`, which contains its libraries."""
     of_program = {Path(program).parent, Path(program).resolve().parent}
     folders = of_program | set(map(Path, search_path.split(os.pathsep)))
     outside_home = {folder for folder in folders if folder in of_program or Path.home() not in folder.parents}
@@ -156,7 +156,7 @@ def _program_folders(program: str, search_path: str) -> set[Path]:
 
 
 def check_command(command: Sequence[str] | None, template: str | None) -> None:
-    """Raises ValueError if there is no such program or template; names with braces are checked when filled in."""
+    """Raises ValueError if the program or the template does not exist; names with braces are checked later."""
     words = [] if command is None or isinstance(command, str) else command[:1]
     if command is not None and not any("{" in word or shutil.which(word) for word in words):
         raise ValueError(f"command must be a list that starts with a program's path or name on PATH, got {command!r}.")
@@ -179,8 +179,7 @@ def delete_workspace(workspace: str | None) -> None:
 
 
 async def _run_under_guard(request: dict[str, Any]) -> dict[str, Any]:
-    """Returns the guard's reply or raises OSError. On cancellation, waits for the guard to kill the program and clean
-    up."""
+    """Returns the guard's reply or raises OSError; on cancellation, waits until the guard has killed the program."""
     guard = await asyncio.create_subprocess_exec(
         *GUARD_COMMAND, "", stdin=PIPE, stdout=PIPE, limit=1 << 22, start_new_session=True
     )

@@ -1,4 +1,4 @@
-"""CompletionParser: splits a completion into thinking, text and calls. One of three parsers does it:
+"""CompletionParser: splits a completion into thinking, text and calls. It is one of three parsers:
 
     a `tool_parser`      the user's function, which gets the text without its thinking; `parse_hermes` by default
     a `renderer`         from the package `renderers`, chosen by name, or by the tokenizer's name for `auto`
@@ -90,7 +90,7 @@ def _without_misread_tags(parsed: ParsedCompletion, text: str) -> ParsedCompleti
     """Returns a library's result, corrected where the library mistook a quoted tag for a real one."""
     by_text = parse_text(text, parse_hermes)
     errors, text_errors = ([call.error for call in each.calls if call.error] for each in (parsed, by_text))
-    if parsed.calls and not errors and "</tool_call>" in parsed.content:  # the rest of a call cut at a quoted tag
+    if parsed.calls and not errors and "</tool_call>" in parsed.content:  # what follows a quoted tag in a call
         errors = ["the call's arguments quote </tool_call>, which ends a call in this format; write it differently"]
         parsed = replace(parsed, calls=[ToolCall(error=errors[0])])
     if errors and by_text.calls and not text_errors:

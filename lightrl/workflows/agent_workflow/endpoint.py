@@ -43,7 +43,7 @@ _PROTOCOLS: dict[str, type[Exchange]] = {
     "responses": ResponsesExchange,
 }
 MAX_BODY_BYTES = 100 * 10**6
-WAITING_S = 15.0  # between keep-alive events in a stream that has no answer yet
+WAITING_S = 15.0  # between keep-alive events while a stream has no answer yet
 _SHUTDOWN_TIMEOUT_S = 1.0
 _KEEPALIVE_TIMEOUT_S = 3600.0  # longer than any client's, so that no client reuses a connection that is closing
 _BODY_S = 60.0
@@ -54,7 +54,7 @@ class OpenAIEndpoint:
     """A server that runs as one task on the event loop that started it.
 
     Cancelling the task closes the port and its connections. `close` cancels it, and so do the end of `asyncio.run` and
-    the controller's `close`, which cancel all tasks of their loops.
+    the controller's `close`, which cancel all tasks on their loops.
 
     Args:
         max_sessions: how many sessions may be open at the same time; further sessions wait.
@@ -64,7 +64,7 @@ class OpenAIEndpoint:
         self.max_sessions = max_sessions
         self._secret = secrets.token_bytes(32)  # the sessions' keys are derived from it
         self._sessions: dict[str, AgentSession] = {}
-        self._has_warned: set[str] = set()
+        self._warned_fields: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._serving: asyncio.Task[None] | None = None
         self._port: asyncio.Future[int] | None = None
@@ -142,7 +142,7 @@ class OpenAIEndpoint:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Checks the key, and returns every error in the form that the clients read."""
+        """Checks the key, and returns every error in the format that clients read."""
         try:
             key = self._key_of(request.path.partition("/sessions/")[2].partition("/")[0])
             sent = request.headers.get("Authorization", f"Bearer {request.headers.get('x-api-key')}")
@@ -182,8 +182,8 @@ class OpenAIEndpoint:
             text = f"The request's body did not arrive within {_BODY_S:g} s."
             raise RequestRefused(text, status=408, code="request_timeout") from error
         exchange = _PROTOCOLS[path].of_json(body)
-        for name in [name for name in dict.fromkeys(exchange.ignored) if name not in self._has_warned]:
-            self._has_warned.add(name)
+        for name in [name for name in dict.fromkeys(exchange.ignored) if name not in self._warned_fields]:
+            self._warned_fields.add(name)
             log.warning("Ignoring %s in an agent's request: the run's sampling and the agent's own tools apply.", name)
         encoded = await session.prepare(exchange.request)
         if path.endswith("count_tokens"):
@@ -197,7 +197,7 @@ class OpenAIEndpoint:
             abandon([answering])
 
     def _key_of(self, name: str) -> str:
-        """Returns the key of a session; it never starts with "-", so it can be a command's argument."""
+        """Returns a session's key. It never starts with "-", so that it can be a command-line argument."""
         return hmac.new(self._secret, name.encode(errors="surrogateescape"), hashlib.sha256).hexdigest()
 
     def _session(self, request: web.Request) -> AgentSession:
@@ -213,7 +213,7 @@ class OpenAIEndpoint:
 
 
 def _warn_of_proxy() -> None:
-    """Warns if clients would use the environment's proxy, for which 127.0.0.1 is the proxy's machine."""
+    """Warns if clients would use the environment's proxy, which takes 127.0.0.1 for its machine."""
     proxies = urllib.request.getproxies()
     proxy = proxies.get("http") or proxies.get("all")
     if proxy and not urllib.request.proxy_bypass(_HOST):

@@ -37,7 +37,7 @@ class MessagesExchange(Exchange):
     )
     refused: ClassVar[Refusals] = {
         "stop_sequences": (([],), "Cut the text in the agent, or set sampling.stop_token_ids in the run."),
-        "mcp_servers": (([],), "Let the agent call them, as tools."),
+        "mcp_servers": (([],), "Let the agent call them as tools."),
         "container": ((), "Leave it out."),
     }
 
@@ -110,7 +110,7 @@ class MessagesExchange(Exchange):
         }
 
     def _blocks(self, answer: Answer) -> list[JsonObject]:
-        """Returns the answer's content: thinking only if the request enables it, without text if `display: omitted`."""
+        """Returns the content blocks. Includes thinking only if enabled, and without text for `display: omitted`."""
         thinking = self.fields.get("thinking")
         options = thinking if isinstance(thinking, Mapping) else {"type": "disabled"}
         blocks: list[JsonObject] = []

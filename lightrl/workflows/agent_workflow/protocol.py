@@ -3,10 +3,10 @@
     body ─► Exchange.read ─► AgentRequest: messages, tools ─► AgentSession ─► Answer ─► Exchange.body, or .events
 
 chat_protocol.py, messages_protocol.py and responses_protocol.py each subclass `Exchange`. Everything here is a pure
-function of the request and the answer; session.py has the state, endpoint.py the HTTP server.
+function of the request and the answer; session.py keeps the state, and endpoint.py runs the HTTP server.
 
-A request's fields are served, refused (if the agent would not get what it asks for) or ignored. `temperature`, `top_p`
-and `seed` are ignored: the run's `sampling` applies, since the behavior logprobs would be wrong otherwise.
+Each field of a request is served, refused (if the agent would not get what it asks for) or ignored. `temperature`,
+`top_p` and `seed` are ignored: the run's `sampling` applies, since the behavior logprobs would be wrong otherwise.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ MessageKey = tuple[str, str, tuple[tuple[str, str], ...]]
 
 
 class RequestRefused(Exception):
-    """A request that is answered with an error, which the agent's client raises.
+    """Raised to answer a request with an error, which the agent's client then raises.
 
     Args:
         message: what is wrong and how to fix it.
         status: the HTTP status; the official clients retry 408, 409, 429 and 5xx by default.
-        code: one word that programs can compare.
+        code: an identifier that programs can compare.
     """
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
@@ -50,7 +50,7 @@ class RequestRefused(Exception):
         self.code = code
 
     def to_json(self) -> JsonObject:
-        """Returns the error in a form that the clients of all protocols can read."""
+        """Returns the error in a format that clients of all protocols can read."""
         kind = _ERROR_TYPES.get(self.status, "invalid_request_error")
         return {"type": "error", "error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
@@ -92,7 +92,7 @@ class Exchange(ABC):
         RequestRefused: if the request is malformed, or requests something that cannot be served.
     """
 
-    served: ClassVar[str]  # names of fields that are served, refused for some values, or harmless
+    served: ClassVar[str]  # fields that are served, refused for some values, or harmless
     refused: ClassVar[Refusals]
     last_line: ClassVar[str] = ""  # ends a stream
 
@@ -208,7 +208,7 @@ def _is_deep(value: object) -> bool:
 
 
 def tool_of(name: object, description: object, schema: object) -> JsonObject:
-    """Returns a tool in the form that chat templates read; refuses one without a name or a valid JSON schema."""
+    """Returns a tool in the format that chat templates read; refuses a tool without a name or a valid JSON schema."""
     if not isinstance(name, str) or not name:
         raise RequestRefused(f"A tool must have a name, got {name!r:.80}.")
     problem = _schema_problem(json.dumps(schema)) if schema is not None else None

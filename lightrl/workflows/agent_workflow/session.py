@@ -1,18 +1,18 @@
-"""AgentSession: records the tokens of an agent's requests to the policy as a trajectory. Token in, token out.
+"""AgentSession: records the tokens of an agent's requests to the policy as a trajectory. Tokens in, tokens out.
 
 A request that continues an answer (an earlier request's messages, our answer to it, then new messages) reuses the exact
 tokens of that request and answer; only the new messages are encoded. Any other request starts a new branch: the agent
-has rewritten history, runs two conversations, or sent the same request twice.
+has rewritten history, started another conversation, or sent the same request twice.
 
     request A ─► answer ─┬─► request B (A + answer + tool result) ─► answer          a row of 2 turns
                          └─► request C (A + answer + another question) ─► answer     a row of 2 turns
     request D (A, shortened) ─► answer                                               a row of 1 turn
 
-All rows are trained on, as one trajectory that has the tokens of a shared prefix once (`Trajectory.rows`). Every answer
-is a new sample: the same request sent twice gets two completions.
+All rows are trained on, as one trajectory that contains the tokens of a shared prefix only once (`Trajectory.rows`).
+Every answer is a new sample: a request that is sent twice gets two completions.
 
 A malformed call never reaches the agent: the policy reads what is wrong and tries again, in turns that the agent does
-not see. After three such turns in a row the agent gets the text as it is.
+not see. After three such turns in a row, the agent gets the text unchanged.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from lightrl.workflows.conversation import Conversation, TurnRenderer
 from lightrl.workflows.workflow import Generate
 
 _MAX_CORRECTIONS = 3
-_LONG_CHARS = 1 << 15  # in a request's messages; a tokenizer needs about 30 ms for them
+_LONG_CHARS = 1 << 15  # in a request's messages; a tokenizer needs about 30 ms for this many
 _T = TypeVar("_T")
 _Ids = np.ndarray[Any, np.dtype[Any]]
 
@@ -86,7 +86,7 @@ class AgentSession:
         # The error that fails the trajectory, whatever the agent does; set once.
         self.failure: asyncio.Future[LightRLError] = asyncio.get_running_loop().create_future()
         self._snapshots: list[_Snapshot] = []
-        # Text and call ids of an answer → its key, needed because an agent may add default arguments to a call.
+        # Maps an answer's text and call ids to its key, because an agent may add default arguments to a call.
         self._keys: dict[tuple[object, ...], MessageKey] = {}
         self._pending: set[asyncio.Task[Completion]] = set()
         self._is_closed = False
@@ -111,10 +111,10 @@ class AgentSession:
             return EncodedRequest(request, conversation, keys, len(conversation.token_ids))
 
     async def answer(self, encoded: EncodedRequest) -> Answer:
-        """Waits for the engine and returns the policy's answer. On cancellation the engine drops the completion.
+        """Waits for the engine and returns the policy's answer. On cancellation, the engine drops the completion.
 
         Raises:
-            RequestRefused: if the request is too long, the session is over, or generation fails, which sets `failure`.
+            RequestRefused: if the request is too long, the session is over, or generation fails and sets `failure`.
         """
         with self._recording_failure():
             return await self._answer(encoded)
@@ -153,7 +153,7 @@ class AgentSession:
 
     @contextmanager
     def _recording_failure(self) -> Iterator[None]:
-        """If the block fails, records the failure, which fails the trajectory, and refuses the request."""
+        """If the block fails, sets `failure`, so that the trajectory fails, and refuses the request."""
 
         def failed(error: BaseException) -> RolloutError:
             return RolloutError(
@@ -172,7 +172,7 @@ class AgentSession:
             raise RequestRefused(str(error), status=500, code="rollout_failed") from error
 
     async def _answer(self, encoded: EncodedRequest) -> Answer:
-        """Generates until a completion has no malformed call, or `_MAX_CORRECTIONS` are used up; records the last."""
+        """Generates until no call is malformed, or `_MAX_CORRECTIONS` are used up; records the last completion."""
         request, conversation = encoded.request, encoded.conversation
         for num_corrections in range(_MAX_CORRECTIONS + 1):
             prompt_ids = conversation.token_ids
@@ -220,7 +220,7 @@ class AgentSession:
         return encoded
 
     def _find_parent(self, keys: list[MessageKey], request: AgentRequest) -> _Snapshot | None:
-        """Returns the longest conversation that a request continues; prefers equal call ids, then the latest."""
+        """Returns the longest conversation that a request continues; prefers equal call ids, then later ones."""
         ids = [_identity(message) for message in request.messages]
         parents = [
             snapshot
@@ -264,7 +264,7 @@ def _identity(message: JsonMapping) -> tuple[object, ...]:
 
 
 def _join(requests: Sequence[_Snapshot]) -> tuple[Conversation, int]:
-    """Joins the conversations, each as a branch after the longest prefix that it shares; also counts the rows."""
+    """Joins the conversations, each as a branch after the longest prefix shared with a row; also counts the rows."""
     joined = requests[0].conversation.copy()
     ids = np.asarray(joined.token_ids)
     rows = [(ids, np.arange(len(ids)))]  # token ids of each row, and their positions in `joined`
@@ -278,6 +278,7 @@ def _join(requests: Sequence[_Snapshot]) -> tuple[Conversation, int]:
         new_positions = np.arange(len(ids) - start) + len(joined.token_ids)
         joined.add_branch(conversation, start, int(positions[start - 1]) if start else -1)
         longer = ids, np.concatenate([positions[:start], new_positions])
+        # A conversation that continues a whole row replaces it; any other adds a row.
         rows[row : row + 1] = [longer] if start == len(old_ids) else [rows[row], longer]
     return joined, len(rows)
 

@@ -38,9 +38,9 @@ Agent = Callable[[Prompt, str, str], Any]  # a float, None, an AgentResult, or a
 
 
 class AgentWorkflow(Workflow):
-    """Runs an agent once per trajectory, each at a separate base_url, which records the policy's tokens.
+    """Runs an agent once per trajectory. Each run has a separate base_url, which records the policy's tokens.
 
-    The function's chat completions become one trajectory, or a tree if they form several conversations (session.py).
+    The agent's requests become one trajectory, which is a tree if they form several conversations (session.py).
     The loss mask is True only on the policy's tokens. The function's return value is stored in `Trajectory.rewards`, on
     the last token: with `reward: lightrl.rewards.environment_reward` it is the reward; any other reward function
     replaces it. None leaves `Trajectory.rewards` unset.
@@ -56,16 +56,16 @@ class AgentWorkflow(Workflow):
         command: a program and its arguments, instead of `agent`; docs/train-an-agent.md describes its environment. At
             the deadline the program and its children are killed. If the kernel allows, it can reach only the endpoint.
         workspace_template: a folder; each program runs in a copy of it.
-        environment: more variables for the program, which inherits only PATH from this process.
+        environment: more environment variables for the program, which inherits only PATH from this process.
         agent_timeout_s: deadline of one call of the function, or of one run of the program.
-        max_agents: agents that run at once; further trajectories wait. Each uses two open files, and a thread if sync.
-        max_tokens: limit of one conversation, at most the model's context, which is the default. A longer request is
-            refused (`context_length_exceeded`), and the trajectory is truncated.
+        max_agents: how many agents may run at once; each uses two open files, and a sync function also uses a thread.
+        max_tokens: maximum number of tokens in a conversation; the model's context by default, which it cannot exceed.
+            A longer request is refused (`context_length_exceeded`), and the trajectory is truncated.
         truncated_reward: the reward if the agent raises because of such a refusal.
         tool_parser: finds the calls in a completion's text; a function or its dotted path. None uses the tokenizer's
             response template or, if there is none, Hermes' format (Qwen 2.5 and 3).
-        renderer: parses completions instead of `tool_parser`: the name of a format in the package `renderers`, such as
-            `qwen3.5`; `auto` chooses it by the tokenizer's name. Needs `pip install renderers`.
+        renderer: a format of the package `renderers`, such as `qwen3.5`, to parse completions instead of `tool_parser`;
+            `auto` chooses the format by the tokenizer's name. Needs `pip install renderers`.
 
     Raises:
         ValueError: if a limit is out of range, a dotted path or the renderer does not exist, or the chat template does
@@ -122,12 +122,12 @@ class AgentWorkflow(Workflow):
         check_command(command, settings.get("workspace_template"))
         check_positive(agent_timeout_s=settings.get("agent_timeout_s"))
         check_bounds(1, max_agents=settings.get("max_agents"))
-        check_bounds(2, max_tokens=settings.get("max_tokens"))  # the prompt has at least one
+        check_bounds(2, max_tokens=settings.get("max_tokens"))  # the prompt has at least one token
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         """Runs one trajectory; waits for the agent until its deadline, and fails immediately if the engine fails.
 
-        On cancellation the agent is cancelled (a thread is abandoned), and so are its pending completions.
+        On cancellation, the agent is cancelled (a thread is abandoned), and so are its pending completions.
         """
         await self.endpoint.start()
         max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens  # None: context unknown

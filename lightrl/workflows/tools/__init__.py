@@ -1,7 +1,7 @@
 """Tools: an environment whose tools the policy calls, as Python functions or on a server.
 
 Reading order:
-    environment.py  ToolEnvironment; calls in a completion; the tools calculator and python
+    environment.py  ToolEnvironment, the parser of calls, and the tools calculator and python
     mcp.py          MCPServer: the tools of an MCP server
 
 May import: what workflows/ may. To add a kind of server, subclass ToolServer.

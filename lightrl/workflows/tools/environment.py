@@ -10,7 +10,7 @@
 
     MultiTurn(tokenizer, environment=lambda: ToolEnvironment([search, "lightrl.workflows.tools.calculator"]))
 
-The chat template shows name, types and docstring to the policy. In Qwen's and Hermes' format, a call is
+The chat template shows each function's name, types and docstring to the policy. In Qwen's and Hermes' format, a call is
 `<tool_call>{"name": "search", "arguments": {"query": "Ada"}}</tool_call>`. A failed call does not end the trajectory:
 the policy reads the error and may try again.
 """
@@ -40,7 +40,7 @@ from lightrl.trajectory import CLOSED_THOUGHT, LEADING_THOUGHTS, JsonMapping, Js
 from lightrl.workflows.environment import CheckedStep, Environment, Observation, Step, call_environment
 
 _T = TypeVar("_T")
-# A quoted tag is only mentioned; it starts no call.
+# A tag in quotation marks does not start a call.
 CALL_START = re.compile("(?<![\"'`])<tool_call>|<tool_call>(?![\"'`])")
 _CALL_OR_THOUGHT = re.compile(rf"(?:{CALL_START.pattern})\s*|{CLOSED_THOUGHT}", re.DOTALL)
 _CALL_END = re.compile(r"\s*(?:</tool_call>|\Z)")
@@ -71,13 +71,13 @@ ToolParser = Callable[[str], list[ToolCall]]
 def without_thinking(completion: str) -> str:
     """Replaces thinking with spaces: thinking at the start of the completion, and later thinking that contains calls.
 
-    Any other text in thinking tags is a quotation and stays.
+    Any other text in thinking tags is a quotation and is kept.
     """
     return _read_calls(completion)[0]
 
 
 def parse_hermes(completion: str) -> list[ToolCall]:
-    """Returns the calls in a completion, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` each, in order.
+    """Returns a completion's calls in order; each is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
     A call ends where its JSON ends, so its arguments may contain any tag. A call inside `<think>` does not count.
 
@@ -153,10 +153,10 @@ class Tool:
         return cls(schema["function"]["name"], function, schema)
 
     def fitted(self, arguments: JsonMapping) -> JsonObject:
-        """Converts a call's arguments to the types of the schema, without optional arguments that are null.
+        """Converts a call's arguments to the schema's types, and leaves out optional arguments that are null.
 
         Raises:
-            ValueError: if they do not fit; the policy reads the message.
+            ValueError: if an argument does not fit; the policy reads the message.
         """
         fitted = _fitted_fields(arguments, self.schema["function"]["parameters"])
         try:
@@ -176,7 +176,7 @@ def _types_of(schema: Any) -> set[str]:
 
 
 def _fitted_fields(values: JsonMapping, schema: JsonMapping) -> JsonObject:
-    """Converts values to the types of this object schema; leaves out optional values that are null but must not be."""
+    """Converts values to this object schema's types; leaves out optional nulls that the schema does not allow."""
     schemas, required = schema.get("properties", {}), schema.get("required", ())
     return {
         name: _fitted(value, schemas.get(name), name)
@@ -200,7 +200,7 @@ def _fitted(value: Any, schema: Any, name: str) -> Any:
 
 
 class ToolServer(ABC):
-    """Tools that run on a server. Each trajectory has a session, which its first call opens."""
+    """Tools that run on a server. Each trajectory has a session; the first call opens it."""
 
     @abstractmethod
     def schemas(self) -> Sequence[JsonObject]:
@@ -215,7 +215,7 @@ class ToolServer(ABC):
         """Calls a tool.
 
         Raises:
-            RolloutError: without a cause, if the server failed; the trajectory is dropped.
+            RolloutError: if the server failed. It must have no cause; it drops the trajectory.
             ValueError: if the tool failed; the policy reads the message.
         """
 
@@ -225,7 +225,7 @@ class ToolServer(ABC):
 
 
 def read_parts(content: Sequence[JsonMapping], *, is_error: bool, structured: object = None) -> str | list[JsonObject]:
-    """Converts a tool's result from MCP's form to a message's content; raises ValueError if the result is an error.
+    """Converts a tool's result from MCP's format to message content; raises ValueError if the result is an error.
 
     The policy reads only the names of audio and binary files.
 
@@ -269,13 +269,13 @@ class ToolEnvironment(Environment):
     Args:
         tools: sync or async functions, their dotted paths, or servers with tools, such as MCPServer. To return images,
             a tool returns parts: `[{"type": "text", "text": "here:"}, {"type": "image", "image": path or data: URL}]`.
-        environment: answers completions without calls, which then need not be the last; a class, or a function without
-            arguments.
+        environment: a class, or a function without arguments, that makes an environment. This environment answers
+            completions without calls, which then need not be the last turn.
         parser: finds the calls in a completion; a function or its dotted path.
-        max_calls: calls per completion; further calls are answered with an error.
+        max_calls: maximum number of calls per completion; further calls are answered with an error.
         max_result_chars: longer results are cut.
-        tool_timeout_s: deadline of one call; if it is missed, the policy reads an error. Keep `max_calls` times this
-            below the workflow's step_timeout_s.
+        tool_timeout_s: deadline of one call; if a call misses it, the policy reads an error. `max_calls` times this
+            deadline should be below the workflow's step_timeout_s.
 
     Raises:
         ValueError: if a tool cannot be described, or two have the same name.
@@ -300,7 +300,7 @@ class ToolEnvironment(Environment):
         self.tools = {tool.name: tool for tool in described}
         if not described or len(self.tools) < len(described):
             names = [tool.name for tool in described]
-            raise ValueError(f"tools needs at least one tool, and a different name for each, got {names}.")
+            raise ValueError(f"tools must contain at least one tool, and each must have a different name, got {names}.")
         self.environment = environment() if environment is not None else None
         self.parser: ToolParser = function_of(parser, "parser")
         self.max_calls = max_calls
@@ -372,14 +372,14 @@ class ToolEnvironment(Environment):
         return {"role": "tool", "name": call.name, "content": self._cut(content)}
 
     def _cut(self, content: str | list[JsonObject]) -> str | list[JsonObject]:
-        """Cuts the long texts of a message's content."""
+        """Cuts long texts in message content."""
         if isinstance(content, list):
             return [{**part, "text": self._cut(part["text"])} if "text" in part else part for part in content]
         is_long = len(content) > self.max_result_chars
         return f"{content[: self.max_result_chars]}… ({len(content)} characters, cut)" if is_long else content
 
     def _refusal(self, call: ToolCall, index: int) -> str | None:
-        """Returns why this call is not run, for the policy to read; None if it is run."""
+        """Returns the reason not to run this call, which the policy reads; None if the call may run."""
         if index >= self.max_calls:
             return f"more than {self.max_calls} calls in one turn; this one was not run"
         if call.error is not None:
@@ -398,13 +398,13 @@ class ToolEnvironment(Environment):
 
     async def _ask(self, method: str, *arguments: object) -> Any:
         assert self.environment is not None
-        # no deadline: the workflow's step_timeout_s applies to the whole step
+        # No deadline here: the workflow's step_timeout_s applies to the whole step
         return await call_environment(self.environment, method, *arguments, timeout_s=None)
 
 
 _MAX_EXPRESSION_CHARS = 200
 _MAX_ABS = 1e100
-_MAX_POWER_BITS = 400  # size of an integer power; checked before computing it
+_MAX_POWER_BITS = 400  # maximum size of an integer power; checked before computing the power
 _OPERATORS: dict[type, Callable[..., complex]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -450,7 +450,7 @@ def calculator(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> int | float:
-    """Evaluates a node to at most `_MAX_ABS`, using only the operators and functions above."""
+    """Evaluates a node with only the operators and functions above; no value may exceed `_MAX_ABS`."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return _bounded(node.value)
     if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
@@ -483,10 +483,10 @@ _idle_sandboxes: queue.SimpleQueue[LocalSandbox] = queue.SimpleQueue()  # reused
 
 
 def python(code: str) -> str:
-    """Runs a Python program in a sandbox without network and shows what it prints.
+    """Runs a Python program in a sandbox without network access and shows what it prints.
 
     Args:
-        code: the program; print what you want to see. Nothing is kept between two calls
+        code: the program; print what you want to see. Nothing is kept between calls
     """
     try:
         sandbox = _idle_sandboxes.get_nowait()

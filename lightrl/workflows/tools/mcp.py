@@ -17,15 +17,15 @@ _INVALID_PARAMS = -32602  # JSON-RPC's error code
 
 
 class MCPServer(ToolServer):
-    """A program that speaks MCP on its standard input and output, or an MCP server with streamable HTTP.
+    """A program that speaks MCP on its standard input and output, or an MCP server that uses streamable HTTP.
 
-    Each trajectory has a session: a process of the program, or a connection. The first call opens it within
-    `tool_timeout_s`; if that is too short, the next call continues to wait.
+    Each trajectory has a session: a process that runs the program, or a connection. The first call opens the session.
+    If that takes longer than `tool_timeout_s`, the next call continues to wait.
 
     Args:
         command: the program and its arguments; leave it out if `url` is set.
         url: the server's address, such as `http://127.0.0.1:8000/mcp`.
-        environment: variables for the program, which otherwise inherits only a few, such as PATH.
+        environment: environment variables for the program, which otherwise inherits only a few, such as PATH.
 
     Raises:
         ValueError: unless exactly one of `command` and `url` is given.
@@ -69,11 +69,11 @@ class MCPServer(ToolServer):
         if self._client_task is not None:
             self._should_close.set()
             if not self._opened.done():
-                self._client_task.cancel()  # it is still opening and would not see `_should_close`
+                self._client_task.cancel()  # the task is still opening the client and would not see `_should_close`
             await asyncio.gather(self._client_task, return_exceptions=True)
 
     async def _connect(self) -> None:
-        """Starts the task that opens the client and later closes it, as the same task must do both."""
+        """Starts the task that opens the client and later closes it, because one task must do both."""
         if self._client_task is None:
             self._should_close, self._opened = asyncio.Event(), asyncio.get_running_loop().create_future()
             self._client_task = asyncio.create_task(self._hold_client())
