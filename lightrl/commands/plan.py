@@ -26,7 +26,9 @@ from lightrl.module import RLModule
 from lightrl.plan import (
     USABLE_FRACTION,
     PlannedRun,
+    UnknownMemory,
     bytes_text,
+    decoding_rows,
     engine_memory,
     misfits,
     planned,
@@ -48,6 +50,7 @@ small. If the config has a `launch:` section, the plan also says where ranks and
 
 _DRAWING = "drawing: paste this into https://mermaid.live, or on GitHub into a ```mermaid block"
 _WHERE = {"generate": "engine", "train": "trainer, updated"}
+_GATHERED = "gathered: whole layers, and gradients, that a rank assembles from all ranks' shards to compute"
 _WIDTH, _MAX_COLUMNS = 100, 4  # maximum characters per line, and number columns per table
 
 
@@ -83,6 +86,10 @@ class PlanCLI(LaunchedCLI):
             run = planned(module, self.trainer, self.datamodule)
             assert run is not None
             costs = costs_text(run if launched is None else launched.of_memory(run), self._device_bytes())
+        except UnknownMemory as error:
+            run = planned(module, self.trainer, self.datamodule, reads_models=False)
+            assert run is not None
+            costs = f"{_batches_text(run if launched is None else launched.of_memory(run))}\n\n{error}"
         except ValueError as error:
             costs = str(error)
         sys.stdout.write("\n\n".join([text, *mermaid, where, costs]) + "\n")
@@ -160,9 +167,13 @@ def run(args: Sequence[str]) -> int:
 
 def costs_text(run: PlannedRun, device_bytes: float | None) -> str:
     """Formats all tables, and says whether the run fits into the memory of each device."""
-    batches = _titled("batch sizes", (batch_rows if run.batches_per_update is None else data_rows)(run), right=(1,))
-    parts = [batches, _roles_text(run), _memory_text(run), _engine_text(run), _fit_text(run, device_bytes)]
+    engine = _engine_text(run, device_bytes)
+    parts = [_batches_text(run), _roles_text(run), _memory_text(run), engine, _fit_text(run, device_bytes)]
     return "\n\n".join(part for part in parts if part)
+
+
+def _batches_text(run: PlannedRun) -> str:
+    return _titled("batch sizes", (batch_rows if run.batches_per_update is None else data_rows)(run), right=(1,))
 
 
 def _roles_text(run: PlannedRun) -> str:
@@ -189,10 +200,12 @@ def _memory_text(run: PlannedRun) -> str:
         if len(memories) > _MAX_COLUMNS:  # leave out the last ranks
             rows = [(*row[:_MAX_COLUMNS], "" if index else "…") for index, row in enumerate(rows)]
         blocks.append(_titled(f"{name}, on paper", rows, right=columns))
+        if any(parts.get("gathered") for parts in used):
+            blocks[-1] += f"\n  {_GATHERED}"
     return "\n\n".join(blocks)
 
 
-def _engine_text(run: PlannedRun) -> str:
+def _engine_text(run: PlannedRun, device_bytes: float | None) -> str:
     engine = run.engine
     if engine is None:
         return ""
@@ -204,9 +217,23 @@ def _engine_text(run: PlannedRun) -> str:
         ("weights", bytes_text(weights), f"{run.roles[0].parameters:,} parameters of {engine.width} bytes"),
         ("key-values", bytes_text(key_values), f"{num:,} concurrent trajectories of {run.longest:,} tokens"),
         ("one trajectory", bytes_text(engine_memory(run, engine, rows=1)[1]), f"of {run.longest:,} tokens"),
+        *_waiting_rows(run, device_bytes),
         ("sent per iteration", bytes_text(weights * engine.tp * engine.servers), "whole weights, to all servers"),
     ]
     return _titled(f"engine: {engine.name}, {where}; each device", rows, right=(1,))
+
+
+def _waiting_rows(run: PlannedRun, device_bytes: float | None) -> list[tuple[str, str, str]]:
+    """Returns a table row if a server's memory does not hold the key-values of all its trajectories."""
+    engine = run.engine
+    if engine is None or engine.place != "servers" or device_bytes is None:
+        return []
+    num, total = decoding_rows(run, engine, device_bytes), rows_of(run, engine)
+    text = (
+        f"of {total:,} trajectories of maximum length fit a server; the others wait, so generation takes up to "
+        f"{math.ceil(total / num)} times as long. Increase servers or tp, or lower max_new_tokens."
+    )
+    return [("run at once", f"{num:,}", text)] if num < total else []
 
 
 def _fit_text(run: PlannedRun, device_bytes: float | None) -> str:
@@ -218,7 +245,8 @@ def _fit_text(run: PlannedRun, device_bytes: float | None) -> str:
         for line in textwrap.wrap(misfit.text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
     ]
     of = f"{bytes_text(USABLE_FRACTION * device_bytes)} usable of {bytes_text(device_bytes)}"
-    return "\n".join(["does not fit", *lines]) if lines else f"fits: {of} on each device"
+    waiting = "; servers run some trajectories later, see the engine" if _waiting_rows(run, device_bytes) else ""
+    return "\n".join(["does not fit", *lines]) if lines else f"fits: {of} on each device{waiting}"
 
 
 def _titled(title: str, rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ from lightrl.checks.user_code import function_of, user_code
 from lightrl.data.batches import EpochLoader, HostBatch, PositionLoader, batches_in_order, check_run_length
 from lightrl.data.chat import ChatRenderer, Messages, columns_shown, row_messages
 from lightrl.data.mixture import DataSource, Source, sources_of
-from lightrl.data.rows import Row, check_source, json_able, read_rows, require_column
+from lightrl.data.rows import Row, Rows, check_source, json_able, read_rows, require_column
 from lightrl.data.stream import (
     ROWS_AT_ONCE,
     CheckedRows,
@@ -278,7 +278,8 @@ class PromptDataModule(L.LightningDataModule):
         arguments: dict[str, Any] = {"name": source.name, "arguments": source.arguments}
         arguments["split"] = source.split or ("train" if split == "train" else "test")
         if not source.streaming:
-            return IndexedRows(source, prefix, read_rows(source.source, max_rows=source.max_rows, **arguments))
+            rows = read_rows(source.source, max_rows=source.max_rows, **arguments)
+            return IndexedRows(source, prefix, rows, name_row=rows.name if isinstance(rows, Rows) else None)
         shards, seed = open_stream(source.source, **arguments), f"{self.order_seed}/{number}"
         return StreamedRows(source, prefix, shards, seed=seed, shuffle=self.shuffle, row_of=_row_of)
 

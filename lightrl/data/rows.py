@@ -1,9 +1,9 @@
-"""Rows of a data file, a hub dataset or a function, by index, with errors that name the file and the row.
+"""Rows of a data file, a hub dataset or a function, by index, with errors that name the file and the line or row.
 
 Data may have any size: lines of a .jsonl file are located at the start and parsed when read; `datasets` maps Parquet,
 Arrow and CSV files and hub datasets into memory, from its cache. CSV values stay text. A .json file is read whole. A
 .jsonl file above 64 MiB is mapped into memory, so it must not change in place during a run. Text files may be gzipped.
-Row numbers in messages count from 1.
+Messages name a row of a .jsonl or .csv file by its line, and others by their number; both count from 1.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import json
 import logging
 import math
 import mmap
+import re
 import shutil
 import tempfile
 import time
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -36,16 +38,19 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Row: TypeAlias = JsonObject
+NamedRow: TypeAlias = tuple[str, Row]  # a row after its name for messages
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 
 _BOM = b"\xef\xbb\xbf"
+_BREAK = re.compile("\r\n|\r|\n")
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _POINTER = b"version https://git-lfs.github.com/"
 _MAX_COPIED = 64 * 2**20  # bytes; a smaller text file is read whole, so later changes to it do no harm
 _LONGEST_FIELD = 2**31 - 1  # bytes in a CSV file; the csv module's default is 128 KiB
 _LONGEST_BLANK = 16  # a longer line is never skipped as blank
 _PROGRESS_S = 5.0  # between log messages while a large file is scanned
+_NAME = "name of the row in messages"  # a column of a mapped CSV file
 _TO_UTF_8 = "It must be UTF-8: convert it with `iconv -f <its encoding> -t utf-8`."
 
 
@@ -55,6 +60,7 @@ class Rows(Sequence[Row]):
 
     num_rows: int
     read: Callable[[int], Row]
+    name: Callable[[int], str] | None = None  # names a row in messages; None uses its number
 
     def __len__(self) -> int:
         return self.num_rows
@@ -199,10 +205,17 @@ def _read_file(path: Path, max_rows: int | None) -> Sequence[Row]:
     suffix = file_suffix(path)
     if suffix == ".jsonl":
         content = _map_file(path)
-        starts = array("Q", islice(_line_starts(content, path), max_rows))  # 8 bytes for each line
-        return Rows(len(starts), lambda index: _row_at(content, starts[index], path))
+        starts, skipped = array("Q"), array("Q")  # 8 bytes for each row; for each blank line, the rows before it
+        for number, start in islice(_line_starts(content, path), max_rows):
+            skipped.extend([len(starts)] * (number - 1 - len(starts) - len(skipped)))
+            starts.append(start)
+
+        def name(index: int) -> str:
+            return f"Line {index + 1 + bisect_right(skipped, index)} of '{path}'"
+
+        return Rows(len(starts), lambda index: _row_at(content, starts[index], name(index)), name)
     if suffix == ".json":
-        return list(islice(read_json(path), max_rows))
+        return [row for _, row in islice(read_json(path), max_rows)]
     if suffix == ".csv":
         return _mapped_csv(path, max_rows)
     if suffix in FILE_SUFFIXES:
@@ -222,14 +235,16 @@ def _mapped_csv(path: Path, max_rows: int | None) -> Sequence[Row]:
     version = f"{path.resolve()}, {stat.st_size} bytes of {stat.st_mtime_ns}"
     arguments = {"path": path, "max_rows": max_rows, "version": version}
     try:
-        return _mapped_rows(datasets.Dataset.from_generator(_csv_rows, gen_kwargs=arguments), None)
+        dataset = datasets.Dataset.from_generator(_csv_rows, gen_kwargs=arguments)
+        names = dataset.select_columns(_NAME)
+        return replace(_mapped_rows(dataset.remove_columns(_NAME), None), name=lambda index: names[index][_NAME])
     except datasets.exceptions.DatasetGenerationError as error:
         raise ValueError(str(error.__cause__ or error)) from error
 
 
 def _csv_rows(path: Path, max_rows: int | None, version: str) -> Iterator[Row]:
-    """Yields the first rows. `datasets` caches them by these arguments; `version` changes with the file."""
-    return islice(read_csv(path), max_rows)
+    """Yields the first rows with their names. `datasets` caches them by these arguments; `version` changes with it."""
+    return ({**row, _NAME: name} for name, row in islice(read_csv(path), max_rows))
 
 
 def _mapped_rows(dataset: Any, max_rows: int | None) -> Rows:
@@ -314,20 +329,21 @@ def _map_file(path: Path) -> mmap.mmap | bytes:
         return mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ) if copy.tell() else b""
 
 
-def read_lines(path: Path) -> Iterator[Row]:
+def read_lines(path: Path) -> Iterator[NamedRow]:
     """Yields the rows of a .jsonl file, in order; raises ValueError at the first invalid line."""
     content = _map_file(path)
-    return (_row_at(content, start, path) for start in _line_starts(content, path))
+    names = ((f"Line {number} of '{path}'", start) for number, start in _line_starts(content, path))
+    return ((name, _row_at(content, start, name)) for name, start in names)
 
 
-def _line_starts(content: mmap.mmap | bytes, path: Path) -> Iterator[int]:
-    """Yields the offsets of the lines that are not blank."""
+def _line_starts(content: mmap.mmap | bytes, path: Path) -> Iterator[tuple[int, int]]:
+    """Yields the numbers, from 1, and offsets of the lines that are not blank."""
     start, num_lines, reported_at = 0, 0, time.monotonic()
     while start < len(content):
         end = content.find(b"\n", start)
         end = len(content) if end < 0 else end
         if end - start > _LONGEST_BLANK or content[start:end].removeprefix(_BOM).strip():
-            yield start
+            yield num_lines + 1, start
         start = end + 1
         num_lines += 1
         if num_lines % 65536 == 0 and time.monotonic() - reported_at > _PROGRESS_S:
@@ -335,14 +351,13 @@ def _line_starts(content: mmap.mmap | bytes, path: Path) -> Iterator[int]:
             logger.info("Reading %s: %d of %d MiB, %d lines.", path, start >> 20, len(content) >> 20, num_lines)
 
 
-def _row_at(content: mmap.mmap | bytes, start: int, path: Path) -> Row:
+def _row_at(content: mmap.mmap | bytes, start: int, name: str) -> Row:
     """Parses the line that starts at an offset; raises ValueError if it is not a JSON object."""
     end = content.find(b"\n", start)
     try:
         return _parse_row(content[start : len(content) if end < 0 else end])
     except ValueError as error:
-        number = content[:start].count(b"\n") + 1
-        raise ValueError(f"Line {number} of '{path}' {error}") from error
+        raise ValueError(f"{name} {error}") from error
 
 
 def _parse_row(line: bytes) -> Row:
@@ -363,7 +378,7 @@ def _parse_row(line: bytes) -> Row:
     return row
 
 
-def read_json(path: Path) -> Iterator[Row]:
+def read_json(path: Path) -> Iterator[NamedRow]:
     """Yields the rows of a .json file; raises ValueError if it is not a list of objects."""
     text = _text(path)
     try:
@@ -374,10 +389,10 @@ def read_json(path: Path) -> Iterator[Row]:
         ) from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"Data file '{path}' must be a JSON list of objects.")
-    return iter(rows)
+    return ((f"Row {number} of '{path}'", row) for number, row in enumerate(rows, start=1))
 
 
-def read_csv(path: Path) -> Iterator[Row]:
+def read_csv(path: Path) -> Iterator[NamedRow]:
     """Yields the rows of a .csv file, whose first line names the columns; raises ValueError at the first bad row."""
     csv.field_size_limit(_LONGEST_FIELD)
     reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True)
@@ -392,7 +407,8 @@ def read_csv(path: Path) -> Iterator[Row]:
                     f"Line {reader.line_num} of '{path}' has {num} columns, but the first line has {len(names)}. Quote "
                     "values that contain a comma or a line break."
                 )
-            yield dict(row)
+            num_breaks = sum(len(_BREAK.findall(value)) for value in row.values())
+            yield f"Line {reader.line_num - num_breaks} of '{path}'", dict(row)
     except csv.Error as error:
         raise ValueError(f"Line {reader.line_num} of '{path}' is not valid CSV: {error}. Close its quotes.") from error
 
@@ -413,4 +429,8 @@ def _problem(error: BaseException) -> str:
     return "a number has too many digits" if "set_int_max_str_digits" in str(error) else str(error)
 
 
-TEXT_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {".jsonl": read_lines, ".json": read_json, ".csv": read_csv}
+TEXT_READERS: dict[str, Callable[[Path], Iterator[NamedRow]]] = {
+    ".jsonl": read_lines,
+    ".json": read_json,
+    ".csv": read_csv,
+}

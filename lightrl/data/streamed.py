@@ -52,6 +52,7 @@ class StreamedRow(NamedTuple):
     item: object  # unchanged from the source
     shard: int
     place: int  # index in the shard, from 0
+    name: str = ""  # in messages, from a reader of text files
 
 
 @dataclass(eq=False)
@@ -101,12 +102,17 @@ class StreamedRows(SourceRows):
 
     def where(self, key: StreamedRow) -> str:
         """Returns a row's name for messages."""
+        if key.name:
+            return key.name
         shard = f" of shard {key.shard + 1}" if len(self.shards) > 1 else ""
         return f"Row {key.place + 1}{shard} of {self.source.source!r}"
 
     def read_whole(self) -> IndexedRows:
-        rows = [self.row_of(key.item, self.where(key)) for key in self.row_keys()]
-        return IndexedRows(self.source, self.prefix, rows)
+        rows, names = [], list[str]()
+        for key in self.row_keys():
+            names.append(self.where(key))
+            rows.append(self.row_of(key.item, names[-1]))
+        return IndexedRows(self.source, self.prefix, rows, name_row=names.__getitem__)
 
     def row_keys(self) -> Iterator[StreamedRow]:
         in_order = StreamedRows(self.source, self.prefix, self.shards, seed=0, shuffle=False)
@@ -176,17 +182,20 @@ class StreamedRows(SourceRows):
         for turn in range(mark.turn, len(order)):
             number = order[turn]
             place, state = (mark.row, mark.state) if turn == mark.turn else (0, None)
+            opened = self.shards[number]
+            names_rows = isinstance(opened, partial) and opened.func in TEXT_READERS.values()
             try:
-                shard: Any = self.shards[number]()
+                shard: Any = opened()
                 if state is not None:
                     shard.load_state_dict(copy.deepcopy(state))
                 for item in islice(iter(shard), 0 if state is not None else place, None):
                     if isinstance(shard, datasets.IterableDataset):
                         item = without_padding(item)
-                    yield StreamedRow(item, number, place), turn, shard
+                    name, item = item if names_rows else ("", item)
+                    yield StreamedRow(item, number, place, name), turn, shard
                     place += 1
             except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-                if isinstance(self.shards[number], partial):  # a reader of text files names the line itself
+                if names_rows:  # the error names the line
                     raise
                 where = self.where(StreamedRow(None, number, place))
                 raise ValueError(f"{where} cannot be read: {error.__cause__ or error}.") from error

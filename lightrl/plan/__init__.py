@@ -15,6 +15,7 @@ from lightrl.plan.memory import (
     PlannedRun,
     UnknownMemory,
     bytes_text,
+    decoding_rows,
     engine_memory,
     memory_line,
     misfits,
@@ -26,6 +27,6 @@ from lightrl.plan.memory import (
 )
 from lightrl.plan.planned_run import TrainerSettings, planned, use_estimate
 
-__all__ = ["USABLE_FRACTION", "PlannedRun", "TrainerSettings", "UnknownMemory", "bytes_text", "engine_memory"]
-__all__ += ["memory_line", "misfits", "num_devices", "planned", "rank_memories", "ranks_text", "role_cost", "rows_of"]
-__all__ += ["use_estimate"]
+__all__ = ["USABLE_FRACTION", "PlannedRun", "TrainerSettings", "UnknownMemory", "bytes_text", "decoding_rows"]
+__all__ += ["engine_memory", "memory_line", "misfits", "num_devices", "planned", "rank_memories", "ranks_text"]
+__all__ += ["role_cost", "rows_of", "use_estimate"]

@@ -7,14 +7,16 @@ that planned_run.py reads from the run's classes; `misfits` looks for settings w
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.engines.engine import PlannedEngine
 from lightrl.models import RoleMesh
+from lightrl.models.expert_parallel import num_split_experts
 from lightrl.plan.costs import (
     TRAJECTORY_BYTES,
     USABLE_FRACTION,
@@ -95,6 +97,7 @@ class PlannedRun:
     ep: int = 1  # ranks over which each layer's experts are divided
     offloads: Sequence[Offloadable] = ()  # what is kept in host memory
     engine: PlannedEngine | None = None
+    shares_gpus: bool = False  # the engine's servers are on the ranks' GPUs
     batches_per_update: int | None = None  # batches of data; None if trajectories are rolled out
 
     @property
@@ -260,6 +263,13 @@ def engine_memory(run: PlannedRun, engine: PlannedEngine, rows: int | None = Non
     return (layer_width * (policy.parameters - ends) + engine.width * ends) / engine.tp, key_values
 
 
+def decoding_rows(run: PlannedRun, engine: PlannedEngine, device_bytes: float) -> int:
+    """Returns how many of a server's trajectories of maximum length its memory holds at once; the others wait."""
+    fraction = served_fraction(run, device_bytes) if run.shares_gpus else USABLE_FRACTION
+    weights, each = engine_memory(run, engine, rows=1)
+    return min(rows_of(run, engine), max(1, int((fraction * device_bytes - weights) // each)))
+
+
 def suited(run: PlannedRun, device_bytes: float, *, may_checkpoint: bool, may_cut: bool) -> PlannedRun:
     """Adds activation checkpointing, then reduces microbatches, if the run's ranks do not fit otherwise.
 
@@ -359,29 +369,52 @@ def _fix(run: PlannedRun, index: int, usable: float) -> str:
             if number:
                 return f"set {' and '.join(filter(None, (settings, text)))} to at most {number}"
     if all(role.ranks == range(run.world) for role in run.roles):
-        for world in range(2 * run.world, _MAX_RANKS + 1, run.world):
-            policy = run.roles[0]
-            if fits(run.over(world, policy.pp, policy.tp)):
-                strategy = "trainer.strategy to FSDP2Strategy and " if run.layout == "whole" else ""
-                return f"set {strategy}trainer.devices · trainer.num_nodes to at least {world}"
+        policy = run.roles[0]
+        strategy = "trainer.strategy to FSDP2Strategy" if run.layout == "whole" else ""
+        worlds = range(2 * run.world, _MAX_RANKS + 1, run.world)
+        for settings, changed in _changes(replace(run, layout="FSDP2") if strategy else run):
+            resized = functools.partial(changed.over, pp=policy.pp, tp=policy.tp)
+            if worlds and fits(resized(worlds[-1])):
+                world = next(world for world in worlds if fits(resized(world)))
+                devices = f"trainer.devices · trainer.num_nodes to at least {world}"
+                return f"set {' and '.join(filter(None, (strategy, settings, devices)))}"
     return "no number of devices is enough: use a smaller model, LoRA, or bfloat16"
 
 
 def _changes(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
-    yield "", run
-    checkpointed = replace(run, checkpoint_activations=True)
-    if run.layout != "whole" and not run.checkpoint_activations:
-        yield "activation_checkpointing of trainer.strategy to true", checkpointed
-    if run.layout == "FSDP2" and not run.reduce_every_microbatch:
-        settings = "activation_checkpointing and reduce_every_microbatch of trainer.strategy to true"
-        yield settings, replace(checkpointed, reduce_every_microbatch=True)
-    if run.layout != "FSDP2" or run.batches_per_update is not None:
-        return
-    if all(role.mesh is None and may_be_cut(role.config) for role in run.roles):
-        common = math.gcd(run.world, *(int(role.config.num_attention_heads) for role in run.roles))
-        for cp in (size for size in range(run.roles[0].cp + 1, common + 1) if common % size == 0):
-            shared = replace(checkpointed, roles=tuple(replace(role, cp=cp) for role in run.roles))
-            yield f"activation_checkpointing of trainer.strategy to true and its cp to {cp}", shared
+    """Yields settings of the strategy that need less memory, those that cost least time first, and the changed run."""
+    flags = {"activation_checkpointing": "checkpoint_activations", "reduce_every_microbatch": "reduce_every_microbatch"}
+    num_flags = {"whole": 0, "3D": 1, "FSDP2": 2}[run.layout]
+    unset = [name for name in list(flags)[:num_flags] if not getattr(run, flags[name])]
+    sizes: list[tuple[dict[str, str], PlannedRun]] = [({}, run)]
+    if run.layout == "FSDP2" and all(role.mesh is None for role in run.roles):
+        sizes += [({"ep": str(ep)}, replace(run, ep=ep)) for ep in _expert_splits(run)]
+        heads = [int(role.config.num_attention_heads) for role in run.roles]
+        cuts = run.batches_per_update is None and all(may_be_cut(role.config) for role in run.roles)
+        for cp in _divisors(math.gcd(run.world, *heads), above=run.roles[0].cp) if cuts else ():
+            sizes.append(({"cp": str(cp)}, replace(run, roles=tuple(replace(role, cp=cp) for role in run.roles))))
+    for settings, changed in sizes:
+        for num in range(len(unset) + 1):
+            values = dict.fromkeys(unset[:num], "true") | settings
+            text = " and ".join(f"trainer.strategy's {name} to {value}" for name, value in values.items())
+            fields: dict[str, Any] = {flags[name]: True for name in unset[:num]}
+            yield text, replace(changed, **fields)
+
+
+def _expert_splits(run: PlannedRun) -> list[int]:
+    """Returns the larger values of `ep` that FSDP2Strategy accepts."""
+    mixtures = [role for role in run.roles if role.expert_parameters]
+    if not mixtures or "parameters" in run.offloads or any(role.is_compiled for role in run.roles):
+        return []
+    try:
+        experts = [num_split_experts(role.config) for role in mixtures]
+    except ValueError:  # transformers cannot divide this family's experts
+        return []
+    return _divisors(math.gcd(run.world // run.num_replicas, *experts), above=run.ep)
+
+
+def _divisors(number: int, *, above: int) -> list[int]:
+    return [size for size in range(above + 1, number + 1) if number % size == 0]
 
 
 def _numeric_settings(run: PlannedRun) -> Iterator[tuple[str, int, Callable[[int], PlannedRun]]]:

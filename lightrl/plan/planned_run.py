@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks import StalenessControl
@@ -77,19 +78,22 @@ class TrainerSettings:
         )
 
 
-def planned(module: Any, trainer: Any, data: Any) -> PlannedRun | None:
+def planned(module: Any, trainer: Any, data: Any, *, reads_models: bool = True) -> PlannedRun | None:
     """Plans a run; returns None if the module is neither an RLModule nor a SupervisedModule.
 
     Args:
         trainer: a Trainer, or TrainerSettings.
+        reads_models: False plans batch sizes alone, for models whose configuration cannot be read here.
 
     Raises:
         UnknownMemory: if a model's configuration cannot be read here, or lacks sizes.
         ValueError: if the models do not fit the ranks.
     """
     if isinstance(module, RLModule):
-        return planned_run(module, trainer, data)
-    return planned_training(module, trainer, data) if isinstance(module, SupervisedModule) else None
+        return planned_run(module, trainer, data, reads_models=reads_models)
+    if isinstance(module, SupervisedModule):
+        return planned_training(module, trainer, data, reads_models=reads_models)
+    return None
 
 
 def use_estimate(module: Any, trainer: Any, data: Any, device_bytes: float, given: Collection[str]) -> None:
@@ -124,16 +128,17 @@ def use_estimate(module: Any, trainer: Any, data: Any, device_bytes: float, give
     log.info("%s", " ".join([trainer.memory_estimate, *(f"{setting}." for setting in chosen if setting)]))
 
 
-def planned_run(module: RLModule, trainer: Any, data: Any) -> PlannedRun:
+def planned_run(module: RLModule, trainer: Any, data: Any, *, reads_models: bool = True) -> PlannedRun:
     """Plans a run with rollouts; see `planned`."""
-    if isinstance(trainer.strategy, FSDP2Strategy):
+    if isinstance(trainer.strategy, FSDP2Strategy) and reads_models:
         trainer.strategy.check_sizes(module)
     models = {name: role for name, role in module.models().items() if role.spec.url is None}
     trained = module.trained_roles()
-    settings = _of_trainer(trainer, models, trained, averages=set(module.saved_roles()) - set(trained))
-    prompt_tokens, source = _bound(data, "max_prompt_tokens", module)
+    averages = set(module.saved_roles()) - set(trained)
+    settings = _of_trainer(trainer, models, trained, averages, reads_models=reads_models)
+    prompt_tokens, source = _bound(data, "max_prompt_tokens", module if reads_models else None)
     new_tokens = module.sampling.max_new_tokens
-    context = module.context_tokens or prompt_tokens + new_tokens
+    context = (module.context_tokens if reads_models else None) or prompt_tokens + new_tokens
     controls = [item.max_staleness for item in trainer.callbacks if isinstance(item, StalenessControl)]
     is_recorded = isinstance(data, TrajectoryDataModule)
     return PlannedRun(
@@ -149,16 +154,17 @@ def planned_run(module: RLModule, trainer: Any, data: Any) -> PlannedRun:
         prompt_source=source if module.workflow is None else "a workflow may fill the context",
         max_staleness=controls[0] if controls else 0,
         num_scores=_num_scores(module),
+        shares_gpus=trainer.engine is not None and trainer.engine.is_colocated,
         engine=None
         if is_recorded
         else (trainer.engine or LocalEngine()).planned(trainer.strategy.root_device, settings["roles"][0].parameters),
     )
 
 
-def planned_training(module: SupervisedModule, trainer: Any, data: Any) -> PlannedRun:
+def planned_training(module: SupervisedModule, trainer: Any, data: Any, *, reads_models: bool = True) -> PlannedRun:
     """Plans a module that trains on data: each batch is one microbatch, padded to its longest row."""
-    settings = _of_trainer(trainer, module.planned_roles(), [module.trained_role])
-    longest, source = _bound(data, "max_tokens", module)
+    settings = _of_trainer(trainer, module.planned_roles(), [module.trained_role], reads_models=reads_models)
+    longest, source = _bound(data, "max_tokens", module if reads_models else None)
     rows, size = (2 if module.batch_type is PairBatch else 1), getattr(data, "batch_size", None)
     share = math.ceil((size or 1) / settings["roles"][0].dp) * rows
     return PlannedRun(
@@ -177,7 +183,12 @@ def planned_training(module: SupervisedModule, trainer: Any, data: Any) -> Plann
 
 
 def _of_trainer(
-    trainer: Any, models: Mapping[str, Role], trained: Collection[str], averages: Collection[str] = ()
+    trainer: Any,
+    models: Mapping[str, Role],
+    trained: Collection[str],
+    averages: Collection[str] = (),
+    *,
+    reads_models: bool,
 ) -> dict[str, Any]:
     """Returns the fields of a PlannedRun for strategy and models; roles in `averages` hold averaged float32 weights."""
     strategy, precision = trainer.strategy, str(trainer.precision)
@@ -187,8 +198,14 @@ def _of_trainer(
     return {
         "roles": tuple(
             _planned_role(
-                name, role, world, strategy, is_trained=name in trained, is_half=is_half and name not in averages
+                _placed_role(name, role, world, strategy),
+                role,
+                strategy,
+                is_trained=name in trained,
+                is_half=is_half and name not in averages,
             )
+            if reads_models
+            else _placed_role(name, role, world, strategy)
             for name, role in models.items()
         ),
         "world": world,
@@ -203,47 +220,50 @@ def _of_trainer(
     }
 
 
-def _planned_role(name: str, role: Role, world: int, strategy: Any, *, is_trained: bool, is_half: bool) -> PlannedRole:
-    """Reads a role from its config and from an empty model; raises UnknownMemory if the config is not readable here."""
+def _placed_role(name: str, role: Role, world: int, strategy: Any) -> PlannedRole:
+    """Returns a role's ranks; its model is unknown."""
+    is_3d, is_split = isinstance(strategy, Parallel3DStrategy), isinstance(strategy, FSDP2Strategy)
+    split = (strategy.pp, strategy.tp, 1) if is_3d else (1, 1, strategy.cp if is_split else 1)
+    pp, tp, cp = split if role.mesh is None else (role.mesh.pp, role.mesh.tp, 1)
+    ranks = range(world) if role.mesh is None else role.mesh.ranks(world)
+    return PlannedRole(name, PretrainedConfig(), 0, 0, ranks, role.mesh, pp, tp, cp, waits_on_host=role.offload)
+
+
+def _planned_role(placed: PlannedRole, role: Role, strategy: Any, *, is_trained: bool, is_half: bool) -> PlannedRole:
+    """Adds a role's model, built without memory; raises UnknownMemory if its configuration cannot be read here."""
     try:
         role.spec.check_reachable()
         config = role.spec.load_config()
     except (OSError, ValueError) as error:
         raise UnknownMemory(error) from error
     if missing := [size for size in _SIZES if getattr(config.get_text_config(), size, None) is None]:
-        raise UnknownMemory(f"the {name}'s config ({config.model_type}) has no {missing[0]}, which the formulas need.")
+        raise UnknownMemory(
+            f"the {placed.name}'s config ({config.model_type}) has no {missing[0]}, which the formulas need."
+        )
     model = empty_model(role)
     parameters = sum(value.numel() for value in model.parameters())
     trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
     experts: list[Any] = [block.experts for block in moe_blocks(model).values()]
-    is_3d, is_split = isinstance(strategy, Parallel3DStrategy), isinstance(strategy, FSDP2Strategy)
-    split = (strategy.pp, strategy.tp, 1) if is_3d else (1, 1, strategy.cp if is_split else 1)
-    pp, tp, cp = split if role.mesh is None else (role.mesh.pp, role.mesh.tp, 1)
-    compiles = strategy.compile_layers if is_split else None
+    compiles = strategy.compile_layers if isinstance(strategy, FSDP2Strategy) else None
     if compiles is None:  # assumes that torch.compile works; `use_estimate` asks the GPU
+        is_3d = isinstance(strategy, Parallel3DStrategy)
         compiles = strategy.root_device.type == "cuda" and not is_3d and may_be_compiled(model)
-    return PlannedRole(
-        name=name,
+    return replace(
+        placed,
         config=model.config.get_text_config(),
         parameters=parameters,
         trained=trained if is_trained else 0,
         expert_parameters=sum(value.numel() for part in experts for value in part.parameters()),
         is_compiled=compiles,
-        ranks=range(world) if role.mesh is None else role.mesh.ranks(world),
-        mesh=role.mesh,
-        pp=pp,
-        tp=tp,
-        cp=cp,
         width=2 if is_half else next(model.parameters()).element_size(),
-        waits_on_host=role.offload,
     )
 
 
-def _bound(data: Any, setting: str, module: RLModule | SupervisedModule) -> tuple[int, str]:
-    """Returns the tokens of the longest prompt or row, and where the number comes from."""
+def _bound(data: Any, setting: str, module: RLModule | SupervisedModule | None) -> tuple[int, str]:
+    """Returns the tokens of the longest prompt or row, which the model of `module` may limit, and their source."""
     given = getattr(data, setting, None)
     tokens, source = (_ASSUMED_TOKENS, f"assumed; set data.{setting}") if given is None else (given, f"data.{setting}")
-    limit = module.max_prompt_tokens
+    limit = None if module is None else module.max_prompt_tokens
     return (tokens, source) if limit is None or tokens < limit else (limit, "limited by the context")
 
 

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from lightrl.commands.doctor.data import SplitReport, repeats
 from lightrl.commands.doctor.rewards import format_blocks
 from lightrl.commands.main import main
 from lightrl.rewards import ReplayRow
+from lightrl.trajectory import Prompt
 
 
 def test_the_policy_writes_and_the_reward_is_shown_and_nothing_is_written(settings, config, capsys):
@@ -75,9 +77,19 @@ def test_all_bad_rows_are_named_not_only_the_first(settings, config, capsys):
     said = capsys.readouterr().out
     assert "1 prompt of " in said
     assert "3 bad" in said
-    assert "Row 1 of 'rows.jsonl' has no column 'answer'" in said
+    assert "Line 1 of 'rows.jsonl' has no column 'answer'" in said
     assert "Line 3 of 'rows.jsonl' is not valid JSON" in said
-    assert "Row 4 of 'rows.jsonl' has an empty column 'question'" in said
+    assert "Line 4 of 'rows.jsonl' has an empty column 'question'" in said
+
+
+def test_prompts_with_other_images_are_no_repetitions():
+    train, validation = SplitReport("train"), SplitReport("validation")
+    train.add([Prompt(str(image), token_ids=[1], images=(f"{image}.png",)) for image in (1, 2, 2)])
+    validation.add([Prompt(str(image), token_ids=[1], images=(f"{image}.png",)) for image in (2, 3)])
+    assert repeats(train, validation) == [
+        "train prompts that repeat another one: 1",
+        "validation prompts that are also train prompts: 1 of 2",
+    ]
 
 
 def test_streamed_rows_and_chats_for_sft_are_read_too(settings, config, capsys):
@@ -86,7 +98,7 @@ def test_streamed_rows_and_chats_for_sft_are_read_too(settings, config, capsys):
     assert main(["doctor", "data", "--config", config(streamed)]) == 1
     said = capsys.readouterr().out
     assert said.startswith("train: 4 prompts of 1 token, 0 rows dropped, 1 bad")
-    assert "Row 5 of 'rows.jsonl' has an empty column 'answer'" in said
+    assert "Line 5 of 'rows.jsonl' has an empty column 'answer'" in said
     model = {"class_path": "SFT", "init_args": {"policy": settings["model"]["init_args"]["policy"]}}
     chats = {"class_path": "SFTDataModule", "init_args": streamed["data"]["init_args"]}
     assert main(["doctor", "data", "--config", config({**settings, "model": model, "data": chats})]) == 1

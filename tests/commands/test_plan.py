@@ -199,6 +199,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(
     (line,) = (line for line in out.splitlines() if "Memory was not checked: " in line)
     assert f"Model 'nobody/no-model' is not in the cache, and {hub} does not answer" in line
     assert "Download the model first, or set path to a folder with it." in line
+    assert "512  P · G = 32 · 16" in out  # batch sizes need no model
 
 
 def test_memory_that_is_not_known_is_said_by_plan_and_launch(
@@ -251,6 +252,18 @@ def test_a_module_that_trains_on_data_has_its_batches_and_memory(
     assert "experience" not in out
     assert "engine" not in out
     assert "flowchart" not in out
+
+
+def test_trajectories_that_wait_for_a_servers_memory_are_counted(printed_plan: Printed, tmp_path: Path) -> None:
+    servers = ["--trainer.engine=SGLangEngine", "--trainer.engine.servers=2", "--trainer.accelerator=gpu"]
+    arguments = [*layer_of(tmp_path, {"config": BIG}), *servers, "--model.sampling.max_new_tokens=3072"]
+    out = printed_plan(*arguments, "--gpu_memory_gb=20", "--model.microbatch_tokens=4096")
+    (line,) = (line for line in out.splitlines() if line.startswith("  run at once"))
+    num = int(line.split()[3])
+    assert num < 256  # of two servers' 512
+    words = " ".join(out.split())
+    assert "of 256 trajectories of maximum length fit a server; the others wait" in words
+    assert f"generation takes up to {-(-256 // num)} times as long" in words
 
 
 def test_a_run_from_a_trajectory_file_generates_nothing(printed_plan: Printed) -> None:

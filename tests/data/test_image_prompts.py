@@ -57,7 +57,7 @@ def test_an_image_that_becomes_a_grid_has_a_token_for_each_square_of_its_patches
 
 
 def test_images_that_become_grids_need_something_between_them(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"Row 1 of .* has two adjacent images"):
+    with pytest.raises(ValueError, match=r"Line 1 of .* has two adjacent images"):
         prompts_of([{"image": [RED, BLUE], "question": "1"}], tmp_path, image_column="image", family="qwen2_5_vl")
 
 
@@ -83,7 +83,7 @@ def test_a_chat_template_writes_the_image_token(tmp_path: Path):
     ("row", "problem"),
     [
         ({"image": "none.png", "question": "1"}, "image '.*none.png' does not exist"),
-        ({"image": "https://a/b.png", "question": "1"}, "Row 1 of .* not a web address"),
+        ({"image": "https://a/b.png", "question": "1"}, "Line 1 of .* not a web address"),
         ({"question": "1"}, "image"),
     ],
     ids=["no file", "a web address", "no column"],
@@ -94,7 +94,7 @@ def test_an_image_that_is_not_there_is_said_before_the_run(tmp_path: Path, row, 
 
 
 def test_a_policy_without_images_refuses_them_before_the_run(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"Row 1 of .*accepts only token ids"):
+    with pytest.raises(ValueError, match=r"Line 1 of .*accepts only token ids"):
         prompts_of([{"image": RED, "question": "1"}], tmp_path, image_column="image", sees=False)
 
 

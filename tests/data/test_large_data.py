@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 from data_cases import set_up, write_rows
 
-from lightrl.data import PromptDataModule, prompts, rows, stream
+from lightrl.data import DataSource, PromptDataModule, prompts, rows, stream
 from lightrl.errors import RolloutError
 from lightrl.rollout.prompts import PromptCursor
 
@@ -83,8 +83,8 @@ def test_a_filter_that_leaves_nothing_ends_the_run(tmp_path: Path, plain_tokeniz
     ("line", "message"),
     [
         ('{"question": "x"', "Line 5 of .* is not valid JSON"),
-        ('{"answer": "1"}', "Row 5 of .* has no column 'question'"),
-        ('{"question": "xxxxx", "answer": "1"}', "Row 5 of .* has 5 prompt tokens, but at most 4 fit"),
+        ('{"answer": "1"}', "Line 5 of .* has no column 'question'"),
+        ('{"question": "xxxxx", "answer": "1"}', "Line 5 of .* has 5 prompt tokens, but at most 4 fit"),
     ],
 )
 def test_a_bad_row_is_named_when_its_turn_comes(tmp_path: Path, plain_tokenizer, line: str, message: str):
@@ -98,13 +98,13 @@ def test_a_bad_row_is_named_when_its_turn_comes(tmp_path: Path, plain_tokenizer,
 
 
 def test_a_bad_row_among_the_first_is_found_at_the_start(tmp_path: Path, plain_tokenizer):
-    with pytest.raises(ValueError, match=r"Row 2 of .* has an empty column 'question'"):
+    with pytest.raises(ValueError, match=r"Line 2 of .* has an empty column 'question'"):
         make_data(plain_tokenizer, write(tmp_path / "train.jsonl", ["a", " ", "b", "c", "d"]))
 
 
 def test_a_bad_row_of_the_fingerprint_is_refused_at_the_start(tmp_path: Path, plain_tokenizer, monkeypatch):
     monkeypatch.setattr(stream, "FINGERPRINT_PROMPTS", 2)
-    with pytest.raises(ValueError, match=r"Row 4 of .* has an empty column 'question'"):
+    with pytest.raises(ValueError, match=r"Line 4 of .* has an empty column 'question'"):
         make_data(plain_tokenizer, write(tmp_path / "train.jsonl", ["a", "b", "c", " ", "d", "e"]))
 
 
@@ -121,3 +121,26 @@ def test_blank_lines_do_not_count_and_the_last_may_lack_its_end(tmp_path: Path):
     path.write_bytes(b'\n{"a": 1}\r\n  \n\n{"a": 2}\n{"a": 3}')
     assert list(rows.read_rows(str(path))) == [{"a": 1}, {"a": 2}, {"a": 3}]
     assert list(rows.read_rows(str(path), max_rows=2)) == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["read", "streamed"])
+@pytest.mark.parametrize(
+    ("name", "content", "lines"),
+    [
+        ("a.jsonl", '\n{"question": "a"}\n\n \n{"question": "b"}\n{"question": "c"}\n', [2, 5, 6]),
+        ("a.csv", 'question,x\n"a\nb",1\n\n"a",2\r\n"a\r\n\rb",3\na,4', [2, 5, 6, 9]),
+        ("a.json", '[{"question": "a"},\n\n{"question": "b"}]', [1, 2]),  # its rows, which may share lines
+    ],
+)
+def test_a_row_is_named_by_its_line_after_blank_ones(
+    tmp_path: Path, plain_tokenizer, name: str, content: str, lines: list[int], streaming: bool
+):
+    path = tmp_path / name
+    path.write_bytes(content.encode())
+    data = PromptDataModule(DataSource(str(path), streaming=streaming), batch_size=1)
+    data.attach(plain_tokenizer)
+    problems = [str(error) for made in data.prompts_on_reading("train").one_pass() for error in made]
+    kind = "Row" if name == "a.json" else "Line"
+    assert [problem.partition(" has no column 'answer'")[0] for problem in problems] == [
+        f"{kind} {line} of '{path}'" for line in lines
+    ]

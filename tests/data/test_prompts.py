@@ -64,7 +64,7 @@ def test_long_prompts_are_dropped_and_counted_on_request(
 def test_a_bad_row_of_a_small_file_is_named_before_training(tmp_path: Path, plain_tokenizer):
     path = write_rows(tmp_path / "train.jsonl", [{"question": "x", "answer": "y"}] * 6 + [{"question": "x"}])
     for train, validation in ((path, None), (DataSource(path, max_rows=6), path)):
-        with pytest.raises(ValueError, match=r"Row 7 of .* has no column 'answer'"):
+        with pytest.raises(ValueError, match=r"Line 7 of .* has no column 'answer'"):
             set_up(PromptDataModule(train, validation, batch_size=1), plain_tokenizer)
 
 
@@ -176,5 +176,5 @@ def test_a_template_that_shows_what_the_reward_reads_is_warned_of_once(
 @pytest.mark.parametrize("value", [None, float("nan")])
 def test_a_column_without_a_value_is_not_shown_as_a_word(value: object, plain_tokenizer, tmp_path: Path):
     path = write_rows(tmp_path / "a.jsonl", [{"question": "1+1?", "answer": "2", "context": value}])
-    with pytest.raises(ValueError, match=r"Row 1 of .*a.jsonl' has no value in 'context'"):
+    with pytest.raises(ValueError, match=r"Line 1 of .*a.jsonl' has no value in 'context'"):
         set_up(PromptDataModule(path, batch_size=1, prompt_template="{context} {prompt}"), plain_tokenizer)

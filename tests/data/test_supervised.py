@@ -69,7 +69,7 @@ def test_chats_of_like_length_share_a_batch(tmp_path: Path, plain_tokenizer):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        pytest.param({"answer_column": "solution"}, r"Row 1 of '.*' has no column 'solution'", id="no such column"),
+        pytest.param({"answer_column": "solution"}, r"Line 1 of '.*' has no column 'solution'", id="no such column"),
         pytest.param(
             {"answer_pattern_remove": ".*"}, r"Column 'answer' of prompt 'train-0' is empty", id="nothing left"
         ),
@@ -123,7 +123,7 @@ def test_calls_that_no_template_writes_are_refused_and_broken_ones_too(data: Any
     for call in ({"name": "look", "arguments": "[1]"}, {"name": "look", "arguments": [1]}, {"name": None}):
         broken = [LOOKS[0], {**LOOKS[1], "tool_calls": [{"function": call}]}]
         with pytest.raises(
-            ValueError, match=r"Row 1 of .*message 2 must have tool calls with a name, and with arguments as an object"
+            ValueError, match=r"Line 1 of .*message 2 must have tool calls with a name, and with arguments as an object"
         ):
             chats(tmp_path, chat_tokenizer, broken, **settings)
     chat_tokenizer.chat_template = None
@@ -164,7 +164,7 @@ def test_a_chat_stored_as_json_text_is_a_chat_and_other_text_is_text(tmp_path: P
     assert [prompt.messages[0]["content"] for prompt in prompts] == ["1", "1", "1", "1", *rows[4:]]
     (batch,) = chats(tmp_path, chat_tokenizer, rows[0], answer_column=None).train_dataloader()
     assert completions(batch, chat_tokenizer) == ["2<|im_end|>"]
-    with pytest.raises(ValueError, match=r"Row 1 of .*: 'messages' is a chat as printed by Python"):
+    with pytest.raises(ValueError, match=r"Line 1 of .*: 'messages' is a chat as printed by Python"):
         chats(tmp_path, chat_tokenizer, str(chat), data=PromptDataModule)
 
 

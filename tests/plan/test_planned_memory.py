@@ -19,7 +19,7 @@ from lightrl.models import LoRA, Role, RoleMesh
 from lightrl.models.model_spec import cache_argument
 from lightrl.module import RLModule
 from lightrl.plan.costs import TRAJECTORY_BYTES, USABLE_FRACTION, experience_bytes
-from lightrl.plan.memory import Misfit, PlannedRun, engine_memory, misfits, rank_memories, role_cost
+from lightrl.plan.memory import Misfit, PlannedRun, decoding_rows, engine_memory, misfits, rank_memories, role_cost
 from lightrl.plan.planned_run import planned_run, planned_training
 from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, ShardedExperience
 from lightrl.testing import TINY_CONFIG
@@ -234,6 +234,17 @@ def test_divided_experts_are_gathered_by_their_own_ranks_alone() -> None:
     assert costs[1].weights == costs[2].weights
 
 
+@pytest.mark.parametrize("ep", [2, 4])
+def test_the_advised_ep_is_the_smallest_that_fits(ep: int) -> None:
+    module = GRPO(moe_spec(max_position_embeddings=256), reward=len, group_size=8, microbatch_tokens=1)
+    settings = {"activation_checkpointing": True, "reduce_every_microbatch": False}
+    planned = replace(plan_of(module, devices=4, strategy=FSDP2Strategy(**settings)), engine=None)
+    (memory,) = rank_memories(replace(planned, ep=ep, reduce_every_microbatch=True))
+    assert misfits_of(planned, 1.001 * memory.total)[0].fix == (
+        f"set trainer.strategy's reduce_every_microbatch to true and trainer.strategy's ep to {ep}"
+    )
+
+
 def test_ranks_that_share_rows_keep_their_own_tokens_alone() -> None:
     module = GRPO(tiny_spec(config=CONFIG), reward=len, microbatch_tokens=200)
     planned = plan_of(module, devices=4, strategy=FSDP2Strategy(cp=2))
@@ -252,7 +263,7 @@ def test_the_advised_cp_is_the_smallest_that_fits() -> None:
     one, two = (rank_memories(replace(planned, roles=(replace(planned.roles[0], cp=cp),)))[0].device for cp in (1, 2))
     assert two["activations"] < 0.6 * one["activations"]
     found = misfits_of(planned, 1.001 * sum(two.values()))[0]
-    assert found.fix == "set activation_checkpointing of trainer.strategy to true and its cp to 2"
+    assert found.fix == "set trainer.strategy's cp to 2"  # the rest is already set
 
 
 @pytest.mark.parametrize(("family", "is_advised"), [("llama", True), ("qwen3_5_text", False)])
@@ -312,6 +323,17 @@ def test_too_many_key_values_lower_the_engines_batch() -> None:
     number = int(misfits_of(planned, available_bytes)[0].fix.removeprefix("set trainer.engine's max_batch to at most "))
     assert rank_memories(replace(planned, engine=replace(engine, max_rows=number)))[0].total <= available_bytes
     assert rank_memories(replace(planned, engine=replace(engine, max_rows=number + 1)))[0].total > available_bytes
+
+
+def test_a_server_runs_as_many_trajectories_as_its_memory_holds() -> None:
+    engine = PlannedEngine("SGLangEngine", "servers", servers=2)
+    planned = replace(large(max_staleness=1), engine=engine)
+    weights, each = engine_memory(planned, engine, rows=1)
+    device_bytes = (weights + 40.5 * each) / USABLE_FRACTION
+    assert decoding_rows(planned, engine, device_bytes) == 40
+    assert decoding_rows(planned, engine, 100 * device_bytes) == 6 * 32 * 2 / 2  # all of a server's
+    shared = replace(planned, shares_gpus=True)  # the ranks' weights and gradients stay
+    assert 1 <= decoding_rows(shared, engine, device_bytes) < 40
 
 
 def test_a_server_that_is_too_small_needs_more_gpus() -> None:

@@ -32,7 +32,7 @@ class SplitReport:
     num_dropped: int = 0
     problems: list[str] = field(default_factory=list)  # one for each bad row
     is_cut: bool = False  # there are more rows than were read
-    times_seen: Counter[int] = field(default_factory=Counter)  # hash of the prompt's tokens → times
+    times_seen: Counter[int] = field(default_factory=Counter)  # hash of the prompt's content → times
 
     def add(self, rows: Sequence[Prompt | ValueError | None]) -> None:
         """Counts rows: a good row is given as its Prompt, a dropped one as None, a bad one as its ValueError."""
@@ -40,7 +40,7 @@ class SplitReport:
         self.problems += [str(row) for row in rows if isinstance(row, ValueError)]
         self.num_dropped += sum(row is None for row in rows)
         self.num_tokens += [prompt.num_tokens for prompt in prompts]
-        self.times_seen.update(hash(tuple(prompt.token_ids or ())) for prompt in prompts)
+        self.times_seen.update(hash(prompt.content) for prompt in prompts)
 
     def counts_text(self) -> str:
         lengths = sorted(self.num_tokens)
